@@ -1,4 +1,4 @@
-"""The scheduler on a virtual clock: what a sweep would do on devices nobody here has. Pure Python, no torch.
+"""The scheduler on a virtual clock: simulates a sweep on devices that need not exist. Pure Python, no torch.
 
 `simulate` plays a `Scenario` with the very state machine that drives the real pool.
 """

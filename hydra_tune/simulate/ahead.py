@@ -1,4 +1,7 @@
-"""Double buffering on the virtual clock: what `hydra_tune.schedule.ahead` says a device would do next is sent to it."""
+"""Double buffering on the virtual clock.
+
+While a unit computes, its device prefetches the shard of the next unit, as predicted by `hydra_tune.schedule.ahead`.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,21 +12,21 @@ from hydra_tune.simulate.transfers import Transfers
 
 
 class Lookahead(Protocol):
-    """Says what a device would do next; any policy with this method can."""
+    """Predicts a device's next choice; any policy with this method qualifies."""
 
     def choose(self, device: str, candidates: Sequence[JobView], /) -> JobView:
         """Choose among the jobs whose next shard may be sent to `device`."""
 
 
 class SendsAhead(Ahead):
-    """Sends what a device would do next.
+    """Prefetches a device's next shard.
 
     Args:
-        policy: whose selections are asked.
-        scheduler: has the views.
+        policy: makes the selections.
+        scheduler: has the views of jobs.
         devices: as numbered.
-        jobs: all of them by name.
-        transfers: sends.
+        jobs: all jobs by name.
+        transfers: sends the shards.
     """
 
     def __init__(
@@ -38,17 +41,17 @@ class SendsAhead(Ahead):
         self._views, self._devices, self._jobs, self._transfers = scheduler, devices, jobs, transfers
 
     def buffer_next(self, device: SimDevice, now: float, offset: float) -> None:
-        """A unit has begun to compute: send what its device would do next.
+        """Prefetch a device's next shard, as a unit begins to compute.
 
         Args:
-            device: where it runs.
-            now: the time.
-            offset: what is added to every remaining time the scheduler is told.
+            device: device of the unit.
+            now: the time, in seconds.
+            offset: seconds added to every remaining time told to the scheduler.
         """
         own = device.job
         assert own is not None
         if device.bandwidth is None:
-            return  # to send takes no time
+            return  # a load takes no time
         name = self.choose(device.name, self._following(own, offset))
         if name is None:
             return
@@ -60,7 +63,7 @@ class SendsAhead(Ahead):
             self._transfers.bring(device, chosen, shard, now)
 
     def _following(self, job: SimJob, offset: float) -> JobView | None:
-        """What a policy will see of a job that runs, when its unit is over; None if it does not go on at once."""
+        """Predict the view of a running job after its unit; None if the job does not continue at once."""
         position = job.position + 1
         if position < len(job.units):
             left = job.planned_seconds - job.prefix[position]

@@ -1,8 +1,8 @@
-"""How long the same trials take under other kinds of parallelism: what SHARP is compared with.
+"""Makespans of the same trials under other kinds of parallelism, as baselines for SHARP.
 
-Closed forms or short recurrences over a stated cost model; no scheduler, no memory. What the model leaves out favours
-the baselines: memory is never short, devices never wait for their input data, links are never shared, and a share of a
-minibatch takes exactly that share of its time.
+The module uses closed forms or short recurrences over a stated cost model, without a scheduler and without memory.
+Every omission of the model favours the baselines: memory is never short, devices never wait for input data, links are
+never shared, and a share of a minibatch takes exactly the same share of the minibatch's time.
 """
 
 import heapq
@@ -15,16 +15,16 @@ from hydra_tune.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialCost:
-    """What one trial costs on devices that are all alike, cut into K shards.
+    """Cost of one trial on identical devices, cut into K shards.
 
     Args:
         num_steps: optimizer steps, at least 1.
-        forward_seconds: for each shard, the forward pass of a whole minibatch.
-        backward_seconds: for each shard, the backward pass of a whole minibatch, with its recomputation, if any, and
-            its update.
-        boundary_bytes: for each of the K - 1 cuts, what a whole minibatch sends across it in the forward pass; the
-            backward pass sends as much back. Empty means none.
-        parameter_bytes: for each shard, its parameters, and so its gradients. Empty means none.
+        forward_seconds: for each shard, seconds of the forward pass of a whole minibatch.
+        backward_seconds: for each shard, seconds of the backward pass of a whole minibatch, with recomputation, if any,
+            and update.
+        boundary_bytes: for each of the K - 1 cuts, bytes that a whole minibatch sends across the cut in the forward
+            pass; the backward pass sends as many back. Empty means none.
+        parameter_bytes: for each shard, bytes of its parameters, and so of its gradients. Empty means none.
 
     Raises:
         ConfigError: no shards, a length that does not fit, or a number that makes no sense.
@@ -55,17 +55,17 @@ class TrialCost:
 
     @property
     def num_shards(self) -> int:
-        """K."""
+        """Number of shards, K."""
         return len(self.forward_seconds)
 
     @property
     def compute_seconds(self) -> float:
-        """All units of all steps, on one device, without any transfer."""
+        """Seconds of all units of all steps, on one device, without any transfer."""
         return self.num_steps * (math.fsum(self.forward_seconds) + math.fsum(self.backward_seconds))
 
 
 def model_parallel_step_seconds(trial: TrialCost, *, bytes_per_second: float = math.inf) -> float:
-    """One step with each shard on a device of its own, and one device at work at any time.
+    """Seconds of one step with each shard on a device of its own, and one device at work at any time.
 
     Returns:
         sum of forward and backward over all shards + 2 * (bytes across all cuts) / bandwidth.
@@ -79,16 +79,16 @@ def model_parallel_step_seconds(trial: TrialCost, *, bytes_per_second: float = m
 
 
 def pipeline_step_seconds(trial: TrialCost, *, num_microbatches: int, bytes_per_second: float = math.inf) -> float:
-    """One step with each shard on a device of its own and the minibatch sent through in m microbatches.
+    """Seconds of one step with each shard on a device of its own, and the minibatch sent through in m microbatches.
 
-    All forwards first, in order; then all backwards, the last microbatch first; each device takes its next microbatch
-    as soon as it and its input are there; transfers overlap compute. The update waits for the last microbatch, so no
-    step overlaps the next.
+    All forwards run first, in order; then all backwards, the last microbatch first. Each device starts its next
+    microbatch as soon as both the device and the input are ready; transfers overlap compute. The update waits for the
+    last microbatch, so no step overlaps the next.
 
     Returns:
         The end of the recurrence end(i, k) = max(end(i-1, k), end(i, k-1) + bytes_k / m / bandwidth) + seconds_k / m,
-        forwards and then backwards. For equal shards without transfers that is (m + K - 1) / m * (forward + backward)
-        of one shard: a share (K - 1) / (m + K - 1) of every device's time is idle.
+        forwards and then backwards. For equal shards without transfers the end is (m + K - 1) / m * (forward +
+        backward) of one shard: a share (K - 1) / (m + K - 1) of every device's time is idle.
 
     Source:
         Huang et al., GPipe (2019), section 2.3 and Figure 2.
@@ -114,9 +114,9 @@ def pipeline_step_seconds(trial: TrialCost, *, num_microbatches: int, bytes_per_
 def data_parallel_step_seconds(
     trial: TrialCost, *, num_replicas: int, sharded: bool = False, bytes_per_second: float = math.inf
 ) -> float:
-    """One step with R replicas, each model-parallel over K devices, that share the minibatch evenly.
+    """Seconds of one step with R replicas that share the minibatch evenly, each model-parallel over K devices.
 
-    Gradients are summed when the backward pass is over, each shard's among its R holders, all shards at once.
+    Gradients are summed after the backward pass, each shard's among its R holders, all shards at once.
 
     Args:
         trial: the trial; with one shard this is plain data parallelism.
@@ -146,7 +146,7 @@ def data_parallel_step_seconds(
 def model_parallel_makespan(
     trials: Sequence[TrialCost], num_devices: int, *, bytes_per_second: float = math.inf
 ) -> float:
-    """All trials one after the other, each model-parallel; seconds.
+    """Makespan of all trials one after the other, each model-parallel; seconds.
 
     Raises:
         ConfigError: a trial with more shards than there are devices, or arguments that make no sense.
@@ -160,7 +160,7 @@ def model_parallel_makespan(
 def pipeline_makespan(
     trials: Sequence[TrialCost], num_devices: int, *, num_microbatches: int, bytes_per_second: float = math.inf
 ) -> float:
-    """All trials one after the other, each a pipeline of as many stages as it has shards; seconds.
+    """Makespan of all trials one after the other, each a pipeline with one stage per shard; seconds.
 
     Raises:
         ConfigError: a trial with more shards than there are devices, or arguments that make no sense.
@@ -176,7 +176,7 @@ def pipeline_makespan(
 def data_parallel_makespan(
     trials: Sequence[TrialCost], num_devices: int, *, sharded: bool = False, bytes_per_second: float = math.inf
 ) -> float:
-    """All trials one after the other, each with as many replicas as the devices hold; seconds.
+    """Makespan of all trials one after the other, each with as many replicas as the devices hold; seconds.
 
     Raises:
         ConfigError: a trial with more shards than there are devices, or arguments that make no sense.
@@ -197,15 +197,15 @@ def data_parallel_makespan(
 def task_parallel_makespan(
     trials: Sequence[TrialCost], num_devices: int, *, own_groups: bool = False, bytes_per_second: float = math.inf
 ) -> float:
-    """Whole trials side by side, each model-parallel within a group of devices, the longest first; seconds.
+    """Makespan of whole trials side by side, longest first, each model-parallel within a group of devices; seconds.
 
     With trials of one shard this is plain task parallelism: one trial per device.
 
     Args:
-        trials: all of them.
+        trials: all trials.
         num_devices: devices, at least 1.
-        own_groups: each trial takes as many devices as it has shards, those that are free first. Otherwise groups are
-            fixed, as large as the most shards a trial has, and devices left over are idle.
+        own_groups: each trial takes one device per shard, earliest free first. Otherwise groups are fixed, of the size
+            of the largest number of shards, and left-over devices stay idle.
         bytes_per_second: of each link.
 
     Raises:
@@ -221,14 +221,15 @@ def task_parallel_makespan(
     free = [0.0] * num_devices
     for length, trial in sorted(zip(seconds, trials, strict=True), key=lambda pair: -pair[0]):
         free.sort()
+        # A trial starts when the last of its devices is free.
         free[: trial.num_shards] = [free[trial.num_shards - 1] + length] * trial.num_shards
     return max(free)
 
 
 def longest_first_makespan(job_seconds: Iterable[float], num_devices: int) -> float:
-    """Whole jobs, never interrupted: the longest first, each where a device is free first (LPT); seconds.
+    """Makespan of whole jobs, longest first, each on the device that is free first (LPT); seconds.
 
-    At most 4/3 - 1 / (3 * num_devices) of the best makespan that whole jobs allow.
+    At most 4/3 - 1 / (3 * num_devices) of the best makespan of whole jobs.
 
     Source:
         Graham, Bounds on Multiprocessing Timing Anomalies (1969).
@@ -253,10 +254,10 @@ class LayerRun:
     Args:
         kind: `"forward"`, `"backward"` or `"update"`.
         layer: from 0.
-        microbatch: from 0; None for an update, which serves all.
+        microbatch: from 0; None for an update, since one update serves all microbatches.
         device: from 0.
-        start_seconds: when it starts.
-        seconds: how long it takes.
+        start_seconds: start of the task.
+        seconds: duration of the task.
     """
 
     kind: str
@@ -268,18 +269,18 @@ class LayerRun:
 
     @property
     def end_seconds(self) -> float:
-        """When it ends."""
+        """End of the task, in seconds."""
         return self.start_seconds + self.seconds
 
 
 def harmony_step(
     *, num_layers: int, num_devices: int, num_microbatches: int, task_seconds: float = 1.0
 ) -> list[LayerRun]:
-    """One step of Harmony's virtualised pipeline over layers that are all alike.
+    """Schedule one step of Harmony's virtualised pipeline over identical layers.
 
-    Layers are dealt to the devices in turn, so that what a layer gives the next goes from device to device. Each layer
-    runs for all microbatches before its device goes on to the next layer (input-batch grouping), and is updated right
-    after its last backward (just in time): per step its weights are loaded twice and written back once, 3|W|.
+    Layers are dealt to the devices in turn, so that activations pass from device to device. Each layer runs all
+    microbatches before its device starts the next layer (input-batch grouping), and is updated right after its last
+    backward (just in time): per step a layer's weights are loaded twice and written back once, 3|W|.
 
     Args:
         num_layers: layers, at least 1.
@@ -288,14 +289,14 @@ def harmony_step(
         task_seconds: the time of a forward, a backward or an update of one layer, the same for all.
 
     Returns:
-        Every task, by start and device.
+        Every task, sorted by start and device.
 
     Source:
         Li et al., Doing more with less (HotOS 2021), section 3 and Figure 4.
 
     Differs:
-        The figure itself was not at hand, only its caption and the text. That backwards take the microbatches in the
-        order of the forwards is an assumption.
+        The figure itself was not at hand, only its caption and the text. The order of the backwards, with microbatches
+        as in the forwards, is an assumption.
 
     Raises:
         ConfigError: a number below 1, or a time that is not positive.
@@ -332,7 +333,7 @@ def harmony_step(
 
 
 def _send_through(stages: Sequence[int], free: list[float], seconds: Sequence[float], hops: Sequence[float]) -> None:
-    """One microbatch through all stages in turn; `free` is when each stage is free, and is brought up to date."""
+    """Send one microbatch through all stages in turn, updating in `free` the time at which each stage is free."""
     ready = 0.0
     for position, stage in enumerate(stages):
         if position:

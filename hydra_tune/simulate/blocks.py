@@ -1,16 +1,15 @@
-"""The pagers on a virtual clock: which block is on which device, what has to be copied, and how long that takes.
+"""The memory pagers on a virtual clock: places of blocks, required copies, and their times.
 
-Follows `hydra_tune.memory.pager` rule by rule: blocks are pinned, room is made by spilling what is needed last,
-what is missing is loaded, clean blocks leave without a copy, a block is on one device at most.
+The module follows `hydra_tune.memory.pager` rule by rule: leases pin blocks, the block needed last is spilled to make
+room, missing blocks are loaded, clean blocks leave without a copy, and a block is on one device at most.
 
-What another device has and the host has not is taken over from there, as it was in the run. A block that was brought from a
-device by the way over the host in the run is so here; and where a run has taken nothing over, how long that takes is taken from
-its loads.
+A block that another device has and the host lacks is taken over from the device, as in the recorded run. A block that
+travelled over the host in the run does so here. Where the run took over no block, the time of its loads stands in.
 
-What was sent ahead in the run, or written back in the background, is so here as well, where that is possible; a unit waits for
-it as long as it did in the run, or until the copy would be over.
+Prefetches and background write-backs of the run are repeated where possible; a unit waits for a background copy as long
+as in the run, or until the copy would be over.
 
-Note: processes. What takes time is a generator of nanoseconds to wait; between them others go on.
+Note: processes. Every operation that takes time is a generator of nanoseconds to wait; other operations run in between.
 """
 
 from collections import OrderedDict
@@ -22,7 +21,7 @@ from hydra_tune.observe.turns import Action, BlockFacts, Sent
 from hydra_tune.simulate.recording import RecordedDevice, Recording
 from hydra_tune.simulate.script import Copies, Copy
 
-_PATIENCE_NS = 100_000  # between looks for room, where all that could leave is being copied at this moment
+_PATIENCE_NS = 100_000  # poll for room this often while every possible victim is being copied
 _SENT_LEASES = 2  # as of the pager
 _PATIENCE = 100_000  # looks while nothing is being copied
 
@@ -60,7 +59,9 @@ class _Device:
     num_leases: int = 0
 
     def victims(self) -> list[_Block]:
-        """As `Pager.victims`."""
+        """Eviction order, as of `Pager.victims`."""
+        # By cost of eviction: blocks already on their way out, other jobs' optimizer state, other jobs' other blocks,
+        # the same two of the running job, and last the recently prefetched blocks.
         found: tuple[list[_Block], ...] = ([], [], [], [], [], [])
         for block in self.resident.values():
             if block.is_leaving or block.source == self.name:
@@ -76,9 +77,9 @@ class Blocks:
     """All blocks and devices of a recorded run.
 
     Args:
-        recording: of what there is, and how fast copies were.
-        clock: tells the time in nanoseconds.
-        moved: is called with a job, a shard of it, and the device where its parameters are now.
+        recording: the blocks, the devices and the speeds of copies.
+        clock: returns the time in nanoseconds.
+        moved: called with a job, a shard, and the present device of the shard's parameters.
     """
 
     def __init__(
@@ -109,12 +110,12 @@ class Blocks:
         return sum(device.bytes_across for device in self._devices.values())
 
     def act(self, name: str, action: Action, copies: Copies) -> Iterator[int]:
-        """Do what a turn does with a device's memory.
+        """Perform a turn's action on a device's memory.
 
         Args:
             name: of the device.
-            action: what.
-            copies: what was copied for it in the recorded run, and when; such a copy takes as long again.
+            action: the action.
+            copies: copies that the action caused in the recorded run; a repeated copy takes as long again.
 
         Yields:
             Nanoseconds to wait.
@@ -136,12 +137,12 @@ class Blocks:
             yield from self.give_up(action, copies)
 
     def act_ahead(self, name: str, action: Action, sent: Sequence[Sent]) -> None:
-        """Do what a turn does in the background.
+        """Perform a turn's background action.
 
         Args:
             name: of the device.
-            action: what.
-            sent: the copies of the turn.
+            action: the action.
+            sent: background copies of the turn.
         """
         device = self._devices[name]
         for block in self._known(action):
@@ -160,7 +161,7 @@ class Blocks:
                 self._send(device, block, action, sent)
 
     def _send(self, device: _Device, block: _Block, action: Action, sent: Sequence[Sent]) -> None:
-        """Have a block come in the background, if there is room."""
+        """Prefetch a block in the background, if there is room."""
         if device.used_bytes + block.facts.nbytes > device.budget_bytes:
             return
         is_across = any((copy.what, copy.block) == ("across", block.number) for copy in sent)
@@ -175,7 +176,7 @@ class Blocks:
         self._say(block)
 
     def _call_back(self, block: _Block) -> None:
-        """What comes from another device is there as before."""
+        """Cancel a block's arrival from another device; the block stays at its source."""
         assert block.source is not None
         assert block.place is not None
         self._part(self._devices[block.place], block)
@@ -183,7 +184,7 @@ class Blocks:
         self._say(block)
 
     def _arrive(self, block: _Block) -> None:
-        """What comes from another device is there no more."""
+        """Complete a block's arrival from another device; the source gives up the block."""
         if block.source is not None:
             self._part(self._devices[block.source], block)
             block.source = None
@@ -194,12 +195,12 @@ class Blocks:
         del device.resident[block.number]
 
     def _over(self, action: Action, what: str, block: _Block, sent: Sequence[Sent]) -> int:
-        """When a copy in the background is over: as long after it was begun as in the run."""
+        """End of a background copy: as long after its beginning as in the run."""
         ended = next((copy.ended_ns for copy in sent if (copy.what, copy.block) == (what, block.number)), action.at_ns)
         return self._clock() + max(0, ended - action.at_ns)
 
     def give_up(self, action: Action, copies: Copies) -> Iterator[int]:
-        """Do what gives blocks up ("drop"), or brings them to the host ("home"), wherever they are."""
+        """Give up blocks ("drop"), or bring blocks to the host ("home"), wherever the blocks are."""
         for block in self._known(action):
             yield from self._wait_for(block)
             if block.source is not None:
@@ -213,7 +214,7 @@ class Blocks:
                 self._release(block)
 
     def end(self, name: str) -> None:
-        """The device's lease is over, if it has one."""
+        """End the device's lease, if any."""
         device = self._devices[name]
         for block in device.leased:
             block.pinned_for = None
@@ -222,7 +223,7 @@ class Blocks:
         device.workspace_bytes = 0
 
     def forget(self, job: str) -> None:
-        """A job is over: its blocks are gone."""
+        """Forget all blocks of a finished job."""
         for block in self._of_job.pop(job, ()):
             self._arrive(block)
             if block.place is not None:
@@ -252,8 +253,9 @@ class Blocks:
             device.resident.move_to_end(block.number)
 
     def _await(self, block: _Block, copies: Copies) -> Iterator[int]:
-        """Have a block's copy in the background over."""
+        """Wait for the end of a block's background copy."""
         kept = _take("keep", block, copies)
+        # The run reused the block before the write-back began: cancel the copy and its bytes.
         if block.is_leaving and block.place is not None and kept is not None:
             block.is_leaving = False
             self._devices[block.place].bytes_out -= block.facts.nbytes
@@ -283,7 +285,7 @@ class Blocks:
         while device.used_bytes + nbytes > device.budget_bytes:
             yield from _until_next(copies)
             if device.used_bytes + nbytes <= device.budget_bytes:
-                break  # a job that is over has given its bytes back meanwhile
+                break  # a finished job has freed its bytes meanwhile
             now = self._clock()
             victims = (b for b in device.victims() if b.pinned_for != device.name and b.free_ns <= now)
             victim = next(victims, None)
@@ -310,14 +312,14 @@ class Blocks:
         device.used_bytes += nbytes
 
     def _fetch(self, device: _Device, block: _Block, copies: Copies) -> Iterator[int]:
-        """The room is taken already."""
+        """Bring a block to the device; the caller has reserved the room."""
         yield from _until_next(copies)
         yield from self._wait_for(block)
         known, is_dirty = {copy.what for copy in copies if copy.block == block.number}, False
         is_elsewhere = block.place is not None and not block.is_coming
         if is_elsewhere and "out" not in known:
             yield from self._await(block, copies)
-        # As in the run; where that is not known, what only a device has.
+        # Take the block's way in the run; where unknown, only blocks that the host lacks come from a device.
         if is_elsewhere and ("across" in known or (block.dirty and "in" not in known)):
             device.bytes_across += block.facts.nbytes
             yield from self._copy("across", block, copies)
@@ -336,7 +338,7 @@ class Blocks:
     def _write_back(self, block: _Block, copies: Copies) -> Iterator[int]:
         if block.is_leaving:
             if block.place is not None and any((c.what, c.block) == ("out", block.number) for c in copies):
-                block.is_leaving = False  # it had not begun
+                block.is_leaving = False  # the copy had not begun
                 self._devices[block.place].bytes_out -= block.facts.nbytes
             else:
                 yield from self._await(block, copies)
@@ -369,14 +371,14 @@ class Blocks:
 
 
 def _until_next(copies: Copies) -> Iterator[int]:
-    """Wait until the next copy of the recorded run began; what to copy is decided then."""
+    """Wait until the next copy's beginning in the recorded run; the simulation decides what to copy only then."""
     if copies:
         wait_ns, copies[0] = copies[0].wait_ns, copies[0]._replace(wait_ns=0)
         yield wait_ns
 
 
 def _take(what: str, block: _Block, copies: Copies) -> Copy | None:
-    """The recorded copy of this block, no longer among them; None if there was none."""
+    """Remove and return the recorded copy of this block; None without such a copy."""
     for number, copy in enumerate(copies):
         if (copy.what, copy.block) == (what, block.number):
             return copies.pop(number)
@@ -388,7 +390,7 @@ def _made(device: RecordedDevice) -> _Device:
 
 
 def _pace(recording: Recording, what: str) -> float:
-    """Nanoseconds a byte, over all copies of the run in one direction."""
+    """Nanoseconds per byte, over all copies of the run in one direction."""
     copies = [action for turn in recording.turns for action in turn.actions if action.what == what]
     sent = [copy for turn in recording.turns for copy in turn.sent if copy.what == what]
     taken = sum(copy.copy_ns for copy in copies) + sum(copy.ended_ns - copy.began_ns for copy in sent)

@@ -1,6 +1,6 @@
-"""The moving parts of a simulation: what is true of each trial and each device now.
+"""The state of a simulation: bookkeeping for each trial and each device.
 
-Only books are kept here; `simulator.py` decides what happens.
+The classes only keep books; `simulator.py` decides what happens.
 """
 
 from collections import OrderedDict
@@ -15,7 +15,7 @@ ABSENT = -1
 
 
 class Happening(IntEnum):
-    """What the clock brings. The first two belong to the course of units; the others have a time of their own."""
+    """Kinds of events on the clock. The first two follow from running units; all others have a time of their own."""
 
     UNIT_ENDS = 0
     UNIT_STARTS = 1
@@ -32,25 +32,26 @@ Entry = tuple[float, int, Happening, int, float]
 
 
 class SimJob:
-    """A trial on its way.
+    """A trial in the simulation.
 
     Args:
-        number: its place in the order of submission.
-        trial: what it is.
-        grid: rounds its durations.
-        reports_wait: it waits for an answer to each report.
+        number: place in the order of submission.
+        trial: description of the trial.
+        grid: rounds durations.
+        reports_wait: whether the trial waits for an answer to each report.
 
     Attributes:
-        steps_under_way: steps of the burst that runs; 1 where a step is made of units.
-        burst_step_seconds: of each of them, where it runs.
-        step, position: the unit that is next or runs: of which step, and where in it.
-        milestone: the step whose beginning is not like any other: a report, a corrected estimate, or the end.
-        is_ready: the scheduler has its next unit and may run it.
-        places: for each shard the device that holds it, or is being sent it.
-        told: the places the scheduler knows of.
-        homes: for each shard the node whose host memory has it; None while any may.
-        last_device: where its last unit ran.
-        planned_seconds: what the scheduler is told of the time left when this step began.
+        steps_under_way: steps of the running burst; 1 where a step is made of units.
+        burst_step_seconds: seconds of each step of the burst, on its device.
+        step, position: the running or next unit: its step, and its place in the step.
+        milestone: the next step with a special beginning: a report, a corrected estimate, or the end.
+        is_ready: whether the scheduler has the trial's next unit and may run it.
+        places: for each shard the number of the device that holds or receives the shard.
+        told: the places that the scheduler knows of.
+        homes: for each shard the node with the shard in host memory; None until the first load, for any node may have
+            it.
+        last_device: device of the last unit.
+        planned_seconds: time left, as told to the scheduler, at the beginning of this step.
     """
 
     __slots__ = (
@@ -81,7 +82,7 @@ class SimJob:
         self.next_milestone()
 
     def correct(self) -> None:
-        """From now on the scheduler is told the truth."""
+        """Tell the scheduler the true times from now on."""
         self.is_true = True
         self._estimate(self.truth)
 
@@ -95,31 +96,31 @@ class SimJob:
         self.milestone = min(step for step in candidates if step > self.step)
 
     def next_stop(self) -> int:
-        """The step at which a burst that begins now ends at the latest: a milestone, or a report that nobody answers."""
+        """Last possible step of a burst that begins now: a milestone, or a report that needs no answer."""
         every = self.trial.report_steps
         return self.milestone if every is None else min(self.milestone, (self.step // every + 1) * every)
 
     @property
     def is_cut_by_report(self) -> bool:
-        """Whether the burst that has ended now could have had no further step, for a report was due."""
+        """Whether the burst that has just ended was cut short by a due report."""
         every = self.trial.report_steps
         return self.trial.burst_steps > 1 and every is not None and self.step % every == 0
 
     def remaining_seconds(self) -> float:
-        """What the scheduler is told of the time left: of all steps planned, whether or not a report ends it before."""
+        """Time left, as told to the scheduler: for all planned steps, even if a report ends the trial earlier."""
         return self.planned_seconds - self.prefix[self.position]
 
     def true_seconds(self) -> float:
-        """Seconds of all units it runs, on a device of speed 1."""
+        """Seconds of all units that the trial runs, on a device of speed 1."""
         return self.steps_run * sum(self.truth)
 
     def seconds_on(self, speed: float, grid: Grid) -> list[float]:
-        """Seconds of each unit of the step on a device of this speed."""
+        """Compute and cache the seconds of each unit of the step on a device of this speed."""
         self.durations[speed] = [grid.round(seconds / speed) for seconds in self.truth]
         return self.durations[speed]
 
     def advance(self, num_steps: int) -> None:
-        """Some steps are done."""
+        """Advance by whole steps."""
         self.step += num_steps
         self.planned_seconds = (self.trial.steps - self.step) * self.step_seconds
 
@@ -135,18 +136,18 @@ class SimJob:
 
 
 class SimDevice:
-    """A device at work.
+    """A device in the simulation.
 
     Args:
-        number: its place in the scenario.
-        device: what it is.
+        number: place in the scenario.
+        device: description of the device.
 
     Attributes:
-        is_there: it has joined and is not lost.
-        job: whose unit it has, and in `started` since when that computes or will.
-        shards: what it holds, least recently used first: (job, shard) to the time at which the bytes are there.
-        dirty: which of these were changed since they came.
-        link_free: when its link has nothing to send.
+        is_there: whether the device has joined and is not lost.
+        job: job of the running unit, or None; `started` is the start of the unit's compute.
+        shards: resident shards, least recently used first: (job, shard) to the arrival time of the bytes.
+        dirty: resident shards changed since their arrival.
+        link_free: time from which the link is idle.
     """
 
     __slots__ = (
@@ -166,7 +167,7 @@ class SimDevice:
         self.used_bytes = self.bytes_in = self.bytes_out = self.loads = self.units = 0
 
     def lose_everything(self) -> list[tuple[int, int]]:
-        """The device is lost; returns what it held, as keys of `shards`."""
+        """Lose the device with all of its shards; return the keys of the lost shards."""
         held = list(self.shards)
         self.shards.clear()
         self.dirty.clear()
@@ -174,12 +175,12 @@ class SimDevice:
         return held
 
     def pinned(self) -> tuple[int, int] | None:
-        """The shard that must stay, because its unit runs."""
+        """Key of the shard that the running unit pins, or None."""
         job = self.job
         return None if job is None else (job.number, job.shards[job.position])
 
     def release(self, key: tuple[int, int], size: int) -> None:
-        """Forget a shard."""
+        """Evict a shard, counting the bytes of a changed shard as written back."""
         del self.shards[key]
         self.used_bytes -= size
         if key in self.dirty:

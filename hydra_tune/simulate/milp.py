@@ -1,7 +1,7 @@
-"""HYDRA's scheduling problem as the mixed-integer program that its paper states, mended. For tiny instances.
+"""HYDRA's scheduling problem as the paper's mixed-integer program, repaired. For tiny instances.
 
-It orders every pair of units of different chains, so it grows with the square of the units: a check of
-`optimal_schedule`, and no replacement for it.
+The program orders every pair of units of different chains, so its size grows with the square of the number of units.
+The solver serves to check `optimal_schedule`, not to replace it.
 """
 
 import itertools
@@ -26,29 +26,28 @@ def milp_schedule(
     Args:
         chains: for each chain, the durations of its units in seconds, in order; at most 24 units in all.
         num_devices: devices, at least 1.
-        time_limit_seconds: when to stop and give the best schedule found by then.
+        time_limit_seconds: time after which the solver returns its best schedule so far.
 
     Returns:
-        The schedule, with the bound that the solver proved.
+        The schedule, with the solver's proven bound.
 
     Raises:
-        ConfigError: a duration that is not a positive number, fewer than 1 device, too many units, no schedule found
-            in the time given; or ortools is not installed.
+        ConfigError: a duration that is not a positive number, fewer than 1 device, too many units, no schedule found in
+            the time given; or ortools is not installed.
 
     Source:
         HYDRA (Nagrecha and Kumar), section 5.3.1, constraints (a) to (f), notation of Table 1: X start times, S
-        durations, Y the order of two units, U a large number, C the makespan.
+            durations, Y the order of two units, U a large number, C the makespan.
 
     Differs:
-        As printed the program has no solution, and with the first of these repairs alone every unit occupies every
-        device, so that two trials of two units on two devices take 4 units of time where 2 are enough.
-
+        As printed the program has no solution. With only the first of these repairs every unit occupies every device,
+        so two trials of two units on two devices take 4 units of time where 2 are enough.
         * No unit is ordered before or after itself: for i-j = i'-j', (b) demands Y = 1 and (c) Y = 0.
         * An assignment variable A: each unit is on exactly one device, and (b) and (c) bind two units only where both
-          are on the same one.
-        * One start time per unit: with A, the start times of a unit on devices it is not on mean nothing.
-        * One order Y per pair of units, not one per device and direction, and none for units of the same chain, which
-          (a) orders already.
+          are on the same device.
+        * One start time per unit: with A, a unit's start times on other devices mean nothing.
+        * One order Y per pair of units, not one per device and direction, and none for units of the same chain, already
+          ordered by (a).
     """
     check_chains(chains, num_devices)
     if not time_limit_seconds > 0:
@@ -78,7 +77,7 @@ def milp_schedule(
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """The variables whose values make the schedule.
+    """The variables of the program that give the schedule.
 
     Args:
         starts: X, for each unit.
@@ -114,7 +113,7 @@ class _Program:
         return cls(starts, assigned)
 
     def placements(self, chains: Mapping[str, Sequence[float]]) -> tuple[Placement, ...]:
-        """The solution, by start; timed anew, since the solver keeps to its constraints within a tolerance only."""
+        """Placements of the solution, by start; timed anew, because the solver meets constraints within a tolerance."""
         device_free: dict[int, float] = {}
         chain_free: dict[str, float] = {}
         found = []

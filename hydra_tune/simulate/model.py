@@ -1,6 +1,6 @@
-"""What is simulated: trials, devices and the links between them, as plain numbers.
+"""The simulator's input: trials, devices and links, as plain numbers.
 
-Knows units of work and bytes; nothing of models, tensors or how a schedule is made.
+The module knows units of work and bytes, and nothing of models, tensors or scheduling.
 """
 
 import math
@@ -13,7 +13,7 @@ from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.schedule import ADMISSIONS, Unit, check_admission
 
 MAX_PARTS = (
-    10_000_000  # shards of all trials together, or devices: more would fill the memory before a simulation began
+    10_000_000  # shards of all trials together, or devices: more would exhaust the memory before a simulation starts
 )
 
 PROFILE_FORMAT = 1
@@ -21,7 +21,7 @@ PROFILE_FORMAT = 1
 
 
 def check_size(count: int, what: str) -> None:
-    """Refuse a simulation too large to be held in memory.
+    """Refuse a simulation too large for memory.
 
     Raises:
         ConfigError: `count` is more than `MAX_PARTS`.
@@ -42,18 +42,18 @@ class SimulatedTrial:
 
     Args:
         name: unique.
-        step: the units of one training step, in order; `seconds` is how long each really takes on a device of speed 1.
-        shard_bytes: bytes to load for each shard; a shard that `step` uses must be there.
+        step: the units of one training step, in order; `seconds` is the true duration on a device of speed 1.
+        shard_bytes: bytes to load for each shard, for every shard that `step` uses.
         steps: training steps planned.
-        report_steps: steps from one report to the next; None: no reports.
-        stop_after_reports: the report, from 1, after which the trial is pruned; None: it runs to its end.
-        arrival_seconds: when it is submitted.
-        estimate_factor: what the scheduler is told, as a multiple of the truth: below 1 for an optimist.
-        corrected_after_steps: from this step on the scheduler is told the truth; None: never.
-        boundary_bytes: bytes that follow a trial whose next unit runs on another device than its last one.
-        priority: trials of a higher priority are admitted, and run, before all of a lower one.
-        burst_steps: steps that run as one unit, for a trial that runs its own code and whose step is one unit. A burst ends
-            at a report, and earlier where the scheduler asks for that.
+        report_steps: steps between reports; None: no reports.
+        stop_after_reports: the report, from 1, after which the trial is pruned; None: the trial runs to its end.
+        arrival_seconds: time of the submission.
+        estimate_factor: the scheduler's estimate as a multiple of the true time; below 1 is optimistic.
+        corrected_after_steps: steps after which the scheduler learns the true time; None: never.
+        boundary_bytes: bytes that move along when a trial's next unit runs on another device.
+        priority: trials of a higher priority are admitted, and run, before all trials of a lower priority.
+        burst_steps: steps that run as one unit, for a trial with its own code and one unit per step. A burst ends at a
+            report, or earlier at the scheduler's request.
     """
 
     name: str
@@ -98,12 +98,12 @@ class SimulatedTrial:
 
     @property
     def step_seconds(self) -> float:
-        """One step on one device of speed 1, without transfers."""
+        """Seconds of one step on one device of speed 1, without transfers."""
         return sum(unit.seconds for unit in self.step)
 
     @property
     def steps_run(self) -> int:
-        """Steps it gets to run: fewer than planned if it is pruned."""
+        """Steps that the trial runs: fewer than planned if pruned."""
         if self.stop_after_reports is None or self.report_steps is None:
             return self.steps
         return min(self.steps, self.stop_after_reports * self.report_steps)
@@ -115,11 +115,11 @@ class SimulatedDevice:
 
     Args:
         name: unique.
-        speed: units of seconds s take s / speed.
-        memory_bytes: for shards; None: all fit.
-        bandwidth: bytes a second at which shards are loaded; None: at once.
-        node: the machine it is in; loads from another machine's memory also cross the network.
-        joins_seconds: when it is there.
+        speed: a unit of s seconds takes s / speed.
+        memory_bytes: memory for shards; None: unlimited.
+        bandwidth: bytes a second at which shards are loaded; None: loads take no time.
+        node: the device's machine; loads from another machine's memory also cross the network.
+        joins_seconds: time at which the device joins.
     """
 
     name: str
@@ -139,11 +139,11 @@ class SimulatedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """A device becomes slower, or faster again: a fault.
+    """A fault: a device becomes slower, or faster again.
 
     Args:
-        device: its name.
-        at_seconds: when; units that start from then on are concerned.
+        device: name of the device.
+        at_seconds: time of the change; units that start later are affected.
         factor: multiplies the device's own speed, and replaces an earlier factor.
     """
 
@@ -158,14 +158,14 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outage:
-    """A device is lost, with the unit that runs on it, and may come back: a fault.
+    """A fault: a device is lost, with its running unit, and may come back.
 
-    Trials go on from what is in their host memory: of a trial only the unit that ran is lost, and runs again.
+    Trials resume from their host memory: each trial loses at most its running unit, which runs again.
 
     Args:
-        device: its name.
-        at_seconds: when it is lost.
-        until_seconds: when it is there again; None: never.
+        device: name of the device.
+        at_seconds: time of the loss.
+        until_seconds: time of the return; None: never.
     """
 
     device: str
@@ -180,20 +180,20 @@ class Outage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Everything that decides how a simulation goes, besides the policy.
+    """Everything besides the policy that determines a simulation.
 
     Args:
-        trials: in the order of submission; those that arrive later are submitted later.
-        devices: in the order in which they are offered work.
+        trials: in the order of submission; trials that arrive later are submitted later.
+        devices: in the order in which the scheduler offers work.
         slowdowns: faults that change a device's speed.
-        outages: faults that take a device away; one device is always there in the end.
+        outages: faults that take a device away; one device must remain or return in the end.
         max_concurrent: trials admitted at once; None: all.
         admission: "eager", or "staggered": of the admitted trials the oldest go first.
-        overlap: while a unit runs, the next shard is loaded (double buffering); without, loads wait for the device.
-        network_bandwidth: bytes a second between nodes; None: at once.
+        overlap: prefetch the next shard while a unit runs (double buffering); otherwise loads wait for the device.
+        network_bandwidth: bytes a second between nodes; None: transfers take no time.
         node_bandwidth: bytes a second of each node's host memory, shared by its devices' loads; None: no limit.
-        answer_seconds: from a report to its answer, in which the trial waits.
-        prepare_seconds: to prepare a trial for its first unit; one trial at a time.
+        answer_seconds: time between a report and its answer, in which the trial waits.
+        prepare_seconds: time to prepare a trial for its first unit; trials are prepared one at a time.
     """
 
     trials: tuple[SimulatedTrial, ...]
@@ -259,11 +259,11 @@ class Scenario:
 
     @property
     def num_units(self) -> int:
-        """Units that will run."""
+        """Number of units that will run."""
         return sum(trial.steps_run * len(trial.step) for trial in self.trials)
 
     def longest_possible_seconds(self) -> float:
-        """More than any schedule takes: every unit alone, on the slowest device, after a load of its own."""
+        """Upper bound on any schedule's makespan: every unit alone, on the slowest device, after a load of its own."""
         slowest = min(device.speed for device in self.devices) * min([1.0, *(fault.factor for fault in self.slowdowns)])
         bandwidths = [device.bandwidth for device in self.devices]
         limits = [limit for limit in (*bandwidths, self.network_bandwidth, self.node_bandwidth) if limit is not None]
@@ -271,7 +271,7 @@ class Scenario:
         starts = [fault.at_seconds for fault in self.slowdowns] + [device.joins_seconds for device in self.devices]
         starts += [outage.until_seconds or outage.at_seconds for outage in self.outages]
         total = max([*starts, *(trial.arrival_seconds for trial in self.trials)])
-        if self.outages:  # each may cost the longest unit, and its load, once more
+        if self.outages:  # each may repeat the longest unit, and its load, once
             unit = max(unit.seconds for trial in self.trials for unit in trial.step) / slowest
             size = max(size + trial.boundary_bytes for trial in self.trials for size in trial.shard_bytes)
             total += len(self.outages) * (unit + 2 * size * byte_seconds)
@@ -290,13 +290,13 @@ def _check_unique(names: Iterable[str], what: str) -> None:
 
 
 def training_step(forward_seconds: Sequence[float], backward_seconds: Sequence[float]) -> tuple[Unit, ...]:
-    """One training step of the engine: `F0 .. F(K-2), B(K-1) .. B0`.
+    """Build one training step of the engine: `F0 .. F(K-2), B(K-1) .. B0`.
 
     The last shard has no forward unit: its backward begins with the same computation.
 
     Args:
-        forward_seconds: of each shard; the last one is not used.
-        backward_seconds: of each shard, its recomputed forward and its update included.
+        forward_seconds: of each shard; the last shard's value is not used.
+        backward_seconds: of each shard, with the recomputed forward and the update.
 
     Returns:
         The units in order.

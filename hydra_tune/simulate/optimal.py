@@ -1,6 +1,7 @@
-"""The best schedule there is, of chains of units on identical devices: what policies are measured against.
+"""Optimal schedules of chains of units on identical devices, as the yardstick for policies.
 
-Knows durations only: no transfers, no policy, no scheduler. Needs `ortools`, an extra, and imports it when asked to solve.
+The module knows durations only: no transfers, no policy, no scheduler. The solver needs `ortools`, an extra imported at
+the first call.
 """
 
 import heapq
@@ -26,11 +27,11 @@ class Placement:
     """One unit in a schedule.
 
     Args:
-        chain: the chain it belongs to.
-        index: its place in the chain, from 0.
-        device: where it runs, from 0.
-        start_seconds: when it starts.
-        seconds: how long it takes.
+        chain: name of the unit's chain.
+        index: place in the chain, from 0.
+        device: number of the device, from 0.
+        start_seconds: start of the unit.
+        seconds: duration of the unit.
     """
 
     chain: str
@@ -41,18 +42,18 @@ class Placement:
 
     @property
     def end_seconds(self) -> float:
-        """When it ends."""
+        """End of the unit, in seconds."""
         return self.start_seconds + self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestSchedule:
-    """A schedule, and how good it is known to be.
+    """A schedule, with a proven bound on its quality.
 
     Args:
         placements: every unit, by start.
-        makespan_seconds: when the last unit ends; 0 without units.
-        bound_seconds: no schedule is shorter than this: the larger of `makespan_bound` and what the solver proved.
+        makespan_seconds: end of the last unit; 0 without units.
+        bound_seconds: lower bound on every schedule's makespan: the larger of `makespan_bound` and the solver's proof.
     """
 
     placements: tuple[Placement, ...]
@@ -61,12 +62,12 @@ class BestSchedule:
 
     @property
     def gap(self) -> float:
-        """How much shorter the optimum could be at most, as a share of the makespan."""
+        """Largest possible share by which the optimum is shorter than the makespan."""
         return 1 - self.bound_seconds / self.makespan_seconds if self.makespan_seconds else 0.0
 
     @property
     def status(self) -> str:
-        """`"optimal"`: proven, to a millionth. `"feasible"`: the best that was found in the time given."""
+        """`"optimal"`: proven, to a millionth. `"feasible"`: the best schedule found in the given time."""
         return "optimal" if self.gap <= _SAME else "feasible"
 
 
@@ -75,17 +76,18 @@ def optimal_schedule(
 ) -> BestSchedule:
     """Schedule chains of units on identical devices for the least makespan; one unit of a chain at a time.
 
-    Each unit is an interval of fixed length, all of them one cumulative constraint of `num_devices`, each chain a
-    sequence of precedences. Where a unit runs is no variable: whichever devices are free when it starts are as good as
-    each other. The solver starts from a longest-remaining-time-first schedule, uses one thread and a fixed seed.
+    Each unit is an interval of fixed length; one cumulative constraint of `num_devices` covers all intervals, and each
+    chain is a sequence of precedences. The device of a unit is no variable, because all free devices are equally good.
+    The solver starts from a longest-remaining-time-first schedule, and uses one thread and a fixed seed.
 
     Args:
         chains: for each chain, the durations of its units in seconds, in order.
         num_devices: devices, at least 1.
-        time_limit_seconds: when to stop and give the best schedule found by then. Building the model comes on top.
+        time_limit_seconds: time after which the solver returns its best schedule so far. Building the model comes on
+            top.
 
     Returns:
-        The schedule, at worst the one the solver started from.
+        The schedule, at worst the solver's start.
 
     Raises:
         ConfigError: a duration that is not a positive number, fewer than 1 device, no time at all; or ortools is not
@@ -95,10 +97,10 @@ def optimal_schedule(
         HYDRA (Nagrecha and Kumar), section 5.3.1, states the problem, as a MILP (`milp_schedule`).
 
     Differs:
-        A constraint program: the MILP orders every pair of units on every device, which takes minutes for two dozen
-        units. The search ends within a millionth of the bound. Durations are rounded down to whole ticks for the
-        solver, finer than a millionth of a millionth of the total; the schedule it finds is then timed with the
-        durations as they were, and the bound stays a bound.
+        A constraint program: the MILP orders every pair of units on every device, and takes minutes for two dozen
+            units. The search ends within a millionth of the bound. The solver uses durations rounded down to whole
+            ticks, finer than a millionth of a millionth of the total; the found schedule is then timed with exact
+            durations, and the bound stays a bound.
     """
     check_chains(chains, num_devices)
     if not time_limit_seconds > 0:
@@ -118,7 +120,7 @@ def optimal_schedule(
 
 
 def check_chains(chains: Mapping[str, Sequence[float]], num_devices: int) -> None:
-    """Refuse what is no instance.
+    """Refuse an invalid instance.
 
     Raises:
         ConfigError: a duration that is not a positive number, or fewer than 1 device.
@@ -135,14 +137,15 @@ def check_chains(chains: Mapping[str, Sequence[float]], num_devices: int) -> Non
 
 
 def import_ortools(module: str) -> Any:
-    """Import a module of ortools, which only an extra installs.
+    """Import a module of ortools, an optional extra.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: ortools is not installed.
     """
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
+        # Another missing module is a broken installation of ortools: its own error tells more.
         if not (error.name or "").startswith("ortools"):
             raise
         raise ConfigError(
@@ -155,13 +158,13 @@ def timed(
 ) -> tuple[Placement, ...]:
     """Start every unit as early as possible, one after the other in a given order.
 
-    If the order is that of the starts in some schedule, no unit starts later than it did there: when it is its turn,
-    at most `num_devices - 1` of the earlier ones were still running, so the device that is free first is free in time.
+    With the order of starts of some schedule, no unit starts later than in the schedule: at the unit's turn, at most
+    `num_devices - 1` of the earlier units are still running, so the device that is free first is free in time.
 
     Args:
         chains: durations in seconds.
         num_devices: devices.
-        order: for each chain and index, a number; the lower comes first, and of equals the earlier in the chain.
+        order: for each chain and index, a number; lower numbers come first, and at ties the unit earlier in its chain.
 
     Returns:
         Every unit, by start.
@@ -185,7 +188,7 @@ def timed(
 
 
 def _tick_seconds(durations: Sequence[float]) -> Fraction:
-    """The longest tick of which every duration is a whole multiple, or else one that is fine enough."""
+    """Longest tick that divides every duration, or else a sufficiently fine tick."""
     exact = [Fraction(seconds) for seconds in durations]
     if not exact:
         return Fraction(1)
@@ -195,7 +198,7 @@ def _tick_seconds(durations: Sequence[float]) -> Fraction:
 
 
 def _longest_remaining_first(lengths: Mapping[str, Sequence[int]], num_devices: int) -> dict[tuple[str, int], int]:
-    """Starts, in ticks, of the schedule in which a free device takes the free chain with the most work left."""
+    """Starts, in ticks, of the schedule in which each free device takes the free chain with the most work left."""
     ready = [(-sum(chain), name) for name, chain in lengths.items() if chain]
     heapq.heapify(ready)
     done = dict.fromkeys(lengths, 0)
@@ -210,6 +213,7 @@ def _longest_remaining_first(lengths: Mapping[str, Sequence[int]], num_devices: 
             heapq.heappush(ends, (now + length, name, remaining + length))
         now, name, remaining = heapq.heappop(ends)
         freed = [(name, remaining)]
+        # Take all units that end at this moment before choosing: the choice must see every freed chain.
         while ends and ends[0][0] == now:
             _, name, remaining = heapq.heappop(ends)
             freed.append((name, remaining))
@@ -227,7 +231,7 @@ def _solve(
     hint: Mapping[tuple[str, int], int],
     time_limit_seconds: float,
 ) -> tuple[Mapping[tuple[str, int], int], int]:
-    """The best starts found, in ticks, and the makespan that is proven to be the least possible."""
+    """Return the best starts found, in ticks, and a proven lower bound of the makespan."""
     horizon = max(start + lengths[name][index] for (name, index), start in hint.items())
     totals = [sum(chain) for chain in lengths.values()]
     least = max(*totals, -(-sum(totals) // num_devices))
@@ -254,7 +258,7 @@ def _solve(
     solver.parameters.max_time_in_seconds = time_limit_seconds
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
-    # Where durations are no multiples of each other, the last billionth would be searched for until time is over.
+    # Where no duration divides another, the search for the last billionth would use up all of the time.
     solver.parameters.relative_gap_limit = _SAME / 2
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

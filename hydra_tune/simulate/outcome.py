@@ -1,4 +1,4 @@
-"""What a simulation came to, as plain data."""
+"""Results of a simulation, as plain data."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,11 +9,11 @@ class Interval:
     """One bar of the timeline.
 
     Args:
-        device: where.
-        job: whose.
-        kind: of the unit; `"lost"` if its device was before it was over; or `"load"`.
-        shard: which.
-        start_seconds, end_seconds: when.
+        device: name of the device.
+        job: name of the job.
+        kind: of the unit; `"lost"` for a unit cut off by the loss of its device; or `"load"`.
+        shard: number of the shard.
+        start_seconds, end_seconds: times of the bar.
     """
 
     device: str
@@ -29,13 +29,13 @@ class DeviceOutcome:
     """Figures of one device.
 
     Args:
-        name: its name.
+        name: name of the device.
         units: shard units run, and steps of bursts.
-        busy_seconds: spent computing.
-        stall_seconds: spent with a unit at hand, waiting for its bytes.
+        busy_seconds: seconds of compute.
+        stall_seconds: seconds in which a unit waited for its bytes.
         utilisation: share of the makespan spent computing.
-        loads: shards that were brought.
-        bytes_in, bytes_out: loaded; written back because they had changed.
+        loads: shards loaded.
+        bytes_in, bytes_out: bytes loaded; bytes of changed shards written back.
     """
 
     name: str
@@ -50,21 +50,22 @@ class DeviceOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
-    """What a simulation came to.
+    """Result of a simulation.
 
     Args:
-        policy: who decided.
+        policy: the deciding policy.
         makespan_seconds: from 0 to the end of the last unit.
-        bound_seconds: no schedule is shorter, transfers left aside; None where devices differ or are slowed.
+        bound_seconds: lower bound on the makespan of every schedule, without transfers; None where devices differ or
+            have faults.
         utilisation: of all devices together.
         units_run: shard units, and steps of bursts.
-        units_saved: units that pruned trials would still have run.
-        units_skipped: of `units_run`, those that were not played one by one because they repeat others exactly.
-        first_loads: of all loads, those of a shard that had been on no device before.
+        units_saved: units that pruned trials did not run.
+        units_skipped: units of `units_run` that were skipped as exact repetitions.
+        first_loads: loads of shards that had been on no device before.
         network_bytes: bytes that crossed between nodes.
         devices: figures of each.
-        finished_seconds: when each trial was over.
-        timeline: the first bars, as many as were asked for.
+        finished_seconds: end of each trial.
+        timeline: the first bars, as many as requested.
     """
 
     policy: str
@@ -87,12 +88,12 @@ class SimulationResult:
 
     @property
     def loads_per_unit(self) -> float:
-        """Shards brought for each unit run."""
+        """Loads of shards for each unit run."""
         return sum(device.loads for device in self.devices) / max(1, self.units_run)
 
     @property
     def reloads_per_unit(self) -> float:
-        """As `loads_per_unit`, without the first load of each shard, which no schedule can save."""
+        """Loads for each unit without each shard's first load, which no schedule can save."""
         return self.loads_per_unit - self.first_loads / max(1, self.units_run)
 
     def to_json(self) -> dict[str, Any]:

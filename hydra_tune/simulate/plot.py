@@ -1,4 +1,4 @@
-"""The timeline of a simulation as a picture."""
+"""Plots the timeline of a simulation."""
 
 from pathlib import Path
 

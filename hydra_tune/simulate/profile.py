@@ -1,4 +1,4 @@
-"""Profiles: trials and devices in a JSON file, and as measured in a real run."""
+"""Profiles: trials and devices of a simulation as JSON, written by hand or measured in a real run."""
 
 import json
 from collections import Counter
@@ -61,7 +61,7 @@ class _Trial(_Part):
 
     @property
     def num_parts(self) -> int:
-        """Shards of all of them together."""
+        """Number of shards of all trials of the group."""
         return self.count * self._num_shards
 
     @property
@@ -128,13 +128,13 @@ def read_profile(path: Path) -> Scenario:
     """Read a profile.
 
     Args:
-        path: a JSON file; docs/scheduling.md describes it.
+        path: a JSON file; docs/scheduling.md describes the format.
 
     Returns:
-        What it describes.
+        The described scenario.
 
     Raises:
-        ConfigError: not JSON, or not a profile; the message names the file and the place in it.
+        ConfigError: not JSON, or not a profile; the message names the file and the place in the file.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -147,14 +147,14 @@ def parse_profile(content: Any, *, source: str) -> Scenario:
     """Make a scenario of a profile's content.
 
     Args:
-        content: what the JSON holds.
-        source: where it is from, for messages.
+        content: the parsed JSON.
+        source: origin of the content, for messages.
 
     Returns:
-        What it describes.
+        The described scenario.
 
     Raises:
-        ConfigError: not a profile; the message names the source and the place in it.
+        ConfigError: not a profile; the message names the source and the place in the content.
     """
     try:
         profile = _Profile.model_validate(content)
@@ -184,18 +184,18 @@ def _found(detail: Mapping[str, Any]) -> str:
 
 
 class RunFigures(Protocol):
-    """What a finished job tells of itself; `Result` does."""
+    """Figures of a finished job, as in `Result`."""
 
     num_shards: int
     units_run: int
 
 
 class DeviceFigures(Protocol):
-    """What a pool tells of a device; `DeviceStats` does."""
+    """A pool's figures of a device, as in `DeviceStats`."""
 
     @property
     def budget_bytes(self) -> int:
-        """Memory it may use."""
+        """Memory that the pool may use on the device, in bytes."""
 
     @property
     def busy_seconds(self) -> float:
@@ -213,16 +213,16 @@ def measured_profile(
     shard_bytes: int = 0,
     bandwidth: float | None = None,
 ) -> dict[str, Any]:
-    """A profile of a real run, from the figures that a pool keeps.
+    """Make a profile of a real run, from the figures of a pool.
 
-    The pool counts busy seconds by device, not by shard, loads and updates included. So all units of all trials are
-    given the same seconds, the mean; every trial runs about as many units as it did, in whole steps.
+    The pool counts busy seconds by device, loads and updates included, and not by shard. So every unit gets the same
+    seconds, the mean; every trial runs about as many units as in the run, in whole steps.
 
     Args:
-        results: of the jobs that trained; those without a unit are left out.
+        results: of the jobs that trained; results without a unit are left out.
         devices: `pool.stats().devices`.
         shard_bytes: of each shard; not among the figures.
-        bandwidth: of each device; not among the figures.
+        bandwidth: of each device, in bytes a second; not among the figures.
 
     Returns:
         The content of a profile, for `json.dump`.
@@ -238,7 +238,7 @@ def measured_profile(
     seconds = busy / units
     trials = []
     for number, result in enumerate(ran):
-        # The pool counts an update as a unit of its own, after its backward: F0 .. F(K-2), then B U of each shard.
+        # The pool counts an update as a separate unit after its backward: F0 .. F(K-2), then B U of each shard.
         pairs = 2 * result.num_shards
         step = [
             {"forward_seconds": seconds, "backward_seconds": 2 * seconds, "bytes": shard_bytes}
@@ -261,17 +261,18 @@ _SECOND = 1e9
 
 
 def recorded_profile(recording: Recording) -> dict[str, Any]:
-    """A profile of a recorded run: for each trial the mean seconds of its units, shard by shard, and the bytes of its shards.
+    """Make a profile of a recorded run: mean seconds of each trial's units by shard, and the bytes of the shards.
 
     Args:
         recording: of a run that has ended.
 
     Returns:
-        The content of a profile, for `json.dump`. A trial arrives when it was ready to run. Evaluation is spread over the
-        steps, the pool's own time is part of the units', and loads are sent ahead if the pool has sent any.
+        The content of a profile, for `json.dump`. A trial arrives at the time when it was ready to run. Evaluation is
+        spread over the steps, the pool's overhead counts as part of the units, and loads are prefetched if the pool has
+        prefetched any.
 
     Raises:
-        ConfigError: nothing ran.
+        ConfigError: nothing ran, or the run had not ended.
     """
     scripts = scripts_of(recording).scripts
     ran = {job: script for job, script in scripts.items() if script.parts}
@@ -306,6 +307,7 @@ def _recorded_trial(job: str, script: Script, recording: Recording) -> dict[str,
         unit = part.unit
         seconds[unit.kind, unit.shard] += part.compute_ns / _SECOND  # type: ignore[assignment]  # counts may be fractions
         counts[unit.kind, unit.shard] += 1
+        # A block belongs to the shard whose unit leases it first.
         for action in part.actions:
             for number in action.blocks if action.what == "lease" else ():
                 shards.setdefault(number, unit.shard)

@@ -1,4 +1,8 @@
-"""`Recording`: all that a pool was told, decided and did, in a file that Perfetto and chrome://tracing show as a timeline."""
+"""`Recording`: all events, decisions and actions of a pool, in a file for Perfetto and chrome://tracing.
+
+Viewers show the trace part of the file as a timeline; `hydra_tune.simulate.replay` reads the complete data beside the
+trace.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +29,7 @@ class RecordedDevice:
 
     Args:
         name: e.g. "cpu:0".
-        budget_bytes: memory the pool might use on it.
+        budget_bytes: memory that the pool may use on the device.
     """
 
     name: str
@@ -34,17 +38,17 @@ class RecordedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A run of a pool. `hydra_tune.simulate.replay` plays it again.
+    """A run of a pool, for `hydra_tune.simulate.replay`.
 
     Args:
-        policy: who decided: a policy's name, or the class of an object.
+        policy: the deciding policy: its name, or the class of an object.
         max_concurrent: jobs admitted at once.
         admission: see `hydra_tune.schedule.Scheduler`.
         devices: in the order in which they were added.
         decisions: every call of the scheduler, in order.
-        turns: what the workers did for each `Run`; a job's turns are in the order of its commands.
-        releases: what was done to give back each job's memory when it was over.
-        blocks: what is known of each block of memory, by number.
+        turns: the workers' actions for each `Run`; a job's turns are in the order of its commands.
+        releases: memory actions after each job's end.
+        blocks: facts of each block of memory, by number.
     """
 
     policy: str
@@ -58,11 +62,11 @@ class Recording:
 
     @property
     def num_runs(self) -> int:
-        """Commands to run a unit."""
+        """Number of commands to run a unit."""
         return sum(isinstance(command, Run) for decision in self.decisions for command in decision.commands)
 
     def to_json(self) -> dict[str, Any]:
-        """A trace in Chrome's format, and beside it what no viewer looks at."""
+        """A trace in Chrome's format, with the data for `read_recording` beside the trace."""
         data = {
             "format": _FORMAT,
             "policy": self.policy,
@@ -77,7 +81,7 @@ class Recording:
         return {"traceEvents": list(self._trace()), "displayTimeUnit": "ms", _KEY: data}
 
     def write(self, path: Path) -> None:
-        """Write it to a file.
+        """Write the recording to a file.
 
         Raises:
             OSError: the file cannot be written.
@@ -85,7 +89,7 @@ class Recording:
         path.write_text(json.dumps(self.to_json(), separators=(",", ":")), encoding="utf-8")
 
     def _trace(self) -> Iterator[dict[str, Any]]:
-        """A row for each device's units, and one for its copies."""
+        """Trace events: a row for each device's units, and a row for its copies."""
         start = self.decisions[0].at_ns if self.decisions else 0
         rows = {device.name: 2 * number for number, device in enumerate(self.devices)}
         for name, row in rows.items():
@@ -98,17 +102,17 @@ class Recording:
                 title = f"{turn.job} {unit.kind} {unit.shard}"
                 yield bar(title, (0, row), unit.start_ns - start, unit.end_ns - start, what)
             for copy in (*turn.copies, *turn.sent):
-                facts = self.blocks.get(copy.block) or BlockFacts("", "", 0, None)  # it may have had no unit
+                facts = self.blocks.get(copy.block) or BlockFacts("", "", 0, None)  # the job may have run no unit
                 what = {"job": facts.job, "kind": facts.kind, "shard": facts.shard, "bytes": copy.nbytes}
                 title = f"{COPY_TITLES[copy.what]} {facts.kind}"
                 yield bar(title, (0, row + 1), copy.began_ns - start, copy.ended_ns - start, what)
 
 
 def read_recording(path: Path) -> Recording:
-    """Read what `Recording.write` wrote.
+    """Read a file of `Recording.write`.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: not a recording, another version's, or damaged.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

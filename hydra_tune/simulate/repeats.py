@@ -1,14 +1,14 @@
-"""Skips what repeats itself exactly.
+"""Skips exact repetitions of a simulation's state.
 
-Note: why this changes nothing. Between two happenings that have a time of their own (an arrival, a fault, a report that
-is answered later) or change a trial's course, a simulation follows from its state alone: who runs what and for how much
-longer, which shards are where and in which order they were used, what is being sent, and what the policy is told. If
-that state comes again a period later, with every time measured from now and every remaining time from that of one trial,
-then so does everything after it, as long as the policy looks at differences of remaining times only and times are exact
-(`grid.py`). So the clock and all counts go on by whole periods at once. The scheduler is not touched: from then on it is
-told remaining times with the skipped part added, which keeps every difference.
+Note: exactness. The simulation is deterministic between external events: events with a time of their own (an arrival, a
+fault, a late answer to a report), and events that change a trial's course. The state comprises the running units with
+their remaining times, the places and the order of use of shards, the transfers under way, and the policy's inputs. If
+the state recurs a period later, with times measured from now and remaining times from one trial's, all later events
+recur as well. Two conditions apply: the policy looks only at differences of remaining times, and times are exact
+(`grid.py`). The clock and all counts then advance by whole periods at once. The scheduler is not touched: later
+remaining times have the skipped part added, so every difference stays the same.
 
-Only policies of which this is known are skipped; any other is played unit by unit.
+Only policies known to meet the condition are skipped; all others are simulated unit by unit.
 """
 
 import heapq
@@ -25,7 +25,7 @@ REMAINING_MATTERS: dict[type, bool] = {ShardedLRTF: True, Fifo: False}
 
 
 class Course(Protocol):
-    """What is looked at and moved on: the simulator."""
+    """Interface of the simulator that `Repeats` observes and advances."""
 
     now: float
     offset: float
@@ -37,12 +37,12 @@ class Course(Protocol):
     units_skipped: int
 
     def claimed_by(self, job: SimJob) -> str | None:
-        """The device whose buffer is for a job."""
+        """Name of the device whose buffer is claimed for a job, or None."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Seen:
-    """A state, and the counts when it was there."""
+    """A state, with the counts at its time."""
 
     signature: Hashable
     time: float
@@ -53,11 +53,11 @@ class _Seen:
 
 
 class Repeats:
-    """Watches the states at which one trial, the same each time, begins a step.
+    """Watches the states in which one trial, the same each time, begins a step.
 
     Args:
         course: the simulation.
-        *policies: all that decide in it; None for one that is not there.
+        *policies: all deciding policies; None stands for an absent policy.
 
     Source:
         Brent, An Improved Monte Carlo Factorization Algorithm (1980), section 2: which state to keep for comparison.
@@ -75,7 +75,7 @@ class Repeats:
         self._num_steps = 0  # steps of all trials since the last look
 
     def step_ended(self, job: SimJob) -> None:
-        """A trial begins its next step, or is about to be over."""
+        """Note that a trial begins its next step, or is about to end."""
         if not self._applies:
             return
         self._num_steps += 1
@@ -83,16 +83,17 @@ class Repeats:
             self._forget()
         elif self._watched is None or self._watched == job.number:
             self._watched = job.number
-            # To look costs as much as there is to look at, so it waits until as much has happened.
+            # A look costs time in proportion to the state: wait until as many steps have run.
             self.wants_look = self._num_steps >= len(self._course.alive) + len(self._course.devices)
 
     def look(self, what: Happening) -> None:
-        """Everything of this moment is done: compare, and skip if it was so before."""
+        """Compare the state after all events of this moment, and skip ahead at a repetition."""
         self.wants_look = False
         self._num_steps = 0
         if what > Happening.UNIT_STARTS:
             self._forget()
             return
+        # Kept bars must be simulated one by one.
         if not self._applies or not self._course.timeline.is_full:
             return
         signature = self._signature()
@@ -102,6 +103,7 @@ class Repeats:
             self._distance, self._reach = 0, 1
             return
         self._distance += 1
+        # Brent's rule: keep the state at distances that double, so a period of any length is found.
         if self._seen is None or self._distance == self._reach:
             self._seen = self._record(signature)
             self._reach *= 2
@@ -113,7 +115,7 @@ class Repeats:
         self._distance, self._reach = 0, 1
 
     def _told(self) -> float:
-        """The remaining time that others are measured from."""
+        """Reference for other remaining times: the first live trial's."""
         return next(iter(self._course.alive.values())).remaining_seconds()
 
     def _signature(self) -> Hashable:
@@ -148,7 +150,7 @@ class Repeats:
 
     def _held(self, device: SimDevice) -> Hashable:
         arrivals = {key: ready - self._course.now for key, ready in device.shards.items() if ready > self._course.now}
-        # Where everything fits, nothing ever leaves and the order of use is without effect.
+        # Without a memory limit nothing is ever evicted, and the order of use has no effect.
         order = frozenset(device.shards) if device.memory_bytes is None else tuple(device.shards)
         return order, frozenset(arrivals.items())
 
@@ -164,19 +166,19 @@ class Repeats:
         )
 
     def _num_periods(self, seen: _Seen, period: float) -> int:
-        """Periods until something happens that does not repeat."""
+        """Number of whole periods before the next event that does not repeat."""
         course = self._course
         limits = []
         for number, job in course.alive.items():
             advance = job.step - seen.steps[number]
             if advance:
-                # One unit to spare: in the last one before a milestone there is no next one to send ahead, and bursts are cut
-                # there, and at reports.
+                # Spare one unit: the last unit before a milestone prefetches nothing, and bursts are cut there and at
+                # reports.
                 stop = job.milestone if job.trial.burst_steps == 1 else job.next_stop()
                 limits.append((stop - 1 - job.trial.burst_steps - job.step) // advance)
         times = [entry[0] for entry in course.heap if entry[2] > Happening.UNIT_STARTS]
         if times:
-            # Division rounds; what is to be strictly before may not depend on that.
+            # Division rounds: leave one period out, so that the skip ends strictly before the event.
             limits.append(max(0, int((min(times) - course.now) / period) - 1))
         return min(limits)
 

@@ -1,8 +1,9 @@
-"""A recorded run, played again: the measured times on a virtual clock, the schedule made anew.
+"""Replays a recorded run: measured times on a virtual clock, with a new schedule.
 
-A new scheduler is told what the pool's was, when the virtual clock comes to it: what jobs do by themselves is in their
-scripts (`script.py`), what that does to memory and how long it takes to copy follows from the blocks (`blocks.py`). With the
-policy of the run, the commands must come in the run's own order; with another, one sees what it would have done.
+A new scheduler receives the pool's events as the virtual clock reaches them. Each job's own behaviour comes from its
+script (`script.py`); memory effects and copy times follow from the blocks (`blocks.py`). With the run's policy, the
+replay must reproduce the run's commands in order; with another policy, the replay shows what the policy would have
+done.
 """
 
 import heapq
@@ -39,15 +40,15 @@ _SECOND = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A recorded run beside what the simulator made of it.
+    """A recorded run beside its simulation.
 
     Args:
-        policy, recorded_policy: who decided in the simulation, and in the run.
+        policy, recorded_policy: policy of the simulation, and of the run.
         recorded, simulated: all calls of the scheduler.
-        bytes_in, bytes_out: loaded and spilled in the simulation.
-        bytes_across: taken over from another device in the simulation.
-        leaves_out_ahead: whether the run sent bytes ahead, and the simulation did not: with another policy it is not known
-            what would have been sent, so units wait for all that they load, and the time is one without double buffering.
+        bytes_in, bytes_out: bytes loaded and spilled in the simulation.
+        bytes_across: bytes taken over from another device in the simulation.
+        leaves_out_ahead: whether the run prefetched and the simulation did not. Another policy's prefetches are not
+            known, so units wait for all of their loads, as without double buffering.
     """
 
     policy: str
@@ -61,27 +62,27 @@ class Replay:
 
     @property
     def recorded_seconds(self) -> float:
-        """From the first command to run a unit to the end of the last unit, in the run."""
+        """Seconds from the first command to run a unit to the end of the last unit, in the run."""
         return _span(self.recorded)
 
     @property
     def simulated_seconds(self) -> float:
-        """The same in the simulation."""
+        """Seconds from the first command to run a unit to the end of the last unit, in the simulation."""
         return _span(self.simulated)
 
     @property
     def recorded_orders(self) -> list[tuple[str, ...]]:
-        """The run's commands in order, each as what, job, and where it has these device, kind of unit and shard."""
+        """The run's commands in order, each as name and job, with device, kind of unit and shard where present."""
         return _orders(self.recorded)
 
     @property
     def simulated_orders(self) -> list[tuple[str, ...]]:
-        """The same of the simulation."""
+        """The simulation's commands in order, likewise."""
         return _orders(self.simulated)
 
     @property
     def num_agreeing(self) -> int:
-        """Commands before the first that differs."""
+        """Number of equal commands before the first difference."""
         pairs = zip(self.recorded_orders, self.simulated_orders, strict=False)
         return next((number for number, (one, other) in enumerate(pairs) if one != other), self._num_common)
 
@@ -112,17 +113,17 @@ class Replay:
 
 
 def replay(recording: Recording, policy: str | Policy | None = None) -> Replay:
-    """Play a recorded run again.
+    """Replay a recorded run.
 
     Args:
         recording: of a run that has ended.
-        policy: who decides; None: the policy of the run.
+        policy: the deciding policy; None: the policy of the run.
 
     Returns:
         The run and the simulation.
 
     Raises:
-        ConfigError: an unknown policy, a recording of a run that had not ended, or one that contradicts itself.
+        ConfigError: an unknown policy, a recording of a run that had not ended, or an inconsistent recording.
     """
     try:
         return _Player(recording, recording.policy if policy is None else policy).play()
@@ -143,7 +144,7 @@ class _Job:
 class _Player:
     def __init__(self, recording: Recording, policy: str | Policy) -> None:
         self._recording = recording
-        # What was sent ahead is what the run's own policy would have done next.
+        # The run's prefetches follow the next choices of the run's own policy, and fit no other.
         self._sends_ahead = policy == recording.policy
         self._policy_name = policy if isinstance(policy, str) else type(policy).__name__
         self._scheduler = Scheduler(
@@ -182,16 +183,16 @@ class _Player:
         heapq.heappush(self._heap, (at_ns, self._num_entries, act))
 
     def _go_on(self, process: Iterator[int]) -> None:
-        """Let a process run until it waits."""
+        """Advance a process until its next wait."""
         for wait in process:
             if wait > 0:
                 self._at(self._now + wait, partial(self._go_on, process))
                 return
 
-    # What is told.
+    # Events.
 
     def _from_outside(self, events: tuple[Event, ...]) -> None:
-        """As recorded; but a job that is over by now is not to be cancelled or paused any more."""
+        """Tell recorded outside events, but no cancel or pause of a job that is already over."""
         for event in events:
             if isinstance(event, JobSubmitted):
                 self._jobs[event.job] = _Job(self._scripts.setdefault(event.job, Script()))
@@ -207,7 +208,7 @@ class _Player:
             self._carry_out(command)
 
     def _shard_moves(self, events: tuple[Event, ...]) -> list[ShardMoved]:
-        """As the pool tells them: of units that a device may be given now."""
+        """Report moved shards as the pool does: only shards of units that a device may be given now."""
         concerned: dict[str, None] = {}
         while self._moves:
             name, shard, place = self._moves.popleft()
@@ -227,7 +228,7 @@ class _Player:
         job.told[job.pending] = place
         return ShardMoved(job=name, shard=job.pending, device=place)
 
-    # What is commanded.
+    # Commands.
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Run):
@@ -250,7 +251,7 @@ class _Player:
 
     def _turn(self, name: str, device: str) -> Iterator[int]:
         job = self._jobs[name]
-        if not job.script.parts:  # it was ended before it had another turn
+        if not job.script.parts:  # the job was ended before another turn
             self._stop(name)
             self._finish(name, UnitFinished(job=name, device=device, seconds=0.0, unit=None, remaining_seconds=0.0))
             return

@@ -1,7 +1,7 @@
-"""What each job of a recorded run does by itself, whoever schedules it: taken from the recording.
+"""Splits a recording into scripts: the behaviour of each job, independent of the schedule.
 
-A job prepares for so long, its turns take so long beside their copies and touch these blocks, its driver answers a report
-after so long. When each of that happens, and where, is for the scheduler to say.
+A script has a job's preparation time, the time of each turn apart from copies, the blocks that a turn touches, and the
+driver's time for each answer to a report. The scheduler of a replay decides when and where each of these happens.
 """
 
 from collections import deque
@@ -34,13 +34,13 @@ _CAUSED = ("in", "out", "across", "free", "await", "keep")
 
 
 class Copy(NamedTuple):
-    """What an action of a turn caused.
+    """A copy caused by an action of a turn.
 
     Args:
         what: "in", "out", "across", "free", "await" or "keep".
-        block: which.
-        wait_ns: before it began, from what was done before.
-        copy_ns: of the copy, or of the wait for it.
+        block: number of the block.
+        wait_ns: nanoseconds between the previous entry and the copy's beginning.
+        copy_ns: nanoseconds of the copy, or of the wait for a background copy.
     """
 
     what: str
@@ -57,12 +57,12 @@ class Part:
     """A turn and its end.
 
     Args:
-        actions: what was done, stops among it.
-        began_ns: when it was commanded.
-        unit: what was commanded.
-        ended_ns: when the scheduler was told of its end.
-        end: what it was told.
-        sent: the copies in the background that were begun.
+        actions: the turn's actions, stops included.
+        began_ns: time of the command.
+        unit: the commanded unit.
+        ended_ns: time at which the scheduler learned of the end.
+        end: event that told the scheduler.
+        sent: copies begun in the background.
     """
 
     actions: list[Action]
@@ -74,12 +74,12 @@ class Part:
 
     @property
     def compute_ns(self) -> int:
-        """From the command to the end, less copies."""
+        """Time from the command to the end without copies, in nanoseconds."""
         copied = sum(action.copy_ns for action in self.actions if action.at_ns <= self.ended_ns)
         return self.ended_ns - self.began_ns - copied
 
     def steps(self) -> Iterator[tuple[int, Action | None, Copies]]:
-        """Nanoseconds until the next action, that action, and the copies it caused; at last those until the end."""
+        """Iterate over tuples (nanoseconds until the next action, the action, its copies); at last the time to the end."""
         before, position, actions = self.began_ns, 0, self.actions
         while position < len(actions) and actions[position].at_ns <= self.ended_ns:
             action = actions[position]
@@ -97,14 +97,14 @@ class Part:
 
 @dataclass(slots=True)
 class Script:
-    """All of one job.
+    """Everything that one job does.
 
     Args:
-        release: how its memory is given back when it is over.
-        prepare_ns: of the preparer's time.
-        prepared: what the preparation came to, and in `ready_ns` when.
-        parts: its turns, in order.
-        answers: for each wait at a report, how long and what the answer was.
+        release: memory actions after the job's end.
+        prepare_ns: nanoseconds of the preparer's time.
+        prepared: result of the preparation, at the time `ready_ns`.
+        parts: the job's turns, in order.
+        answers: for each wait at a report, nanoseconds until the answer, and the answer.
     """
 
     release: Part | None = None
@@ -121,7 +121,7 @@ class Play:
 
     Args:
         scripts: by job.
-        outside: what came from outside at a time of its own (jobs submitted, paused, cancelled, ...).
+        outside: events with a time of their own (jobs submitted, paused, cancelled, ...), with the time in nanoseconds.
     """
 
     scripts: dict[str, Script] = field(default_factory=dict)
@@ -129,10 +129,10 @@ class Play:
 
 
 def scripts_of(recording: Recording) -> Play:
-    """Take a recording apart.
+    """Split a recording into scripts.
 
     Raises:
-        ConfigError: the recording is of a run that had not ended, or of none, or of one that lent devices to a running job.
+        ConfigError: the recorded run has not ended, had no jobs, or lent devices to a running job.
     """
     return _Reader(recording).read()
 
@@ -191,12 +191,13 @@ class _Reader:
             self._script(job).release = Part(turn.actions, now, _RELEASE, turn.actions[-1].at_ns)
 
     def _inside(self, now: int, event: Event) -> bool:
-        """Take an event into its job's script, if it follows from what the job does."""
+        """Take an event into its job's script, if the event follows from the job's own behaviour; return whether so."""
         if isinstance(event, ShardMoved):
-            return True  # follows from the blocks
+            return True  # follows from the blocks, so the replay makes its own
         if isinstance(event, JobAdmitted | JobRejected):
             script = self._script(event.job)
             script.prepared, script.ready_ns = event, now
+            # One preparer serves all jobs: its time for this job starts once it is free.
             script.prepare_ns = now - max(self._admitted[event.job], self._preparer_free)
             self._preparer_free = now
             return True
@@ -211,6 +212,7 @@ class _Reader:
     def _answered(self, now: int, event: JobResumed | JobStopped) -> bool:
         job = event.job
         if job in self._running:
+            # The job learned of the stop during its unit: the stop becomes an action of the turn, at its own time.
             actions = self._running[job].actions
             before = sum(action.at_ns < now for action in actions)
             actions.insert(before, Action(STOP, now))

@@ -1,7 +1,7 @@
-"""The scheduler's state machine on a virtual clock.
+"""The real scheduler on a virtual clock.
 
-Plays the pool: hands the same events to the same `Scheduler`, does what it commands, and lets the time pass that units
-and loads take. What simulates is what runs.
+The simulator plays the pool: hands the same events to the same `Scheduler`, carries out its commands, and lets the time
+of units and loads pass. Simulation and run therefore share one state machine.
 """
 
 import heapq
@@ -39,7 +39,7 @@ from hydra_tune.simulate.repeats import Repeats
 from hydra_tune.simulate.transfers import Timeline, Transfers
 
 _MOST_SECONDS = 1e250  # sums and quotients of larger floats are soon infinite
-_PRECISION = 1e-3  # by which a step's time may be rounded
+_PRECISION = 1e-3  # greatest relative error of a step's rounded time
 
 
 def simulate(
@@ -53,26 +53,26 @@ def simulate(
     """Run a scenario to its end.
 
     Args:
-        scenario: what there is.
-        policy: who decides, by name or as an object.
-        lookahead: says what to buffer; default the policy.
-        timeline: how many bars of the timeline to keep, the first ones.
-        skip_repeats: do not play again, unit by unit, what repeats itself exactly. Changes no figure.
+        scenario: trials, devices, links and faults.
+        policy: the deciding policy, by name or as an object.
+        lookahead: decides what to prefetch; default the policy.
+        timeline: number of the timeline's first bars to keep.
+        skip_repeats: skip exact repetitions instead of simulating them unit by unit. Changes no figure.
 
     Returns:
         The figures.
 
     Raises:
-        ConfigError: an unknown policy, or times of which some are so long that others cannot be told from none.
+        ConfigError: an unknown policy, or times so long that shorter ones vanish by rounding.
     """
     return Simulator(scenario, policy, lookahead=lookahead, timeline=timeline, skip_repeats=skip_repeats).run()
 
 
 def _grid(scenario: Scenario) -> Grid:
-    """A grid for all the scenario's times, on which each trial's steps are as long as they are.
+    """Choose a grid for all of the scenario's times that keeps every step's length.
 
     Raises:
-        ConfigError: there is none, because the scenario is so much longer than one of its steps.
+        ConfigError: no such grid exists, because the scenario is so much longer than one of its steps.
     """
     try:
         longest = scenario.longest_possible_seconds()
@@ -91,7 +91,7 @@ def _grid(scenario: Scenario) -> Grid:
 
 
 class Simulator:
-    """One simulation. The arguments are those of `simulate`."""
+    """One simulation. Arguments as of `simulate`."""
 
     def __init__(
         self,
@@ -134,8 +134,9 @@ class Simulator:
         self.finished_seconds: dict[str, float] = {}
 
     def run(self) -> SimulationResult:
-        """Let time pass until nothing is left to do."""
+        """Advance the clock until no event is left."""
         self._begin()
+        # Locals for speed: the loop runs once for every event.
         heap, repeats, last_of_course = self.heap, self._repeats, Happening.UNIT_STARTS
         handlers = (  # in the order of `Happening`
             self._unit_ends,
@@ -175,7 +176,7 @@ class Simulator:
         self._num_entries += 1
         heapq.heappush(self.heap, (time, self._num_entries, what, number, value))
 
-    # What the clock brings.
+    # Events of the clock.
 
     def _device_joins(self, number: int, _: float) -> None:
         device = self.devices[number]
@@ -189,7 +190,7 @@ class Simulator:
         device = self.devices[number]
         device.speed = speed
         if not device.is_there:
-            return  # it is added with this speed
+            return  # the device will be added with this speed
         if self._ahead is not None:
             self._ahead.set_speed(device.name, speed)
         self._tell(DeviceSlowed(device=device.name, speed=speed))
@@ -201,12 +202,14 @@ class Simulator:
             self._ahead.unclaim_device(device.name)
             self._ahead.set_speed(device.name, 0.0)
         self.transfers.lose(device, self.now)
+        # Units of the lost device never end: drop their events.
         self.heap[:] = [entry for entry in self.heap if entry[2] > Happening.UNIT_STARTS or entry[3] != number]
         heapq.heapify(self.heap)
         for other in self.alive.values():
             if other.last_device == number:
                 other.last_device = ABSENT
-            other.told = [ABSENT if place == number else place for place in other.told]  # it finds out by itself
+            # The scheduler learns of the loss by DeviceLost.
+            other.told = [ABSENT if place == number else place for place in other.told]
         if job is not None:
             job.is_ready = True
         self._tell(DeviceLost(device=device.name))
@@ -215,6 +218,7 @@ class Simulator:
 
     def _arrives(self, number: int, _: float) -> None:
         heap, now, jobs = self.heap, self.now, [self.jobs[number]]
+        # Trials that arrive together are told together, so that the scheduler admits by priority, not by number.
         while heap and heap[0][0] == now and heap[0][2] is Happening.ARRIVES:
             jobs.append(self.jobs[heapq.heappop(heap)[3]])
         self._tell(*[JobSubmitted(job=job.name, priority=job.trial.priority) for job in jobs])
@@ -289,7 +293,7 @@ class Simulator:
             self._ahead.notice(job.name)
 
     def _step_ends(self, job: SimJob) -> Unit | None:
-        """The unit that the next step begins with; None where there is none, or a report is to be answered first."""
+        """Return the first unit of the next step; None at the end, or while a report waits for its answer."""
         if self._repeats is not None:
             self._repeats.step_ended(job)
         if job.step < job.milestone:
@@ -309,7 +313,7 @@ class Simulator:
             return None
         return job.units[0]
 
-    # What the scheduler commands.
+    # Commands of the scheduler.
 
     def _tell(self, *events: Event) -> None:
         commands = self._scheduler.handle(*events)
@@ -318,7 +322,7 @@ class Simulator:
         self._commands += commands
         if self._ahead is not None:
             for command in commands:
-                if type(command) is Run:  # no more to be had, from this moment
+                if type(command) is Run:  # from this moment on the job cannot be prefetched any more
                     self._ahead.notice(command.job)
                 else:
                     self._ahead.notice_front()
@@ -386,7 +390,7 @@ class Simulator:
             self._ahead.buffer_next(device, now, self.offset)
 
     def _end_burst(self, job: SimJob, device: SimDevice) -> None:
-        """The burst on a device ends with the step that is under way, or with its first one."""
+        """End a device's burst with the running step, or with its first step."""
         seconds = job.burst_step_seconds
         done = max(1, math.ceil((self.now - device.started) / seconds))
         if done >= job.steps_under_way:
@@ -398,10 +402,10 @@ class Simulator:
         self._at(end, Happening.UNIT_ENDS, number, done * seconds)
         self.timeline.shorten(device.name, end)
 
-    # What the double buffering knows.
+    # Double buffering.
 
     def claimed_by(self, job: SimJob) -> str | None:
-        """The device whose buffer is for a job."""
+        """Name of the device whose buffer is claimed for a job, or None."""
         return None if self._ahead is None else self._ahead.claimed_by(job.name)
 
     def _notice(self, *jobs: SimJob) -> None:
@@ -413,7 +417,7 @@ class Simulator:
         if self._ahead is not None:
             self._ahead.notice_front()
 
-    # What the scheduler knows of places: that of each job's next unit, as the pool tells it.
+    # Places known to the scheduler: the place of each job's next unit, as told by the pool.
 
     def _moved(self, job: SimJob, shard: int) -> None:
         if job.is_ready and job.shards[job.position] == shard:

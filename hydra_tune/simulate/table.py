@@ -1,4 +1,4 @@
-"""A simulation's figures as a table."""
+"""Prints a simulation's figures as a table."""
 
 from rich.console import Console
 from rich.table import Table
@@ -15,8 +15,8 @@ def print_result(console: Console, result: SimulationResult) -> None:
     """Print the devices and the totals.
 
     Args:
-        console: where to.
-        result: the simulation, ended.
+        console: output console.
+        result: the finished simulation.
     """
     console.print()
     console.print(_device_table(result.devices[:_MOST_DEVICES]))
@@ -28,11 +28,11 @@ def print_result(console: Console, result: SimulationResult) -> None:
 
 
 def print_replay(console: Console, played: Replay) -> None:
-    """Print how a recorded run and its simulation compare.
+    """Print a comparison of a recorded run with its simulation.
 
     Args:
-        console: where to.
-        played: the two.
+        console: output console.
+        played: the run and the simulation.
     """
     total, agreeing = len(played.recorded_orders), played.num_agreeing
     order = f"all {total} commands in the run's order" if played.is_same_order else f"{agreeing} of {total} commands"

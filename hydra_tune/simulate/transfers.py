@@ -1,7 +1,7 @@
-"""Bytes on their way: which shard is where, when it arrives, and what makes room for it.
+"""Transfers of shards: places, arrival times, and evictions.
 
-A device has one link inwards, which sends one shard after another and does not disturb what computes. What is written
-back goes the other way at the same time and is counted, not timed. A shard is on one device at most.
+Each device has one inbound link, which carries one shard after another without disturbing compute. Write-backs use the
+opposite direction at the same time; their bytes are counted, but take no time. A shard is on one device at most.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Timeline:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more bars are wanted."""
+        """Whether the limit is reached."""
         return len(self.bars) >= self.limit
 
     def add(self, device: str, job: str, kind: str, shard: int, start: float, end: float) -> None:
@@ -33,7 +33,7 @@ class Timeline:
             )
 
     def shorten(self, device: str, end: float) -> None:
-        """The burst under way on a device ends sooner than was thought."""
+        """End the running burst's bar on a device earlier than planned."""
         for place in reversed(range(len(self.bars))):
             bar = self.bars[place]
             if bar.device == device and bar.kind != "load":
@@ -41,7 +41,7 @@ class Timeline:
                 return
 
     def cut(self, device: str, now: float) -> None:
-        """A device is lost: what was under way there ends now, and a unit of it is `"lost"`."""
+        """End all bars under way on a lost device now; a running unit's bar becomes `"lost"`."""
         for place, bar in enumerate(self.bars):
             if bar.device == device and bar.end_seconds >= now:
                 kind = "load" if bar.kind == "load" else "lost"
@@ -49,14 +49,14 @@ class Timeline:
 
 
 class Transfers:
-    """Brings shards to devices.
+    """Moves shards to devices.
 
     Args:
         scenario: has the bandwidths.
         devices, jobs: as numbered.
         grid: rounds durations.
-        timeline: is told of loads.
-        moved: is called with a job and a shard of it that is somewhere else now.
+        timeline: receives a bar for each load.
+        moved: called with a job and each of its shards that changes place.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Transfers:
         self.first_loads = 0
 
     def bring(self, device: SimDevice, job: SimJob, shard: int, now: float) -> float:
-        """Have a shard on a device.
+        """Bring a shard to a device.
 
         Returns:
-            When it is there.
+            Arrival time, in seconds.
         """
         key = (job.number, shard)
         ready = device.shards.get(key)
@@ -97,30 +97,31 @@ class Transfers:
         return ready
 
     def bring_boundary(self, device: SimDevice, job: SimJob, now: float) -> float:
-        """Have the values that a trial's last unit left on another device; returns when they are there."""
+        """Bring the boundary values that a trial's last unit left on another device; return their arrival time."""
         size = job.trial.boundary_bytes
         device.bytes_in += size
         node = self._devices[job.last_device].node
         return self._occupy(device, size, now, crosses=node != device.node)[1]
 
     def fits_beside(self, device: SimDevice, size: int) -> bool:
-        """Whether a shard fits beside the one whose unit runs."""
+        """Whether a shard fits beside the running unit's shard."""
         pinned = device.pinned()
         if device.memory_bytes is None or pinned is None:
             return True
         return size + self._size(pinned) <= device.memory_bytes
 
     def lose(self, device: SimDevice, now: float) -> None:
-        """A device is gone with what it held, and what was on its way to it."""
+        """Lose a device with its shards and all transfers to it."""
         self._timeline.cut(device.name, now)
         device.link_free = now
         for number, shard in device.lose_everything():
             self._jobs[number].places[shard] = ABSENT
 
     def drop(self, job: SimJob) -> None:
-        """A trial is over: its bytes are free, and nothing is written back."""
+        """Free a finished trial's bytes without a write-back."""
         for shard, place in enumerate(job.places):
             if place != ABSENT:
+                # Discard the mark first: release counts bytes of a dirty shard as written back.
                 self._devices[place].dirty.discard((job.number, shard))
                 self._devices[place].release((job.number, shard), job.trial.shard_bytes[shard])
                 job.places[shard] = ABSENT
@@ -139,7 +140,8 @@ class Transfers:
         start = max(now, device.link_free)
         node_done = now
         if self._node_bandwidth is not None:
-            # From now on, whenever the device's own link is free: what waits for that keeps no other device waiting.
+            # Occupy the node's memory from now on, even if the device's link is busy: the wait for the link delays no
+            # other device.
             node_done = max(now, self.node_free[device.node]) + self._grid.round(size / self._node_bandwidth)
             self.node_free[device.node] = node_done
         if crosses:

@@ -1,4 +1,4 @@
-"""Trials and devices made up from a few numbers, the same ones for the same seed."""
+"""Random workloads: trials and devices from a few numbers, reproducible by a seed."""
 
 import math
 import random
@@ -14,17 +14,18 @@ class Workload:
     """Trials of one kind.
 
     Args:
-        num_trials: how many.
-        num_shards: shards of each.
+        num_trials: number of trials.
+        num_shards: shards of each trial.
         steps: training steps of an epoch.
         epochs: epochs; each ends with a report.
         forward_seconds, backward_seconds: of each shard.
         shard_bytes: of each shard.
         spread: each trial's seconds are multiplied by a factor drawn between 1 / spread and spread; 1: all are equal.
-        arrival_gap_seconds: mean time from one trial's arrival to the next one's (exponential); 0: all at once.
-        estimate_error: the scheduler is told each trial's time multiplied by a factor drawn between 1 / x and x.
-        burst_seconds: trials fit their devices and run their own code, so many seconds of steps as one unit; for trials of one
-            shard. 0: each step is a unit.
+        arrival_gap_seconds: mean time between arrivals (exponential); 0: all at once.
+        estimate_error: the scheduler's estimate of each trial's time is multiplied by a factor drawn between 1 / x and
+            x.
+        burst_seconds: seconds of steps that run as one unit, for trials of one shard that fit their devices and run
+            their own code. 0: each step is a unit.
     """
 
     num_trials: int
@@ -60,6 +61,7 @@ class Workload:
 
     def trials(self, seed: int) -> tuple[SimulatedTrial, ...]:
         """Draw the trials."""
+        # A stream for each purpose: a change of one spread leaves the other draws the same.
         random_factors, arrivals, errors = (random.Random(f"{seed}:{what}") for what in ("spread", "arrival", "error"))  # noqa: S311
         arrival, trials = 0.0, []
         for number in range(self.num_trials):
@@ -92,16 +94,16 @@ def stop_early(trials: Sequence[SimulatedTrial], survival: Sequence[float], seed
     """Prune trials along an early-stopping curve.
 
     Args:
-        trials: those with `report_steps` may be pruned.
-        survival: after each report, from the first, the share of the trials that goes on; falling, from 0 to 1. After
-            the last share nothing more is pruned.
-        seed: decides which trials go.
+        trials: only trials with `report_steps` may be pruned.
+        survival: after each report, from the first, the share of the trials that continues; falling, from 0 to 1. After
+            the last share no trial is pruned.
+        seed: decides which trials are pruned.
 
     Returns:
-        The same trials, each with the report after which it is pruned, if it is.
+        The same trials; a pruned trial has the report of its end.
 
     Raises:
-        ConfigError: a share that is not between 0 and 1, or larger than the one before.
+        ConfigError: a share that is not between 0 and 1, or larger than the share before.
     """
     before = 1.0
     for share in survival:
@@ -129,17 +131,20 @@ def equal_devices(
     num_nodes: int = 1,
     speeds: Sequence[float] = (1.0,),
 ) -> tuple[SimulatedDevice, ...]:
-    """Devices of one kind, spread over nodes in equal parts.
+    """Make devices of one kind, spread over nodes in equal parts.
 
     Args:
-        num_devices: how many.
+        num_devices: number of devices.
         memory_bytes: of each.
         bandwidth: of each, in bytes a second.
-        num_nodes: machines.
-        speeds: speeds in turn.
+        num_nodes: number of machines.
+        speeds: speeds, assigned in turn.
 
     Returns:
         The devices, `device0` first.
+
+    Raises:
+        ConfigError: no device, more nodes than devices, or too many devices.
     """
     if num_devices < 1 or not 1 <= num_nodes <= num_devices:
         raise ConfigError(
