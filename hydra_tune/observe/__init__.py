@@ -1,1 +1,1 @@
-"""What is shown of a running pool and a sweep; it reads plain snapshots and holds no part of the engine."""
+"""Display of a running pool and a sweep; the package reads plain snapshots and holds no part of the engine."""

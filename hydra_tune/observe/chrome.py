@@ -1,6 +1,6 @@
-"""Events of Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing show.
+"""Events of Chrome's trace format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-Source: "Trace Event Format", Google, 2016. Times there are microseconds.
+Source: "Trace Event Format", Google, 2016. Times in the format are microseconds.
 """
 
 from typing import Any, Literal
@@ -9,18 +9,18 @@ COPY_TITLES = {"in": "load", "out": "spill", "across": "take over"}
 """What copies are called."""
 
 _MICRO = 1000
-_MOST_ROWS = 1000  # of a process
+_MOST_ROWS = 1000  # rows of one process, so that thread numbers never meet
 
 
 def bar(title: str, row: tuple[int, int], start_ns: int, end_ns: int, what: dict[str, Any]) -> dict[str, Any]:
-    """Something that took time.
+    """Make a bar, an event with a duration.
 
     Args:
-        title: shown on it.
-        row: process and thread that it is shown in; threads count from 1 in each.
-        start_ns: when it began.
-        end_ns: when it ended.
-        what: shown when it is chosen; its "kind" is the category.
+        title: text on the bar.
+        row: process and thread of the bar; threads count from 1 in each process.
+        start_ns: start of the bar.
+        end_ns: end of the bar.
+        what: details of the selected bar; its "kind" is the category.
     """
     times = {"ts": start_ns / _MICRO, "dur": (end_ns - start_ns) / _MICRO}
     place = {"pid": row[0], "tid": _thread(*row)}
@@ -28,12 +28,12 @@ def bar(title: str, row: tuple[int, int], start_ns: int, end_ns: int, what: dict
 
 
 def named(what: Literal["process", "thread"], name: str, process: int, thread: int = 0) -> dict[str, Any]:
-    """The name of a process or a thread, that is, of rows."""
+    """Name a process or a thread, shown as a group of rows or a row."""
     return {"ph": "M", "name": f"{what}_name", "pid": process, "tid": _thread(process, thread), "args": {"name": name}}
 
 
 def placed(what: Literal["process", "thread"], place: int, process: int, thread: int = 0) -> dict[str, Any]:
-    """Where a process is among the others, or a thread in its process: the lowest is at the top."""
+    """Set the position of a process among the processes, or of a thread in its process; the lowest is at the top."""
     where = {"pid": process, "tid": _thread(process, thread)}
     return {"ph": "M", "name": f"{what}_sort_index", **where, "args": {"sort_index": place}}
 
@@ -41,11 +41,11 @@ def placed(what: Literal["process", "thread"], place: int, process: int, thread:
 def mark(
     phase: Literal["b", "n", "e"], title: str, process: int, story: int, at_ns: int, what: dict[str, Any]
 ) -> dict[str, Any]:
-    """Part of a story, which has a row of its own: something in it begins, happens, or ends; what begins within, lies below."""
+    """Make an event of a story, shown in a row of its own: a part begins, an instant, or a part ends; parts nest."""
     place = {"pid": process, "tid": 0, "id2": {"local": story}, "ts": at_ns / _MICRO}
     return {"ph": phase, "name": title, "cat": "trial", **place, "args": what}
 
 
 def _thread(process: int, thread: int) -> int:
-    """A number that no other thread and no process has: Perfetto has the thread that is named like its process go first."""
+    """Number unique among threads and processes: Perfetto moves a thread numbered like its process to the top."""
     return process * _MOST_ROWS + thread if thread else 0

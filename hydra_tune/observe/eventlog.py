@@ -1,16 +1,16 @@
-"""`EventLog`: what a pool does, one JSON object a line, in a file that grows while it runs.
+"""`EventLog`: logs a pool's events, one JSON object a line, in a file that grows during the run.
 
-Whoever works for the pool appends a tuple to a buffer and goes on; one thread makes lines of them, a few times a second. What
-has been written stays readable whatever becomes of the process (`observe/runlog.py`). Reads no clock but for the pool's own
-events, and holds no part of the engine: it is told names, numbers and times.
+The pool's threads append tuples to a buffer and continue; a single log thread turns the tuples into lines, a few times
+a second. Lines already written stay readable after any end of the process (`observe/runlog.py`). The log takes names,
+numbers and times, reads a clock only for the pool's own events, and holds no part of the engine.
 
-Note: training goes first. Nobody waits for the log. What is told is kept as flat tuples of texts and numbers: the more objects
-that hold others a run makes, the more often the garbage collector walks through all it has. The buffer has an end: what finds
-no room is counted as lost, and a line says so. A file that cannot be written, for a full disk say, is cut after its last whole
-line; one warning says that the log ends there, and training goes on without.
+Note: training goes first. No thread waits for the log. Records are flat tuples of texts and numbers, because every
+nested object makes the garbage collector walk more often through all objects of a run. The buffer is bounded: records
+without room are counted as lost, and a line in the log says so. If the file cannot be written, on a full disk for
+example, the log is cut after its last whole line; one warning reports the end of the log, and training continues.
 
-Note: the limit. Units and copies are thousands a second. When they have filled nine tenths of the limit, no more of them are
-written, and how many were dropped is counted by kind. What becomes of jobs, reports and ends above all, is written to the end.
+Note: the limit. Units and copies come by thousands a second. Once these details fill nine tenths of the limit, further
+details are dropped and counted by kind. Records of jobs, above all reports and ends, are always written.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from hydra_tune.quantities import format_bytes
 _MOST_RECORDS = 1 << 16
 _MOST_BYTES = 1 << 30
 _PERIOD_SECONDS = 0.5
-_SHARE_OF_DETAILS = 0.9  # of the limit
+_SHARE_OF_DETAILS = 0.9  # share of the limit
 _DETAILS = frozenset(["unit", "copy", "wait", "saved", "host", "disk"])
 _PIECE = 2048  # records made into lines at a time
 _PATIENCE_SECONDS = 30.0
@@ -44,19 +44,20 @@ _PLURALS = {
     "disk": "reads and writes of the disk",
 }
 
-# Not `warnings`: a capture in another thread silences them for the whole process, and filters may turn them into errors.
+# A logger rather than `warnings`: a capture in another thread silences warnings for the whole process, and filters may
+# turn warnings into errors.
 _LOGGER = logging.getLogger(__name__)
 
 
 def check_log_path(path: object, *, what: str = "event_log") -> Path:
-    """The file to log to, absolute; folders that are missing will be made.
+    """Check the path of a log file and make the path absolute; missing folders will be made.
 
     Args:
-        path: what was asked for.
+        path: the user's value.
         what: the name of the option, for the message.
 
     Raises:
-        ConfigError: no path, a folder, or a place that this user cannot write to.
+        ConfigError: not a path, a folder, or a place not writable by this user.
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"{what} must be the path of a file, such as 'run.jsonl', not {path!r}")
@@ -74,18 +75,18 @@ def check_log_path(path: object, *, what: str = "event_log") -> Path:
 
 
 class EventLog:
-    """The log of one pool. The file is made, and one of that name replaced, when the first job is submitted.
+    """The log of one pool. The first submitted job creates the file, replacing a file of the same name.
 
     Args:
-        path: of the file, as `check_log_path` returns it.
+        path: of the file, as returned by `check_log_path`.
         devices: name and budget in bytes of each.
         facts: more for the first line: plain values by name.
-        limit_bytes: the size at which units and copies are dropped; None: there is none.
+        limit_bytes: the size at which units and copies are dropped; None: no limit.
         most_bytes: the file ends, with a warning, before it is larger.
-        most_records: how many may wait to be written.
+        most_records: largest number of records waiting to be written.
 
     Attributes:
-        lost: records that there was no room for.
+        lost: records dropped for lack of room in the buffer.
         dropped: records beyond the limit, by kind.
         written_bytes: of the file.
     """
@@ -106,6 +107,7 @@ class EventLog:
         self._most_bytes = most_bytes
         self._room = most_records
         self._buffer: deque[tuple[Any, ...]] = deque()
+        # Guards only counters and the start of the thread; deque operations are atomic, so records need no lock.
         self._lock = threading.Lock()
         self._awake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -114,21 +116,21 @@ class EventLog:
         self.written_bytes = 0
         self.dropped: Counter[str] = Counter()
         self._room_for_details = sys.maxsize if limit_bytes is None else int(limit_bytes * _SHARE_OF_DETAILS)
-        self._is_full = False  # of details
+        self._is_full = False  # no room for details any more
         self._told_lost = 0
 
-    # What it is told. On any thread; times are those of `time.perf_counter_ns`.
+    # Methods for any thread; times are those of `time.perf_counter_ns`.
 
     def at_work(self, device: str) -> None:
-        """The calling thread is the worker of a device."""
+        """Register the calling thread as the worker of a device."""
         self._lines.workers[threading.get_ident()] = device
 
     def device(self, device: str, budget_bytes: int, what: str) -> None:
-        """A device was "added" or "removed", after the start."""
+        """Note a device "added" or "removed" after the start."""
         self._append(("device", device, budget_bytes, what, time.perf_counter_ns()))
 
     def owns(self, job: str, owner: int) -> None:
-        """Blocks of this owner are a job's."""
+        """Assign all blocks of an owner to a job."""
         self._lines.owns(job, owner)
 
     def unit(
@@ -144,7 +146,7 @@ class EventLog:
         is_failed: bool,
         steps: int = 1,
     ) -> None:
-        """A unit has run: when it began, when all it needed was there, when it ended, and the steps of a burst."""
+        """Note a unit: its start, the time when all inputs were there, its end, and the steps of a burst."""
         self._append(("unit", device, job, kind, shard, start_ns, ready_ns, end_ns, is_failed, steps))
 
     def copied(
@@ -159,52 +161,53 @@ class EventLog:
         start_ns: int,
         end_ns: int,
     ) -> None:
-        """A copy has been made.
+        """Note a copy.
 
         Args:
-            device: it was loaded to, or spilled from.
+            device: target of a load, or source of a spill.
             what: "in", "out", or "across" from another device.
             owner: of the block.
-            kind: what the block holds.
-            shard: whose parameters these are, if one shard's alone.
-            nbytes: as `pool.stats()` counts them; 0 for one that has failed.
-            how: "waited" for by this thread; "background"; "late": begun in the background, made by this thread in the end;
+            kind: content of the block.
+            shard: the shard, for parameters of a single shard.
+            nbytes: as counted by `pool.stats()`; 0 for a failed copy.
+            how: "waited" for by this thread; "background"; "late": begun in the background, finished by this thread;
                 "vain": loaded in the background for nothing.
-            start_ns: when it began.
-            end_ns: when it ended.
+            start_ns: beginning of the copy.
+            end_ns: end of the copy.
         """
         thread = threading.get_ident()
         self._append(("copy", device, what, owner, kind, shard, nbytes, how, thread, start_ns, end_ns))
 
     def waited(self, device: str, start_ns: int, end_ns: int) -> None:
-        """This thread has waited for a copy in the background, to or from a device."""
+        """Note that this thread has waited for a background copy to or from a device."""
         self._append(("wait", device, threading.get_ident(), start_ns, end_ns))
 
     def updated_on_host(self, device: str, owner: int, shard: int, start_ns: int, end_ns: int) -> None:
-        """A shard has been updated on the host, beside a device; `owner` as of `copied`."""
+        """Note an update of a shard on the host, beside a device; `owner` as of `copied`."""
         self._append(("host", device, owner, shard, start_ns, end_ns))
 
     def saved(self, device: str, bytes_in: int, bytes_out: int) -> None:
-        """A unit has had activations kept on the host: bytes that came back, and that went, while it ran."""
+        """Note activations that a unit had on the host: bytes that came back, and bytes that went, during the unit."""
         if bytes_in or bytes_out:
             self._append(("saved", device, bytes_in, bytes_out, time.perf_counter_ns()))
 
     def stored(self, what: str, nbytes: int, start_ns: int, end_ns: int) -> None:
-        """The disk was written to ("write") or read from ("read")."""
+        """Note a "write" to the disk or a "read" from the disk."""
         self._append(("disk", what, nbytes, start_ns, end_ns))
 
     def job(self, job: str, what: str, at_ns: int = 0, **more: Any) -> None:
-        """Something has become of a job, now or at a time; the first of these opens the file."""
+        """Note an event of a job, now or at a given time; the first such event opens the file."""
         self._append(("job", job, what, at_ns or time.perf_counter_ns(), more))
         if self._thread is None:
             self._begin(at_ns)
 
     def close(self) -> None:
-        """Write what is left and end; nothing may be told any more."""
+        """Write the remaining records and end the log; no further events may follow."""
         with self._lock:
             thread, self._is_closing = self._thread, True
         self._awake.set()
         if thread is not None:
+            # Bounded: a write that hangs, on a network disk for example, must not hold up the end of the program.
             thread.join(_PATIENCE_SECONDS)
             if thread.is_alive():
                 _LOGGER.warning(
@@ -212,6 +215,7 @@ class EventLog:
                 )
 
     def _append(self, record: tuple[Any, ...]) -> None:
+        # A racy read of the length: at worst a few records too many are kept, and no thread waits for a lock.
         buffer = self._buffer
         if self._is_full and record[0] in _DETAILS:
             with self._lock:
@@ -252,7 +256,7 @@ class EventLog:
             self._give_up(error)
 
     def _drain(self, descriptor: int) -> None:
-        """Write what has come up to now."""
+        """Write all records of this moment."""
         buffer = self._buffer
         for count in _pieces(len(buffer)):
             self._write(descriptor, self._fitting([buffer.popleft() for _ in range(count)]))
@@ -261,7 +265,7 @@ class EventLog:
             self._write(descriptor, [self._lines.lost(lost)])
 
     def _fitting(self, records: Iterable[tuple[Any, ...]]) -> Iterator[str]:
-        """The lines of records, without details from the first on that is beyond the limit."""
+        """Make the lines of records, dropping details from the first detail beyond the limit."""
         size = self.written_bytes
         for record in records:
             is_detail = record[0] in _DETAILS
@@ -281,10 +285,10 @@ class EventLog:
         _LOGGER.info("the event log %s has %s%s", self.path, format_bytes(self.written_bytes), left_out)
 
     def _write(self, descriptor: int, lines: Iterable[str]) -> None:
-        """Write whole lines, or none of those that do not fit.
+        """Write whole lines; cut off a line that does not fit.
 
         Raises:
-            OSError: they do not.
+            OSError: a line does not fit, or the system refuses.
         """
         data = "".join(lines).encode()
         if self.written_bytes + len(data) > self._most_bytes:
@@ -294,7 +298,7 @@ class EventLog:
             while left:
                 left = left[os.write(descriptor, left) :]
         except OSError:
-            with contextlib.suppress(OSError):  # else the last line is cut, which readers know of
+            with contextlib.suppress(OSError):  # otherwise a partial last line stays, and readers expect that
                 whole = data[: len(data) - len(left)].rfind(b"\n") + 1
                 os.ftruncate(descriptor, self.written_bytes + whole)
             raise
@@ -315,7 +319,7 @@ class EventLog:
 
 
 def in_words(dropped: Mapping[str, int]) -> str:
-    """Records that were left out, by kind: `12,345 units, 31 copies left out`."""
+    """Describe left-out records by kind: `12,345 units, 31 copies left out`."""
     listed = [f"{count:,} {_PLURALS.get(kind, kind)}" for kind, count in sorted(dropped.items()) if count]
     return f"{', '.join(listed) or 'nothing'} left out"
 

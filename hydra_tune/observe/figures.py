@@ -1,8 +1,8 @@
-"""What a run came to, from its log alone: makespan, utilisation, how much of the copying was hidden, bytes, units.
+"""Computes a run's figures from its log alone: makespan, utilisation, overlap of copies, bytes, units.
 
-Note: what counts as computing. A unit computes from when all it needs is there until it ends, but for what its worker waits
-meanwhile. *Under compute* is the part of a copy that lies in such time of its own device, whoever's unit that is: there the
-copy has cost no time. `pool.stats()` measures the same the other way round, by what units have waited for copies.
+Note: computing. A unit computes from the time when all inputs are there until its end, except while its worker waits.
+*Under compute* is the part of a copy that falls into compute time of the copy's device, for a unit of any job: this
+part of the copy has cost no time. `pool.stats()` measures the complement, the time that units have waited for copies.
 """
 
 from bisect import bisect_left
@@ -23,24 +23,24 @@ _SECOND = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFigures:
-    """Figures of one device; those that `pool.stats()` has too are equal to them.
+    """Figures of one device; equal to those of `pool.stats()` where both exist.
 
     Args:
-        name: its name.
-        budget_bytes: memory the pool might use on it.
+        name: name of the device.
+        budget_bytes: memory that the pool may use on the device.
         units: shard units run.
-        busy_seconds: time spent in units, what they waited for included.
-        computing_seconds: the same without (see the note).
+        busy_seconds: time spent in units, with waits.
+        computing_seconds: time spent in units, without waits (see the note).
         utilisation: share of the makespan spent computing.
-        copying_seconds: time that copies to and from it took, each on its own.
-        under_compute_seconds: of these, those that lie under compute on it.
-        overlap: share of the copying that lies under compute; 0 where nothing was copied.
+        copying_seconds: sum of the times of all copies to and from the device.
+        under_compute_seconds: part of `copying_seconds` under compute of the device.
+        overlap: share of the copying under compute; 0 without copies.
         waiting_seconds: time that units waited for copies.
-        host_update_seconds: time that updates on the host took beside it.
-        host_update_overlap: share of it that lies under compute on it; 0 where there was none.
-        bytes_in_by_kind, bytes_out_by_kind, bytes_across_by_kind: loaded from and spilled to the host; taken over from other
-            devices.
-        bytes_ahead, bytes_in_vain: of the bytes loaded or taken over, those sent ahead, and of these those no unit came for.
+        host_update_seconds: time of updates on the host beside the device.
+        host_update_overlap: share of the updates' time under compute of the device; 0 without updates.
+        bytes_in_by_kind, bytes_out_by_kind, bytes_across_by_kind: loaded from the host; spilled to the host; taken over
+            from other devices.
+        bytes_ahead, bytes_in_vain: prefetched bytes; prefetched bytes that no unit used.
     """
 
     name: str
@@ -64,27 +64,27 @@ class DeviceFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
-    """What a run came to.
+    """Figures of a run.
 
     Args:
-        started_at: when the first trial was submitted, as ISO 8601.
-        policy: who decided.
-        makespan_seconds: from then to the end of the last unit.
+        started_at: time of the first submission, as ISO 8601.
+        policy: the deciding policy.
+        makespan_seconds: from the first submission to the end of the last unit.
         utilisation: of all devices together.
-        overlap: share of all copying that lies under compute.
+        overlap: share of all copying under compute.
         units_run: shard units, and steps of bursts.
-        units_saved: units that pruned and cancelled trials would still have run.
-        trials: how many came to which end; "unknown" where the log ends before.
+        units_saved: units that pruned and cancelled trials did not run.
+        trials: number of trials by end; "unknown" where the log ends earlier.
         devices: figures of each.
         disk_read_bytes, disk_written_bytes, disk_seconds: of `spill_dir`.
-        fusion: what `fusion="auto"` has chosen, in order, as the log has it: which job asked, of how many `trials` that waited
-            how many are computed together (`size`, 1 for none), `why`, and what was timed.
-        plans: what was planned of groups for which devices have no room, in order, as the log has it: which job, `what` is
-            said ("plan" or "measured"), in words (`told`) and with all numbers.
-        is_whole: whether the log was closed, and has lost nothing: then these are the figures of the whole run.
+        fusion: choices of `fusion="auto"`, in the log's order and form: the asking job, the number of waiting `trials`,
+            how many are fused (`size`, 1 for none), `why`, and the timings.
+        plans: plans for groups that do not fit the devices, in the log's order and form: the job, `what` ("plan" or
+            "measured"), the text (`told`) and all numbers.
+        is_whole: whether the log was closed without loss: the figures then cover the whole run.
         lost: events that the log had no room for.
-        dropped: units, copies and the like that were left out because of the log's limit, by kind.
-        dropped_from_seconds: when that began, up to when these figures are; None if nothing was left out.
+        dropped: units, copies and other details left out because of the log's limit, by kind.
+        dropped_from_seconds: time of the first omission, up to which the figures hold; None without omissions.
     """
 
     started_at: str
@@ -112,10 +112,10 @@ class RunFigures:
 
 
 def run_figures(log: RunLog) -> RunFigures:
-    """Work out the figures of a run.
+    """Compute the figures of a run.
 
     Args:
-        log: of it, with at least one unit.
+        log: of the run, with at least one unit.
     """
     makespan_ns = max(unit.end_ns for unit in log.units)
     devices = tuple(_device(log, name, makespan_ns) for name in log.budgets)
@@ -146,7 +146,7 @@ def run_figures(log: RunLog) -> RunFigures:
 
 
 def computing(log: RunLog, device: str) -> list[Span]:
-    """When a device computed: spans in order, none of which meet."""
+    """Compute times of a device: spans in order, none of which touch."""
     waits = [(wait.start_ns, wait.end_ns) for wait in log.waits if wait.by == device]
     waits += [(copy.start_ns, copy.end_ns) for copy in log.copies if copy.by == device]
     return _without([(unit.ready_ns, unit.end_ns) for unit in log.units if unit.device == device], waits)
@@ -154,6 +154,7 @@ def computing(log: RunLog, device: str) -> list[Span]:
 
 def _device(log: RunLog, name: str, makespan_ns: int) -> DeviceFigures:
     units = [unit for unit in log.units if unit.device == name]
+    # A worker's own copies, and its waits for background copies, are no compute time.
     copies = [copy for copy in log.copies if copy.device == name]
     spans = computing(log, name)
     computing_ns = sum(end - start for start, end in spans)
@@ -197,7 +198,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans in order, none of which meet."""
+    """Merge spans into ordered spans, none of which touch."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -208,7 +209,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _without(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
-    """What is left of spans where others are taken out of them."""
+    """Subtract spans from spans."""
     left: list[Span] = []
     holes = _joined(taken)
     first = 0
@@ -227,7 +228,8 @@ def _without(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
 
 
 def _inside(spans: Sequence[Span], parts: Iterable[Span]) -> Iterable[int]:
-    """How much of each part lies in spans that are in order and do not meet."""
+    """Length of each part inside ordered spans that do not touch."""
+    # Prefix sums: a run may have millions of copies and units, so each lookup is a binary search.
     ends = [end for _, end in spans]
     before = [0, *accumulate(end - start for start, end in spans)]
 

@@ -1,4 +1,4 @@
-"""Bars over time as a picture. Needs matplotlib, which is imported here only and only when a picture is asked for."""
+"""Draws bars over time as a picture. Only this module imports matplotlib, at the first picture."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,13 +13,13 @@ _PALETTE = (
     *("#4477aa", "#ee8866", "#44aa77", "#aa3377", "#ddaa33", "#66ccee"),
     *("#774411", "#bb5566", "#332288", "#888888", "#99cc55", "#222222"),
 )
-_MANY_BARS = 3000  # whose edges would be all there is to see
-_PIXELS = 4000  # gaps narrower than this part of the picture are not shown
-_LABELS = 60  # bars narrower than this part of it have nothing written on them
+_MANY_BARS = 3000  # above this number the edges of bars would hide the bars
+_PIXELS = 4000  # gaps narrower than this fraction of the picture are not shown
+_LABELS = 60  # bars narrower than this fraction of the picture have no label
 
 
 class Bar(NamedTuple):
-    """One bar: its row and lane, the job that it has its colour from, its seconds, and what is written on it if it is wide."""
+    """One bar: its row and lane, the job that sets the colour, its times in seconds, and the label of a wide bar."""
 
     row: str
     lane: str
@@ -34,10 +34,10 @@ class Lane:
     """A part of a row.
 
     Args:
-        top: of its bars, from -0.5 to 0.5 within the row.
-        height: of them.
-        alpha: their opacity.
-        label: beside it; None: none.
+        top: of the lane's bars, from -0.5 to 0.5 within the row.
+        height: of the lane's bars.
+        alpha: opacity of the lane's bars.
+        label: beside the lane; None: no label.
     """
 
     top: float
@@ -48,16 +48,16 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What is drawn.
+    """A picture to draw.
 
     Args:
-        title: above.
+        title: above the picture.
         rows: names, the first at the top.
         lanes: parts of each row, by name; drawn in this order.
-        bars: all of them.
-        span: seconds that are shown.
+        bars: all bars.
+        span: visible range, in seconds.
         row_inches: height of a row.
-        names_jobs: whether a legend says which colour is whose.
+        names_jobs: whether a legend names the jobs' colours.
     """
 
     title: str
@@ -81,6 +81,7 @@ def draw(chart: Chart, path: Path) -> None:
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError("a plot needs matplotlib; install it with: pip install 'hydra-tune[plot]'") from error
+    # A figure with its own canvas, without pyplot: no global state, no display, and any thread may draw.
     figure = Figure(figsize=(12, 1.5 + chart.row_inches * len(chart.rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -133,7 +134,7 @@ def _name_rows(chart: Chart, axes: Any) -> None:
 
 
 def colours_of(jobs: Iterable[str]) -> dict[str, str]:
-    """A colour for each job, in their order; from the thirteenth on they come again."""
+    """Assign a colour to each job, in order; colours repeat from the thirteenth job on."""
     return {job: _PALETTE[number % len(_PALETTE)] for number, job in enumerate(dict.fromkeys(jobs))}
 
 
@@ -142,7 +143,7 @@ def _is_shown(bar: Bar, chart: Chart) -> bool:
 
 
 def _by_place(chart: Chart, shown: Sequence[Bar], *, is_many: bool) -> Iterator[tuple[tuple[str, str], list[Bar]]]:
-    """The bars of each row and lane; of many, neighbours of one job that nobody could tell apart as one."""
+    """Group bars by row and lane; in a large picture, merge neighbours of one job with an invisible gap."""
     lanes = list(chart.lanes)
     gap = (chart.span[1] - chart.span[0]) / _PIXELS if is_many else -math.inf
     ordered = sorted(shown, key=lambda bar: (lanes.index(bar.lane), bar.row, bar.start))

@@ -1,4 +1,4 @@
-"""The lines of an event log: what is told, as JSON. `observe/runlog.py` reads them back."""
+"""Formats the lines of an event log as JSON. `observe/runlog.py` reads the lines back."""
 
 import json
 import time
@@ -19,14 +19,14 @@ _STEPS = ',"steps":%d'
 
 
 class Lines:
-    """Makes lines. Times are given as `time.perf_counter_ns` has them, and written as nanoseconds since the start.
+    """Makes lines. Times come from `time.perf_counter_ns`, and are written as nanoseconds since the start.
 
-    Units, copies and waits, of which there are many, are put together by hand: `json.dumps` would take several times as long.
-    What is the same step after step, all but the times, is kept.
+    The frequent lines of units, copies and waits are formatted by hand, several times faster than by `json.dumps`. The
+    part of a line that repeats at every step, all but the times, is cached.
 
     Attributes:
         start_ns: the start.
-        workers: devices by the thread that is their worker.
+        workers: devices by the id of their worker's thread.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Lines:
         self._owners: dict[int, str] = {}
         self._owned: dict[str, int] = {}
         self._quoted: dict[str, str] = {}
-        self._heads: dict[tuple[Any, ...], str] = {}  # of units and copies, up to the times
+        self._heads: dict[tuple[Any, ...], str] = {}  # first parts of units' and copies' lines, up to the times
         self._makers: dict[str, Callable[..., str]] = {
             "unit": self.unit,
             "copy": self.copy,
@@ -48,16 +48,18 @@ class Lines:
         }
 
     def made(self, record: tuple[Any, ...]) -> str:
-        """The line of a record: its event, and what the method of that name takes."""
+        """Make the line of a record: the event's name, then the arguments of the method with this name."""
         return self._makers[record[0]](*record[1:])
 
     def owns(self, job: str, owner: int) -> None:
-        """Blocks of this owner are a job's."""
+        """Assign all blocks of an owner to a job."""
         self._owners[owner], self._owned[job] = job, owner
+        # Cached lines of copies may carry the owner's earlier job.
         self._heads.clear()
 
     def header(self, devices: Sequence[tuple[str, int]], facts: Mapping[str, Any]) -> str:
-        """The first line: name and budget of each device, and whatever else."""
+        """Make the first line, with name and budget of each device, and other facts."""
+        # The file opens a moment after the start: go back by the difference.
         ago = (time.perf_counter_ns() - self.start_ns) / 1e9
         started = datetime.fromtimestamp(datetime.now(UTC).timestamp() - ago, UTC).isoformat()
         listed = [{"name": name, "budget_bytes": budget} for name, budget in devices]
@@ -75,7 +77,7 @@ class Lines:
         is_failed: bool,
         steps: int,
     ) -> str:
-        """A unit: when it began, when all it needed was there, when it ended, and the steps of a burst."""
+        """Line of a unit: its start, the time when all inputs were there, its end, and the steps of a burst."""
         zero, key = self.start_ns, (device, job, kind, shard)
         head = self._heads.get(key)
         if head is None:
@@ -101,12 +103,12 @@ class Lines:
         start_ns: int,
         end_ns: int,
     ) -> str:
-        """A copy; as `EventLog.copied`, and the thread that has told."""
+        """Line of a copy; arguments as of `EventLog.copied`, with the reporting thread."""
         zero, key = self.start_ns, (device, what, owner, kind, shard, nbytes, how, thread)
         head = self._heads.get(key)
         if head is None:
             head = self._copy_head(*key)
-            if owner is None or owner in self._owners:  # else it may be told yet whose these are
+            if owner is None or owner in self._owners:  # else the owner's job may become known later
                 self._heads[key] = head
         return f'{head}"start_ns":{start_ns - zero},"end_ns":{end_ns - zero}}}\n'
 
@@ -130,29 +132,30 @@ class Lines:
         )
 
     def wait(self, device: str, thread: int, start_ns: int, end_ns: int) -> str:
-        """A thread has waited for a copy in the background, to or from a device."""
+        """Line of a thread's wait for a background copy to or from a device."""
         by = self._quote(self.workers.get(thread))
         return f'{{"event":"wait","device":{self._quote(device)},"by":{by},{self._span(start_ns, end_ns)}}}\n'
 
     def saved(self, device: str, bytes_in: int, bytes_out: int, at_ns: int) -> str:
-        """Activations that a unit had on the host meanwhile."""
+        """Line of the activations that a unit kept on the host."""
         return _object(
             event="saved", device=device, bytes_in=bytes_in, bytes_out=bytes_out, at_ns=at_ns - self.start_ns
         )
 
     def host(self, device: str, owner: int, shard: int, start_ns: int, end_ns: int) -> str:
-        """A shard was updated on the host, beside a device."""
+        """Line of an update of a shard on the host, beside a device."""
         quote = self._quote
         job = quote(self._owners.get(owner))
         span = self._span(start_ns, end_ns)
         return f'{{"event":"host","device":{quote(device)},"job":{job},"shard":{shard},{span}}}\n'
 
     def disk(self, what: str, nbytes: int, start_ns: int, end_ns: int) -> str:
-        """The disk was written to or read from."""
+        """Line of a write to the disk or a read from the disk."""
         return f'{{"event":"disk","what":"{what}","bytes":{nbytes},{self._span(start_ns, end_ns)}}}\n'
 
     def job(self, job: str, what: str, at_ns: int, more: Mapping[str, Any]) -> str:
-        """Something has become of a job."""
+        """Line of an event of a job."""
+        # Drop the caches of a finished job, or the log of a long run would take ever more memory.
         if what == "over":
             self._quoted.pop(job, None)
             self._heads.clear()
@@ -161,26 +164,26 @@ class Lines:
         return _object(event="job", job=job, what=what, at_ns=at_ns - self.start_ns, **facts)
 
     def device(self, device: str, budget_bytes: int, what: str, at_ns: int) -> str:
-        """A device was added or removed."""
+        """Line of a device added or removed."""
         return _object(event="device", device=device, what=what, budget_bytes=budget_bytes, at_ns=at_ns - self.start_ns)
 
     def lost(self, records: int) -> str:
-        """So many more could not be kept."""
+        """Line with the number of records lost since the last such line."""
         return _object(event="lost", records=records, at_ns=time.perf_counter_ns() - self.start_ns)
 
     def dropped(self, records: Mapping[str, int]) -> str:
-        """From now on units and copies are left out, or, at the end, so many of each kind were."""
+        """Line of dropped details: empty at the first drop, with the count of each kind at the end."""
         return _object(event="dropped", records=dict(records), at_ns=time.perf_counter_ns() - self.start_ns)
 
     def end(self, cpu_seconds: float) -> str:
-        """The last line, and what the log's own thread has cost."""
+        """The last line, with the CPU time of the log's own thread."""
         return _object(event="end", at_ns=time.perf_counter_ns() - self.start_ns, cpu_seconds=cpu_seconds)
 
     def _span(self, start_ns: int, end_ns: int) -> str:
         return f'"start_ns":{start_ns - self.start_ns},"end_ns":{end_ns - self.start_ns}'
 
     def _quote(self, text: str | None) -> str:
-        """A text as JSON; they are few and come again and again."""
+        """Quote a text as JSON, with a cache: the few texts repeat all the time."""
         if text is None:
             return "null"
         found = self._quoted.get(text)

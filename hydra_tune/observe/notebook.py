@@ -16,16 +16,16 @@ _PERIOD_SECONDS = 1.0
 
 
 def is_notebook() -> bool:
-    """Whether this process is a notebook's kernel; nothing is imported to find out."""
+    """Whether this process is a notebook's kernel; checked without any import."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 class NotebookView(AbstractContextManager["NotebookView"]):
-    """Shows a sweep below the cell until the `with` block is left; the last state stays.
+    """Shows a sweep below the cell until the `with` block exits; the last state stays.
 
     Args:
-        snapshot: returns the sweep as it is now; called from another thread, about once a second.
+        snapshot: returns the sweep's present state; called from another thread, about once a second.
     """
 
     def __init__(self, snapshot: Callable[[], SweepView]) -> None:

@@ -1,6 +1,6 @@
-"""Puts lines on a terminal's screen, and afterwards only those that have changed.
+"""Paints lines on a terminal's screen, sending only lines that have changed.
 
-What has not changed is not sent, so nothing flickers, and it costs a third of drawing all of it anew through rich.
+Unchanged lines are not sent, so nothing flickers, and painting costs a third of a full redraw through rich.
 """
 
 import threading
@@ -10,7 +10,7 @@ from rich.segment import Segment
 
 from hydra_tune.observe.rows import Line
 
-_REPAINT = 10  # in every so many pictures all lines are sent: programs may write to the terminal past this one
+_REPAINT = 10  # every this many pictures all lines are sent: programs may write to the terminal past the screen
 
 
 class Screen:
@@ -31,23 +31,23 @@ class Screen:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines, as they are now."""
+        """Present columns and lines of the terminal."""
         return self._console.size.width, self._console.size.height
 
     @property
     def is_ascii(self) -> bool:
-        """Whether it takes no other characters."""
+        """Whether the terminal takes only ASCII characters."""
         return self._console.options.ascii_only
 
     def open(self) -> None:
-        """Take the terminal."""
+        """Switch to the second screen."""
         with self._lock:
             self._is_open = True
             self._console.set_alt_screen(True)
             self._console.show_cursor(False)
 
     def close(self) -> None:
-        """Give it back as it was, cursor and all. May be called again."""
+        """Restore the terminal, cursor included. May be called again."""
         with self._lock:
             if self._is_open:
                 self._is_open = False
@@ -58,8 +58,8 @@ class Screen:
         """Show lines, from the top.
 
         Args:
-            lines: no more, and no wider, than there is room for.
-            size: columns and lines for which they were made.
+            lines: no more, and no wider, than fit the screen.
+            size: columns and lines for which the lines were made.
         """
         width = size[0]
         texts = [self._text(line, width) for line in lines]
@@ -82,7 +82,7 @@ class Screen:
 
     def _text(self, line: Line, width: int) -> str:
         text = "".join(self._styled(segment) for segment in line)
-        # Not behind a full line: there the cursor still stands on the last character.
+        # Not behind a full line: there the cursor still stands on the last character, and the erasure would remove it.
         return text + "\x1b[K" if Segment.get_line_length(line) < width else text
 
     def _styled(self, segment: Segment) -> str:

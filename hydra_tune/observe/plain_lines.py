@@ -1,4 +1,4 @@
-"""A sweep as lines, where there is no terminal to draw on: one for what happens, and now and then one for how things stand."""
+"""Shows a sweep as plain lines without a terminal: one line for each event, and a regular line of progress."""
 
 import threading
 import time
@@ -17,7 +17,10 @@ _MOST_AT_ONCE, _MOST_PER_SECOND = 50, 5.0
 
 
 def progress_line(view: SweepView) -> str:
-    """How a sweep stands: `1m32s of about 2m10s  5/16 trials  4 in flight  best val_acc 0.97 (trial 3)  devices 93%`."""
+    """Format a sweep's progress on one line.
+
+    Example: `1m32s of about 2m10s  5/16 trials  4 in flight  best val_acc 0.97 (trial 3)  devices 93%`.
+    """
     about = f" of about {format_seconds(view.makespan_seconds)}" if view.makespan_seconds is not None else ""
     ended = sum(trial.is_over for trial in view.trials)
     planned = f"/{view.num_planned}" if view.num_planned is not None else ""
@@ -32,13 +35,13 @@ def progress_line(view: SweepView) -> str:
 
 
 class RateLimit:
-    """Lets lines through, as long as they are not too many: at most 50 at once, and 5 a second on end. Thread-safe.
+    """Limits the rate of lines: at most 50 at once, and 5 a second in the long run. Thread-safe.
 
-    What is held back is counted, and said before the next line that gets through, or by `flush`.
+    Held-back lines are counted, and the count is written before the next passing line, or by `flush`.
 
     Args:
-        write: is given the lines.
-        clock: seconds, from any moment on.
+        write: writes a line.
+        clock: returns seconds, from any origin.
     """
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,9 +51,10 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def __call__(self, line: str) -> None:
-        """Write a line, or count it."""
+        """Write a line, or count the line as held back."""
         with self._lock:
             now = self._clock()
+            # A token bucket: room refills with time, up to the burst of 50 lines.
             self._room = min(_MOST_AT_ONCE, self._room + (now - self._at) * _MOST_PER_SECOND)
             self._at = now
             if self._room < 1:
@@ -61,7 +65,7 @@ class RateLimit:
             self._write(line)
 
     def flush(self) -> None:
-        """Say how many lines were held back."""
+        """Write the number of held-back lines."""
         with self._lock:
             self._say_held()
 
@@ -72,12 +76,13 @@ class RateLimit:
 
 
 class PlainView(AbstractContextManager["PlainView"]):
-    """Writes how a sweep stands every half a minute, until the `with` block is left.
+    """Writes a sweep's progress every half a minute, until the `with` block exits.
 
     Args:
-        write: is given the lines; called from another thread.
-        snapshot: returns the sweep as it is now; likewise.
-        period_seconds: between two lines. The sweep is looked at every second all the same: so trials that end are found.
+        write: writes a line; called from another thread.
+        snapshot: returns the sweep's present state; likewise.
+        period_seconds: time between two lines. The snapshot is taken every second even so: taking one finds trials that
+            have ended.
     """
 
     def __init__(

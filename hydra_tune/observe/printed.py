@@ -1,4 +1,4 @@
-"""What is printed while something else has the terminal: kept, shown in its place, and printed when the terminal is free."""
+"""Captures output printed while a live view has the terminal: shown within the view, and printed again afterwards."""
 
 import io
 import logging
@@ -13,10 +13,10 @@ _NUM_KEPT = 1000
 
 
 class Printed(io.TextIOBase):
-    """A text file that keeps its last lines, and shows them among the recent ones. Written to from many threads.
+    """A text file that keeps its last lines, and shows new lines among the recent ones. Any thread may write.
 
     Args:
-        recent: where each line is shown as well.
+        recent: receives each whole line.
     """
 
     def __init__(self, recent: deque[str]) -> None:
@@ -27,11 +27,11 @@ class Printed(io.TextIOBase):
         self._lock = threading.Lock()
 
     def writable(self) -> bool:
-        """It is written to."""
+        """Always true: the file takes only writes."""
         return True
 
     def write(self, text: str) -> int:
-        """Keep a text; a line is shown when it is whole."""
+        """Keep a text; a line is shown once complete."""
         with self._lock:
             *lines, self._open = (self._open + text).split("\n")
             for line in lines:
@@ -42,7 +42,7 @@ class Printed(io.TextIOBase):
         return len(text)
 
     def replay(self, stream: TextIO) -> None:
-        """Write the lines that were kept where they were meant to go."""
+        """Write the kept lines to their original destination."""
         with self._lock:
             lines = [*self._kept, *([self._open] if self._open else [])]
             self._kept.clear()
@@ -53,10 +53,10 @@ class Printed(io.TextIOBase):
 
 @contextmanager
 def kept(recent: deque[str]) -> Iterator[None]:
-    """Within the block, what is printed or logged to the terminal is kept; then it goes to standard error.
+    """Within the block, capture output printed or logged to the terminal; afterwards the output goes to standard error.
 
     Args:
-        recent: where each line is shown meanwhile.
+        recent: receives each line meanwhile.
     """
     printed, stdout, stderr = Printed(recent), sys.stdout, sys.stderr
     try:
@@ -68,7 +68,7 @@ def kept(recent: deque[str]) -> Iterator[None]:
 
 @contextmanager
 def _logged_to(printed: Printed, streams: tuple[TextIO, TextIO]) -> Iterator[None]:
-    """Handlers of loggers hold the stream that was there when they were made: have those write elsewhere for so long."""
+    """Redirect handlers of loggers, since a handler keeps the stream of its creation."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
     for logger in loggers:

@@ -1,7 +1,8 @@
-"""Lines of a fixed width out of cells, for a screen that is drawn again and again.
+"""Composes lines of a fixed width from cells, for a screen that is redrawn all the time.
 
-rich's own tables measure every cell anew each time, which takes ten times as long; here columns have widths, and what is too
-long is cut with an ellipsis. Wide characters take two columns, and control characters, which could move the cursor, none.
+rich's own tables measure every cell anew each time, at ten times the cost; here columns have fixed widths, and long
+text is cut with an ellipsis. Wide characters take two columns; control characters, which could move the cursor, are
+replaced.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,11 +13,11 @@ from rich.segment import Segment
 from rich.style import Style
 
 _GAP = 1
-_FULL, _REST = "━", "─"  # told apart without colours too
+_FULL, _REST = "━", "─"  # distinguishable without colours
 
 
 class Cell(NamedTuple):
-    """A piece of text, and its style by rich's name."""
+    """A piece of text with its style, by rich's name."""
 
     text: str
     style: str = ""
@@ -26,9 +27,9 @@ class Column(NamedTuple):
     """A column.
 
     Args:
-        title: its head.
-        width: characters; the last column of a line gets what is left.
-        is_right: text is set to its right.
+        title: head of the column.
+        width: characters; the last column of a line gets the rest.
+        is_right: whether text is right-aligned.
     """
 
     title: str
@@ -40,7 +41,7 @@ Line = list[Segment]
 
 
 def fit(text: str, width: int, *, is_right: bool = False) -> str:
-    """Text in so many columns exactly."""
+    """Fit text into an exact number of columns."""
     if width <= 0:
         return ""
     if not text.isprintable():
@@ -52,13 +53,13 @@ def fit(text: str, width: int, *, is_right: bool = False) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar, of a share from 0 to 1."""
+    """Draw a bar for a share from 0 to 1."""
     full = round(min(1.0, max(0.0, share)) * width)
     return _FULL * full + _REST * (width - full)
 
 
 def one_line(cells: Iterable[Cell], width: int) -> Line:
-    """Cells one behind the other, cut at a width."""
+    """Join cells to a line, cut at a width."""
     line: Line = []
     for text, style in cells:
         shown = text if text.isprintable() else fit(text, cell_len(text))
@@ -72,12 +73,12 @@ def one_line(cells: Iterable[Cell], width: int) -> Line:
 
 
 def heads(columns: Sequence[Column], width: int) -> Line:
-    """The line above a table."""
+    """Make the line of column titles above a table."""
     return row(columns, [Cell(column.title, "dim") for column in columns], width)
 
 
 def row(columns: Sequence[Column], cells: Sequence[Cell], width: int) -> Line:
-    """A line of a table, cut at a width."""
+    """Make a line of a table, cut at a width."""
     line: Line = []
     last = len(columns) - 1
     for index, (column, cell) in enumerate(zip(columns, cells, strict=True)):

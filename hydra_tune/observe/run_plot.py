@@ -1,4 +1,4 @@
-"""A run's log as a picture: for each device its units, and below them what is loaded and what is spilled meanwhile."""
+"""Plots a run's log: for each device a lane of units, with lanes of loads and spills below."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +24,19 @@ _SECOND = 1e9
 def plot_run(
     log: RunLog, figures: RunFigures, path: Path, *, start: float | None = None, end: float | None = None
 ) -> None:
-    """Draw a run: solid bars are units that compute and copies in the background, pale ones what units waited for.
+    """Draw a run: solid bars are compute and background copies, pale bars are waits and copies that units waited for.
 
-    Units wide enough have the first letter of their kind and their shard on them.
+    A wide unit is labelled with the first letter of its kind and the number of its shard.
 
     Args:
         log: of the run.
-        figures: of it, for the title.
+        figures: of the run, for the title.
         path: the PNG file to write.
-        start: second from which on is drawn; None: where the first unit begins.
-        end: second up to which is drawn; None: where the last unit ends.
+        start: first second drawn; None: the start of the first unit.
+        end: last second drawn; None: the end of the last unit.
 
     Raises:
-        ConfigError: matplotlib is not installed, or nothing ran between the two.
+        ConfigError: matplotlib is not installed, or nothing ran in the drawn range.
         OSError: the file cannot be written.
     """
     first = min(unit.start_ns for unit in log.units) / _SECOND

@@ -1,4 +1,4 @@
-"""A run's figures as tables."""
+"""Prints a run's figures as tables."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ from hydra_tune.observe.figures import DeviceFigures, RunFigures
 from hydra_tune.quantities import format_bytes, format_seconds
 
 _ENDS = ("completed", "pruned", "failed", "cancelled", "unknown")
-_MOST_CHOICES = 6  # of fusion, that are shown
-_MOST_LINES = 12  # of plans
+_MOST_CHOICES = 6  # choices of fusion shown
+_MOST_LINES = 12  # lines of plans shown
 _WAYS = (("in", "bytes_in_by_kind"), ("out", "bytes_out_by_kind"), ("across", "bytes_across_by_kind"))
 
 
@@ -20,7 +20,7 @@ def print_run(console: Console, figures: RunFigures) -> None:
     """Print the devices, the bytes by kind, and the totals.
 
     Args:
-        console: where to.
+        console: output console.
         figures: of the run.
     """
     console.print()

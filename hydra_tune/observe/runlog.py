@@ -1,4 +1,4 @@
-"""`RunLog`: a file of `EventLog`, read back; also one whose run was killed while it was written."""
+"""`RunLog`: reads the file of an `EventLog`, even if the run was killed while writing."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
 
 
 class UnitRun(NamedTuple):
-    """A unit that ran: when it began, when all it needed was there, when it ended, and the steps of a burst."""
+    """A unit: its start, the time when all inputs were there, its end, and the steps of a burst."""
 
     device: str
     job: str
@@ -29,10 +29,11 @@ class UnitRun(NamedTuple):
 
 
 class CopyMade(NamedTuple):
-    """A copy to a device ("in"), from it ("out") or to it from another one ("across"); fields as in `EventLog.copied`.
+    """A copy from the host ("in"), to the host ("out") or from a device ("across"); fields as in `EventLog.copied`.
 
     Args:
-        by: the device whose worker made it; None for a copy thread, or one that gives back the memory of a trial.
+        by: the device of the worker that made the copy; None for a copy thread, or a thread that frees a trial's
+            memory.
     """
 
     device: str
@@ -48,12 +49,12 @@ class CopyMade(NamedTuple):
 
     @property
     def is_in_background(self) -> bool:
-        """Whether a copy thread made it while everybody else went on."""
+        """Whether a copy thread made the copy in the background."""
         return self.how in ("background", "vain")
 
 
 class Wait(NamedTuple):
-    """A worker, or None, waited for a copy that was made in the background to or from a device."""
+    """A wait for a background copy to or from a device, by the worker of device `by`, or by another thread (None)."""
 
     device: str
     by: str | None
@@ -62,7 +63,7 @@ class Wait(NamedTuple):
 
 
 class DiskUse(NamedTuple):
-    """The disk was written to ("write") or read from ("read")."""
+    """A "write" to the disk or a "read" from the disk."""
 
     what: str
     nbytes: int
@@ -71,7 +72,7 @@ class DiskUse(NamedTuple):
 
 
 class HostUpdate(NamedTuple):
-    """A shard was updated on the host, beside a device."""
+    """An update of a shard on the host, beside a device."""
 
     device: str
     job: str | None
@@ -81,7 +82,7 @@ class HostUpdate(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Activations that a unit had on the host meanwhile."""
+    """Activations that a unit kept on the host."""
 
     device: str
     bytes_in: int
@@ -89,7 +90,7 @@ class Saved(NamedTuple):
 
 
 class JobEvent(NamedTuple):
-    """Something became of a job."""
+    """An event of a job."""
 
     job: str
     what: str
@@ -99,20 +100,21 @@ class JobEvent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class RunLog:
-    """All of a log. Times are nanoseconds since the first job was submitted.
+    """A whole log. Times are nanoseconds since the first job was submitted.
 
     Args:
-        started_at: when that was, as ISO 8601.
+        started_at: time of the first submission, as ISO 8601.
         version: of hydra-tune.
         policy, admission, max_concurrent: the pool's.
         budgets: bytes of each device, by name.
-        units, copies, waits, disk, host_updates, saved, jobs: what happened, in the order in which it was over.
+        units, copies, waits, disk, host_updates, saved, jobs: events, ordered by their ends.
         lost: events that the log had no room for.
-        dropped: units, copies and the like that were left out because of the log's limit, by kind.
-        dropped_from_ns: when that began; None if nothing was left out.
-        end_ns: when it was closed; None if it never was: the run goes on, was killed, or could write no more.
-        is_cut: whether its last line is not whole.
-        cpu_seconds: what writing the log has cost; 0 where that is not known.
+        dropped: units, copies and other details left out because of the log's limit, by kind.
+        dropped_from_ns: time of the first omission; None without omissions.
+        end_ns: end of the log; None for a log never closed: the run still goes on, was killed, or could not write any
+            more.
+        is_cut: whether the last line is incomplete.
+        cpu_seconds: CPU time of writing the log; 0 where not known.
     """
 
     started_at: str
@@ -137,7 +139,7 @@ class RunLog:
 
     @property
     def last_ns(self) -> int:
-        """When the last of all that is known was over."""
+        """Time of the last known event."""
         timed = chain[UnitRun | CopyMade | Wait | DiskUse | HostUpdate](
             self.units, self.copies, self.waits, self.disk, self.host_updates
         )
@@ -149,7 +151,7 @@ def read_log(path: Path) -> RunLog:
     """Read an event log.
 
     Raises:
-        ConfigError: there is none, it is something else, another version's, damaged, or of a run in which nothing ran.
+        ConfigError: the file is missing, no event log, another version's, damaged, or of a run without any unit.
     """
     try:
         with path.open("rb") as file:
@@ -196,7 +198,7 @@ def _begun(path: Path, line: bytes) -> RunLog:
 def _take_all(path: Path, log: RunLog, lines: Iterator[bytes]) -> None:
     texts: dict[str, str] = {}
     for number, line in enumerate(lines, start=2):
-        if not line.endswith(b"\n"):  # only the last can be so
+        if not line.endswith(b"\n"):  # only the last line of a killed run
             log.is_cut = True
             return
         try:
@@ -206,7 +208,7 @@ def _take_all(path: Path, log: RunLog, lines: Iterator[bytes]) -> None:
 
 
 def _take(log: RunLog, data: dict[str, Any], texts: dict[str, str]) -> None:
-    """Take one line in; `texts` holds each name once, for there are millions of lines."""
+    """Add one line to the log; `texts` interns names, because a log may have millions of lines."""
 
     def name(key: str) -> Any:
         found = data[key]

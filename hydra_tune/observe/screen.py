@@ -1,6 +1,6 @@
-"""A `SweepView` as lines of a terminal: the sweep, its devices, its trials, and what was printed last.
+"""Formats a `SweepView` as lines of a terminal: the sweep, its devices, its trials, and the last printed lines.
 
-Widths do not depend on what the numbers are at the moment, so that nothing moves sideways while a sweep runs.
+Column widths do not depend on the present values, so that no column shifts during a sweep.
 """
 
 import functools
@@ -17,23 +17,23 @@ from hydra_tune.quantities import format_bytes, format_seconds
 
 _STYLES = {"running": "green", "waiting": "cyan", "preparing": "yellow", "queued": "dim"}
 _ORDER = {"running": 0, "waiting": 1, "preparing": 2, "queued": 3}
-_TABLE = 2  # a table's blank line and column names
-_WIDE = 120  # columns, from which on there is room for more than what matters most
-_LEAST_TRIALS = 4  # lines that devices leave to trials
+_TABLE = 2  # lines of a table's blank line and column names
+_WIDE = 120  # columns from which on there is room for less important figures
+_LEAST_TRIALS = 4  # lines reserved for trials
 _ASCII = str.maketrans("▁▂▃▄▅▆▇█━─×↑↓…", "__..--==#-x^v~")  # noqa: RUF001
 
 
 def sweep_lines(
     view: SweepView, recent: Iterable[str], width: int, height: int, *, is_ascii: bool = False
 ) -> list[Line]:
-    """A sweep in so many lines and columns, at most.
+    """Format a sweep within a given number of lines and columns.
 
     Args:
         view: the sweep.
-        recent: lines to fill the rest with; the last ones are shown.
-        width: columns there are.
-        height: lines there are.
-        is_ascii: whether other characters cannot be shown.
+        recent: lines to fill the rest of the screen; the last lines are shown.
+        width: available columns.
+        height: available lines.
+        is_ascii: whether only ASCII characters can be shown.
     """
     lines = _header(view, width)
     lines += _devices(view.devices, width, height - len(lines) - _LEAST_TRIALS)
@@ -157,7 +157,7 @@ def _trials(active: Sequence[TrialView], metric: str, width: int, room: int) -> 
 
 
 def _varying_first(trials: Sequence[TrialView]) -> list[str]:
-    """Names of parameters, those first in which trials differ: the others tell nothing where there is no room for all."""
+    """Order parameter names with varying parameters first: where room is short, equal values tell nothing."""
     names = dict.fromkeys(name for trial in trials for name in trial.params)
     kinds = {name: len({repr(trial.params.get(name)) for trial in trials if trial.params}) for name in names}
     return sorted(names, key=lambda name: kinds[name] == 1)
@@ -185,5 +185,5 @@ def _tail(recent: Sequence[str], width: int, room: int) -> list[Line]:
 
 @functools.lru_cache(maxsize=256)
 def _plain(line: str) -> str:
-    """A line without the colours that a program gave it."""
+    """Remove a program's colours from a line."""
     return Text.from_ansi(line).plain

@@ -1,6 +1,7 @@
-"""A sweep at one moment, in plain values: all that the terminal view, the summary and the JSON report read.
+"""A sweep at one moment, in plain values, for the terminal view, the summary and the JSON report.
 
-Whoever runs the sweep makes these; nothing here, and nothing that reads them, holds a job, a task or a tensor.
+The program that runs the sweep makes the snapshots. Neither the snapshots nor their readers hold a job, a task or a
+tensor.
 """
 
 import math
@@ -21,25 +22,25 @@ class TrialView:
 
     Args:
         number: the tuner's number, from 0.
-        state: where it is: a job's state; `cancelled` for one that a signal stopped, `interrupted` if a later run goes on
-            with it.
-        params: what was drawn.
+        state: a job's state; `cancelled` for a trial stopped by a signal, `interrupted` for a trial left to a later
+            run.
+        params: drawn parameters.
         value: the metric as last reported; None before the first report.
-        epoch: the epoch it is in or ended in, from 1; 0 before the first; None where that is not known.
+        epoch: present or last epoch, from 1; 0 before the first; None where not known.
         epochs: epochs planned.
         step: optimizer steps done.
         num_steps: optimizer steps planned; None where the data has no length.
-        remaining_seconds: time left, as the pool estimates it.
-        num_shards: shards its model was cut into; 0 where that is not known.
-        optimizer_placement: where its updates were made, "device" or "host"; None where that is not known.
-        group_size: trials that it was computed together with, itself counted; 1: by itself, or not known.
+        remaining_seconds: time left, as the pool estimates.
+        num_shards: number of the model's shards; 0 where not known.
+        optimizer_placement: place of the updates, "device" or "host"; None where not known.
+        group_size: size of the trial's fused group; 1: not fused, or not known.
         units_run: shard units run.
-        units_saved: shard units never run, because it was pruned or cancelled; 0 where that is not known.
-        error: what made it fail, on one line.
-        earlier: it ended before this run, in a study that is continued.
-        name: what it is called; None: by its number.
-        values: the metric of its last reports, oldest first.
-        compute_seconds: time that its units computed.
+        units_saved: shard units never run, because the trial was pruned or cancelled; 0 where not known.
+        error: the error of a failed trial, on one line.
+        earlier: whether the trial ended before this run, in a study that is continued.
+        name: display name; None: derived from the number.
+        values: the metric of the last reports, oldest first.
+        compute_seconds: compute time of the trial's units.
     """
 
     number: int
@@ -64,12 +65,12 @@ class TrialView:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, in whichever way."""
+        """Whether the trial has ended, in whichever way."""
         return self.state in ENDED
 
     @property
     def share_done(self) -> float:
-        """How much of the trial has run, from 0 to 1."""
+        """Share of the trial that has run, from 0 to 1."""
         return min(1.0, self.step / self.num_steps) if self.num_steps else 0.0
 
 
@@ -79,17 +80,17 @@ class DeviceView:
 
     Args:
         name: such as `cpu:0`.
-        busy_share: share of the time in which a unit ran, from 0 to 1: lately in a live view, overall in a summary.
+        busy_share: share of the time in which a unit ran, from 0 to 1: recent in a live view, overall in a summary.
         resident_bytes: bytes on the device now.
-        peak_bytes: the most bytes there were.
-        budget_bytes: bytes there may be.
+        peak_bytes: most bytes on the device at any time.
+        budget_bytes: limit of bytes on the device.
         bytes_in_by_kind: bytes loaded from the host.
         bytes_out_by_kind: bytes spilled to the host.
         bytes_across_by_kind: bytes taken over from another device.
-        units: shard units it ran.
-        loads_under_way: blocks on their way to it in the background.
-        bytes_in_per_second, bytes_out_per_second: lately in a live view, overall in a summary; in from other devices
-            too, out to the host alone.
+        units: shard units run.
+        loads_under_way: blocks being loaded in the background.
+        bytes_in_per_second, bytes_out_per_second: recent in a live view, overall in a summary; "in" includes other
+            devices, "out" only goes to the host.
     """
 
     name: str
@@ -112,28 +113,28 @@ class SweepView:
 
     Args:
         name: for people.
-        metric: the name of what is optimized.
+        metric: the name of the optimized metric.
         goal: the direction.
-        status: where the sweep is.
-        trials: all of them, by number.
-        devices: all of them, by name.
-        num_planned: trials the study is to have; None: no limit.
+        status: state of the sweep.
+        trials: all trials, by number.
+        devices: all devices, by name.
+        num_planned: trials planned for the study; None: no limit.
         elapsed_seconds: since the sweep started.
         units_run: shard units run.
         units_saved: shard units never run, because their trial was pruned.
-        scheduler_seconds: time spent on deciding what runs next.
-        study: the study's name in its storage; None before it is open.
-        error: why the sweep ended early.
-        warnings: what is to be told about the sweep itself.
-        event_log: the file for `hydra-tune trace`; None: there is none.
-        event_log_bytes: its size; None where that is not known.
-        event_log_dropped: what was left out of the file because of its limit, by kind.
-        weights: the files of the weights that are kept, by trial, the best first.
-        makespan_seconds: what it will have taken in the end, as far as can be told; once it has ended, what it took.
-        bound_seconds: what no schedule of its units on these devices could have been below.
+        scheduler_seconds: time spent on scheduling decisions.
+        study: the study's name in its storage; None before the study is open.
+        error: reason for an early end of the sweep.
+        warnings: warnings about the sweep itself.
+        event_log: the file for `hydra-tune trace`; None: no log.
+        event_log_bytes: size of the file; None where not known.
+        event_log_dropped: records left out of the file because of its limit, by kind.
+        weights: files of the kept weights, by trial, the best first.
+        makespan_seconds: expected total time, as far as known; after the end, the actual time.
+        bound_seconds: lower bound on the time of every schedule of the sweep's units on these devices.
     """
 
-    # Below, a sweep is mostly its beginning: imports, captures and first batches, of which the bound knows nothing.
+    # Below this time a sweep is mostly imports, captures and first batches, and the bound covers none of these.
     SHORT_SECONDS: ClassVar[float] = 60.0
 
     name: str
@@ -158,12 +159,12 @@ class SweepView:
     bound_seconds: float | None = None
 
     def count(self, state: str) -> int:
-        """How many trials are in `state`."""
+        """Number of trials in `state`."""
         return sum(trial.state == state for trial in self.trials)
 
     @property
     def ranked(self) -> tuple[TrialView, ...]:
-        """Completed trials, best first, then pruned ones, best first; those without a value are left out."""
+        """Completed trials, best first, then pruned trials, best first; trials without a value are left out."""
         sign = -1.0 if self.goal == "maximize" else 1.0
         valued = [t for t in self.trials if t.value is not None and not math.isnan(t.value)]
         ended = [t for t in valued if t.state in {"completed", "pruned"}]
@@ -171,7 +172,7 @@ class SweepView:
 
     @property
     def best_unfinished(self) -> TrialView | None:
-        """The trial whose last report is the best, of those that have neither completed nor been pruned; None without any."""
+        """Trial with the best last report among those not completed, pruned or failed; None without any."""
         sign = -1.0 if self.goal == "maximize" else 1.0
         valued = [t for t in self.trials if t.value is not None and not math.isnan(t.value)]
         others = [t for t in valued if t.state not in {"completed", "pruned", "failed"}]

@@ -9,11 +9,11 @@ _NAN, _UP, _DOWN = "×", "↑", "↓"  # noqa: RUF001 - a cross is what is meant
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of some numbers, from the smallest of them to the largest.
+    """Draw the course of some numbers, scaled from the smallest to the largest.
 
     Args:
-        values: in their order.
-        width: characters there may be; of more values, one of each of as many equal stretches is shown, the last one included.
+        values: the numbers, in order.
+        width: most characters; more values are thinned to one for each of `width` equal stretches, the last value included.
 
     Returns:
         One character for each value: a bar, `×` for NaN, `↑` and `↓` for the infinities. Equal values are half high.
@@ -33,7 +33,7 @@ def _bar(value: float, low: float, high: float) -> str:
         return _NAN
     if math.isinf(value):
         return _UP if value > 0 else _DOWN
-    # Halved, for the distance between two large numbers may be beyond what a float holds.
+    # Halved, because the distance between two large numbers may overflow a float.
     span = high / 2 - low / 2
     if span <= 0:
         return _MIDDLE

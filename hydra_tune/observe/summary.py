@@ -1,6 +1,6 @@
-"""What a sweep came to: lines while it runs, tables and a JSON object when it has ended.
+"""Reports of a sweep: lines during the run, tables and a JSON object at the end.
 
-Reads a plain `SweepView`; prints to a console it is given, or returns plain data.
+The functions read a plain `SweepView`, and print to a given console or return plain data.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ _ENDS = {
 
 
 def trial_line(trial: TrialView, metric: str) -> str:
-    """One line for a trial that has ended: `trial 7  pruned  val_loss 0.31  epoch 3/10  lr=0.001`."""
+    """Format one line for a trial that has ended: `trial 7  pruned  val_loss 0.31  epoch 3/10  lr=0.001`."""
     parts = [text.label(trial), trial.state]
     if trial.value is not None:
         parts.append(f"{metric} {text.number(trial.value)}")
@@ -44,11 +44,11 @@ def trial_line(trial: TrialView, metric: str) -> str:
 
 
 def print_summary(console: Console, view: SweepView) -> None:
-    """Print the best trials, what made trials fail, the devices and the totals.
+    """Print the best trials, the errors of failed trials, the devices and the totals.
 
     Args:
-        console: where to.
-        view: the sweep, ended.
+        console: output console.
+        view: the finished sweep.
     """
     ranked = view.ranked
     console.print()
@@ -67,18 +67,18 @@ def print_summary(console: Console, view: SweepView) -> None:
     else:
         console.print(Text(f"best: {text.label(best)}, {view.metric} {text.number(best.value)}", style="bold green"))
         for name, value in best.params.items():
-            # All digits: these are for copying into a program.
+            # All digits, unlike in tables: users copy the parameters into programs.
             console.print(Text(f"  {name}: {value}"), soft_wrap=True)
     console.print()
     if view.devices:
         console.print(_device_table(view.devices))
         console.print()
     for line in _totals(view):
-        console.print(Text(line), soft_wrap=True)  # a path is for copying
+        console.print(Text(line), soft_wrap=True)  # unwrapped, for users copy the paths
 
 
 def _unfinished(view: SweepView) -> str:
-    """The best report of a trial that was under way."""
+    """Describe the best report of a trial that was under way."""
     best = view.best_unfinished
     if best is None or best.value is None:
         return ""
@@ -163,33 +163,34 @@ def _totals(view: SweepView) -> list[str]:
 
 
 def _size(view: SweepView) -> str:
-    """The size of the event log, and what was left out of it."""
+    """Describe the size of the event log and its omissions."""
     size = "" if view.event_log_bytes is None else f", {format_bytes(view.event_log_bytes)}"
     dropped = f" (event_log_limit: {in_words(view.event_log_dropped)})" if view.event_log_dropped else ""
     return size + dropped
 
 
 def _fused(view: SweepView) -> list[str]:
-    """How many trials were computed together, if any were."""
+    """Describe how many trials were fused, if any."""
     sizes = [trial.group_size for trial in view.trials if trial.group_size > 1]
     return [f"computed together: {len(sizes)} trials, up to {max(sizes)} at a time"] if sizes else []
 
 
 def _bound(view: SweepView) -> str:
-    """The part of the time that no schedule of the same units on these devices could have been below."""
+    """Describe the least time of any schedule of the same units on these devices."""
     if not view.bound_seconds or view.elapsed_seconds < view.SHORT_SECONDS:
         return ""
     return f", of which {format_seconds(view.bound_seconds)} is the least that its units take on these devices"
 
 
 def to_json(view: SweepView) -> dict[str, Any]:
-    """The sweep for machines; the same names and units as in `SweepView`.
+    """Convert a sweep to plain data for machines, with the names and units of `SweepView`.
 
     Args:
-        view: the sweep, ended.
+        view: the finished sweep.
 
     Returns:
-        Plain data without NaN or infinity, which JSON lacks: they become the texts `nan`, `inf` and `-inf`.
+        Plain data without NaN and infinity, since JSON has no form for either; the texts `nan`, `inf` and `-inf` stand
+        in.
     """
     best = view.best
     return {

@@ -1,8 +1,8 @@
 """The live view of a sweep on a terminal.
 
-Draws on the terminal's second screen: whatever size the terminal becomes, the next picture fills all of it anew, and
-leaving it brings back what was there. It is given a function that returns a plain `SweepView` and knows nothing of
-where that comes from; it calls that function from a thread of its own.
+The view draws on the terminal's second screen: after a resize the next picture fills the whole screen, and leaving the
+screen restores the earlier content. The view calls a function for a plain `SweepView` on a thread of its own, and knows
+nothing of the data's origin.
 """
 
 from collections import deque
@@ -20,13 +20,13 @@ from hydra_tune.observe.ticker import Ticker
 
 
 class LiveView(AbstractContextManager["LiveView"]):
-    """Shows a sweep until the `with` block is left, then gives the terminal back, whatever happened.
+    """Shows a sweep until the `with` block exits, and then restores the terminal, whatever happened.
 
-    A view that cannot be drawn any more, because the terminal has gone for example, ends; the block goes on.
+    A view that can no longer draw, for example after the terminal has gone, ends; the block continues.
 
     Args:
         console: the terminal.
-        snapshot: returns the sweep as it is now; called from another thread, about twice a second.
+        snapshot: returns the sweep's present state; called from another thread, about twice a second.
         recent: the last lines of the log, newest last; only read.
     """
 
@@ -38,11 +38,11 @@ class LiveView(AbstractContextManager["LiveView"]):
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time that the view's thread has used."""
+        """CPU time used by the view's thread, in seconds."""
         return self._ticker.cpu_seconds
 
     def refresh(self) -> None:
-        """Draw the sweep as it is now."""
+        """Draw the sweep's present state."""
         width, height = size = self._screen.size
         lines = sweep_lines(self._snapshot(), self._recent.copy(), width, height, is_ascii=self._screen.is_ascii)
         self._screen.paint(lines, size)

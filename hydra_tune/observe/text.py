@@ -1,4 +1,4 @@
-"""Numbers and parameters as short text, the same in the live view, the lines and the tables."""
+"""Short texts of numbers and parameters, common to the live view, the lines and the tables."""
 
 import math
 from collections.abc import Mapping
@@ -8,29 +8,29 @@ from hydra_tune.observe.snapshot import TrialView
 
 
 def number(value: float | None) -> str:
-    """A metric with five digits that count, `-` if there is none."""
+    """Format a metric with five significant digits; `-` without a value."""
     return "-" if value is None else f"{value:.5g}"
 
 
 def params(values: Mapping[str, Any]) -> str:
-    """`lr=0.001 width=64`."""
+    """Format parameters: `lr=0.001 width=64`."""
     return " ".join(f"{name}={param(value)}" for name, value in values.items())
 
 
 def param(value: object) -> str:
-    """One parameter: real numbers with four digits that count, everything else as it is."""
+    """Format one parameter: real numbers with four significant digits, all other values unchanged."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def epochs(done: int | None, planned: int | None) -> str:
-    """`3/10`, or `-` if not known."""
+    """Format epochs: `3/10`, or `-` if not known."""
     if done is None:
         return "-"
     return str(done) if planned is None else f"{done}/{planned}"
 
 
 def plain(value: Any) -> Any:
-    """A value for JSON, which lacks NaN and infinity: they become the texts `nan`, `inf` and `-inf`."""
+    """Convert a value for JSON: NaN and infinities become the texts `nan`, `inf` and `-inf`."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -39,5 +39,5 @@ def plain(value: Any) -> Any:
 
 
 def label(trial: TrialView) -> str:
-    """What a trial is called."""
+    """Display name of a trial."""
     return trial.name or f"trial {trial.number}"

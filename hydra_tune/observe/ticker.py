@@ -1,4 +1,4 @@
-"""A thread that does something every now and then, and takes little of the machine."""
+"""A thread that calls a function regularly at a small share of the CPU."""
 
 import contextvars
 import logging
@@ -14,15 +14,15 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Ticker:
-    """Calls a function until it is stopped, often, but for no more than half a per cent of this process's CPU time.
+    """Calls a function regularly, within half a per cent of this process's CPU time, until stopped.
 
-    So what is shown costs training next to nothing, however much there is to show and however slow the machine is. At least
-    every 2.5 s it is called.
+    The limit keeps the cost to training negligible, however large the view and however slow the machine. The function
+    is still called at least every 2.5 s.
 
     Args:
-        function: what to call. If it raises, it is not called again.
-        on_error: called then, on the same thread.
-        period_seconds: between the calls, at least.
+        function: the function to call. An error ends the calls.
+        on_error: called after an error, on the same thread.
+        period_seconds: shortest time between calls.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class Ticker:
         self._on_error = on_error
         self._period_seconds = period_seconds
         self._over = threading.Event()
-        # What is printed in a notebook finds its cell by the context.
+        # Output in a notebook finds its cell by the context.
         context = contextvars.copy_context()
         self._thread = threading.Thread(target=context.run, args=(self._run,), name="hydra-view", daemon=True)
 
     def start(self) -> None:
-        """Begin; the first call is after a period."""
+        """Start the thread; the first call comes after one period."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Call it no more, and wait for the call under way."""
+        """Stop the calls, and wait for a call under way."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -54,6 +54,7 @@ class Ticker:
     def _run(self) -> None:
         called, spent, cpu = time.monotonic(), 0.0, time.process_time()
         while not self._over.wait(self._period_seconds):
+            # Both are CPU times since the last call: one of the whole process, one of the function alone.
             used = time.process_time() - cpu
             if spent > _SHARE * used and time.monotonic() - called < _MOST_SECONDS:
                 continue

@@ -1,7 +1,7 @@
-"""A run's log as a trace in Chrome's format: rows for each device, for the disk, and for each trial.
+"""Converts a run's log to a trace in Chrome's format, with rows for each device, the disk, and each trial.
 
-A device has a row of units and, below, rows of loads, spills and what came from other devices; what was copied in the
-background is apart from what a unit waited for. Copies that overlap are in rows of their own.
+A device has a row of units and, below, rows of loads, spills and blocks from other devices. Background copies are apart
+from copies that a unit waited for. Overlapping copies get separate rows.
 """
 
 import heapq
@@ -35,7 +35,7 @@ _DISK_TITLES = {"read": "read from disk", "write": "write to disk"}
 
 
 class Stay(NamedTuple):
-    """A job was in a state for a while."""
+    """A period of a job in one state."""
 
     job: str
     state: str
@@ -58,7 +58,7 @@ def write_trace(log: RunLog, path: Path) -> None:
 
 
 def trace_events(log: RunLog) -> Iterator[dict[str, Any]]:
-    """The events of the trace of a run."""
+    """Iterate over the events of a run's trace."""
     yield named("process", "trials", _TRIALS)
     yield placed("process", len(log.budgets) + 3, _TRIALS)
     yield from _stories(log)
@@ -86,7 +86,7 @@ def _units(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _host_updates(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
-    """One after the other, on one thread."""
+    """Updates on the host share one row, because a single thread makes the updates one after another."""
     row = (process, _HOST_UPDATES)
     found = [update for update in log.host_updates if update.device == device]
     if found:
@@ -124,9 +124,9 @@ def _disk(log: RunLog, process: int) -> Iterator[dict[str, Any]]:
 
 
 def _apart(copies: Sequence[CopyMade]) -> list[list[CopyMade]]:
-    """Copies in as few rows as they need to be side by side: a row cannot show what overlaps."""
+    """Distribute copies over as few rows as possible, because a row cannot show overlapping bars."""
     rows: list[list[CopyMade]] = []
-    free: list[tuple[int, int]] = []  # when each row is, the earliest first
+    free: list[tuple[int, int]] = []  # time at which each row is free, the earliest first
     for copy in sorted(copies, key=lambda one: one.start_ns):
         if free and free[0][0] <= copy.start_ns:
             row = heapq.heappop(free)[1]
@@ -162,7 +162,7 @@ def _stories(log: RunLog) -> Iterator[dict[str, Any]]:
 
 
 def by_job(log: RunLog) -> Mapping[str, list[JobEvent]]:
-    """What became of each job, in order."""
+    """Group the events of each job, in order."""
     found: dict[str, list[JobEvent]] = {}
     for event in log.jobs:
         found.setdefault(event.job, []).append(event)
@@ -170,7 +170,7 @@ def by_job(log: RunLog) -> Mapping[str, list[JobEvent]]:
 
 
 def stays(job: str, events: Sequence[JobEvent], end_ns: int) -> Iterator[Stay]:
-    """The states of a job one after another: queued, preparing, running, waiting (for an answer), paused, ending."""
+    """Iterate over a job's states in order: queued, preparing, running, waiting (for an answer), paused, ending."""
     base, is_paused = "queued", False
     state, since_ns = base, events[0].at_ns
     for event in events:

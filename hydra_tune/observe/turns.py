@@ -1,7 +1,7 @@
-"""What a worker did with a device's memory, action by action: kept while a run is recorded, and only then.
+"""Records the memory actions of a worker, action by action, while a run is recorded.
 
-The pool opens a `Turn` on the worker's thread for each command to run a unit; the pager notes on that thread's turn what it
-does. Without a recording there is no turn, and a note costs one look at a thread's own variable.
+The pool opens a `Turn` on the worker's thread for each command to run a unit; the pager notes its actions on the
+thread's turn. Without a recording there is no turn, and a note costs a single thread-local lookup.
 """
 
 import threading
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-_MEETS = ("lease", "adopt")  # with a job's own blocks; a worker may also give up another job's, which is over
+_MEETS = ("lease", "adopt")  # actions on a job's own blocks; a worker may also give up blocks of another, finished job
 
 
 class Action(NamedTuple):
@@ -19,20 +19,20 @@ class Action(NamedTuple):
 
     Args:
         what: one of
-            "lease": blocks are pinned, `nbytes` of workspace asked for;
+            "lease": blocks are pinned, with `nbytes` of workspace;
             "grow": `nbytes` more workspace;
-            "in", "out": a block was copied to the device from the host, or from it to the host;
-            "across": a block was copied to the device from another one, which has it no longer;
-            "free": a block that the host has as well made room;
+            "in", "out": a block was copied from the host to the device, or from the device to the host;
+            "across": a block was copied from another device, and has left the other device;
+            "free": a block with a copy on the host made room;
             "adopt": a unit made a block of `nbytes`;
             "end": of the lease; `blocks` are those whose bytes only the device has;
             "drop", "home": a block was given up, or brought to the host;
-            "ahead": blocks were sent in the background, for later units, and "shed" for the room, where they were clean;
-            "clean": a copy to the host was begun in the background, to make room later;
-            "await": a unit waited for what was copied in the background, for `copy_ns`;
-            "keep": what was to be copied to the host in the background is used again, and was not.
-        at_ns: when it was done.
-        copy_ns: of these, nanoseconds spent copying.
+            "ahead": blocks were prefetched in the background, and "shed": clean blocks made room for a prefetch;
+            "clean": a background copy to the host was begun, to make room later;
+            "await": a unit waited `copy_ns` for a background copy;
+            "keep": a background copy to the host was cancelled, because the block is used again.
+        at_ns: time of the action.
+        copy_ns: nanoseconds of the action spent copying.
         blocks: numbers of blocks.
         nbytes: bytes.
     """
@@ -45,7 +45,7 @@ class Action(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A copy in the background: "in", "out" or "across", of a block, and when it was made."""
+    """A background copy of a block: "in", "out" or "across", with its times."""
 
     what: str
     block: int
@@ -55,7 +55,7 @@ class Sent(NamedTuple):
 
 
 class UnitSpan(NamedTuple):
-    """A unit that ran within a turn: a backward's update is one of its own."""
+    """A unit that ran within a turn; the update of a backward is a separate unit."""
 
     kind: str
     shard: int
@@ -64,13 +64,13 @@ class UnitSpan(NamedTuple):
 
 
 class BlockFacts(NamedTuple):
-    """What is known of a block.
+    """Facts of a block.
 
     Args:
-        job: whose.
-        kind: what it holds.
-        nbytes: what the ledger counts.
-        shard: whose parameters these are, if one shard's alone.
+        job: the block's job.
+        kind: content of the block.
+        nbytes: bytes as counted by the ledger.
+        shard: the shard, for parameters of a single shard.
     """
 
     job: str
@@ -80,22 +80,22 @@ class BlockFacts(NamedTuple):
 
 
 class AnyBlock(Protocol):
-    """A block of memory, as far as a record is concerned."""
+    """Interface of a block of memory, as far as a record needs it."""
 
     number: int
     nbytes: int
 
     @property
     def kind(self) -> str:
-        """What it holds."""
+        """Content of the block."""
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
 
 
 class AnyCopy(Protocol):
-    """A copy in the background; 0 until it has begun, and until it is over."""
+    """Interface of a background copy; times are 0 until the copy begins, or ends."""
 
     began_ns: int
     ended_ns: int
@@ -103,15 +103,15 @@ class AnyCopy(Protocol):
 
 @dataclass(slots=True)
 class Turn:
-    """What a worker does for one command of the scheduler.
+    """A worker's actions for one command of the scheduler.
 
     Args:
-        job: whose unit.
-        device: where.
-        facts: of all blocks that any turn has met, by number; shared.
-        actions: what was done, in order.
-        units: what ran.
-        sent: copies that were begun in the background, once they are over.
+        job: job of the unit.
+        device: device of the worker.
+        facts: of all blocks met by any turn, by number; shared by all turns.
+        actions: the actions, in order.
+        units: the units run.
+        sent: background copies begun by the turn, once finished.
     """
 
     job: str
@@ -123,26 +123,26 @@ class Turn:
     _under_way: list[tuple[str, int, int, AnyCopy]] = field(default_factory=list, repr=False, compare=False)
 
     def note(self, what: str, blocks: Iterable[AnyBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
-        """Note an action that is done now.
+        """Note an action finished now.
 
         Args:
             what: as `Action.what`.
-            blocks: which.
+            blocks: the blocks.
             nbytes: bytes.
-            since_ns: when a copy began; 0: nothing was copied.
+            since_ns: beginning of the copy; 0: no copy.
         """
         now = time.perf_counter_ns()
         numbers = []
         for block in blocks:
             numbers.append(block.number)
             if what in _MEETS and block.number not in self.facts:
-                shard = getattr(block, "shard", None)  # groups have one
+                shard = getattr(block, "shard", None)  # only groups of blocks have a shard
                 self.facts[block.number] = BlockFacts(self.job, str(block.kind), block.nbytes, shard)
         self.actions.append(Action(what, now, now - since_ns if since_ns else 0, tuple(numbers), nbytes))
 
     @property
     def copies(self) -> list[Sent]:
-        """The copies that the turn has waited for from beginning to end."""
+        """Copies that the turn has waited for from beginning to end."""
         return [
             Sent(a.what, a.blocks[0], a.nbytes, a.at_ns - a.copy_ns, a.at_ns)
             for a in self.actions
@@ -150,11 +150,11 @@ class Turn:
         ]
 
     def follow(self, what: str, block: AnyBlock, copy: AnyCopy) -> None:
-        """A copy is made in the background from now on."""
+        """Follow a background copy until its end."""
         self._under_way.append((what, block.number, block.size, copy))
 
     def settle(self) -> None:
-        """Take down the copies in the background that are over."""
+        """Record the background copies that have ended."""
         left = []
         for what, number, size, copy in self._under_way:
             if copy.ended_ns:
@@ -165,7 +165,7 @@ class Turn:
 
     @contextmanager
     def unit(self, kind: str, shard: int) -> Iterator[None]:
-        """Around a unit."""
+        """Record a unit around the block."""
         start = time.perf_counter_ns()
         try:
             yield
@@ -181,12 +181,12 @@ _THREAD = _Thread()
 
 
 def current_turn() -> Turn | None:
-    """The turn that this thread is in, if a run is recorded."""
+    """Return this thread's turn, or None without a recording."""
     return _THREAD.turn
 
 
 def note(what: str, blocks: Iterable[AnyBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
-    """Note an action on this thread's turn, if there is one; arguments as of `Turn.note`."""
+    """Note an action on this thread's turn, if any; arguments as of `Turn.note`."""
     turn = _THREAD.turn
     if turn is not None:
         turn.note(what, blocks, nbytes, since_ns=since_ns)
@@ -194,7 +194,7 @@ def note(what: str, blocks: Iterable[AnyBlock] = (), nbytes: int = 0, *, since_n
 
 @contextmanager
 def in_turn(turn: Turn | None) -> Iterator[None]:
-    """What this thread does meanwhile is noted on a turn; on none, not at all."""
+    """Within the block, record this thread's actions on a turn; None records nothing."""
     before, _THREAD.turn = _THREAD.turn, turn
     try:
         yield
