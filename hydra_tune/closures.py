@@ -82,7 +82,6 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, value
     for name in _read_globals(function.__code__):
         value = function.__globals__.get(name, _NOTHING)
-
         if isinstance(value, _SIMPLE):
             yield name, value
 

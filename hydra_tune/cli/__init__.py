@@ -1,4 +1,4 @@
-"""The command line. One file per command; `hydra_tune.cli.root` finds them."""
+"""The command line: one file for each command, collected by `hydra_tune.cli.root`."""
 
 from hydra_tune.cli.root import main
 

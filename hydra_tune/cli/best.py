@@ -1,4 +1,4 @@
-"""`hydra-tune best`: its arguments. What happens then is in `hydra_tune.cli.exporting`."""
+"""`hydra-tune best`: the arguments. `hydra_tune.cli.exporting` does the work."""
 
 import sys
 from pathlib import Path
@@ -45,7 +45,7 @@ def best(
 ) -> None:
     """Write the weights of the best trial of STUDY to a file.
 
-    STUDY is a sweep file, or with --storage the name of a study. The sweep has to have kept weights: hydra.keep_best.
+    STUDY is a sweep file, or with --storage the name of a study. The sweep must have kept weights: hydra.keep_best.
     """
     try:
         query = _query(study, storage, trial, weights_dir)

@@ -1,7 +1,7 @@
-"""What is known of a sweep while it runs, and its snapshots.
+"""`Board`: the state of a running sweep, and its snapshots.
 
-Two threads meet here: the one that runs the tuner tells what happens, and the one that draws asks how things stand. A
-trial that has ended leaves plain values only: its job holds a trained model, which must not outlive it.
+Two threads use the board: the tuner's thread reports events, and the drawing thread takes snapshots. An ended trial
+leaves only plain values, because its job holds a trained model that must not outlive the trial.
 """
 
 import threading
@@ -32,12 +32,12 @@ class Board:
 
     Args:
         spec: the sweep.
-        log: is given one line for each trial that ends.
-        event_log: the file of the event log; None: there is none.
-        warnings: about the sweep itself, which have been said already.
+        log: receives one line for each ended trial.
+        event_log: the file of the event log; None: no log.
+        warnings: warnings about the sweep itself, already shown.
 
     Attributes:
-        last_error: what made the last failed trial fail, or ended the sweep.
+        last_error: error of the last failed trial, or of the sweep's end.
         on_settled: called when the process may end at any moment.
     """
 
@@ -67,11 +67,11 @@ class Board:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a study yet."""
+        """Whether the study is open."""
         return self._study is not None
 
     def opened(self, study: str, earlier: tuple[TrialRecord, ...], num_planned: int | None) -> None:
-        """The study is open."""
+        """Note the open study with its earlier trials."""
         with self._lock:
             self._study = study
             self._num_planned = num_planned
@@ -81,44 +81,47 @@ class Board:
                 self._entries[record.number] = Entry(view=view)
 
     def warned(self, text: str) -> None:
-        """Something is to be told about the sweep itself, at once and in the summary."""
+        """Show a warning about the sweep itself, at once and in the summary."""
         with self._lock:
             self._warnings.append(text)
+        # Outside the lock: writing a line may block.
         self._log(f"warning: {text}")
 
     def kept(self, weights: Mapping[int, Path]) -> None:
-        """Weights that are kept, at the end of the sweep."""
+        """Note the kept weights, at the end of the sweep."""
         with self._lock:
             self._weights = {number: str(path) for number, path in weights.items()}
 
     def asked(self, number: int) -> None:
-        """A trial exists; its task is about to be built."""
+        """Note a new trial, before its task is built."""
         with self._lock:
             self._entries[number] = Entry(view=TrialView(number=number, state="preparing"))
 
     def built(self, number: int, params: Mapping[str, Any], task: TrainTask) -> None:
-        """A trial's task is about to be submitted."""
+        """Note a trial's task, before the submission."""
         with self._lock:
             entry = self._entries[number]
             entry.view = replace(entry.view, state="queued", params=dict(params), epoch=0, epochs=task.epochs)
             entry.task = task
 
     def submitted(self, job: Job) -> None:
-        """The pool has taken a task; it is known by the task itself."""
+        """Note the job of a task; the task object itself identifies the trial."""
         with self._lock:
+            # Identity, not equality: two trials may have equal tasks.
             for entry in self._entries.values():
                 if entry.task is job.task:
                     entry.job, entry.task = job, None
 
     def broke(self, number: int, error: Exception) -> None:
-        """A trial's task could not be built."""
+        """Note the error of a failed build."""
         with self._lock:
             self._entries[number].error = error
 
     def finished(self, record: TrialRecord) -> bool:
-        """A trial ended. True: ask for no more trials, because all so far have failed."""
+        """Note the end of a trial. Return True to ask for no more trials, because all trials so far have failed."""
         with self._lock:
             view, error = final_view(self._entries[record.number], record, stopping=self._status == "stopping")
+            # A new entry without the job: the job's trained model can be freed.
             self._entries[record.number] = Entry(view=view)
             self.last_error = error or self.last_error
             mine = [entry.view.state for entry in self._entries.values() if not entry.view.earlier]
@@ -129,27 +132,27 @@ class Board:
         return hopeless
 
     def left(self, number: int) -> None:
-        """A trial is left to a later run."""
+        """Note a trial left to a later run."""
         with self._lock:
             view = left_view(self._entries[number])
             self._entries[number] = Entry(view=view)
         self._log(trial_line(view, self._spec.metric))
 
     def settled(self) -> None:
-        """The process may end at any moment."""
+        """Pass on that the process may end at any moment."""
         if self.on_settled is not None:
             self.on_settled()
 
     def stop(self) -> None:
-        """A signal asks for the end; called within a signal's handler, so it takes no lock."""
+        """Note a signal's request for the end; takes no lock, for the signal may interrupt a holder of the lock."""
         self._status = "stopping"
 
     def end(self, *, interrupted: bool = False, error: Exception | None = None) -> None:
-        """The sweep is over.
+        """Note the end of the sweep.
 
         Args:
-            interrupted: a signal ended it.
-            error: what else ended it early, that was no trial's.
+            interrupted: whether a signal ended the sweep.
+            error: another reason for an early end, not a trial's error.
         """
         if error is not None:
             self._error, self.last_error = one_line(error), error
@@ -157,7 +160,7 @@ class Board:
         self._ended_seconds = time.monotonic()
 
     def snapshot(self, stats: PoolStats) -> SweepView:
-        """The sweep as it is now.
+        """Take a snapshot of the sweep.
 
         Args:
             stats: the pool's figures.
@@ -178,7 +181,7 @@ class Board:
                 num_planned=self._num_planned,
                 elapsed_seconds=now - self._started_seconds,
                 units_run=stats.units_run,
-                # The pool counts what Ctrl-C saved too.
+                # The pool's own count includes units saved by Ctrl-C.
                 units_saved=sum(trial.units_saved for trial in trials if trial.state == "pruned"),
                 scheduler_seconds=stats.scheduler_seconds,
                 study=self._study,
@@ -192,7 +195,7 @@ class Board:
             return with_outlook(view, self._forecaster, num_unstarted=self._num_unstarted(), stats=stats)
 
     def _num_unstarted(self) -> int | None:
-        """Trials that are still to come."""
+        """Number of trials not started yet, or None where not known."""
         if self._ended_seconds is not None:
             return 0
         if self._num_planned is None or self._status == "stopping":
@@ -200,6 +203,6 @@ class Board:
         return max(0, self._num_planned - len(self._entries))
 
     def _log_file(self) -> str | None:
-        """The file of the event log, once it is there: without a trial there is none."""
+        """Path of the event log, once the file exists: the log begins with the first trial."""
         path = self._event_log
         return str(path) if path is not None and path.exists() else None

@@ -1,4 +1,4 @@
-"""Makes the task of a trial with the function that the sweep file names."""
+"""Builds the task of a trial with the function named by the sweep file."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from hydra_tune.task import TrainTask
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskBuilder:
-    """The user's function, with its result checked and given the sweep's metric.
+    """The user's function, with a check of its result, and with the sweep's metric.
 
     Args:
         spec: the sweep.
-        function: what `task:` names.
+        function: the function named by `task:`.
     """
 
     spec: SweepSpec
@@ -25,14 +25,14 @@ class TaskBuilder:
         """Build a task.
 
         Args:
-            args: the tuner's trial, where the sweep file has no parameters.
-            params: what was drawn, where it has.
+            args: the tuner's trial, for a sweep file without parameters.
+            params: drawn parameters, for a sweep file with parameters.
 
         Returns:
             The task, which reports the metric of the sweep file.
 
         Raises:
-            TaskError: the function returned something else, or its task does not report that metric.
+            TaskError: the function returned something else, or a task that does not report the metric.
             Exception: whatever the function raises.
         """
         task = self.function(*args, **params)

@@ -1,4 +1,4 @@
-"""Runs a sweep from a checked sweep file on a Ray cluster: tuner and display, put together; the pools are on its nodes."""
+"""Runs a sweep from a checked sweep file on a Ray cluster: sets up tuner and display; the pools run on the nodes."""
 
 import sys
 
@@ -27,11 +27,11 @@ _REFUSED = {
 
 
 def run_cluster_sweep(spec: SweepSpec, display: Display, address: str) -> int:
-    """Run a sweep on a Ray cluster and show what it came to.
+    """Run a sweep on a Ray cluster and show the result.
 
     Args:
         spec: the sweep.
-        display: how it is shown.
+        display: the user's choice of display.
         address: of the cluster.
 
     Returns:
@@ -81,4 +81,4 @@ def _drive(tuner: ClusterTuner, request: ClusterRequest, board: Board, output: O
     except Exception as error:
         if isinstance(error, ConfigError) and not board.is_open:
             raise
-        board.end(error=error)  # whatever ended the sweep, what it has found so far is shown
+        board.end(error=error)  # whatever ended the sweep, show the results so far

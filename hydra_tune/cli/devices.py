@@ -1,4 +1,4 @@
-"""`hydra-tune devices`: its arguments, and what it shows."""
+"""`hydra-tune devices`: arguments and output."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ Exit codes:
 """
 _NOTHING = "-"
 _WAYS = ("to_device", "to_host", "both_ways")
-_WIDE = 100  # columns, from which on there is room for all of these
+_WIDE = 100  # columns from which on all rates fit
 
 
 @click.command(epilog=_EXIT_CODES)
@@ -33,9 +33,9 @@ _WIDE = 100  # columns, from which on there is room for all of these
 @click.option("--no-measure", is_flag=True, help="Do not measure how fast copies are.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 def devices(*, devices: str, device_memory: str | None, no_measure: bool, as_json: bool) -> None:
-    """Show the devices that a pool finds here: memory, what it would take of it, and how fast copies are.
+    """Show the devices that a pool finds here: memory, the pool's share of the memory, and the speed of copies.
 
-    Trains nothing, and gives everything back.
+    Trains nothing, and frees everything at the end.
     """
     from hydra_tune.devices.survey import survey  # noqa: PLC0415 - torch takes seconds to import
 
@@ -51,10 +51,10 @@ def devices(*, devices: str, device_memory: str | None, no_measure: bool, as_jso
 
 
 def print_survey(console: Console, found: Mapping[str, Any]) -> None:
-    """Print what was found.
+    """Print a survey of the devices.
 
     Args:
-        console: where to.
+        console: output console.
         found: a `Survey`, as plain data.
     """
     ways = _WAYS if console.width >= _WIDE else _WAYS[:2]

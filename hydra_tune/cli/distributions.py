@@ -1,7 +1,7 @@
-"""The distributions a sweep file may name, and the domain each one stands for.
+"""Distributions of a sweep file, and their domains.
 
-The names and their meaning are those of Weights & Biases sweeps. A distribution that no tuner here can draw from is
-refused by name, never replaced by a similar one.
+Names and meanings are those of Weights & Biases sweeps. A distribution that no tuner here can draw from is refused by
+name, never replaced by a similar distribution.
 """
 
 import math
@@ -16,14 +16,14 @@ _RANGE = ("min", "max")
 
 
 def to_domain(given: Mapping[str, Any]) -> Domain:
-    """The domain for what was written under one parameter.
+    """Make the domain of one parameter from its keys.
 
     Args:
-        given: the keys that were written, of `value`, `values`, `distribution`, `min`, `max`, `q`.
+        given: the written keys, of `value`, `values`, `distribution`, `min`, `max`, `q`.
 
     Returns:
-        What the parameter may be. Without `distribution`, `value` is a constant, `values` a choice, whole `min` and
-        `max` a whole number between them, and other ones a real number.
+        The parameter's domain. Without `distribution`, `value` is a constant and `values` a choice; `min` and `max`
+        give whole numbers if both are whole, and real numbers otherwise.
 
     Raises:
         ConfigError: the keys contradict each other or describe nothing.
@@ -45,7 +45,7 @@ def check_distribution(name: str) -> None:
     """Refuse a name that is not in `DISTRIBUTIONS`.
 
     Raises:
-        ConfigError: it is not; with what it may have been meant to be.
+        ConfigError: an unknown name; the message suggests a known one.
     """
     if name not in DISTRIBUTIONS:
         hint = did_you_mean(name, DISTRIBUTIONS) or f"known are {', '.join(DISTRIBUTIONS)}"
@@ -71,7 +71,7 @@ def _constant(given: Mapping[str, Any]) -> Domain:
 def _categorical(given: Mapping[str, Any]) -> Domain:
     values = tuple(given["values"])
     for index, value in enumerate(values):
-        # True == 1 in Python, and a tuner that looks a value up by == would take one for the other.
+        # True == 1 in Python: a tuner that looks values up by == would confuse the two.
         if value in values[:index]:
             first = values[values.index(value)]
             also = f" (equal to {first!r})" if type(first) is not type(value) else ""
@@ -107,6 +107,7 @@ def _q_uniform(given: Mapping[str, Any]) -> Domain:
     first, last = _multiples(low, high, multiple)
     if all(isinstance(number, int) for number in (low, high, multiple)):
         return IntRange(low=first * multiple, high=last * multiple, step=multiple)
+    # Decimal, because a float product such as 3 * 0.1 is not the multiple that the user wrote.
     unit = Decimal(str(multiple))
     return FloatRange(low=float(first * unit), high=float(last * unit), step=float(multiple))
 

@@ -1,6 +1,6 @@
-"""What a parameter of a sweep may be: a fixed value, a choice, or a range of whole or real numbers.
+"""Domains of a sweep's parameters: a fixed value, a choice, or a range of whole or real numbers.
 
-Plain values, independent of the file they were read from and of the tuner that draws from them.
+Domains are plain values, independent of the sweep file and of the tuner that draws from them.
 """
 
 import math
@@ -45,7 +45,7 @@ class FloatRange:
         high: the greatest value.
         log: whether values spread over magnitudes.
         step: values are `low + i * step`; not with `log`.
-        multiple: a drawn value is rounded to a multiple of this; for `log`, where tuners know no step.
+        multiple: a drawn value is rounded to a multiple of this number; for `log`, where tuners know no step.
     """
 
     low: float
@@ -55,7 +55,7 @@ class FloatRange:
     multiple: float | None = None
 
     def grid(self) -> Sequence[Scalar] | None:
-        """Every value, in order; None if there is no end of them."""
+        """Every value, in order; None for a range without a step."""
         if self.step is None:
             return None
         low, step = Decimal(str(self.low)), Decimal(str(self.step))
@@ -63,7 +63,7 @@ class FloatRange:
         return _Steps(low, step, count)
 
     def settle(self, drawn: float) -> float:
-        """What the task is given for a drawn value: the nearest multiple within the range."""
+        """Value for the task: the nearest multiple of a drawn value within the range."""
         if self.multiple is None:
             return drawn
         low, high = multiples_within(self.low, self.high, self.multiple)
@@ -72,7 +72,7 @@ class FloatRange:
 
 
 class _Steps(Sequence[Scalar]):
-    """`low + i * step` for i below `count`, computed in decimal so that 0.1 * 3 is 0.3; made when asked for."""
+    """Lazy sequence of `low + i * step` for i below `count`, computed in decimal so that 0.1 * 3 is 0.3."""
 
     def __init__(self, low: Decimal, step: Decimal, count: int) -> None:
         self._low, self._step, self._count = low, step, count
@@ -90,7 +90,7 @@ Domain = Choice | IntRange | FloatRange
 
 
 def multiples_within(low: float, high: float, multiple: float) -> tuple[int, int]:
-    """The first and the last whole `i` with `low <= i * multiple <= high`; the first is larger if there is none."""
+    """First and last whole `i` with `low <= i * multiple <= high`; without any, the first is larger than the last."""
     unit = Decimal(str(multiple))
     first = (Decimal(str(low)) / unit).to_integral_value(ROUND_CEILING)
     last = (Decimal(str(high)) / unit).to_integral_value(ROUND_FLOOR)
@@ -98,5 +98,5 @@ def multiples_within(low: float, high: float, multiple: float) -> tuple[int, int
 
 
 def grid_size(parameters: Mapping[str, Domain]) -> int:
-    """How many points a grid has; parameters without an end of values do not count."""
+    """Number of points of a grid; parameters without finitely many values do not count."""
     return math.prod(len(values) for domain in parameters.values() if (values := domain.grid()) is not None)

@@ -1,4 +1,4 @@
-"""Writes the weights of a sweep's trial where they are wanted."""
+"""Exports the weights of a sweep's trial to a file."""
 
 import json
 import sys
@@ -13,12 +13,12 @@ from hydra_tune.observe import text
 
 
 def export(query: WeightsQuery, out: Path, *, overwrite: bool, as_json: bool) -> int:
-    """Find weights and write them to a file, with what is known of their trial as metadata.
+    """Find weights and write them to a file, with facts of their trial as metadata.
 
     Args:
-        query: whose weights.
+        query: names the trial.
         out: the file.
-        overwrite: whether a file that is there is replaced.
+        overwrite: whether to replace an existing file.
         as_json: one JSON object on standard output, and nothing else.
 
     Returns:

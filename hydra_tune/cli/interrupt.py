@@ -1,8 +1,8 @@
-"""Ctrl-C and SIGTERM: the first ends the sweep in order, the second ends the process, and so does too long an order.
+"""Ctrl-C and SIGTERM: the first signal ends the sweep in order; a second signal or a timeout ends the process at once.
 
-Note: who listens. Python runs the handler of a signal in the main thread, between two of its bytecodes, and that thread may be
-stuck in somebody's code. So the system's side of each signal also writes to a pipe, and a thread that does nothing else
-reads it: it counts, looks at the clock, and ends the process if it has to.
+Note: the listener. Python runs a signal's handler in the main thread, between two bytecodes, and the main thread may be
+stuck in user code. So the system's side of each signal also writes to a pipe. A dedicated thread reads the pipe,
+watches the clock, and ends the process if necessary.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ _CLOSED = 0  # no signal has this number
 
 
 class Stop:
-    """What signals have asked for.
+    """State of the signals' requests.
 
     Args:
-        within_seconds: from the first signal to the end of the process.
+        within_seconds: longest time from the first signal to the end of the process.
         on_first: called in the main thread; must not block.
-        first_words: called from another thread after the first signal, with its name.
-        last_words: called from there right before the process ends out of order, with why.
+        first_words: called in the listening thread after the first signal, with the signal's name.
+        last_words: called in the listening thread right before the process ends out of order, with the reason.
 
     Attributes:
-        number: the first signal; None as long as there was none.
-        settled: set when the process may end at any moment, as far as others are concerned that think it runs.
+        number: the first signal; None before any signal.
+        settled: set when the process may end at any moment without leaving trials that seem to run.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class Stop:
         self._last_words = last_words
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        """The signals' handler, in the main thread. The second is the other thread's matter."""
+        """Handle a signal in the main thread; the listening thread handles the second signal."""
         if self.number is None:
             self.number = number
             self._on_first()
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     def watch(self, pipe: socket.socket) -> None:
-        """Read signals from a pipe until it is closed; the body of a thread."""
+        """Read signals from a pipe until the pipe closes; the body of the listening thread."""
         first = _next(pipe, None)
         if first == _CLOSED or first is None:
             return
         name, deadline = signal.Signals(first).name, time.monotonic() + self._within_seconds
-        with contextlib.suppress(Exception):  # nobody may be there any more to hear them
+        with contextlib.suppress(Exception):  # the output may be gone
             self._first_words(name)
         second = _next(pipe, deadline)
         if second == _CLOSED:
@@ -79,20 +79,21 @@ class Stop:
 
     def _end(self, number: int, why: str) -> None:
         try:
-            with contextlib.suppress(Exception):  # they end by themselves as well, some seconds later
+            with contextlib.suppress(Exception):  # workers also end by themselves, some seconds later
                 for child in multiprocessing.active_children():
                     child.kill()
-            with contextlib.suppress(Exception):  # whatever is wrong with the terminal, the process ends
+            with contextlib.suppress(Exception):  # the process must end, whatever is wrong with the terminal
                 self._last_words(why)
         finally:
             marks = here()
             if marks is not None:
                 marks.end(128 + number)
+            # Not sys.exit: the main thread may hang, and exit handlers would wait for it.
             os._exit(128 + number)
 
 
 def _next(pipe: socket.socket, deadline: float | None) -> int | None:
-    """The next of the signals that are meant; None if none came in time."""
+    """Wait for the next relevant signal; None at the deadline."""
     while True:
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not select.select([pipe], [], [], left)[0]:
@@ -109,7 +110,7 @@ _listening = False
 
 
 def _in_child() -> None:
-    """A forked process has its parent's handlers, and would write its own signals to its parent's pipe."""
+    """Restore default handling in a forked process, which would write its own signals to its parent's pipe."""
     if _listening:
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
@@ -126,9 +127,9 @@ def stops(
     first_words: Callable[[str], None],
     last_words: Callable[[str], None],
 ) -> Iterator[Stop]:
-    """Within the block, the first signal raises, and what follows ends the process: the second, and the time that is given.
+    """Within the block, raise at the first signal; a second signal or the given time ends the process.
 
-    Outside the main thread, to which signals come, it does nothing.
+    Does nothing outside the main thread, since only the main thread receives signals.
 
     Args:
         within_seconds: as of `Stop`.
@@ -146,6 +147,7 @@ def stops(
         yield stop
         return
     reading, writing = socket.socketpair()
+    # Python writes to the pipe inside the C handler: a full pipe must not block there.
     writing.setblocking(False)
     thread = threading.Thread(target=stop.watch, args=(reading,), name="hydra-signals", daemon=True)
     thread.start()
@@ -158,6 +160,7 @@ def stops(
         _listening = False
         for number, handler in before.items():
             signal.signal(number, handler)
+        # Restore the pipe before closing: a late signal must not write to a closed descriptor.
         signal.set_wakeup_fd(pipe_before)
         writing.send(bytes([_CLOSED]))
         thread.join()

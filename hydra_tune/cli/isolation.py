@@ -1,4 +1,4 @@
-"""Whether a sweep runs in a process of its own, under a supervisor, and what is shown when that process crashes."""
+"""Decides whether a sweep runs in a separate process under a supervisor, and reports crashes of the process."""
 
 import os
 import sys
@@ -13,15 +13,15 @@ TERMINAL_BACK = b"\x1b[?25h\x1b[?1049l"
 
 
 def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bool:
-    """Whether a sweep is to go on after a crash of its process.
+    """Whether a sweep should survive a crash of its process.
 
     Args:
-        spec: the sweep, with what the command line says.
-        wanted: what the command line says; None: nothing, and it goes on wherever it can.
-        is_on_cluster: whether it runs on a cluster.
+        spec: the sweep, with the command line's options.
+        wanted: the command line's choice; None: isolate wherever possible.
+        is_on_cluster: whether the sweep runs on a cluster.
 
     Raises:
-        ConfigError: it is wanted, and cannot be.
+        ConfigError: isolation is requested but not possible.
     """
     if wanted is False:
         return False
@@ -41,11 +41,11 @@ def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bo
 
 
 def tell_crash(display: Display, text: str) -> None:
-    """Say that the sweep's process has crashed, on standard error, and give back a terminal that it has left as it was.
+    """Report a crash of the sweep's process on standard error, and restore the terminal that the process has left.
 
     Args:
-        display: how the sweep is shown.
-        text: what is to be said.
+        display: the user's choice of display.
+        text: the message.
     """
     if display.live and not display.as_json and sys.stdout.isatty():
         os.write(sys.stdout.fileno(), TERMINAL_BACK)

@@ -1,4 +1,4 @@
-"""Where a sweep's event log goes."""
+"""Chooses the file of a sweep's event log."""
 
 import os
 import re
@@ -14,18 +14,20 @@ _FOLDER = "runs"
 
 
 def log_path(spec: SweepSpec, given: str | None, *, no_log: bool) -> Path | None:
-    """The file for the event log: what was asked for, or one of its own for this run in `runs/`, where the command was given.
+    """Choose the file for the event log: the requested file, or a new file for this run in `runs/`.
+
+    The folder `runs/` is in the working folder of the command.
 
     Args:
         spec: the sweep.
-        given: what was asked for; None: nothing.
-        no_log: none is to be written.
+        given: the requested file; None: no request.
+        no_log: whether to write no log.
 
     Returns:
-        The file; None: no log. Where that is for want of a place that can be written, standard error says so.
+        The file; None: no log. If no place for the default file can be written, standard error says so.
 
     Raises:
-        ConfigError: the file that was asked for cannot be written, or it was asked for no file as well.
+        ConfigError: the requested file cannot be written, or both a file and no log are requested.
     """
     if given is not None:
         if no_log:

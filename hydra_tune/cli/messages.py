@@ -1,4 +1,4 @@
-"""What pydantic found, in the words of a sweep file."""
+"""Converts pydantic's errors to the terms of a sweep file."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ _LIMITS: Mapping[str, tuple[str, str]] = {
 
 
 def describe(value: Any) -> str:
-    """A value as it looks in a sweep file: `'ten'`, `3`, `true`, `a map`."""
+    """Describe a value as in a sweep file: `'ten'`, `3`, `true`, `a map`."""
     if isinstance(value, dict):
         return "a map"
     if isinstance(value, list):
@@ -38,19 +38,19 @@ def describe(value: Any) -> str:
 
 
 def as_written(value: Any) -> str:
-    """A value as it would be written in a sweep file, lists and maps included."""
+    """Format a value as written in a sweep file, lists and maps included."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def message(detail: Mapping[str, Any]) -> str:
-    """The text for one of pydantic's errors, without the place.
+    """Convert one of pydantic's errors to a text, without the place.
 
     Args:
         detail: one entry of `ValidationError.errors()`.
 
     Returns:
-        What was expected against what was found.
+        Expected against found value.
     """
     kind, context = detail["type"], detail.get("ctx", {})
     if kind in _KINDS:

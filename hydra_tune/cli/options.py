@@ -1,4 +1,4 @@
-"""What the command line says besides the sweep file, and how the two are joined."""
+"""Options of the command line, and their merge with the sweep file."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,22 +9,22 @@ from hydra_tune.errors import SweepFileError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
-    """Options that go before the file's; None where they were not given.
+    """Options that override the file's; None where not given.
 
     Args:
         devices: names of devices.
         device_memory: size of the budget of each device.
         max_concurrent: trials in flight.
-        admission: which of them go first.
+        admission: order in which trials advance.
         policy: how shard units are chosen.
         event_log_limit: the size at which units and copies are left out of the event log.
-        fusion: whether trials of one architecture are computed together.
+        fusion: whether trials of one architecture are fused.
         run_cap: trials of the whole study.
         timeout_seconds: no trial starts later.
-        storage: where the study is kept.
+        storage: storage of the study.
         checkpoint_dir: the folder for the checkpoints of trials.
-        checkpoint_every: how often they are saved.
-        stop_seconds: how soon after Ctrl-C or SIGTERM the process ends.
+        checkpoint_every: interval of checkpoints.
+        stop_seconds: time from Ctrl-C or SIGTERM to the end of the process.
     """
 
     devices: str | None = None
@@ -44,7 +44,7 @@ class Overrides:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Display:
-    """How a sweep is shown.
+    """The user's choice of display.
 
     Args:
         as_json: one JSON object on standard output, and nothing else.
@@ -56,7 +56,7 @@ class Display:
 
 
 def with_overrides(spec: SweepSpec, overrides: Overrides) -> SweepSpec:
-    """The sweep with the command line's options in place of the file's.
+    """Apply the command line's options to a sweep.
 
     Args:
         spec: the file's sweep.
@@ -66,7 +66,7 @@ def with_overrides(spec: SweepSpec, overrides: Overrides) -> SweepSpec:
         The sweep to run.
 
     Raises:
-        SweepFileError: neither says when the sweep ends.
+        SweepFileError: neither file nor options say when the sweep ends.
     """
     engine = dict(spec.engine)
     places = dict(spec.places)
@@ -74,7 +74,7 @@ def with_overrides(spec: SweepSpec, overrides: Overrides) -> SweepSpec:
         value = getattr(overrides, name)
         if value is not None:
             engine[name] = value
-            # An error about this value is not an error of the file.
+            # An error about this value belongs to the command line, not to the file.
             places.pop(f"hydra.{name}", None)
     kept: dict[str, Any] = {}
     for name in ("storage", "checkpoint_dir", "checkpoint_every", "stop_seconds"):
@@ -92,14 +92,14 @@ def with_overrides(spec: SweepSpec, overrides: Overrides) -> SweepSpec:
 
 
 def check_saving(spec: SweepSpec, *, resume: bool) -> None:
-    """Refuse checkpoints that nobody would find again.
+    """Refuse a configuration whose checkpoints could never be found again.
 
     Args:
-        spec: the sweep, with what the command line says.
-        resume: whether it is to go on with what was interrupted.
+        spec: the sweep, with the command line's options.
+        resume: whether to resume an interrupted sweep.
 
     Raises:
-        SweepFileError: no folder, storage or name, where they are needed.
+        SweepFileError: a required folder, storage or name is missing.
     """
     if spec.checkpoint_dir is None:
         if spec.checkpoint_every is not None:

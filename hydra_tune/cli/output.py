@@ -1,6 +1,6 @@
-"""Where a sweep is shown: a live view, a line for each trial, or one JSON object.
+"""Output of a sweep: a live view, a line for each trial, or one JSON object.
 
-Decides which of the three, and keeps what the user's code prints out of the other two.
+`Output` chooses among the three, and keeps output of user code out of the live view and the JSON.
 """
 
 import json
@@ -27,7 +27,7 @@ class Output:
     """Standard output of one sweep.
 
     Args:
-        display: how it is to be shown.
+        display: the user's choice of display.
     """
 
     def __init__(self, display: Display) -> None:
@@ -43,7 +43,7 @@ class Output:
         self._say = RateLimit(lambda line: print(line, file=lines_to, flush=True))
 
     def log(self, line: str) -> None:
-        """Show one line about a trial that has ended."""
+        """Show one line about an ended trial."""
         if self._live:
             self._recent.append(line)
         else:
@@ -51,7 +51,7 @@ class Output:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Within the block, what the user's code prints stays off standard output if that is for JSON."""
+        """Within the block, keep output of user code off standard output, if standard output is for JSON."""
         if self._as_json:
             with redirect_stdout(self._stderr):
                 yield
@@ -60,10 +60,10 @@ class Output:
 
     @contextmanager
     def showing(self, snapshot: Callable[[], SweepView]) -> Iterator[None]:
-        """Within the block, show the sweep.
+        """Show the sweep within the block.
 
         Args:
-            snapshot: returns the sweep as it is now; for the live view called from another thread.
+            snapshot: returns the sweep's present state; the live view calls from another thread.
         """
         if self._live:
             self._is_shown = True
@@ -80,18 +80,19 @@ class Output:
             self._say.flush()
 
     def note(self, text: str) -> None:
-        """Say one line beside the sweep, where no live view says it; takes no lock that a thread may hold."""
+        """Write one line beside the sweep, unless a live view has the terminal; takes no lock, as a thread may hold it."""
         if not self._is_shown:
+            # os.write, not print: a thread that is stuck may hold the stream's own lock.
             os.write(self._stderr.fileno(), f"{text}\n".encode())
 
     def abandon(self, text: str) -> None:
-        """Give the terminal back and say one line, in a process that ends at once; takes no lock that a thread may hold."""
+        """Restore the terminal and write one line, in a process about to end; takes no lock, as a thread may hold it."""
         if self._is_shown:
             os.write(self._stdout.fileno(), TERMINAL_BACK)
         os.write(self._stderr.fileno(), f"{text}\n".encode())
 
     def report(self, view: SweepView) -> None:
-        """Show what the sweep came to."""
+        """Show the result of the sweep."""
         if self._as_json:
             json.dump(to_json(view), self._stdout, allow_nan=False)
             self._stdout.write("\n")

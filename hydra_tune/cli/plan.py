@@ -1,4 +1,4 @@
-"""`hydra-tune plan`: its arguments. What happens then is in `hydra_tune.cli.planning`."""
+"""`hydra-tune plan`: the arguments. `hydra_tune.cli.planning` does the work."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ _MOST_OF_A_GRID = 32
 
 
 def _count(spec: SweepSpec) -> int:
-    """Configurations to plan, unless it is said how many: all of a grid that is not too large, else a few."""
+    """Default number of configurations to plan: a whole grid if small enough, else a few."""
     most = spec.run_cap or _MOST_OF_A_GRID
     if (
         spec.method == "grid"
@@ -76,8 +76,8 @@ def plan(
 ) -> None:
     """Show what trials of the sweep that FILE describes would do, without training.
 
-    Takes all configurations of a small grid, or draws some from all over the space. For each: shards, units, memory, the
-    smallest budget that would do, and the bytes that a step moves, by kind.
+    Takes all configurations of a small grid, or draws some from all over the space. For each configuration: shards,
+    units, memory, the smallest sufficient budget, and the bytes that a step moves, by kind.
     """
     try:
         spec = with_settings(read_sweep_file(file), settings)

@@ -1,4 +1,4 @@
-"""What `hydra-tune plan --profile` has found, as lines of text: the paper's Figures 3 and 9, for a terminal or a file."""
+"""Formats the result of `hydra-tune plan --profile` as text: the paper's Figures 3 and 9, for a terminal or a file."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -20,10 +20,10 @@ _ASCII = str.maketrans(
 
 
 def print_figures(console: Console, found: Sequence[tuple[int, Forecast]]) -> None:
-    """Print the profile of each kind of trial once, and of which trials there is none and why.
+    """Print the profile of each kind of trial once, and the trials without a profile with the reasons.
 
     Args:
-        console: where to.
+        console: output console.
         found: numbers of trials, and their forecasts.
     """
     kinds: dict[int, tuple[StepFigures, list[int]]] = {}
@@ -31,6 +31,7 @@ def print_figures(console: Console, found: Sequence[tuple[int, Forecast]]) -> No
     for number, forecast in found:
         fusion = forecast.trials[0].fusion
         if fusion.figures is not None:
+            # Trials of one kind share one object of figures.
             kinds.setdefault(id(fusion.figures), (fusion.figures, []))[1].append(number)
         elif fusion.why_no_figures is not None:
             without.setdefault(fusion.why_no_figures, []).append(number)
@@ -46,11 +47,11 @@ def print_figures(console: Console, found: Sequence[tuple[int, Forecast]]) -> No
 
 
 def figure_lines(figures: StepFigures, width: int) -> list[str]:
-    """All of a profile.
+    """Format a whole profile.
 
     Args:
-        figures: of it.
-        width: characters that a line may have; at least 60.
+        figures: of the profile.
+        width: characters of a line; at least 60.
     """
     return [
         "",
@@ -102,7 +103,7 @@ def _idle(maps: Sequence[IdleMap], width: int) -> list[str]:
 
 
 def _curve(curve: Sequence[Moment], static_bytes: int, width: int) -> list[str]:
-    """Time to the right, bytes upwards; of what falls into one column, the most."""
+    """Plot memory over time, time to the right and bytes upwards; each column shows its maximum."""
     whole, margin = curve[-1].seconds, 12
     columns = width - margin - 1
     heights, backwards, at = [0] * columns, columns, 0
@@ -159,7 +160,7 @@ def _systems(systems: Sequence[System]) -> list[str]:
 
 
 def _parts(system: System) -> str:
-    """Sub-arrays, and equal ones once: `3 x (1, 1)`."""
+    """List sub-arrays, runs of equal ones once: `3 x (1, 1)`."""
     each = [(sizes, len(list(same))) for sizes, same in groupby(system.sub_arrays)]
     return " + ".join(
         f"{count} x ({', '.join(map(str, sizes))})" if count > 1 else f"({', '.join(map(str, sizes))})"
@@ -168,7 +169,7 @@ def _parts(system: System) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The first column to the left, numbers to the right."""
+    """Align the first column to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  " + "  ".join(c.ljust(w) if not i else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))

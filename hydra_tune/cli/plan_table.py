@@ -1,4 +1,4 @@
-"""What `hydra-tune plan` has found, as tables and as plain data."""
+"""Formats the result of `hydra-tune plan` as tables and as plain data."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ class Planned:
 
     Attributes:
         number: from 0.
-        params: what was drawn.
-        forecast: of the trial alone in the pool; None if it cannot be planned.
-        error: why not.
-        enough_bytes: where memory is short, a budget that would do.
-        shapes_only: whether it was planned without its data.
+        params: drawn parameters.
+        forecast: forecast of the trial alone in the pool; None if no plan is possible.
+        error: reason for no plan.
+        enough_bytes: sufficient budget where memory is short, in bytes.
+        shapes_only: whether the plan was made without the trial's data.
     """
 
     number: int
@@ -41,24 +41,24 @@ class Planned:
 
     @property
     def splits(self) -> list[str]:
-        """Where the task leaves it to the pool into how many pieces batches are cut, what was chosen and why."""
+        """Chosen `split_batches` with the reason, where the task leaves the choice to the pool."""
         return (
             [] if self.forecast is None else [trial.split for trial in self.forecast.trials if trial.split is not None]
         )
 
     @property
     def cuts(self) -> list[str]:
-        """Where `num_shards` is "tuned" and there was a choice, what was chosen and why."""
+        """Chosen cut with the reason, where `num_shards` is "tuned" and there was a choice."""
         return [] if self.forecast is None else [trial.cut for trial in self.forecast.trials if trial.cut is not None]
 
     @property
     def placements(self) -> list[str]:
-        """Where `optimizer_placement` is "auto", where updates are made and why."""
+        """Chosen place of the updates with the reason, where `optimizer_placement` is "auto"."""
         trials = () if self.forecast is None else self.forecast.trials
         return [trial.placement for trial in trials if trial.placement is not None]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Plain data for `json.dump`."""
         found: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
         found["shapes_only"] = self.shapes_only
         if self.splits:
@@ -78,13 +78,13 @@ class Planned:
 def print_planned(
     console: Console, planned: Sequence[Planned], notes: Sequence[str] = (), *, shows_fusion: bool = False
 ) -> None:
-    """Print what was found.
+    """Print the planned configurations.
 
     Args:
-        console: where to.
+        console: output console.
         planned: the configurations.
-        notes: of how all of them were planned; said first.
-        shows_fusion: whether to say which could be computed together.
+        notes: remarks on all plans; printed first.
+        shows_fusion: whether to list the trials that could be fused.
     """
     found = [(one.number, one.forecast) for one in planned if one.forecast is not None]
     for note in notes:
@@ -116,7 +116,7 @@ def _devices(forecast: Forecast) -> str:
 
 
 def _configurations(planned: Sequence[Planned]) -> list[str]:
-    """What is the same in all, once; and what is each one's own."""
+    """List the parameters common to all configurations once, then each configuration's own."""
     first = planned[0].params if len(planned) > 1 else {}
     same = {name for name, value in first.items() if all(one.params[name] == value for one in planned)}
     lines = [f"all: {_written(first, same)}"] if same else []
@@ -128,7 +128,7 @@ def _written(params: Mapping[str, Scalar], names: AbstractSet[str]) -> str:
 
 
 def _alike(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
-    """Which trials have the same architecture, if any."""
+    """Describe the trials with the same architecture, if any."""
     numbers: dict[int, list[int]] = {}
     for number, forecast in found:
         architecture = forecast.trials[0].architecture
@@ -143,7 +143,7 @@ def _alike(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
 
 
 def _fusion(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
-    """Which trials could be computed together, what that would gain, and why others could not."""
+    """Describe the trials that could be fused, the gain, and the reasons for the others."""
     members: dict[int, list[int]] = {}
     alone: dict[str, list[int]] = {}
     seen: dict[int, FusionForecast] = {}
@@ -188,12 +188,12 @@ class _Column:
 
     @property
     def width(self) -> int:
-        """Characters that it takes, with the gap before it."""
+        """Width in characters, with the gap before the column."""
         return max(map(len, (self.name, *self.cells))) + 1
 
 
 def _print_table(console: Console, columns: Sequence[_Column]) -> None:
-    """Print columns side by side; where the console is too narrow, those that do not fit below, beside the first one again."""
+    """Print columns side by side; on a narrow console, continue below, beside the first column again."""
     first, *rest = columns
     while rest:
         room, count = console.width + 1 - first.width, 0
@@ -234,7 +234,7 @@ def _shards(trial: TrialForecast) -> str:
 
 
 def _ways(found: Sequence[tuple[int, Forecast]]) -> list[str]:
-    """Which way trials run, and why."""
+    """Describe how trials run, and why."""
     numbers: dict[str, list[int]] = {}
     for number, forecast in found:
         trial = forecast.trials[0]
@@ -256,7 +256,7 @@ def _counted(activations: Sequence[str]) -> str:
 
 
 def _traffic(found: Sequence[tuple[int, Forecast]]) -> list[_Column]:
-    """Bytes of a step, both ways together: one column for each kind that anything moves of."""
+    """Bytes moved in a step, both ways together: one column for each kind with any bytes."""
     moved = [forecast.bytes_by_kind for _, forecast in found]
     kinds = [kind.value for kind in Kind if any(kind.value in one for one in moved)]
     return [

@@ -1,4 +1,4 @@
-"""Plans configurations of a checked sweep file, one after the other, each as if it were alone in the pool."""
+"""Plans configurations of a checked sweep file, each as if alone in the pool."""
 
 import json
 import sys
@@ -36,16 +36,16 @@ def run_plan(
     probe: bool = False,
     profile: bool | int = False,
 ) -> int:
-    """Plan some configurations of a sweep and show what was found.
+    """Plan some configurations of a sweep and show the plans.
 
     Args:
         spec: the sweep.
-        given: options of the executor that go before those of the file; None where they were not given.
-        count: configurations.
+        given: options of the executor that override the file's; None where not given.
+        count: number of configurations.
         seed: of the draws.
         as_json: one JSON object on standard output, and nothing else.
-        probe: whether steps of those that could be computed together are timed.
-        profile: whether steps are profiled, or for how many trials; as of `HydraExecutor.plan`.
+        probe: whether to time steps of fusable trials.
+        profile: whether to profile steps, or for how many trials; as of `HydraExecutor.plan`.
 
     Returns:
         The exit code of the program.
@@ -86,7 +86,7 @@ def _points(spec: SweepSpec, parameters: Mapping[str, Domain], count: int, seed:
 
 
 def _stood_for(asked: str, pool: HydraExecutor) -> list[str]:
-    """What is said where GPUs are not here."""
+    """Note for requested GPUs that this machine lacks."""
     names = pool.device_names
     if "cuda" not in asked or not all(name.startswith("cpu") for name in names):
         return []
@@ -94,7 +94,7 @@ def _stood_for(asked: str, pool: HydraExecutor) -> list[str]:
 
 
 def _made_up(found: Sequence[Planned]) -> list[str]:
-    """What is said where data is not here."""
+    """Note for trials planned without their data."""
     numbers = ", ".join(str(one.number) for one in found if one.shapes_only)
     return (
         [f"NO DATA: planned with made-up batches of the right shape, and not to be trained so: {numbers}"]
@@ -113,7 +113,7 @@ def _parameters(spec: SweepSpec) -> Mapping[str, Domain]:
 
 
 def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
-    """What the command line says goes before the file, and is no error of the file."""
+    """Apply the command line's options, and drop their places: an error about such a value is no error of the file."""
     said = {name: value for name, value in given.items() if value is not None}
     places = {path: place for path, place in spec.places.items() if path.removeprefix("hydra.") not in said}
     return replace(spec, engine={**spec.engine, **said}, places=places)

@@ -1,7 +1,7 @@
-"""How a tuner is asked to run a sweep.
+"""The interface between the command line and tuners.
 
-The command line fills a `SweepRequest`; a tuner, found through the entry points of the group `hydra_tune.tuners`,
-runs it and tells a `SweepObserver` what happens. Neither side imports the other.
+The command line fills a `SweepRequest`; a tuner, found through the entry points of the group `hydra_tune.tuners`, runs
+the sweep and reports events to a `SweepObserver`. Neither side imports the other.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,13 +20,13 @@ Outcome = Literal["completed", "pruned", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """How a trial ended.
+    """The end of a trial.
 
     Args:
         number: the tuner's number of the trial, from 0.
-        state: how it ended.
-        value: the metric, None if there is none.
-        params: what was drawn.
+        state: how the trial ended.
+        value: the metric, or None without a value.
+        params: drawn parameters.
     """
 
     number: int
@@ -36,13 +36,13 @@ class TrialRecord:
 
 
 class SweepObserver(Protocol):
-    """What a tuner tells while it runs; all from the thread that runs the tuner."""
+    """Receiver of a tuner's events; all calls come from the thread that runs the tuner."""
 
     def opened(self, study: str, earlier: tuple[TrialRecord, ...], num_planned: int | None) -> None:
-        """The study is open. It has a name, trials that ended before this run, and a number of trials to have."""
+        """The study is open: its name, the trials ended before this run, and the number of trials planned."""
 
     def warned(self, text: str) -> None:
-        """The sweep can run, but not as whoever wrote it will have meant."""
+        """The sweep can run, but probably not as intended."""
 
     def asked(self, number: int) -> None:
         """A trial exists; its task is about to be built."""
@@ -54,32 +54,32 @@ class SweepObserver(Protocol):
         """A trial's task could not be built."""
 
     def kept(self, weights: Mapping[int, Path]) -> None:
-        """The sweep is over, and these are the files of the weights that are kept, by trial, the best first."""
+        """The sweep is over; files of the kept weights, by trial, the best first."""
 
     def finished(self, record: TrialRecord) -> bool:
-        """A trial ended. True: ask for no more trials."""
+        """A trial ended. Return True to ask for no more trials."""
 
     def left(self, number: int) -> None:
-        """A trial of this run is left to be gone on with by a later one."""
+        """A trial of this run is left for a later run to resume."""
 
     def settled(self) -> None:
-        """A sweep that is cut short has noted what becomes of its trials, or need not: the process may end at any moment."""
+        """An interrupted sweep has stored the fate of its trials, or need not: the process may end at any moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRequest:
-    """What a tuner needs to run a sweep.
+    """Everything that a tuner needs to run a sweep.
 
     Args:
         spec: the sweep.
         executor: the pool.
-        build: makes the task: with the drawn parameters by keyword, or with the trial where the file has none.
-        observer: is told what happens.
-        timeout_seconds: no new trial is started after this; None: no limit.
-        folder: the sweep's own folder beside the checkpoints of its trials; None: these are not saved.
-        resume: whether there has to be a study already.
-        crashes: how many processes of this run have crashed before this one, which goes on with what they have left.
-        aside: trials that fail without being built or trained, by the names of their jobs, `trial N`, with the error of each.
+        build: builds the task: from the drawn parameters by keyword, or from the trial for a file without parameters.
+        observer: receives the events.
+        timeout_seconds: no new trial starts after this time; None: no limit.
+        folder: the sweep's own folder beside the checkpoints of its trials; None: trials are not saved.
+        resume: whether the study must already exist.
+        crashes: number of processes of this run that crashed before this process, which resumes their trials.
+        aside: trials that fail without being built or trained: the error of each, by the name of its job, `trial N`.
     """
 
     spec: SweepSpec
@@ -95,14 +95,14 @@ class SweepRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRequest:
-    """What a tuner needs to run a sweep on a cluster, whose nodes have pools of their own.
+    """Everything that a tuner needs to run a sweep on a cluster with a pool on each node.
 
     Args:
         spec: the sweep.
         address: of the cluster.
-        function: what `task:` names, from a module of this process.
-        build: makes the task from the drawn parameters, by keyword.
-        observer: is told what happens.
+        function: the function named by `task:`, from a module of this process.
+        build: builds the task from the drawn parameters, by keyword.
+        observer: receives the events.
     """
 
     spec: SweepSpec

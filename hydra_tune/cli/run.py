@@ -1,6 +1,6 @@
-"""Runs a sweep from a checked sweep file: pool, tuner and display, put together.
+"""Runs a sweep from a checked sweep file: sets up pool, tuner and display.
 
-Everything that can be wrong with the sweep is found before the pool, the storage or any folder is made.
+Every error of the sweep's configuration is found before the pool, the storage or any folder is created.
 """
 
 import errno
@@ -44,7 +44,7 @@ Pool = TypeVar("Pool", bound=HydraExecutor)
 
 
 class _WatchedExecutor(HydraExecutor):
-    """An executor that shows each job it makes to the board, for the live view."""
+    """An executor that reports each new job to the board, for the live view."""
 
     def __init__(self, watch: Callable[[Job], None], **options: Any) -> None:
         super().__init__(**options)
@@ -68,16 +68,16 @@ def run_sweep(
     resume: bool = False,
     beginning: Beginning | None = None,
 ) -> int:
-    """Run a sweep and show what it came to.
+    """Run a sweep and show the result.
 
     Args:
         spec: the sweep.
-        display: how it is shown.
+        display: the user's choice of display.
         timeout_seconds: no trial starts later; None: no limit.
-        timeline: the file for the timeline; None: none is kept.
-        event_log: the file for the event log; None: none is written.
-        resume: whether there has to be a study to go on with.
-        beginning: what a supervisor has seen of this run before; None: there is none.
+        timeline: the file for the timeline; None: no timeline.
+        event_log: the file for the event log; None: no log.
+        resume: whether a study to resume must exist.
+        beginning: a supervisor's account of the run so far; None: no supervisor.
 
     Returns:
         The exit code of the program.
@@ -89,6 +89,7 @@ def run_sweep(
     board = Board(spec, output.log, event_log, beginning.said)
     try:
         with output.quiet():
+            # Imports user code: a broken task must fail before a folder or a pool exists.
             function, tuner = load_task(spec), find_tuner(TUNER)
         with _own_folder(spec, resume=resume) as folder:
             with output.quiet():
@@ -122,7 +123,7 @@ def run_sweep(
 
 
 def _is_writable(path: Path) -> bool:
-    """Whether the timeline can be written, as far as can be seen before hours of training."""
+    """Check whether the timeline can be written, as far as possible before hours of training."""
     if not path.parent.is_dir():
         problem = errno.ENOENT
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -143,14 +144,14 @@ def _written(pool: _WatchedExecutor, path: Path) -> bool:
 
 
 def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
-    """The pool that a sweep file describes, with its devices opened.
+    """Make the pool that a sweep file describes, and open its devices.
 
     Args:
         spec: the sweep.
-        make: is given the options of the file.
+        make: makes the pool from the options of the file.
 
     Raises:
-        SweepFileError: the devices are not there, or not as large; the message begins with the place in the file.
+        SweepFileError: devices are missing or too small; the message begins with the place in the file.
     """
     try:
         pool = make(**spec.engine)
@@ -163,7 +164,7 @@ def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
 
 
 def _own_folder(spec: SweepSpec, *, resume: bool) -> "AbstractContextManager[SweepFolder | None]":
-    """The sweep's own folder, where its trials are saved; to be entered before there is a pool or a study."""
+    """Make the sweep's own folder for its trials' checkpoints, a context to enter before any pool or study exists."""
     if spec.checkpoint_dir is None:
         return nullcontext()
     assert spec.study is not None, "checked before"
@@ -179,7 +180,7 @@ def _own_folder(spec: SweepSpec, *, resume: bool) -> "AbstractContextManager[Swe
 
 
 def _saving(spec: SweepSpec) -> dict[str, Any]:
-    """Options of the pool that only a run has, and no plan."""
+    """Options of the pool only for running, not for planning."""
     return {
         "checkpoint_dir": spec.checkpoint_dir,
         "checkpoint_every": spec.checkpoint_every,
@@ -200,7 +201,7 @@ def _last_words(spec: SweepSpec, output: Output, why: str) -> None:
 
 
 def _drive(tuner: Tuner, request: SweepRequest, board: Board, output: Output) -> None:
-    """Run the tuner to its end, whichever it is, and stop the pool."""
+    """Run the tuner to any kind of end, and stop the pool."""
     pool = request.executor
     try:
         with output.showing(lambda: board.snapshot(pool.stats())):
@@ -211,8 +212,10 @@ def _drive(tuner: Tuner, request: SweepRequest, board: Board, output: Output) ->
     except Exception as error:
         if isinstance(error, ConfigError) and not board.is_open:
             raise
-        board.end(error=error)  # whatever ended the sweep, what it has found so far is shown
+        board.end(error=error)  # whatever ended the sweep, show the results so far
     finally:
+        # In this order: the second signal may end the process as soon as the trials are settled, before the pool's
+        # units end.
         board.settled()
         pool.shutdown()
 
@@ -222,6 +225,6 @@ def _exit_code(view: SweepView, error: BaseException | None, number: int | None)
         return INTERRUPTED if number is None else 128 + number
     if view.status == "completed" and view.best is not None:
         return DONE
-    if error is not None and not isinstance(error, HydraTuneError):  # ours say enough in one line
+    if error is not None and not isinstance(error, HydraTuneError):  # errors of hydra-tune say enough in one line
         traceback.print_exception(error, file=sys.stderr)
     return FAILED

@@ -1,4 +1,4 @@
-"""Points of a sweep's space without a tuner: all of a small grid, or a few spread evenly, which show what there is."""
+"""Draws points of a sweep's space without a tuner: all of a small grid, or a few points spread evenly."""
 
 import itertools
 import math
@@ -9,15 +9,15 @@ from hydra_tune.cli.domains import Choice, Domain, IntRange, Scalar
 
 
 def sample(parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict[str, Scalar]]:
-    """Draw points such that each parameter's values are spread over all it may be (a Latin hypercube).
+    """Draw points whose values are spread over each parameter's whole domain (a Latin hypercube).
 
     Args:
-        parameters: what each may be.
-        count: points.
-        seed: of the draws; the same gives the same points.
+        parameters: domain of each parameter.
+        count: number of points.
+        seed: of the draws; equal seeds give equal points.
 
     Returns:
-        The points; each value of a choice comes as often as any other, give or take one.
+        The points; each value of a choice comes equally often, give or take one.
     """
     source = random.Random(seed)  # noqa: S311 - not for secrets
     columns = {name: _column(domain, count, source) for name, domain in parameters.items()}
@@ -25,20 +25,20 @@ def sample(parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict
 
 
 def grid(parameters: Mapping[str, Domain]) -> list[dict[str, Scalar]]:
-    """Every combination once, the last parameter's values in turn first; of parameters that have an end of values."""
+    """List every combination once, the last parameter varying fastest; each parameter needs finitely many values."""
     columns = [domain.grid() or () for domain in parameters.values()]
     return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*columns)]
 
 
 def _column(domain: Domain, count: int, source: random.Random) -> list[Scalar]:
-    """One value from each of `count` equal parts of a domain, in random order."""
+    """Draw one value from each of `count` equal parts of a domain, in random order."""
     places = [(number + source.random()) / count for number in range(count)]
     source.shuffle(places)
     return [_at(domain, place) for place in places]
 
 
 def _at(domain: Domain, place: float) -> Scalar:
-    """The value at a place from 0 to below 1."""
+    """Value at a place from 0 to below 1."""
     if isinstance(domain, Choice):
         return domain.values[int(place * len(domain.values))]
     if isinstance(domain, IntRange) and not domain.log:

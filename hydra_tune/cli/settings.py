@@ -1,4 +1,4 @@
-"""`--set NAME=VALUE`: fixed parameters of a sweep file that the command line says otherwise."""
+"""`--set NAME=VALUE`: overrides fixed parameters of a sweep file on the command line."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from hydra_tune.errors import SweepFileError, did_you_mean
 
 
 def set_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The option of the commands that read a sweep file; gives `settings`, a tuple of what was written."""
+    """Add the option `--set` to a command that reads a sweep file; `settings` is a tuple of the written texts."""
     return click.option(
         "--set",
         "settings",
@@ -27,17 +27,17 @@ def set_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_settings(spec: SweepSpec, settings: Iterable[str]) -> SweepSpec:
-    """The sweep with other values for parameters that its file fixes.
+    """Override fixed parameters of a sweep.
 
     Args:
         spec: the file's sweep.
-        settings: `name=value` each; values are read as in the file, so that `3` is a number and `null` is none.
+        settings: `name=value` each; values are read as in the file, so `3` is a number and `null` is no value.
 
     Returns:
         The sweep to run.
 
     Raises:
-        SweepFileError: a setting that is none, or of a parameter that the file does not fix; one line for each.
+        SweepFileError: an invalid setting, or a setting of a parameter that the file does not fix; one line for each.
     """
     values: dict[str, Domain] = {}
     problems = []

@@ -1,4 +1,4 @@
-"""`hydra-tune simulate`: a sweep on a virtual clock, on devices that need not be there. Never imports torch."""
+"""`hydra-tune simulate`: a sweep on a virtual clock, on devices that need not exist. Never imports torch."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ _WORKLOAD = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Output:
-    """Where the figures go."""
+    """Destination of the figures."""
 
     as_json: bool
     plot: Path | None
@@ -155,7 +155,7 @@ def simulate_command(
 ) -> None:
     """Simulate the trials and devices of PROFILE, or those that the options describe.
 
-    Options that describe trials are for use without PROFILE; all others also go before what is in it.
+    Options that describe trials are for use without PROFILE; all other options also override PROFILE.
     """
     output = _Output(as_json=as_json, plot=plot, timeline=timeline or (_PLOT_BARS if plot else 0))
     try:
@@ -175,7 +175,7 @@ def simulate_command(
 
 
 def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
-    """Play a recorded sweep again, and say how that compares."""
+    """Replay a recorded sweep, and print the comparison."""
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     foreign = [option for option in context.command.params if option.name in given - _WITH_REPLAY]
     if foreign:

@@ -1,4 +1,4 @@
-"""What a sweep is, in plain values: the sweep file, read and checked. It knows neither YAML nor any tuner."""
+"""A sweep in plain values: the sweep file, read and checked. The module knows neither YAML nor any tuner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ STOP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pruning:
-    """When a trial is ended early.
+    """Rule for ending trials early.
 
     Args:
         type: `hyperband`, `successive_halving` or `median`.
-        options: the options that were written or have a default, by their name in the sweep file.
+        options: options with a written or default value, by their name in the sweep file.
     """
 
     type: str
@@ -31,23 +31,23 @@ class SweepSpec:
     Args:
         file: path of the file, as given.
         task: `module:function`.
-        metric: the name of what is optimized, as the task reports it.
+        metric: the name of the optimized metric, as reported by the task.
         goal: the direction.
         method: how parameters are drawn.
-        parameters: what each keyword argument of the function may be; None: the function is given the trial.
+        parameters: domain of each keyword argument of the function; None: the function receives the trial.
         run_cap: trials of the whole study; None: no limit.
-        pruning: when trials are ended early; None: never.
+        pruning: rule for ending trials early; None: never.
         seed: of the tuner's own draws; None: another search every time.
         name: for people, and the study's name where `study` is None.
-        study: the name under which the storage keeps the study.
-        storage: where the study is kept; None: in memory.
-        keep_best: of how many of the best trials the weights are kept; None: of none.
-        weights_dir: the folder for them; None: the tuner's default.
-        checkpoint_dir: the folder for the checkpoints of trials; None: they are not saved.
-        checkpoint_every: how often they are saved, as it was written; None: at their reports.
-        stop_seconds: how soon after Ctrl-C or SIGTERM the process ends.
-        engine: arguments of `HydraExecutor` that were written.
-        places: `file:line:column` of each key that was written, by its dotted path.
+        study: the name of the study in the storage.
+        storage: storage of the study; None: in memory.
+        keep_best: number of best trials whose weights are kept; None: no weights are kept.
+        weights_dir: the folder for the weights; None: the tuner's default.
+        checkpoint_dir: the folder for the checkpoints of trials; None: no checkpoints.
+        checkpoint_every: interval of checkpoints, as written in the file; None: at reports.
+        stop_seconds: time from Ctrl-C or SIGTERM to the end of the process.
+        engine: arguments of `HydraExecutor` given in the file.
+        places: `file:line:column` of each key in the file, by its dotted path.
     """
 
     file: str
@@ -71,6 +71,6 @@ class SweepSpec:
     places: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, path: str) -> str:
-        """`file:line:column: path`, or `path` alone if it was not written in the file."""
+        """Return `file:line:column: path`, or `path` alone for a key not in the file."""
         place = self.places.get(path)
         return f"{place}: {path}" if place else path

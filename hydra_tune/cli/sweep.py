@@ -1,4 +1,4 @@
-"""`hydra-tune sweep`: its arguments. What happens then is in `hydra_tune.cli.run`."""
+"""`hydra-tune sweep`: the arguments. `hydra_tune.cli.run` does the work."""
 
 import sys
 import time
@@ -170,7 +170,7 @@ def sweep(
 ) -> None:
     """Run the sweep that FILE describes, and print its best trials.
 
-    Options given here go before what is in FILE.
+    Options given here override FILE.
     """
     overrides = Overrides(
         devices=devices,
@@ -211,6 +211,7 @@ def sweep(
         from hydra_tune.cli.run import run_sweep  # noqa: PLC0415
 
         crashes, left = 0 if beginning is None else beginning.crashes, timeout_seconds
+        # A restarted process gets only the rest of the time.
         if left is not None and crashes:
             left = max(0.0, left - (time.monotonic() - started_seconds))
         return run_sweep(

@@ -1,7 +1,7 @@
-"""Reads a sweep file into a `SweepSpec`, or says everything that is wrong with it and where.
+"""Reads a sweep file into a `SweepSpec`, or lists all problems of the file with their places.
 
-The one place that joins the three parts of reading: YAML with positions, the models of the keys, and the plain spec.
-Nothing is created and no code of the user's is run here.
+The module joins the three parts of reading: YAML with positions, the models of the keys, and the plain spec. Reading
+creates nothing and runs no user code.
 """
 
 import keyword
@@ -19,7 +19,7 @@ from hydra_tune.cli.yaml_marks import Mark, Marked, Problem, read_yaml
 from hydra_tune.errors import SweepFileError, did_you_mean
 
 _MAX_GRID = 100_000
-_PARAMETER = 2  # parts of the path of a parameter
+_PARAMETER = 2  # length of a parameter's path
 _ENGINE = (
     "devices",
     "device_memory",
@@ -49,7 +49,7 @@ def read_sweep_file(path: Path) -> SweepSpec:
         path: the file.
 
     Returns:
-        The sweep it describes.
+        The described sweep.
 
     Raises:
         SweepFileError: the file cannot be used; one line `file:line:column: what` for each problem, in file order.
@@ -102,7 +102,7 @@ def _validate(marked: Marked, problems: list[Problem]) -> sweep_model.SweepModel
         refused = {problem.mark for problem in problems}
         for detail in error.errors(include_url=False):
             problem = _problem(detail, marked)
-            # A value that YAML refused is None in the data: what a model then says of that place is no news.
+            # A value refused by YAML is None in the data: a model's complaint about the same place is no news.
             if problem.mark not in refused:
                 problems.append(problem)
         return None
@@ -127,18 +127,18 @@ def _problem(detail: Mapping[str, Any], marked: Marked) -> Problem:
     if kind == "parameter":
         return Problem(marked.mark(path), f"{name}: {detail['msg']}")
     hint = _as_parameter(path[1], detail["input"]) if path[:1] == ("parameters",) and len(path) == _PARAMETER else ""
-    # A wrong value is pointed at itself, not at its key.
+    # Point at a wrong value itself, not at its key.
     return Problem(marked.value_mark(path), f"{name}: {message(detail)}{hint}")
 
 
 def _as_parameter(name: Any, value: Any) -> str:
-    """How a value is written that stands where a parameter's map belongs."""
+    """Hint for a value in the place of a parameter's map."""
     key = "values" if isinstance(value, list) else "value"
     return f"; for {'a choice' if key == 'values' else 'a fixed value'} write {name}: {{{key}: {as_written(value)}}}"
 
 
 def _locate(loc: tuple[Any, ...], data: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """Split pydantic's location into what is in the data and the missing rest; tags of a union are in neither."""
+    """Split pydantic's location into the existing path and the missing rest; tags of a union are in neither."""
     path: list[Any] = []
     for index, part in enumerate(loc):
         if (isinstance(data, dict) and part in data) or (isinstance(data, list) and isinstance(part, int)):
@@ -166,7 +166,7 @@ def _model_at(path: tuple[Any, ...], data: Any) -> type[BaseModel]:
 
 
 def _contradictions(model: sweep_model.SweepModel, marked: Marked) -> Iterator[Problem]:
-    """What no single key shows."""
+    """Find contradictions between keys."""
     for name in model.parameters or ():
         if not name.isidentifier() or keyword.iskeyword(name):
             yield Problem(
@@ -234,7 +234,7 @@ def _spec(shown: str, model: sweep_model.SweepModel, marked: Marked) -> SweepSpe
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
-    """A path as messages name it; of a key that is written by its former name, with the present one."""
+    """Path in messages; a key under its former name is shown with the present name."""
     names = tuple(map(str, path))
     if len(names) > 1 and names[0] == "hydra":
         names = (names[0], sweep_model.FORMER_NAMES.get(names[1], names[1]), *names[2:])
@@ -252,5 +252,5 @@ def _domains(model: sweep_model.SweepModel) -> Mapping[str, Domain] | None:
 
 
 def _place(path: tuple[Any, ...], marked: Marked) -> Mark:
-    """Parameters are found by their name; everything else is wrong in its value."""
+    """Place for messages: the name of a parameter, the value of any other key."""
     return marked.mark(path) if path[0] == "parameters" else marked.value_mark(path)

@@ -1,8 +1,9 @@
-"""The keys of a sweep file and what each may hold, as pydantic models.
+"""Pydantic models of a sweep file: the keys, and the allowed values of each.
 
-Follows the file that Weights & Biases sweeps use where the two mean the same, plus one block `hydra:` of our own. Knows
-no positions and no tuner: `sweep_file` turns what pydantic finds into `file:line:column`, and the models into a
-`SweepSpec`. The field names here are the only list of allowed keys; "did you mean" reads them from the models.
+The models follow the file of Weights & Biases sweeps where both mean the same, plus one block `hydra:` for this
+package. The module knows no positions and no tuner: `sweep_file` converts pydantic's errors to `file:line:column`, and
+the models to a `SweepSpec`. The field names here are the only list of allowed keys; "did you mean" reads the names from
+the models.
 """
 
 import math
@@ -29,7 +30,7 @@ class Block(BaseModel):
 
 
 def _number(value: Any) -> float:
-    """An int stays an int: whole limits mean whole numbers."""
+    """Check a number; an int stays an int, because whole limits mean whole numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise PydanticCustomError("number", "must be a number, not {value}", {"value": describe(value)})
     return value
@@ -71,7 +72,7 @@ def _buffer(value: Any) -> float | Literal["auto"]:
 
 
 def _fusion(value: Any) -> Literal["auto", "on", "off"]:
-    """YAML reads on and off as true and false."""
+    """Check the choice; YAML reads on and off as true and false."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value not in ("auto", "on", "off"):
@@ -80,7 +81,7 @@ def _fusion(value: Any) -> Literal["auto", "on", "off"]:
 
 
 def _policy(name: Any) -> str:
-    """Installed packages have policies of their own, so no list of names stands here."""
+    """Check the name of a policy against the installed policies, since any package may add policies."""
     if not isinstance(name, str):
         raise PydanticCustomError("policy", "must be text, not {got}", {"got": describe(name)})
     try:
@@ -143,7 +144,8 @@ class Parameter(Block):
         return self
 
     def domain(self) -> Domain:
-        """What the parameter may be."""
+        """Domain of the parameter."""
+        # Only written keys: `value: null` is a constant, and a missing value is not.
         given = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
         try:
             return to_domain(given)
@@ -152,7 +154,7 @@ class Parameter(Block):
 
 
 class Metric(Block):
-    """What the sweep makes small or large."""
+    """The metric that the sweep minimizes or maximizes."""
 
     name: Annotated[str, Field(min_length=1)]
     goal: Literal["minimize", "maximize"] = "minimize"
@@ -203,7 +205,7 @@ def _or(former: str) -> Any:
 
 
 class Hydra(Block):
-    """The pool the sweep runs in and the storage it is kept in."""
+    """Options of the sweep's pool and of its storage."""
 
     devices: Annotated[str, Field(min_length=1)] | None = None
     device_memory: Bytes | None = None

@@ -1,6 +1,6 @@
-"""Finds the function that a sweep file names, and checks that it can be called as the sweep will call it.
+"""Finds the function named by a sweep file, and checks its signature against the sweep.
 
-The only place of the command line that runs the user's code before the sweep: it imports the module.
+Only this module of the command line runs user code before the sweep: importing the module runs its code.
 """
 
 import importlib
@@ -20,21 +20,21 @@ def load_task(spec: SweepSpec) -> Callable[..., Any]:
     """Import `module:function` from the sweep file's folder or the environment.
 
     Args:
-        spec: the sweep; its file's folder is put first on `sys.path`, and stays there for imports made later.
+        spec: the sweep; its file's folder becomes the first entry of `sys.path`, and stays there for later imports.
 
     Returns:
         The function.
 
     Raises:
-        SweepFileError: there is no such module or function, the module does not import, or the function does not take
-            the parameters; one line `file:line:column: what` for each problem.
+        SweepFileError: no such module or function, a module that does not import, or a function that does not take the
+            parameters; one line `file:line:column: what` for each problem.
     """
     module_name, colon, function_name = spec.task.partition(":")
     if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *function_name.split("."))):
         raise _error(spec, "task", f"must be module:function, e.g. train:build, not {spec.task!r}")
     folder = str(Path(spec.file).resolve().parent)
     if folder in sys.path:
-        sys.path.remove(folder)  # it goes before all others, wherever it was
+        sys.path.remove(folder)  # move the folder to the front, wherever it was
     sys.path.insert(0, folder)
     module = _import(spec, module_name, folder)
     _check_place(spec, module_name.partition(".")[0], folder)
@@ -65,7 +65,7 @@ def _import(spec: SweepSpec, name: str, folder: str) -> Any:
 
 
 def _check_place(spec: SweepSpec, name: str, folder: str) -> None:
-    """Refuse a module of the same name as that beside the file, imported by somebody before: it is not what is meant."""
+    """Refuse a module that shadows the file's neighbour of the same name, because somebody else imported it before."""
     beside = next(
         (path for path in (Path(folder, name, "__init__.py"), Path(folder, f"{name}.py")) if path.is_file()), None
     )
@@ -79,7 +79,7 @@ def _check_place(spec: SweepSpec, name: str, folder: str) -> None:
 
 
 def _told(error: BaseException) -> str:
-    """The error with the line of the user's that raised it, past the machinery of importing."""
+    """Describe an error with the user's line that raised it, past the frames of the import system."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, SyntaxError):
         return text
@@ -105,7 +105,7 @@ def _attribute(spec: SweepSpec, module: Any, module_name: str, name: str) -> Any
 def _check_arguments(spec: SweepSpec, function: Callable[..., Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some callables made in C have none; the call itself will tell
+    except (TypeError, ValueError):  # some callables written in C have no signature; the call itself will tell
         return
     parameters = signature.parameters.values()
     if spec.parameters is None:

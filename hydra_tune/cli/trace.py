@@ -1,4 +1,4 @@
-"""`hydra-tune trace`: what a run's event log says. Never imports torch."""
+"""`hydra-tune trace`: reports on a run's event log. Never imports torch."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ Exit codes:
 def trace(
     *, log: Path, out: Path | None, plot: Path | None, start: float | None, end: float | None, as_json: bool
 ) -> None:
-    """Show what the run did of which LOG is the event log.
+    """Show the figures of the run that wrote the event log LOG.
 
     Prints makespan, utilisation, overlap, bytes and units, and writes a trace for Perfetto (ui.perfetto.dev) or
     chrome://tracing.

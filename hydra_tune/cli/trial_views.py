@@ -1,4 +1,4 @@
-"""Plain values of a trial: while its job runs, and for good when it has ended."""
+"""Plain views of a trial: live views while its job runs, and a final view."""
 
 from dataclasses import dataclass, replace
 
@@ -11,13 +11,13 @@ from hydra_tune.task import TrainTask
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """A trial and what stands behind it until it ends.
+    """A trial, with its task and job until the end.
 
     Args:
-        view: what is known without asking the job.
-        task: what was built, until the pool has taken it.
+        view: the values known without the job.
+        task: the built task, until the pool has taken it.
         job: the job, until the trial ends.
-        error: what building the task raised.
+        error: error of building the task.
     """
 
     view: TrialView
@@ -27,16 +27,16 @@ class Entry:
 
 
 def live_view(entry: Entry) -> TrialView:
-    """The trial now."""
+    """Present view of a trial."""
     job = entry.job
     if job is None:
         return entry.view
-    # The pool may have ended the job before the tuner has heard of it: for the sweep it is not over yet.
+    # The pool may have ended the job before the tuner knows: for the sweep the trial is not over yet.
     return with_progress(entry.view, job, state="waiting" if job.state in ENDED else job.state)
 
 
 def left_view(entry: Entry) -> TrialView:
-    """The trial as it is left to a later run."""
+    """View of a trial left to a later run."""
     job = entry.job
     if job is None:
         return replace(entry.view, state=LEFT)
@@ -46,15 +46,15 @@ def left_view(entry: Entry) -> TrialView:
 
 
 def final_view(entry: Entry, record: TrialRecord, *, stopping: bool) -> tuple[TrialView, BaseException | None]:
-    """The trial for good.
+    """Final view of a trial.
 
     Args:
-        entry: the trial; its job, if it has one, is over.
-        record: how the tuner says it ended.
-        stopping: a signal has asked for the end before, perhaps while its task was being built.
+        entry: the trial; its job, if any, is over.
+        record: the tuner's report of the end.
+        stopping: whether a signal has asked for the end before, perhaps while the task was being built.
 
     Returns:
-        The trial, and what made it fail.
+        The view, and the trial's error if it failed.
     """
     result = entry.job.result(timeout=0) if entry.job is not None and entry.job.state in ENDED else None
     error = None

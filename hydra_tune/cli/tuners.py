@@ -1,6 +1,6 @@
-"""Finds the tuner that runs a sweep, and what finds its weights afterwards.
+"""Finds the tuner for a sweep, and the finder of its weights, by entry points.
 
-The engine knows no tuning framework: tuners announce themselves.
+The engine knows no tuning framework: each tuner registers itself as an entry point.
 """
 
 from importlib.metadata import entry_points
@@ -14,28 +14,28 @@ _TUNERS, _FINDERS, _CLUSTERS = "hydra_tune.tuners", "hydra_tune.weights", "hydra
 
 
 def find_tuner(name: str) -> Tuner:
-    """The tuner installed under `name`.
+    """Load the tuner installed under `name`.
 
     Raises:
-        ConfigError: it is not installed, or what it needs is not.
+        ConfigError: the tuner, or its framework, is not installed.
     """
     return cast("Tuner", _load(_TUNERS, name))
 
 
 def find_cluster_tuner(name: str) -> ClusterTuner:
-    """The tuner installed under `name` that runs sweeps on clusters.
+    """Load the tuner for clusters installed under `name`.
 
     Raises:
-        ConfigError: it is not installed, or what it needs is not.
+        ConfigError: the tuner, or its framework, is not installed.
     """
     return cast("ClusterTuner", _load(_CLUSTERS, name))
 
 
 def find_finder(name: str) -> WeightsFinder:
-    """What finds the weights of the sweeps that the tuner installed under `name` has run.
+    """Load the weights finder of the tuner installed under `name`.
 
     Raises:
-        ConfigError: it is not installed, or what it needs is not.
+        ConfigError: the tuner, or its framework, is not installed.
     """
     return cast("WeightsFinder", _load(_FINDERS, name))
 
@@ -45,6 +45,7 @@ def _load(group: str, name: str) -> object:
         try:
             return entry_point.load()
         except ModuleNotFoundError as error:
+            # Only the framework itself may be missing; any other failed import is a bug, shown in full.
             if error.name is None or error.name.partition(".")[0] != name:
                 raise
             raise ConfigError(_missing(name)) from error

@@ -1,4 +1,4 @@
-"""How the weights of a sweep are asked for afterwards; apart from the request of a sweep, which needs torch."""
+"""Request for a sweep's weights; apart from the request of a sweep, whose module imports torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsQuery:
-    """Which weights are asked for, after a sweep.
+    """Names the weights to find, after a sweep.
 
     Args:
-        study: the study's name; None: the only one in the storage.
-        storage: where the study is kept.
-        trial: the number of the trial; None: the best one.
-        weights_dir: where the weights are now, if they were moved.
+        study: the study's name; None: the only study in the storage.
+        storage: storage of the study.
+        trial: the number of the trial; None: the best trial.
+        weights_dir: present place of the weights, if moved.
     """
 
     study: str | None
@@ -25,13 +25,13 @@ class WeightsQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptTrial:
-    """A trial whose weights are kept.
+    """A trial with kept weights.
 
     Args:
         study: the study's name.
         number: of the trial.
         value: of the trial.
-        params: what was drawn.
+        params: drawn parameters.
         path: of the weights.
     """
 

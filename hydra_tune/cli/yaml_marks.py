@@ -1,7 +1,7 @@
-"""YAML to plain data that remembers where each value stood.
+"""Reads YAML into plain data with the position of each value.
 
-Reads one document of maps, lists and scalars, and nothing else: no tags that make objects, no duplicate keys, no
-recursion. It knows nothing of what a sweep file means; every problem is a position and a text.
+The reader takes one document of maps, lists and scalars, and nothing else: no object tags, no duplicate keys, no
+recursion. The module knows nothing of the meaning of a sweep file; every problem is a position and a text.
 """
 
 import re
@@ -21,7 +21,7 @@ _SCALAR_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mark:
-    """A place in a text, both counted from 1."""
+    """A place in a text; line and column count from 1."""
 
     line: int
     column: int
@@ -29,7 +29,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Problem:
-    """One thing wrong with a file, and where."""
+    """One problem of a file, with its place."""
 
     mark: Mark
     text: str
@@ -41,9 +41,9 @@ class Marked:
 
     Args:
         data: dicts with text keys, lists, scalars.
-        values: where each value starts.
-        keys: where the key of each value in a map starts.
-        problems: what was refused on the way; `data` lacks it.
+        values: start of each value.
+        keys: start of the key of each value in a map.
+        problems: refused parts, missing in `data`.
     """
 
     data: Any
@@ -52,7 +52,7 @@ class Marked:
     problems: tuple[Problem, ...]
 
     def mark(self, path: Path) -> Mark:
-        """Where a reader looks for `path`: its key, else its value, else the nearest thing around it that exists."""
+        """Place that a reader looks for at `path`: its key, else its value, else the nearest existing thing around."""
         for length in range(len(path), -1, -1):
             for marks in (self.keys, self.values):
                 if path[:length] in marks:
@@ -60,12 +60,12 @@ class Marked:
         return Mark(1, 1)
 
     def value_mark(self, path: Path) -> Mark:
-        """Where the value at `path` starts, or what `mark` says if there is none."""
+        """Start of the value at `path`, or `mark` without a value."""
         return self.values.get(path) or self.mark(path)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `1e-6` as a number, as JSON, Python and YAML 1.2 do; YAML 1.1 wants `1.0e-6`."""
+    """SafeLoader that reads `1e-6` as a number, as JSON, Python and YAML 1.2 do; YAML 1.1 requires `1.0e-6`."""
 
 
 _Loader.add_implicit_resolver(
@@ -80,7 +80,7 @@ def read_yaml(text: str) -> Marked:
         text: the document.
 
     Returns:
-        The data, where it stood, and the problems found. After a syntax error `data` is None.
+        The data with positions and problems. After a syntax error `data` is None.
     """
     loader = None
     try:
@@ -117,7 +117,7 @@ def _of(mark: Any) -> Mark:
 
 @dataclass
 class _Builder:
-    """Turns nodes into data and notes their places; `open` holds the nodes being built, to see a node inside itself."""
+    """Builds data from nodes and notes their places; `open` holds the nodes being built, to detect self-containment."""
 
     loader: _Loader
     values: dict[Path, Mark] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class _Builder:
             return None
 
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
-        if id(node) not in self.merged:  # an alias comes here again, with what `<<` brought in already among its keys
+        if id(node) not in self.merged:  # an alias comes here again, with keys merged by `<<` already included
             self.merged.add(id(node))
             self._refuse_duplicates(node)
             self.loader.flatten_mapping(node)
@@ -180,7 +180,7 @@ class _Builder:
                 shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else "this"
                 self._refuse(key, f"{shown} cannot be a key; keys are text (put it in quotes if you mean text)")
                 continue
-            # A key merged in with `<<` comes first and may be given again: the last one counts, in data and in marks.
+            # A key merged with `<<` comes first and may be given again: the last one counts, in data and in marks.
             self.keys[(*path, name)] = _of(key.start_mark)
             self.values[(*path, name)] = _of(value.start_mark)
             yield name, self.build(value, (*path, name))
