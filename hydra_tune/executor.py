@@ -136,6 +136,7 @@ class HydraExecutor:
     """
 
     def __new__(cls, *_: object, **options: object) -> Self:  # noqa: D102 - for its errors alone
+        # Checked here, before __init__: Python's own TypeError would suggest no option.
         known = _options_of(cls)
         for name in options:
             if name not in known:
@@ -590,6 +591,7 @@ class HydraExecutor:
             # Save before the cancels below: a cancelled job has no state left to save.
             if is_interrupt(error) and self.checkpoint_dir is not None:
                 self.suspend(jobs)
+            # Whatever error ends the wait, such as Ctrl-C: no job of this run may go on unseen.
             for job in jobs:
                 job.cancel()
             raise
@@ -609,6 +611,7 @@ class HydraExecutor:
     def stats(self) -> PoolStats:
         """Return the pool's figures since its start; also works after `shutdown()`."""
         # Read without `_started()`, which raises after a shutdown: figures may be read after the end.
+        # Both under the lock, so that no pool can start after this point.
         pool = self._pool
         return (pool or self._started()).stats()
 
@@ -635,6 +638,7 @@ class HydraExecutor:
         with shown(name, goal, pool.stats) as watch:
             self._watches.append(watch)
             try:
+                # Jobs submitted before the block are shown as well.
                 watch.add((self._fusion or pool).jobs())
                 yield
             finally:
@@ -731,6 +735,7 @@ class HydraExecutor:
             HydraTuneError: the executor is shut down or records, or a trial's own code has called this method.
         """
         pool = self._started()
+        # A new CPU device gets the budget of the others, for which models are cut already.
         budget = pool.budget_bytes
         pool.add_device(
             name,
@@ -761,6 +766,7 @@ class HydraExecutor:
             pool.shutdown()
         if self._isolated is not None:
             self._isolated.shutdown()
+        # Last: the jobs' loader workers have ended with the pool.
         workers.leave(self)
 
     def __enter__(self) -> Self:
@@ -771,6 +777,7 @@ class HydraExecutor:
             else:
                 self._check_is_up()
         except BaseException:
+            # Python does not call __exit__ after an error in __enter__.
             self._signals.close()
             raise
         return self
@@ -813,6 +820,7 @@ class HydraExecutor:
 def _options_of(cls: type[HydraExecutor]) -> list[str]:
     """Names of the options that an executor class and its bases take by keyword."""
     named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    # Subclasses may take options of their own, and pass all others on.
     makers = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
     found = (parameter for maker in makers for parameter in signature(maker).parameters.values())
     return list(dict.fromkeys(p.name for p in found if p.kind in named and p.name != "self"))

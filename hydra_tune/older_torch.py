@@ -33,6 +33,7 @@ def keep_cuda_guard() -> None:
     ends, while the table still points there: the next thread to enter such a mode reads freed memory, and the process dies.
     Here a thread that never ends owns the placeholder. A machine with a GPU has no placeholder and needs no owner.
     """
+    # torch.__version__ compares as a version, not as a text.
     if torch.__version__ >= "2.12" or torch.cuda.is_available():
         return
     is_set, never = _thread.allocate_lock(), _thread.allocate_lock()

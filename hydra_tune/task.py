@@ -40,6 +40,7 @@ _FUNCTIONS = (
 class _Noting:
     """Slot for state that a task keeps beside its arguments; a copy or a pickle of a task has none."""
 
+    # In a base class, and so no dataclass field: comparisons, copies and pickles leave the slot out.
     __slots__ = ("_closures",)
 
     _closures: Closures
@@ -159,6 +160,7 @@ class TrainTask(_Noting):
 
     def warn_of_changes(self) -> None:
         """Log variables of the task's functions that have changed since construction; call before the functions run."""
+        # A copied or unpickled task has no snapshot to compare with.
         closures = getattr(self, "_closures", None)
         for one in () if closures is None else closures.changed():
             _LOGGER.warning(
@@ -223,6 +225,7 @@ def _check_factories(task: TrainTask) -> None:
 
 
 def _check_positive(name: str, value: object, *, instead: str = "a whole number of at least 1") -> None:
+    # bool is a subclass of int: True must not pass for 1.
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise TaskError(f"{name} must be {instead}, not {value!r}")
 
@@ -255,6 +258,7 @@ def _check_norm(norm: object) -> None:
 def _check_backend(backend: object) -> None:
     if backend is None:
         return
+    # Includes debugging and experimental backends, which torch leaves out by default.
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise TaskError(f"compile must be None or a backend of torch.compile ({', '.join(known)}), not {backend!r}")
@@ -344,7 +348,7 @@ def returned(value: object) -> str:
     """Describe in words a value that a task's function returned instead of a scalar tensor, with the remedy."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}; reduce it, e.g. with .mean()"
-    symbolic = (torch.SymFloat, torch.SymInt, torch.SymBool)  # numbers that a capture does not know
+    symbolic = (torch.SymFloat, torch.SymInt, torch.SymBool)  # numbers unknown during a capture
     if number_of(value) is not None or isinstance(value, symbolic):
         return "a plain number, as .item() and float() make one, which has no gradient; return the tensor itself"
     return f"{type(value).__name__}; return a tensor, e.g. functional.cross_entropy(output, target)"

@@ -79,6 +79,7 @@ def _drive(tuner: ClusterTuner, request: ClusterRequest, board: Board, output: O
     except KeyboardInterrupt:
         board.end(interrupted=True)
     except Exception as error:
+        # As in `run`: before there is a study, the error is one of usage.
         if isinstance(error, ConfigError) and not board.is_open:
             raise
         board.end(error=error)  # whatever ended the sweep, show the results so far

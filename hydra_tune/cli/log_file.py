@@ -37,6 +37,7 @@ def log_path(spec: SweepSpec, given: str | None, *, no_log: bool) -> Path | None
         return None
     name = re.sub(r"[^\w.-]+", "-", spec.name or Path(spec.file).stem).strip("-.") or "sweep"
     now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    # The process number tells apart two runs that start within one second.
     path = Path(_FOLDER) / f"{name}-{now}-{os.getpid()}.jsonl"
     try:
         check_log_path(path)

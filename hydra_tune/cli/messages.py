@@ -33,6 +33,7 @@ def describe(value: Any) -> str:
         return "a map"
     if isinstance(value, list):
         return "a list"
+    # Looked up only for None and booleans, because 1 == True would match as a key.
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else repr(value)
 

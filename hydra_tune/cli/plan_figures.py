@@ -11,7 +11,7 @@ from hydra_tune.pool.forecast import Forecast
 from hydra_tune.quantities import format_bytes
 
 _MOST_MAPS = 12
-_ROWS = 8  # of the curve
+_ROWS = 8  # rows of the curve's plot
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _NOTHING = "-"
 _ASCII = str.maketrans(

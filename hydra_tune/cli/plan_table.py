@@ -70,6 +70,7 @@ class Planned:
         if self.forecast is None:
             return found | {"smallest_budget_bytes": self.enough_bytes}
         plain = self.forecast.to_json()
+        # Each configuration was planned alone, so its forecast has exactly one trial.
         (trial,) = plain.pop("trials")
         del trial["name"], trial["split"], trial["cut"], trial["placement"]
         return {**found, **trial, **plain}
@@ -199,6 +200,7 @@ def _print_table(console: Console, columns: Sequence[_Column]) -> None:
         room, count = console.width + 1 - first.width, 0
         while count < len(rest) and (room := room - rest[count].width) >= 0:
             count += 1
+        # At least one column, however narrow the console: the loop must end.
         count = max(1, count)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         for column in (first, *rest[:count]):

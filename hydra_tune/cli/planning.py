@@ -122,6 +122,7 @@ def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
 def _planned(
     number: int, params: dict[str, Scalar], build: TaskBuilder, plan: Callable[[list[TrainTask]], Forecast]
 ) -> Planned:
+    # An error of one configuration is part of the result: the plans of all others are still shown.
     forecast, error, enough, shapes_only = None, None, None, False
     try:
         task = build(**params)

@@ -210,6 +210,7 @@ def _drive(tuner: Tuner, request: SweepRequest, board: Board, output: Output) ->
     except (KeyboardInterrupt, Terminated):
         board.end(interrupted=True)
     except Exception as error:
+        # Before there is a study, the sweep itself makes no sense: a usage error, and no result to show.
         if isinstance(error, ConfigError) and not board.is_open:
             raise
         board.end(error=error)  # whatever ended the sweep, show the results so far

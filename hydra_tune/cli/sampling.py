@@ -54,5 +54,6 @@ def _at(domain: Domain, place: float) -> Scalar:
 
 def _between(low: float, high: float, place: float, *, log: bool) -> float:
     if log:
+        # exp(log(high)) may round to more than high.
         return min(high, math.exp(math.log(low) + place * (math.log(high) - math.log(low))))
     return low + place * (high - low)

@@ -60,6 +60,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str | None)
     if value is None:
         return None
     try:
+        # Bandwidths use the same parser: "12GB/s" reads as "12GB".
         return parse_bytes(value.removesuffix("/s"), what="it")
     except ConfigError as error:
         raise click.BadParameter(str(error), context, parameter) from error
@@ -76,6 +77,7 @@ def _slowdowns(context: click.Context, parameter: click.Parameter, values: tuple
     slowdowns = []
     for value in values:
         try:
+            # From the right, since a device's name may contain commas.
             device, at, factor = value.rsplit(",", 2)
             slowdowns.append(Slowdown(device=device, at_seconds=float(at), factor=float(factor)))
         except ConfigError as error:
@@ -90,6 +92,7 @@ def _outages(context: click.Context, parameter: click.Parameter, values: tuple[s
     for value in values:
         try:
             device, at, *until = value.split(",")
+            # A fourth part fails this unpacking, and so the option.
             (end,) = until or ("",)
             outages.append(
                 Outage(device=device, at_seconds=float(at), until_seconds=float(end) if until else None),
@@ -176,6 +179,7 @@ def simulate_command(
 
 def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
     """Replay a recorded sweep, and print the comparison."""
+    # Only options that the user typed: defaults are compatible with --replay.
     given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     foreign = [option for option in context.command.params if option.name in given - _WITH_REPLAY]
     if foreign:
@@ -224,6 +228,7 @@ def _from_profile(path: Path, flags: dict[str, Any]) -> Scenario:
                 f"--devices must be from 1 to {len(scenario.devices)}, as many as {path} has; not {count}"
             )
         kept = scenario.devices[:count]
+        # Faults of dropped devices go as well: a scenario refuses faults of unknown devices.
         names = {device.name for device in kept}
         slowdowns = tuple(fault for fault in scenario.slowdowns if fault.device in names)
         outages = tuple(fault for fault in scenario.outages if fault.device in names)

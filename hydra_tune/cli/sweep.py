@@ -55,6 +55,7 @@ def _policy(context: click.Context, parameter: click.Parameter, value: str | Non
 def _every(context: click.Context, parameter: click.Parameter, value: str | None) -> str | int | None:
     if value is None:
         return None
+    # isdigit alone accepts digits that int refuses, such as superscripts.
     every = int(value) if value.isascii() and value.isdigit() else value
     try:
         parse_every(every)

@@ -76,6 +76,7 @@ def _read(path: Path) -> Marked:
     except OSError as error:
         raise SweepFileError(f"{path}: cannot be read: {error.strerror or error}") from error
     try:
+        # Some editors begin a file with a byte order mark.
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = raw[: error.start]

@@ -41,7 +41,10 @@ def placed(what: Literal["process", "thread"], place: int, process: int, thread:
 def mark(
     phase: Literal["b", "n", "e"], title: str, process: int, story: int, at_ns: int, what: dict[str, Any]
 ) -> dict[str, Any]:
-    """Make an event of a story, shown in a row of its own: a part begins, an instant, or a part ends; parts nest."""
+    """Make an event of a story: the beginning of a part, an instant, or the end of a part.
+
+    Each story has a row of its own; parts nest, the inner part below the outer.
+    """
     place = {"pid": process, "tid": 0, "id2": {"local": story}, "ts": at_ns / _MICRO}
     return {"ph": phase, "name": title, "cat": "trial", **place, "args": what}
 

@@ -33,7 +33,7 @@ _MOST_BYTES = 1 << 30
 _PERIOD_SECONDS = 0.5
 _SHARE_OF_DETAILS = 0.9  # share of the limit
 _DETAILS = frozenset(["unit", "copy", "wait", "saved", "host", "disk"])
-_PIECE = 2048  # records made into lines at a time
+_PIECE = 2048  # records turned into lines at a time
 _PATIENCE_SECONDS = 30.0
 _PLURALS = {
     "unit": "units",
@@ -226,6 +226,7 @@ class EventLog:
                 self.lost += 1
             return
         buffer.append(record)
+        # Half full: wake the writer before its period is over.
         if len(buffer) * 2 >= self._room:
             self._awake.set()
 
@@ -233,6 +234,7 @@ class EventLog:
 
     def _begin(self, at_ns: int) -> None:
         with self._lock:
+            # Checked again under the lock: several threads may submit the first job.
             if self._thread is None and not self._is_closing:
                 self._lines.start_ns = at_ns or time.perf_counter_ns()
                 self._thread = threading.Thread(target=self._work, name="hydra-log", daemon=True)
@@ -241,6 +243,7 @@ class EventLog:
     def _work(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Unbuffered, so that every line written before a kill is in the file.
             with self.path.open("wb", buffering=0) as file:
                 self._write(file.fileno(), [self._lines.header(self._devices, self._facts)])
                 while not self._is_closing:

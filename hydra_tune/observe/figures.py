@@ -122,6 +122,7 @@ def run_figures(log: RunLog) -> RunFigures:
     copying = sum(device.copying_seconds for device in devices)
     over = [event.more for event in log.jobs if event.what == "over"]
     trials = Counter(end["status"] for end in over)
+    # Jobs without an end, in a log that ends before the run.
     trials["unknown"] = len({event.job for event in log.jobs}) - len(over)
     return RunFigures(
         started_at=log.started_at,

@@ -124,6 +124,7 @@ class Lines:
         thread: int,
     ) -> str:
         quote = self._quote
+        # A copy thread made these copies; the reporting thread's worker has no part in them.
         by = None if how in ("background", "vain") else self.workers.get(thread)
         job = None if owner is None else self._owners.get(owner)
         return (

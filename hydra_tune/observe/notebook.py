@@ -35,6 +35,7 @@ class NotebookView(AbstractContextManager["NotebookView"]):
 
     def _shown(self) -> dict[str, str]:
         lines = sweep_lines(self._snapshot(), (), _WIDTH, _HEIGHT)
+        # Plain text as well, for front ends without HTML.
         plain = "\n".join("".join(segment.text for segment in line).rstrip() for line in lines)
         style = "line-height: 1.2; white-space: pre"
         return {"text/plain": plain, "text/html": f'<pre style="{style}">{html.escape(plain)}</pre>'}

@@ -47,6 +47,7 @@ class Printed(io.TextIOBase):
             lines = [*self._kept, *([self._open] if self._open else [])]
             self._kept.clear()
             self._open = ""
+        # Outside the lock: the destination may block.
         for line in lines:
             print(line, file=stream)
 
@@ -72,6 +73,7 @@ def _logged_to(printed: Printed, streams: tuple[TextIO, TextIO]) -> Iterator[Non
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
     for logger in loggers:
+        # The manager's dictionary also holds placeholders, which have no handlers.
         for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
             if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
                 moved.append((handler, handler.stream))

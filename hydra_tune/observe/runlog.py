@@ -245,6 +245,7 @@ def _take_seldom(log: RunLog, data: dict[str, Any], event: str) -> None:
         case "lost":
             log.lost += data["records"]
         case "dropped":
+            # Two lines of this kind: the first gives the time, the last the counts.
             log.dropped = dict(data["records"])
             log.dropped_from_ns = data["at_ns"] if log.dropped_from_ns is None else log.dropped_from_ns
         case "end":

@@ -48,6 +48,7 @@ class LiveView(AbstractContextManager["LiveView"]):
         self._screen.paint(lines, size)
 
     def __enter__(self) -> Self:
+        # Draw once on this thread: an error of the first picture raises here, with the terminal restored.
         self._screen.open()
         try:
             self.refresh()

@@ -60,6 +60,7 @@ def write_trace(log: RunLog, path: Path) -> None:
 def trace_events(log: RunLog) -> Iterator[dict[str, Any]]:
     """Iterate over the events of a run's trace."""
     yield named("process", "trials", _TRIALS)
+    # Below all devices and the disk.
     yield placed("process", len(log.budgets) + 3, _TRIALS)
     yield from _stories(log)
     for number, device in enumerate(log.budgets, start=_TRIALS + 1):

@@ -354,5 +354,6 @@ def _check_fits(trials: Sequence[TrialCost], num_devices: int) -> None:
 
 def _check_positive(name: str, values: Iterable[float]) -> None:
     for value in values:
+        # In this form, NaN is refused as well.
         if not value > 0:
             raise ConfigError(f"{name} must be positive, not {value}")

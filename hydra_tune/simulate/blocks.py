@@ -22,8 +22,8 @@ from hydra_tune.simulate.recording import RecordedDevice, Recording
 from hydra_tune.simulate.script import Copies, Copy
 
 _PATIENCE_NS = 100_000  # poll for room this often while every possible victim is being copied
-_SENT_LEASES = 2  # as of the pager
-_PATIENCE = 100_000  # looks while nothing is being copied
+_SENT_LEASES = 2  # as in the pager
+_PATIENCE = 100_000  # looks without any copy under way, before the recording counts as damaged
 
 BACKGROUND = ("shed", "clean", "ahead")
 """Actions that nothing waits for."""
@@ -36,12 +36,12 @@ class _Block:
     place: str | None = None
     pinned_for: str | None = None
     dirty: bool = False
-    free_ns: int = 0  # until then it is being copied
-    is_coming: bool = False  # in the background, as the next one; until `ready_ns`
-    source: str | None = None  # the device that has it until it has come
+    free_ns: int = 0  # end of the copy under way
+    is_coming: bool = False  # arriving in the background until `ready_ns`
+    source: str | None = None  # device that holds the block until its arrival
     is_leaving: bool = False
     ready_ns: int = 0
-    lease: int = 0  # beside which it was sent
+    lease: int = 0  # number of the lease during which the block was sent
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class _Device:
     bytes_in: int = 0
     bytes_out: int = 0
     bytes_across: int = 0
-    owner: str = ""  # the job whose unit runs, or ran last
+    owner: str = ""  # job of the running or last unit
     num_leases: int = 0
 
     def victims(self) -> list[_Block]:
@@ -92,6 +92,7 @@ class Blocks:
         for block in self._blocks.values():
             self._of_job.setdefault(block.facts.job, []).append(block)
         self._ns_per_byte = {what: _pace(recording, what) for what in ("in", "out", "across")}
+        # A run without takeovers has no pace of its own for a takeover.
         self._ns_per_byte["across"] = self._ns_per_byte["across"] or self._ns_per_byte["in"]
 
     @property
@@ -272,6 +273,7 @@ class Blocks:
         block.is_leaving, block.is_coming = False, False
 
     def _adopt(self, device: _Device, block: _Block, nbytes: int) -> None:
+        # The block may be larger than the remaining workspace; the excess counts as used, too.
         if nbytes > device.workspace_bytes:
             device.used_bytes += nbytes - device.workspace_bytes
             device.workspace_bytes = nbytes
@@ -283,6 +285,7 @@ class Blocks:
     def _make_room(self, device: _Device, nbytes: int, copies: Copies) -> Iterator[int]:
         patience = _PATIENCE
         while device.used_bytes + nbytes > device.budget_bytes:
+            # Choose the victim as late as the run did: other processes may free or pin blocks until then.
             yield from _until_next(copies)
             if device.used_bytes + nbytes <= device.budget_bytes:
                 break  # a finished job has freed its bytes meanwhile
@@ -362,6 +365,7 @@ class Blocks:
         yield ns
 
     def _wait_for(self, block: _Block) -> Iterator[int]:
+        # A loop, because another copy of the block may have begun by the time this process continues.
         while (left := block.free_ns - self._clock()) > 0:
             yield left
 

@@ -73,7 +73,7 @@ class SimJob:
         self.homes: list[str | None] = [None] * len(trial.shard_bytes)
         self.shards = [unit.shard for unit in trial.step]
         self.changes = [unit.kind not in ("forward", "evaluate") for unit in trial.step]
-        self.durations: dict[float, list[float]] = {}  # by the speed of the device
+        self.durations: dict[float, list[float]] = {}  # seconds of each unit, by the speed of the device
         self.truth = [grid.round(unit.seconds) for unit in trial.step]
         self.is_true = trial.estimate_factor == 1.0
         self._estimate([grid.round(unit.seconds * trial.estimate_factor) for unit in trial.step])
@@ -130,6 +130,7 @@ class SimJob:
             Unit(kind=unit.kind, shard=unit.shard, seconds=told * burst, may_end_early=burst > 1)
             for unit, told in zip(self.trial.step, seconds, strict=True)
         ]
+        # Summed once: the remaining time is asked after every unit.
         self.prefix = [sum(seconds[:position]) for position in range(len(seconds))]
         self.step_seconds = sum(seconds)
         self.advance(0)

@@ -232,6 +232,7 @@ class Scenario:
             if fault.device not in joins:
                 raise ConfigError(f"{what} names device {fault.device!r}; there are {', '.join(sorted(joins))}")
         free: dict[str, float] = dict(joins)
+        # By time, so that overlapping outages of one device are found.
         for outage in sorted(self.outages, key=lambda outage: outage.at_seconds):
             since = free[outage.device]
             if outage.at_seconds < since:
@@ -267,6 +268,7 @@ class Scenario:
         slowest = min(device.speed for device in self.devices) * min([1.0, *(fault.factor for fault in self.slowdowns)])
         bandwidths = [device.bandwidth for device in self.devices]
         limits = [limit for limit in (*bandwidths, self.network_bandwidth, self.node_bandwidth) if limit is not None]
+        # A byte may pass the device's link, the network and the node's memory: at most three times the slowest.
         byte_seconds = 3 / min(limits) if limits else 0.0
         starts = [fault.at_seconds for fault in self.slowdowns] + [device.joins_seconds for device in self.devices]
         starts += [outage.until_seconds or outage.at_seconds for outage in self.outages]

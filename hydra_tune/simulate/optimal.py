@@ -256,6 +256,7 @@ def _solve(
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_seconds
+    # One thread and a fixed seed, so that a search that ends in time can be repeated.
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = 0
     # Where no duration divides another, the search for the last billionth would use up all of the time.
@@ -265,4 +266,5 @@ def _solve(
         assert status == cp_model.UNKNOWN, "the hint is a solution"
         return hint, least
     found = {unit: solver.value(start) for unit, start in starts.items()}
+    # The solver's bound is a float, while a makespan is a whole number of ticks: round up, sparing the float's error.
     return found, max(least, math.ceil(solver.best_objective_bound - 0.5))

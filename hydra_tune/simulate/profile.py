@@ -302,7 +302,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
 def _recorded_trial(job: str, script: Script, recording: Recording) -> dict[str, Any]:
     seconds: Counter[tuple[str, int]] = Counter()
     counts: Counter[tuple[str, int]] = Counter()
-    shards: dict[int, int] = {}  # of each block of state
+    shards: dict[int, int] = {}  # of each block of state, by the block's number
     for part in script.parts:
         unit = part.unit
         seconds[unit.kind, unit.shard] += part.compute_ns / _SECOND  # type: ignore[assignment]  # counts may be fractions
@@ -311,6 +311,7 @@ def _recorded_trial(job: str, script: Script, recording: Recording) -> dict[str,
         for action in part.actions:
             for number in action.blocks if action.what == "lease" else ():
                 shards.setdefault(number, unit.shard)
+    # Units that run less than once a step, such as evaluation, are spread over all steps.
     steps = max(counts.values())
     sizes: Counter[int] = Counter()
     for number, shard in shards.items():

@@ -138,7 +138,7 @@ class _Job:
     script: Script
     places: dict[int, str | None] = field(default_factory=dict)
     told: dict[int, str | None] = field(default_factory=dict)
-    pending: int | None = None  # shard of the unit that is next; None while one runs
+    pending: int | None = None  # shard of the next unit; None while a unit runs
 
 
 class _Player:
@@ -180,6 +180,7 @@ class _Player:
 
     def _at(self, at_ns: int, act: Callable[[], None]) -> None:
         self._num_entries += 1
+        # The running number keeps events of one moment in order; callables cannot be compared.
         heapq.heappush(self._heap, (at_ns, self._num_entries, act))
 
     def _go_on(self, process: Iterator[int]) -> None:
@@ -209,6 +210,7 @@ class _Player:
 
     def _shard_moves(self, events: tuple[Event, ...]) -> list[ShardMoved]:
         """Report moved shards as the pool does: only shards of units that a device may be given now."""
+        # A dict as an ordered set: the order of the events must not depend on hashes.
         concerned: dict[str, None] = {}
         while self._moves:
             name, shard, place = self._moves.popleft()

@@ -204,6 +204,7 @@ class _Reader:
         if isinstance(event, UnitFinished | UnitFailed):
             part = self._running.pop(event.job)
             part.end, part.ended_ns = event, now
+            # Without a next unit, the job waits from now on for the answer to its report.
             if isinstance(event, UnitFinished) and event.unit is None:
                 self._waiting_since[event.job] = now
             return True

@@ -38,7 +38,7 @@ from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
 from hydra_tune.simulate.repeats import Repeats
 from hydra_tune.simulate.transfers import Timeline, Transfers
 
-_MOST_SECONDS = 1e250  # sums and quotients of larger floats are soon infinite
+_MOST_SECONDS = 1e250  # sums and quotients of larger floats soon overflow to infinity
 _PRECISION = 1e-3  # greatest relative error of a step's rounded time
 
 
@@ -129,7 +129,7 @@ class Simulator:
         self.heap: list[Entry] = []
         self.alive: dict[int, SimJob] = {}
         self.now = 0.0
-        self.offset = 0.0  # added to every remaining time the scheduler is told; see `repeats.py`
+        self.offset = 0.0  # added to every remaining time told to the scheduler; see `repeats.py`
         self.units_skipped = 0
         self.finished_seconds: dict[str, float] = {}
 
@@ -158,6 +158,7 @@ class Simulator:
         return self._outcome()
 
     def _begin(self) -> None:
+        # Devices before trials: a trial that arrives at the same moment finds the devices there.
         for device, described in zip(self.devices, self.scenario.devices, strict=True):
             self._at(self.grid.round(described.joins_seconds), Happening.DEVICE_JOINS, device.number)
         for fault in self.scenario.slowdowns:
@@ -174,6 +175,7 @@ class Simulator:
 
     def _at(self, time: float, what: Happening, number: int, value: float = 0.0) -> None:
         self._num_entries += 1
+        # The running number keeps events of one moment in order, so every simulation is deterministic.
         heapq.heappush(self.heap, (time, self._num_entries, what, number, value))
 
     # Events of the clock.
@@ -210,6 +212,7 @@ class Simulator:
                 other.last_device = ABSENT
             # The scheduler learns of the loss by DeviceLost.
             other.told = [ABSENT if place == number else place for place in other.told]
+        # The unit that was cut off runs again.
         if job is not None:
             job.is_ready = True
         self._tell(DeviceLost(device=device.name))
@@ -305,6 +308,7 @@ class Simulator:
         is_over = job.step >= job.steps_run
         if not is_over:
             job.next_milestone()
+        # After the last planned step the trial ends without waiting for an answer.
         if at_report and answer > 0 and job.step < trial.steps:
             self._at(self.now + answer, Happening.ANSWERED, job.number)
             return None
@@ -330,6 +334,7 @@ class Simulator:
     def _carry_out(self) -> None:
         commands = self._commands
         while commands:
+            # Gathered, so that jobs admitted together are announced to the scheduler at once.
             admitted: list[SimJob] = []
             while commands:
                 command = commands.popleft()
@@ -392,6 +397,7 @@ class Simulator:
     def _end_burst(self, job: SimJob, device: SimDevice) -> None:
         """End a device's burst with the running step, or with its first step."""
         seconds = job.burst_step_seconds
+        # At least one step, even if the burst still waits for its bytes.
         done = max(1, math.ceil((self.now - device.started) / seconds))
         if done >= job.steps_under_way:
             return
@@ -464,6 +470,7 @@ class Simulator:
 
     def _bound(self) -> float | None:
         speeds = {device.speed for device in self.scenario.devices}
+        # The bound holds only for identical devices.
         if len(speeds) > 1 or self.scenario.slowdowns or self.scenario.outages:
             return None
         return makespan_bound((job.true_seconds() for job in self.jobs), len(self.devices)) / speeds.pop()

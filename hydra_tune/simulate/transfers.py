@@ -161,6 +161,7 @@ class Transfers:
             return
         pinned = device.pinned()
         while device.used_bytes + size > device.memory_bytes:
+            # Least recently used first, but never the shard of the running unit.
             victim = next(key for key in device.shards if key != pinned)
             job = self._jobs[victim[0]]
             device.release(victim, self._size(victim))

@@ -40,7 +40,7 @@ from hydra_tune_optuna.weights import StudyWeights
 Objective = Callable[[Trial], TrainTask | float | Sequence[float]]
 Callback = Callable[[Study, FrozenTrial], None]
 
-_logger = get_logger("optuna.hydra_tune")  # shown and set like the lines of Optuna itself
+_logger = get_logger("optuna.hydra_tune")  # shown and configured like Optuna's own lines
 
 _POLL_SECONDS = 0.1
 """How long the driver waits for an event at a time; between two waits, Ctrl-C gets through on every platform."""
@@ -200,6 +200,7 @@ class Driver:
         limits = self._limits
         if self._error is not None or private.stop_requested(self._study) or self._in_flight >= limits.width:
             return False
+        # Resumed trials do not count towards `n_trials`.
         if self._left and not self._is_late():
             return True
         if limits.n_trials is not None and self._asked >= limits.n_trials:
@@ -223,6 +224,7 @@ class Driver:
             self._collecting.start(left, self._stream)
             return
         if left is None:
+            # As Study.optimize does before each trial.
             if self._heartbeat.tells_who_lives:
                 private.fail_stale(self._study)
             trial = self._resuming.ask()
@@ -362,6 +364,7 @@ class Driver:
     ) -> TrialState:
         """Tell, log, keep weights and run callbacks; after an error not in `catch`, the search only drains."""
         told = self._tell(trial, value=value, state=state, error=error, reason=reason)
+        # Before the callbacks, which may load the module of the best trial.
         if self._weights is not None and trained is not None:
             self._weights.completed(private.stored(self._study, trial), *trained)
         if told in (TrialState.COMPLETE, TrialState.PRUNED):
@@ -451,6 +454,7 @@ class Driver:
                 [self._untold[trial] for trial in sorted(submitted)],
                 [self._untold[trial] for trial in sorted(others)],
             )
+            # Resumed trials that were never submitted stay running: their checkpoints are still on disk.
             kept = [self._untold[trial] for trial in sorted(self._untold.keys() & self._taken_up - submitted)]
             self._keep_untold([*stay, *kept])
 

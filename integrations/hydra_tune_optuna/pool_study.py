@@ -23,7 +23,7 @@ from hydra_tune_optuna.lockstep import useless_pruner
 from hydra_tune_optuna.private import ProgressBar, optimizing, storage_of, wait_for_sqlite
 from hydra_tune_optuna.weights import Build, KeepBest, StudyWeights, check_keeping, load_module
 
-_logger = get_logger("optuna.hydra_tune")  # shown and set like the lines of Optuna itself
+_logger = get_logger("optuna.hydra_tune")  # shown and configured like Optuna's own lines
 
 _LOCKED_SECONDS = 60.0
 """How long an SQLite database that another process has locked is waited for."""
@@ -77,7 +77,7 @@ class PoolStudy(Study):
         self._weights: StudyWeights | None = None
 
     def __getstate__(self) -> dict[Any, Any]:
-        # A pool has threads and devices, which no pickle can hold, and an objective may be any function.
+        # No pickle can hold a pool's threads and devices, and an objective may be any function.
         kept_here = {
             "executor": None,
             "tell_lost": _logger.error,

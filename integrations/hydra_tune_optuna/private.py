@@ -322,7 +322,7 @@ def completed_needed(pruner: BasePruner) -> int:
         case WilcoxonPruner():
             return 1  # compares with the best completed trial
         case SuccessiveHalvingPruner():
-            return int(pruner._min_resource is None)  # "auto": learnt from the first that completes
+            return int(pruner._min_resource is None)  # "auto": derived from the first completed trial
         case HyperbandPruner():
             return int(pruner._max_resource == "auto")
         case PatientPruner() if pruner._wrapped_pruner is not None:

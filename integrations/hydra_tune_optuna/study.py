@@ -42,7 +42,7 @@ __all__ = [
     "load_study",
 ]
 
-_logger = get_logger("optuna.hydra_tune")  # shown and set like the lines of Optuna itself
+_logger = get_logger("optuna.hydra_tune")  # shown and configured like Optuna's own lines
 
 Direction = Literal["minimize", "maximize"] | StudyDirection
 

@@ -114,6 +114,7 @@ def _open(request: SweepRequest) -> PoolStudy:
         raise ConfigError(
             f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {first_line(error)}"
         ) from error
+    # With load_if_exists Optuna keeps an existing study's direction without a word.
     if study.direction.name.lower() != spec.goal:
         raise ConfigError(
             f"{spec.at('metric.goal')}: the study {study.study_name!r} in {spec.storage} is there already, and its "
@@ -303,6 +304,7 @@ def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> 
 
     asked: set[int] = set()
     try:
+        # A failed trial does not end a sweep by itself, so every Exception is caught: the observer decides.
         study.optimize(
             _objective(request, asked.add),
             n_trials=num_left,

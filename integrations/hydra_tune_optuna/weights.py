@@ -69,6 +69,7 @@ def _check_dir(path: object) -> None:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"weights_dir must be the path of a folder, not {path!r}")
     there = Path(os.fspath(path)).absolute()
+    # The folder may be made later: its nearest existing parent must be a writable folder.
     while not there.exists():
         there = there.parent
     if not there.is_dir():
@@ -237,6 +238,7 @@ def kept_weights(study: Study, weights_dir: str | os.PathLike[str] | None = None
     found: dict[int, tuple[Values, Path]] = {}
     for folder in _folders(study, weights_dir):
         for number, values in kept_trials(folder).items():
+            # The first folder wins: recorded places come before `weights_dir`.
             found.setdefault(number, (values, weights_file(folder, number)))
     rank = _Best(study.directions[0], 1).rank
     one = len(study.directions) == 1
@@ -287,6 +289,7 @@ def load_module(
     """
     frozen = _frozen(study, trial)
     path = _path_of(study, frozen, weights_dir)
+    # A copy, because an objective may change the trial, and the storage may share the object.
     task = build(copy.deepcopy(frozen))
     if not isinstance(task, TrainTask):
         raise WeightsError(

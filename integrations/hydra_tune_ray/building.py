@@ -66,5 +66,7 @@ def _takes_names(build: Build, config: Mapping[str, Any]) -> bool:
     ]
     if not positional or any(each.name in config for each in positional):
         return True
+    # One positional parameter takes the whole sample. Several can only be names, perhaps misspelt; the call's own error
+    # then tells.
     needed = [each for each in positional if each.default is each.empty and each.kind != each.VAR_POSITIONAL]
     return len(needed) > 1

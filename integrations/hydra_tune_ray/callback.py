@@ -48,5 +48,5 @@ class PoolCallback(Callback):
         trained = trial.get_trainable_cls()  # type: ignore[no-untyped-call]
         name = getattr(trained, "pools", self._pools.name)
         pools = self._pools if name == self._pools.name else Pools(name)
-        with contextlib.suppress(PoolError):  # pools that are gone have nothing to end
+        with contextlib.suppress(PoolError):  # closed pools have nothing to end
             pools.end_trial(trial.trial_id)

@@ -163,7 +163,7 @@ class Client:
         if isinstance(outcome, Over):
             self._check(outcome)
         elif outcome.line and self._is_here():
-            with contextlib.suppress(OSError):  # the node's processes may be in containers of their own
+            with contextlib.suppress(OSError):  # the pool may be in a container of its own, with other files
                 self._line = Line(outcome.line, _ANSWER_SECONDS)
 
     def _next_here(self) -> Outcome | None:

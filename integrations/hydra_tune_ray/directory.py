@@ -92,7 +92,7 @@ class Directory:
         Returns:
             The first error of a pool, or an empty text.
         """
-        self._busy = time.monotonic()  # a program that has found these pools is about to use them
+        self._busy = time.monotonic()  # a program that has found these pools will use the pools soon
         await self._start_missing()
         errors = await asyncio.gather(*self._starting.values())
         self._watch_nodes()
@@ -138,7 +138,7 @@ class Directory:
             key: at for key, at in known.placed.items() if key not in load.trials and known.seen - at < _PLACED_SECONDS
         }
         for key, (target, _) in load.leaving.items():
-            if target in self._pools:  # on its way it is in neither pool
+            if target in self._pools:  # on its way the trial is in neither pool's load
                 self._pools[target].placed[key] = known.seen
         self._remember(load)
         if load.trials:
@@ -234,7 +234,7 @@ class Directory:
 
     async def _start_missing(self) -> None:
         """Start missing pools, each in its own task: one start may take minutes."""
-        found = await asyncio.to_thread(device_nodes, self._plan.options)  # Ray may not answer now
+        found = await asyncio.to_thread(device_nodes, self._plan.options)  # off the event loop: Ray may not answer now
         self._draining = await asyncio.to_thread(draining_nodes)
         nodes = {f"{self._plan.name}:{node.node_id}": node for node in found}
         now = time.monotonic()
@@ -251,13 +251,14 @@ class Directory:
         """Start a pool; return the error, or an empty text."""
         actor = None
         try:
-            actor = await asyncio.to_thread(start_pool, self._place(name, node))  # Ray may not answer now
+            # Off the event loop: Ray may not answer now.
+            actor = await asyncio.to_thread(start_pool, self._place(name, node))
             error = await self._opened(node, actor)
         except asyncio.CancelledError:
             if actor is not None:
                 ray.kill(actor)
             raise
-        except (RayError, ValueError) as raised:  # the node has left at this very moment
+        except (RayError, ValueError) as raised:  # the node may have left just now
             error = str(raised)
         finally:
             self._starting.pop(name, None)

@@ -48,7 +48,7 @@ class LineServer:
             self._folder = tempfile.mkdtemp(prefix="hydra-tune-ray-")  # readable by this user only
             path = str(Path(self._folder) / "line")
             self._server = await asyncio.start_unix_server(self._serve, path)
-        except OSError as error:  # such as a path that is too long for a socket
+        except OSError as error:  # for example a path too long for a socket
             _LOGGER.info("Trials of this node ask by Ray, which takes longer, for no socket can be opened: %s", error)
         else:
             self.path = path

@@ -59,7 +59,7 @@ def draining_nodes() -> frozenset[str]:
     client = global_worker.gcs_client  # type: ignore[attr-defined]
     if hasattr(client, "get_draining_nodes"):
         return frozenset(map(str, client.get_draining_nodes(timeout=_ANSWER_SECONDS)))
-    return frozenset(map(str, state.get_draining_nodes()))  # earlier versions
+    return frozenset(map(str, state.get_draining_nodes()))  # older versions of Ray
 
 
 def no_devices(options: Mapping[str, Any]) -> str:

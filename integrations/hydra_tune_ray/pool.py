@@ -36,7 +36,7 @@ _PULSE_SECONDS = 0.5
 _MOVED_SECONDS = 30.0
 _END_SECONDS = 30.0
 _FETCH_SECONDS = 240.0
-_THREADS = 64  # nearly all of them wait; a build that hangs keeps one
+_THREADS = 64  # nearly all of them wait; a hanging build blocks only its own thread
 
 
 class NodePool:
@@ -269,7 +269,7 @@ class NodePool:
                 files = await asyncio.wait_for(copying, _FETCH_SECONDS)
             except Exception as error:  # noqa: BLE001 - whatever it is, the trial stays and goes on here
                 held.stay()
-                if self._trials.get(held.request.key) is held:  # else it was ended meanwhile
+                if self._trials.get(held.request.key) is held:  # otherwise the trial was ended meanwhile
                     _LOGGER.warning("%s stays where it is, for it cannot be copied: %s", held.request.name, told(error))
                     held.said = None
                     held.job.proceed()

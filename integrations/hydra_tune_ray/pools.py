@@ -195,6 +195,7 @@ def _check_opened(pools: Pools, start_seconds: float) -> None:
         ) from late
     except RayError as broken:
         raise PoolError(f"the pools could not be started: {broken}") from broken
+    # Errors of a pool arrive as text, because the driver may lack their classes.
     kind, _, text = error.partition(": ")
     if kind in ("ConfigError", "DeviceLostError"):
         raise ConfigError(text)
@@ -222,6 +223,7 @@ def _check(options: Mapping[str, Any], *, detached: bool, idle_seconds: object, 
         raise ConfigError(
             "detached pools outlive this program and keep their devices; say for how long with idle_seconds="
         )
+    # Fail here, with a clear message, rather than later in a remote process.
     for option, value in options.items():
         pickled(value, option)
 

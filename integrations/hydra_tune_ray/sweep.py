@@ -100,6 +100,7 @@ def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, se
         tune_config=tune.TuneConfig(
             metric=spec.metric,
             mode="min" if spec.goal == "minimize" else "max",
+            # Ray repeats a whole grid `num_samples` times.
             num_samples=1 if spec.method == "grid" else spec.run_cap or 1,
             scheduler=scheduler,
             search_alg=search,

@@ -168,6 +168,7 @@ class PoolTrainable(Trainable):
             return
         if before is not None:
             before.leave()
+        # Files go through the object store, because the client may send the request again.
         request = Begin(
             # A new key for every attempt, so that a late call of an earlier attempt cannot reach this one.
             trial_id=self.trial_id,
