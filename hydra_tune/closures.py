@@ -96,7 +96,7 @@ def _content(cell: CellType) -> Any:
 def _note(value: Any) -> tuple[object, str]:
     """Return a comparison key for a value, and the value in words."""
     if isinstance(value, _SIMPLE):
-        # The type is part of the key, for 1 == 1.0 == True.
+        # By repr, so that NaN equals itself, and 1 differs from True.
         return (type(value), repr(value)), _short(value)
     return id(value), f"an object of {type(value).__name__}"
 

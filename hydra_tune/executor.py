@@ -611,7 +611,6 @@ class HydraExecutor:
     def stats(self) -> PoolStats:
         """Return the pool's figures since its start; also works after `shutdown()`."""
         # Read without `_started()`, which raises after a shutdown: figures may be read after the end.
-        # Both under the lock, so that no pool can start after this point.
         pool = self._pool
         return (pool or self._started()).stats()
 
@@ -759,9 +758,10 @@ class HydraExecutor:
     def shutdown(self) -> None:
         """Cancel all unfinished jobs, wait for running units, and end all threads. May be called again."""
         with self._lock:
-            # Not under the lock from here on: ending the pool waits for units, and their code may call the executor.
+            # Both under the lock, so that no pool can start after this point.
             pool = self._pool
             self._is_shut_down = True
+        # Not under the lock: ending the pool waits for units, and their code may call the executor.
         if pool is not None:
             pool.shutdown()
         if self._isolated is not None:

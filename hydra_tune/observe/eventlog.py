@@ -215,12 +215,12 @@ class EventLog:
                 )
 
     def _append(self, record: tuple[Any, ...]) -> None:
-        # A racy read of the length: at worst a few records too many are kept, and no thread waits for a lock.
         buffer = self._buffer
         if self._is_full and record[0] in _DETAILS:
             with self._lock:
                 self.dropped[record[0]] += 1
             return
+        # A racy read of the length: at worst a few records too many are kept, and no thread waits for a lock.
         if len(buffer) >= self._room:
             with self._lock:
                 self.lost += 1

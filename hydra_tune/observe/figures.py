@@ -148,6 +148,7 @@ def run_figures(log: RunLog) -> RunFigures:
 
 def computing(log: RunLog, device: str) -> list[Span]:
     """Compute times of a device: spans in order, none of which touch."""
+    # A worker's own copies, and its waits for background copies, are no compute time.
     waits = [(wait.start_ns, wait.end_ns) for wait in log.waits if wait.by == device]
     waits += [(copy.start_ns, copy.end_ns) for copy in log.copies if copy.by == device]
     return _without([(unit.ready_ns, unit.end_ns) for unit in log.units if unit.device == device], waits)
@@ -155,7 +156,6 @@ def computing(log: RunLog, device: str) -> list[Span]:
 
 def _device(log: RunLog, name: str, makespan_ns: int) -> DeviceFigures:
     units = [unit for unit in log.units if unit.device == name]
-    # A worker's own copies, and its waits for background copies, are no compute time.
     copies = [copy for copy in log.copies if copy.device == name]
     spans = computing(log, name)
     computing_ns = sum(end - start for start, end in spans)

@@ -48,8 +48,8 @@ class LiveView(AbstractContextManager["LiveView"]):
         self._screen.paint(lines, size)
 
     def __enter__(self) -> Self:
-        # Draw once on this thread: an error of the first picture raises here, with the terminal restored.
         self._screen.open()
+        # Draw once on this thread: an error of the first picture raises here, with the terminal restored.
         try:
             self.refresh()
         except BaseException:

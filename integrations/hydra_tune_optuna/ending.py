@@ -28,7 +28,7 @@ def give_up(study: Study, trials: Iterable[Trial], error: BaseException) -> list
     Returns:
         Trials that could not be told.
     """
-    # Only an interrupt has a traceback worth logging: the caller raises every other error itself.
+    # As Optuna does for a trial that Ctrl-C ends; any other error reaches the user with its own traceback.
     interrupt = error if isinstance(error, KeyboardInterrupt) else None
     reason = f"the search was ended by {error!r}" if interrupt is None else repr(interrupt)
     lost = []

@@ -161,8 +161,8 @@ class Directory:
             self._watching.cancel()
         starting = tuple(self._starting.values())
         for task in starting:
-            # A start under way kills its own actor on cancellation: wait for that, or the pool would outlive us.
             task.cancel()
+        # A cancelled start kills its own actor: wait for the start's end, or its pool would outlive the directory.
         await asyncio.gather(*starting, return_exceptions=True)
         pools, self._pools = self._pools, {}
         await asyncio.gather(*(_closed(known.actor) for known in pools.values()))

@@ -64,7 +64,7 @@ class Held:
         """Whether the trial can move now: it waits at a report, or has not begun."""
         if self.target is None or self.job is None:
             return False
-        # Reports were made before this pool's attempt: only a number equal to the request's means no report here.
+        # `number` counts on from earlier attempts: equal to the request's, the trial has made no report here.
         is_untouched = self.number == self.request.number and self.job.state == "queued"
         return isinstance(self.said, Report) or (self.said is None and is_untouched)
 

@@ -83,8 +83,8 @@ def _device_node(node_id: str, resources: Mapping[str, float], devices: str) -> 
         return _node(node_id, devices, 0, count if cpus else 0)
     some = _SOME.fullmatch(devices)
     if some is not None and gpus:
-        # "cuda:0/1" gives two devices of one GPU: reserve each GPU once.
         named = some[1].split(",")
+        # Several devices may share one GPU, which the pool reserves only once.
         return _node(node_id, devices, len({each.partition("/")[0] for each in named}), len(named))
     return _node(node_id, devices, gpus, gpus)  # the pool refuses a meaningless text, with the reason
 

@@ -170,8 +170,8 @@ class PoolTrainable(Trainable):
             before.leave()
         # Files go through the object store, because the client may send the request again.
         request = Begin(
-            # A new key for every attempt, so that a late call of an earlier attempt cannot reach this one.
             trial_id=self.trial_id,
+            # A new key for every attempt, so that a late call of an earlier attempt cannot reach this one.
             key=f"{self.trial_id}-{uuid.uuid4().hex[:8]}",
             name=self.trial_name,
             build=self.settings.build,
