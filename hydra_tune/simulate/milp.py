@@ -37,7 +37,7 @@ def milp_schedule(
 
     Source:
         HYDRA (Nagrecha and Kumar), section 5.3.1, constraints (a) to (f), notation of Table 1: X start times, S
-            durations, Y the order of two units, U a large number, C the makespan.
+        durations, Y the order of two units, U a large number, C the makespan.
 
     Differs:
         As printed the program has no solution. With only the first of these repairs every unit occupies every device,
