@@ -1,5 +1,6 @@
 """Checks that a tested version of Ray is installed, before any import of Ray."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -41,8 +42,7 @@ def check_tune() -> Iterator[None]:
 
 
 def _parsed(text: str) -> tuple[int, ...]:
-    parts = text.split(".")[:2]
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))  # of 2.57rc1, 2 and 57
 
 
 def _text(parts: tuple[int, ...]) -> str:

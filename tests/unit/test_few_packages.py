@@ -20,7 +20,16 @@ for name in ("click", "yaml", "pydantic", "optuna", "ray", "sklearn", "ortools",
 """
 
 PROGRAM = """
+import random
+
+import numpy
 import torch
+
+def streams():
+    return repr((random.getstate(), numpy.random.get_state(), torch.get_rng_state().tolist()))
+
+random.seed(7), numpy.random.seed(7), torch.manual_seed(7)
+before = streams()
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 
 task = TrainTask(
@@ -34,6 +43,7 @@ with HydraExecutor(devices="cpu:1", device_memory="1MiB", host_memory="1GiB", nu
 if result.error is not None:
     raise result.error
 assert result.num_shards == 2
+assert streams() == before, "neither the imports nor the pool may draw from the script's own random streams"
 assert result.metrics == train_plain(task).metrics
 print("trained")
 """
