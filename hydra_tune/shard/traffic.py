@@ -235,6 +235,10 @@ class _Device:
         if following:
             self._send(following, pinned)
         self._free_bytes += unit.workspace_bytes
+        self._apply(unit)
+
+    def _apply(self, unit: PlayedUnit) -> None:
+        """Apply the results of a unit."""
         for block in unit.makes:
             self._add(block, dirty=True)
         for block in unit.changes:
