@@ -1,1 +1,1 @@
-"""Devices: where shard units run. One protocol, two real kinds, and what is found on this machine."""
+"""Devices that run shard units: a protocol, two real implementations, and the discovery of this machine's devices."""

@@ -1,4 +1,4 @@
-"""How much of a GPU the caching allocator may take: what the devices open there may together, and then as much as before."""
+"""Cap of the caching allocator on each GPU: the sum of the open devices' shares, and the user's old cap afterwards."""
 
 import threading
 from collections.abc import Callable
@@ -7,26 +7,27 @@ from contextlib import suppress
 import torch
 
 _LOCK = threading.Lock()
-_BEFORE: dict[int, float] = {}  # by GPU: the part of its memory that the user has left to torch
-_HELD: dict[int, list[float]] = {}  # by GPU: the part of each device that is open there
+_BEFORE: dict[int, float] = {}  # by GPU: the memory fraction that the user had set for torch
+_HELD: dict[int, list[float]] = {}  # by GPU: the memory fraction of each open device
 
 
 def is_alone(index: int) -> bool:
-    """Whether one device is open on a GPU, of all pools of the process."""
+    """Return whether exactly one device is open on a GPU, over all pools of the process."""
     return len(_HELD.get(index, ())) == 1
 
 
 def capped(index: int, fraction: float) -> Callable[[], None]:
-    """Hold a GPU's allocator to the part of one device more.
+    """Raise a GPU's allocator cap by the share of a further device.
 
     Args:
-        index: of the GPU.
-        fraction: of its memory, for this device.
+        index: index of the GPU.
+        fraction: the device's fraction of the GPU's memory.
 
     Returns:
-        To be called when the device is closed; once counts.
+        A function to call when the device is closed; only the first call has an effect.
     """
     with _LOCK:
+        # The first device on the GPU: the user's cap is restored after the last one is closed.
         if not _HELD.get(index):
             _BEFORE[index] = torch.cuda.get_per_process_memory_fraction(index)
         held = _HELD.setdefault(index, [])
@@ -40,7 +41,7 @@ def capped(index: int, fraction: float) -> Callable[[], None]:
                 return
             is_open.clear()
             held.remove(fraction)
-            with suppress(RuntimeError):  # of a GPU that is lost
+            with suppress(RuntimeError):  # raised by a lost GPU
                 torch.cuda.set_per_process_memory_fraction(min(1.0, sum(held)) if held else _BEFORE[index], index)
 
     return closed

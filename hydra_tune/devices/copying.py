@@ -1,12 +1,12 @@
-"""The copy threads that every device has: one that somebody always waits for, and some for copies in the background.
+"""Copy threads of a device: a thread for awaited copies, and threads for background copies.
 
-Beside them is a thread for work on the host that goes on while the device computes (`HostThread`).
+In addition, a `HostThread` computes on the host while the device computes.
 
-Note: copies in the background. What is waited for anyway (`CopyThread`) never stands in line behind what is not: background
-copies have threads of their own, one for each direction that the device can copy in at once, and the copies of a direction
-are made in the order in which they were asked for. The copy owns its tensors until it is over, and lets go of them before it
-says so: whoever frees memory after that frees it really. A thread that copies takes no lock of anybody's, so a copy ends
-whatever its waiters hold.
+Note: background copies. An awaited copy (`CopyThread`) never queues behind a copy that nobody waits for: background
+copies have threads of their own, a thread for each direction in which the device can copy at the same time. Copies of
+the same direction run in the order of the requests. A copy holds references to its tensors until its end, and drops the
+references before it reports the end, so a caller who then drops its own references really frees the memory. A copying
+thread takes no other component's lock, so a copy ends no matter which locks its waiters hold.
 """
 
 import threading
@@ -26,21 +26,24 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 
 class CopyThread:
-    """One thread that owns a device's host memory and does its copies, in order.
+    """A thread that owns a device's host memory and makes awaited copies in order.
 
     Args:
-        name: of the device, for the thread's name.
-        setup: run once on the thread, e.g. to choose the CUDA device.
+        name: name of the device, for the thread's name.
+        setup: function to run once on the thread, e.g. to choose the CUDA device.
     """
 
     def __init__(self, name: str, setup: Callable[[], None] | None = None) -> None:
         self._pool = ThreadPoolExecutor(1, f"hydra-copy-{name}", initializer=_start, initargs=(setup,))
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run a function on the thread; returns its result or raises its exception.
+        """Run a function on the thread; return the result or raise the exception.
 
-        The thread has let go of the function by then, and of the tensors that it holds: whoever frees them frees them really.
+        On return, the thread no longer refers to the function or to its tensors, so the caller can really free the
+        tensors.
         """
+        # `pop` hands the only reference over: the executor's work item may outlive `result()` and would keep the
+        # tensors alive.
         held = [function]
 
         def run() -> T:
@@ -49,18 +52,18 @@ class CopyThread:
         return self._pool.submit(run).result()
 
     def close(self) -> None:
-        """Finish what was asked for and end the thread."""
+        """Finish all requests and end the thread."""
         self._pool.shutdown(wait=True)
 
 
 class Copy:
-    """A copy in the background.
+    """A background copy.
 
     Args:
-        pairs: what to copy; held until it is over.
+        pairs: sources and targets; held until the end of the copy.
 
     Attributes:
-        began_ns, ended_ns: when it was made, by the clock of `time.perf_counter_ns`; 0 until then.
+        began_ns, ended_ns: begin and end of the copy, by the clock of `time.perf_counter_ns`; 0 before.
     """
 
     def __init__(self, pairs: Pairs) -> None:
@@ -71,12 +74,12 @@ class Copy:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is done, has failed, or will never begin."""
+        """Whether the copy is done, has failed, or will never begin."""
         assert self._future is not None
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Have it never begin; False if it has, and has to be waited for."""
+        """Cancel the copy before its begin; return False for a copy that has begun, and has to be awaited."""
         assert self._future is not None
         if not self._future.cancel():
             return False
@@ -84,26 +87,27 @@ class Copy:
         return True
 
     def wait(self) -> None:
-        """Wait until it is over; raises what it has raised."""
+        """Wait for the end of the copy; raise the copy's exception, if any."""
         assert self._future is not None
         self._future.result()
 
     def wait_quietly(self) -> bool:
-        """Wait until it is over, however it ends; returns whether it was made."""
+        """Wait for the end of the copy without raising; return whether the copy was made."""
         assert self._future is not None
         return self._future.exception() is None
 
     def start(self, pool: ThreadPoolExecutor, make: Callable[[Pairs], None]) -> None:
-        """Have it made on a thread, after what was asked for before."""
+        """Queue the copy on a thread, after all earlier requests."""
         self._future = pool.submit(self._run, make)
 
     def _run(self, make: Callable[[Pairs], None]) -> None:
+        # The references have to be gone before the future is done (note above).
         pairs, self._pairs = self._pairs, ()
         self.began_ns = time.perf_counter_ns()
         try:
             make(pairs)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # which hold the tensors
+            traceback.clear_frames(error.__traceback__)  # the frames hold the tensors
             raise
         finally:
             self.ended_ns = time.perf_counter_ns()
@@ -111,51 +115,51 @@ class Copy:
 
 
 class BackgroundCopies:
-    """One thread whose copies nobody waits for, unless he needs just that one.
+    """A thread for copies that nobody waits for, except a caller in need of a particular copy.
 
     Args:
-        name: of the device, for the thread's name.
-        setup: run once on the thread.
+        name: name of the device, for the thread's name.
+        setup: function to run once on the thread.
     """
 
     def __init__(self, name: str, setup: Callable[[], None] | None = None) -> None:
         self._pool = ThreadPoolExecutor(1, f"hydra-ahead-{name}", initializer=_start, initargs=(setup,))
 
     def start(self, pairs: Pairs, make: Callable[[Pairs], None]) -> Copy:
-        """Copy some pairs when all that was asked for before is over; `make` returns when they are copied."""
+        """Copy pairs after all earlier requests; `make` returns when the pairs are copied."""
         copy = Copy(pairs)
         copy.start(self._pool, make)
         return copy
 
     def close(self) -> None:
-        """Finish what has begun, forget the rest, and end the thread."""
+        """Finish the running copy, drop the others, and end the thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class HostThread:
-    """One thread that computes on the host while its device goes on; made when it is first asked.
+    """A thread that computes on the host beside its device; started at the first request.
 
     Args:
-        name: of the device, for the thread's name.
+        name: name of the device, for the thread's name.
     """
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, f"hydra-host-{name}", initializer=_start, initargs=(None,))
 
     def start(self, function: Callable[[], None]) -> Future[None]:
-        """Have a function run after those that were asked for before."""
+        """Run a function after all earlier functions."""
         return self._pool.submit(function)
 
     def close(self) -> None:
-        """Finish what was asked for and end the thread."""
+        """Finish all requests and end the thread."""
         self._pool.shutdown(wait=True)
 
 
 class Link:
-    """A link of a given bandwidth, which one copy has at a time; one that is waited for goes first.
+    """A simulated link of limited bandwidth for one copy at a time; awaited copies go first.
 
     Args:
-        bytes_per_second: what it takes.
+        bytes_per_second: bandwidth in bytes per second.
     """
 
     def __init__(self, bytes_per_second: float) -> None:
@@ -165,7 +169,7 @@ class Link:
         self._num_waited_for = 0
 
     def send(self, copy: Callable[[], None], nbytes: int, *, is_waited_for: bool) -> None:
-        """Make a copy, and have the link for as long as that many bytes need."""
+        """Make a copy, and occupy the link for as long as `nbytes` take at the link's bandwidth."""
         with self._changed:
             self._num_waited_for += is_waited_for
             self._changed.wait_for(lambda: not self._is_busy and (is_waited_for or not self._num_waited_for))
@@ -182,6 +186,7 @@ class Link:
 
 
 def _start(setup: Callable[[], None] | None) -> None:
+    # A copy on several intra-op threads would take cores from the devices' workers.
     torch.set_num_threads(1)
     if setup is not None:
         setup()

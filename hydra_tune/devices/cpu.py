@@ -1,14 +1,15 @@
-"""`CpuDevice`: a virtual accelerator on the CPU, with a memory budget of its own and copies that really copy.
+"""`CpuDevice`: a virtual accelerator on the CPU, with its own memory budget and with real copies.
 
-Everything above devices is the same code as on a GPU, so the whole system runs, and is tested, without one.
+All code above the devices is the same as on a GPU, so the whole system runs, and is tested, without a GPU.
 
-Note: links. A device whose link is slowed down has one link for all of its copies. A copy from another device goes out on that
-one's link and comes in on its own, at the same time: it has both for as long as the slower one needs. Links are taken in one
-order everywhere, so that two devices that copy from each other do not wait for each other.
+Note: links. A device with a limited link has a single link for all copies. A copy from another device occupies the
+source's outgoing link and the target's incoming link at the same time, for as long as the slower link needs. Every
+thread takes links in the same order, so two devices that copy from each other cannot deadlock.
 
-Note: who copies. A copy that is waited for is made by whoever waits: to wake another thread, and be woken by it on another core
-with cold caches, costs a small model a fifth of its step. No mode of torch's sees such a copy, so that nothing that follows
-operators (the pool's own count of what a model makes, or a mode of the user's) takes what is on the host for device memory.
+Note: copying threads. The waiting thread itself makes an awaited copy: waking another thread, and being woken by a
+thread on another core with cold caches, costs a small model a fifth of its step. No torch dispatch mode sees such a
+copy, so a mode that observes operators (the pool's count of a model's allocations, or a mode of the user) never takes
+host memory for device memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,14 +32,14 @@ from hydra_tune.older_torch import keep_cuda_guard
 
 T = TypeVar("T")
 
-CPU_ALIGNMENT = 64  # bytes; what torch's CPU allocator gives
+CPU_ALIGNMENT = 64  # bytes; alignment of torch's CPU allocator
 
 
 class DefaultCpuGenerator(MersennePositions):
-    """What operators on CPU devices draw from: torch's default generator, which all share, or the thread's own."""
+    """Generator of operators on CPU devices: the calling thread's own generator, or torch's default generator."""
 
     def get_state(self) -> Tensor:
-        """The state, as a host tensor."""
+        """Return the state as a host tensor."""
         own = own_generator()
         return torch.get_rng_state() if own is None else own.get_state()
 
@@ -51,27 +52,28 @@ class DefaultCpuGenerator(MersennePositions):
             own.set_state(state)
 
     def in_turn(self) -> AbstractContextManager[object]:
-        """Nothing to wait for: threads that work for trials draw from generators of their own."""
+        """Return an empty context, because threads that work for trials draw from their own generators."""
         return nullcontext()
 
 
 class CpuDevice:
-    """One CPU core as a device.
+    """A CPU core as a device.
 
     Args:
-        index: the number in its name.
-        budget_bytes: memory the pool may use on it.
-        link_bandwidth: bytes a second that its copies take, both ways together; None: as fast as they are.
+        index: number in the device's name.
+        budget_bytes: memory that the pool may use on the device, in bytes.
+        link_bandwidth: bytes per second of the device's copies, both directions together; None: not limited.
 
     Attributes:
         bandwidth: as given.
-        link: what slows its copies down, if anything does.
+        link: the simulated link, if the bandwidth is limited.
     """
 
     shares_generator = True
     is_host = True
 
     def __init__(self, index: int, budget_bytes: int, link_bandwidth: float | None = None) -> None:
+        # Has to run before any thread of the pool starts.
         keep_cuda_guard()
         keep_freed_memory(STEP_BYTES)
         self.name = f"cpu:{index}"
@@ -87,21 +89,21 @@ class CpuDevice:
 
     @property
     def keeps_tensors(self) -> bool:
-        """Yes, unless the device stands for one behind a link, over which everything has to come."""
+        """Whether the device computes on the host's tensors in place; False for a device behind a simulated link."""
         return self.link is None
 
     @contextmanager
     def worker(self) -> Iterator[None]:
-        """One intra-op thread: more would change the last bits of results, and devices are to run side by side."""
+        """Set one intra-op thread: more threads would change the last bits of results, and devices run side by side."""
         torch.set_num_threads(1)
         yield
 
     def empty(self, nbytes: int) -> Tensor:
-        """Uninitialised device memory, uint8."""
+        """Allocate uninitialised device memory, uint8."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def host_empty(self, nbytes: int) -> Tensor:
-        """Uninitialised host memory, uint8."""
+        """Allocate uninitialised host memory, uint8."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def on_host(self, function: Callable[[], T]) -> T:
@@ -121,37 +123,37 @@ class CpuDevice:
         self._send(pairs, is_waited_for=True)
 
     def start_load(self, pairs: Pairs) -> Copy:
-        """Copy host to device, in the background."""
+        """Copy host to device in the background."""
         return self._ahead.start(pairs, lambda found: self._send(found, is_waited_for=False))
 
     def start_spill(self, pairs: Pairs) -> Copy:
-        """Copy device to host, in the background."""
+        """Copy device to host in the background."""
         return self._ahead.start(pairs, lambda found: self._send(found, is_waited_for=False))
 
     def reach(self, source: Device) -> Reach:
-        """Memory is memory: no nearer than the host's."""
+        """Return `LINK` for another CPU device: its memory is no nearer than the host's."""
         return Reach.LINK if isinstance(source, CpuDevice) else Reach.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
-        """Copy from another CPU device's memory, over both links at once."""
+        """Copy from another CPU device's memory, over both links at the same time."""
         self._take(source, pairs, is_waited_for=True)
 
     def start_take_over(self, source: Device, pairs: Pairs) -> Copy:
-        """Copy from another CPU device's memory, in the background."""
+        """Copy from another CPU device's memory in the background."""
         return self._ahead.start(pairs, lambda found: self._take(source, found, is_waited_for=False))
 
     def synchronize(self) -> None:
-        """Nothing is ever pending: CPU operators are done when they return."""
+        """Do nothing: CPU operators are complete when they return."""
 
     def stopwatch(self) -> WallStopwatch:
-        """By the host's clock."""
+        """Return a stopwatch on the host's clock."""
         return WallStopwatch()
 
     def unit_memory(self) -> None:
-        """Libraries have the host's memory."""
+        """Return None: libraries use the host's memory, outside the budget."""
 
     def reclaim(self) -> int:
-        """Nothing is kept: what is free of the host's memory."""
+        """Return the host's free memory in bytes; there is no allocator cache to give back."""
         return int(psutil.virtual_memory().available)
 
     def close(self) -> None:
@@ -165,12 +167,13 @@ class CpuDevice:
 
     def _take(self, source: Device, pairs: Pairs, *, is_waited_for: bool) -> None:
         assert isinstance(source, CpuDevice), "not in reach"
+        # Sorted by id, the same order on every thread: two devices that copy from each other cannot deadlock.
         links = sorted({link for link in (source.link, self.link) if link is not None}, key=id)
         _over(links, pairs, is_waited_for=is_waited_for)
 
 
 def _over(links: Sequence[Link], pairs: Pairs, *, is_waited_for: bool) -> None:
-    """Copy, and have all of these links meanwhile, taken in their order."""
+    """Copy while all given links are occupied, taken in the given order."""
     copy, nbytes = partial(_copy, pairs), sum(target.nbytes for _, target in pairs)
     for link in reversed(links):
         copy = partial(link.send, copy, nbytes, is_waited_for=is_waited_for)

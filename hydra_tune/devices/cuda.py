@@ -1,36 +1,39 @@
-"""`CudaDevice`: one GPU, or a part of one: several devices may lie on one GPU, each with streams and a budget of its own.
+"""`CudaDevice`: a GPU, or a part of a GPU. Several devices may share a GPU, each with its own streams and budget.
 
-Note: stream order. The worker thread computes on one stream, loads run on another and spills on a third, so that both go on
-beside what computes. Events alone put them in order; nobody waits for the whole device. Each copy, made on a copy thread,
-first has its stream wait for an event that was recorded on the compute stream when the copy was asked for. For a load that is
-because the caching allocator may hand out memory whose last reader is still queued there; for a spill, because what is spilled
-may still be written there. Work that the worker starts later is not waited for: that is what the copy runs beside. Behind a
-copy an event is recorded on its stream, and the copy thread waits for that event on the host. So a copy is over when its
-bytes are there, and whoever starts work on them then need not order it behind the copy's stream any more.
-`benchmarks/stream_deletions.py` deletes these waits one at a time, and says which of them a test would miss.
+Note: stream order. The worker thread computes on a compute stream. Loads run on a second stream and spills on a third,
+so both overlap with compute. Only events order the streams; no thread waits for the whole GPU. At the request for a
+copy, an event is recorded on the compute stream. The copy thread first makes the copy's stream wait for this event. A
+load needs the wait because the caching allocator may hand out memory with a reader still queued on the compute stream;
+a spill needs the wait because queued work may still write the source. The copy does not wait for work that the worker
+starts later, and overlaps with that work. After the copy, the copy thread records an event on the copy's stream and
+waits for the event on the host. A copy is therefore over only when its bytes have arrived, and later work needs no
+ordering against the copy's stream. `benchmarks/stream_deletions.py` deletes these waits one at a time, and reports
+which deletions a test would miss.
 
-Note: lifetimes. All device memory is allocated on the worker thread with the compute stream current, so it belongs to the
-compute stream, and the allocator may give it to that stream's next work as soon as nobody refers to it. The copy streams work
-on it too, unknown to the allocator: so a copy refers to its tensors until it is over (`Copy`), and the pager frees a block
-that is on its way only when its copy is over or was never begun. No `record_stream` is needed, and none is wanted: with it
-memory would come back at a time that nobody can tell. Host memory is pinned; it is referred to in the same way.
+Note: lifetimes. The worker thread allocates all device memory while the compute stream is current. So the memory
+belongs to the compute stream, and the allocator may give the memory to that stream's next work as soon as the last
+reference is gone. The allocator does not know that the copy streams use the memory, too. Therefore a copy holds
+references to its tensors until its end (`Copy`), and the pager frees a block in transit only after the copy has ended
+or was cancelled before its begin. `record_stream` is unnecessary, and undesirable: with `record_stream`, the time at
+which memory comes back is unpredictable. Host memory is pinned, and references protect host memory in the same way.
 
-Note: from GPU to GPU. What is taken over from another GPU is copied by the GPUs themselves, over NVLink or PCIe, where they can
-access each other's memory. Torch makes such a copy on the stream that is current for the source's GPU, with a barrier before
-and after it to the one that is current for the target's: the source's outward stream and the target's inward stream, so that
-it is in line with what leaves the one and what comes to the other. Before it both wait for the compute streams of both devices:
-the source may still be written there, and the memory of the target still be read. It is waited for on the host, by a copy
-thread of the target's, so that neither source nor target is given up before it is over. Between devices on one GPU it is a copy
-within its memory, on the target's inward stream alone. In the background it is ordered alike, and asked for before the source's
-device has more to compute on it: whoever has waits for the copy first.
+Note: from GPU to GPU. GPUs that can access each other's memory copy a takeover directly, over NVLink or PCIe. Torch
+makes such a copy on the current stream of the source's GPU, with barriers before and after against the current stream
+of the target's GPU. The current streams are the source's outward stream and the target's inward stream, which orders
+the copy with everything that leaves the source and reaches the target. Before the copy, both streams wait for both
+devices' compute streams, because queued work may still write the source or read the target's memory. A copy thread of
+the target waits for the copy on the host, so neither source nor target is released before the copy's end. Between
+devices on the same GPU, the copy stays within the GPU's memory and runs on the target's inward stream alone. A
+background takeover is ordered in the same way, and is requested before the source's device has more to compute on the
+block; a unit that needs the block on the source's device waits for the copy first.
 
-Note: several devices on one GPU. They have the caching allocator in common, whose cap is the sum of their budgets; each one's
-memory belongs to its own compute stream. They also have the GPU's default generator in common: whoever sets it, draws, and
-reads it again does so in turn.
+Note: several devices on a GPU. The devices share the caching allocator, whose cap is the sum of their budgets; each
+device's memory belongs to its own compute stream. The devices also share the GPU's default generator: a thread that
+sets the generator, draws, and reads the state again holds the generator's turn.
 
-Note: what is for one at a time. Emptying the caching allocator is a thing of the whole process, all GPUs and streams, and fails
-while any thread records a CUDA graph; so does waiting for all of a GPU (`exclusive_allocator`). Lock order: the turn with a
-generator, then this.
+Note: exclusive operations. Emptying the caching allocator affects all GPUs and streams of the process, and fails while
+any thread records a CUDA graph; waiting for a whole GPU fails likewise (`exclusive_allocator`). Lock order: the turn
+with a generator, then `exclusive_allocator`.
 """
 
 import threading
@@ -51,14 +54,14 @@ from hydra_tune.devices.stopwatch import CudaStopwatch
 
 T = TypeVar("T")
 
-CUDA_ALIGNMENT = 512  # bytes; what torch's caching allocator gives
+CUDA_ALIGNMENT = 512  # bytes; alignment of torch's caching allocator
 
-_TURNS: dict[int, threading.RLock] = {}  # by GPU: who draws from its default generator
+_TURNS: dict[int, threading.RLock] = {}  # by GPU: lock for draws from the default generator
 _EMPTYING = threading.RLock()
 
 
 def exclusive_allocator() -> AbstractContextManager[object]:
-    """Entered around what must not go on while another thread empties the allocator, or records a CUDA graph."""
+    """Return the lock around work that must not overlap with emptying the allocator or recording a CUDA graph."""
     return _EMPTYING
 
 
@@ -70,7 +73,7 @@ class CudaGenerator(PhiloxPositions):
         self._turn = _TURNS.setdefault(device.index, threading.RLock())
 
     def get_state(self) -> Tensor:
-        """The state, as a host tensor."""
+        """Return the state as a host tensor."""
         return torch.cuda.get_rng_state(self._device)
 
     def set_state(self, state: Tensor) -> None:
@@ -78,25 +81,25 @@ class CudaGenerator(PhiloxPositions):
         torch.cuda.set_rng_state(state, self._device)
 
     def in_turn(self) -> AbstractContextManager[object]:
-        """One thread at a time on a GPU; it may enter again within."""
+        """Return the GPU's reentrant lock for draws."""
         return self._turn
 
 
 class CudaDevice:
-    """One GPU, or a part of one.
+    """A GPU, or a part of a GPU.
 
     Args:
-        index: as CUDA counts them.
-        budget_bytes: memory the pool may use on it; the caching allocator is held to it.
-        part: its number among several devices on this GPU; None: it is the only one.
-        closed: called when it is closed; may be called again.
-        gives_back: whether the budget may grow where libraries need less than was left to them.
+        index: index of the GPU, as CUDA counts.
+        budget_bytes: memory that the pool may use on the device, in bytes; the caching allocator is capped accordingly.
+        part: number among several devices on the same GPU; None: the only device.
+        closed: function to call when the device is closed; further calls must be harmless.
+        gives_back: whether the budget may grow where libraries need less memory than reserved.
 
     Attributes:
-        outward: the stream of copies that leave its memory.
+        outward: the stream of copies that leave the device's memory.
     """
 
-    shares_generator = False  # each draws from its GPU's, in turn
+    shares_generator = False  # devices draw from their GPU's generator, in turn
     is_host = False
     keeps_tensors = False
 
@@ -126,18 +129,19 @@ class CudaDevice:
 
     @contextmanager
     def worker(self) -> Iterator[None]:
-        """The compute stream is current for the worker's whole life."""
+        """Make the compute stream current for the worker's whole life."""
         torch.set_num_threads(1)
         with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute):
             yield
+            # The last unit's work may still be queued when the unit has returned to the host.
             self._compute.synchronize()
 
     def empty(self, nbytes: int) -> Tensor:
-        """Uninitialised device memory, uint8."""
+        """Allocate uninitialised device memory, uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def host_empty(self, nbytes: int) -> Tensor:
-        """Uninitialised pinned memory, uint8: only pinned memory is copied by the GPU itself."""
+        """Allocate uninitialised pinned memory, uint8: a GPU copies asynchronously only to and from pinned memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def on_host(self, function: Callable[[], T]) -> T:
@@ -159,17 +163,17 @@ class CudaDevice:
         self._copies.run(lambda: _copy(pairs, self.outward, ready))
 
     def start_load(self, pairs: Pairs) -> Copy:
-        """Copy host to device, in the background."""
+        """Copy host to device in the background."""
         ready = self.computed()
         return self._loads.start(pairs, lambda found: _copy(found, self._inward, ready))
 
     def start_spill(self, pairs: Pairs) -> Copy:
-        """Copy device to host, in the background."""
+        """Copy device to host in the background."""
         ready = self.computed()
         return self._spills.start(pairs, lambda found: _copy(found, self.outward, ready))
 
     def reach(self, source: Device) -> Reach:
-        """Near is where a GPU, here the source's, can write to the other one's memory itself."""
+        """Return `NEAR` if the source's GPU can write to this GPU's memory itself."""
         if not isinstance(source, CudaDevice):
             return Reach.NONE
         here, there = self.torch_device, source.torch_device
@@ -182,7 +186,7 @@ class CudaDevice:
         self._copies.run(lambda: copy(pairs))
 
     def start_take_over(self, source: Device, pairs: Pairs) -> Copy:
-        """Copy from another device's memory, in the background."""
+        """Copy from another device's memory in the background."""
         return self._loads.start(pairs, self._copy_from(source))
 
     def synchronize(self) -> None:
@@ -190,18 +194,24 @@ class CudaDevice:
         self._compute.synchronize()
 
     def stopwatch(self) -> CudaStopwatch:
-        """By events on the compute stream, which is the worker's current one."""
+        """Return a stopwatch on events of the compute stream, which is the worker's current stream."""
         return CudaStopwatch(self.torch_device)
 
     def unit_memory(self) -> CudaLibraries | None:
-        """By the allocator's figures, which several devices on a GPU have in common."""
+        """Start measuring by the allocator's statistics.
+
+        Return None where several devices share the GPU, and so the statistics.
+        """
         if not is_alone(self.torch_device.index):
             return None
         self._libraries.begin()
         return self._libraries
 
     def reclaim(self) -> int:
-        """Empty the caching allocators: segments that no tensor lies in go, and come back in other sizes; pinned memory too."""
+        """Empty the caching allocators of the GPU and of pinned memory; return the GPU's free bytes.
+
+        Unused segments go back to the system, and may return in other sizes.
+        """
         self._compute.synchronize()
         with exclusive_allocator():
             torch.cuda.empty_cache()
@@ -218,7 +228,10 @@ class CudaDevice:
         self._closed()
 
     def _copy_from(self, source: Device) -> Callable[[Pairs], None]:
-        """Copies what another device has computed by now to memory that is free here by now."""
+        """Return the function that copies finished work of another device to memory that is free here.
+
+        Both events are recorded now, at the request.
+        """
         assert isinstance(source, CudaDevice), "not in reach"
         ready = [source.computed(), self.computed()]
         beside = () if source.torch_device == self.torch_device else (source.outward,)
@@ -228,30 +241,32 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
 
     def computed(self) -> torch.cuda.Event:
-        """What is queued on the compute stream by now."""
+        """Record an event behind all work now queued on the compute stream."""
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(self._compute)
         return ready
 
 
 def cuda_name(index: int, part: int | None) -> str:
-    """What a device is called."""
+    """Return the name of a device."""
     return f"cuda:{index}" if part is None else f"cuda:{index}/{part}"
 
 
 def _copy(
     pairs: Pairs, stream: torch.cuda.Stream, *ready: torch.cuda.Event, beside: Sequence[torch.cuda.Stream] = ()
 ) -> None:
-    """Copy on a stream, behind events, and wait for it.
+    """Copy on a stream, after the given events, and wait for the end.
 
     Args:
-        pairs: what to copy.
-        stream: on which.
-        ready: what it waits for.
-        beside: streams to be current on other GPUs meanwhile.
+        pairs: sources and targets.
+        stream: the stream of the copy.
+        ready: events that the copy waits for.
+        beside: streams to make current on other GPUs meanwhile.
     """
+    # Blocking: the waiting copy thread sleeps instead of spinning on a core that the trials' own code needs.
     copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with ExitStack() as current:
+        # The copy's own stream comes last: it has to be the current stream of the current GPU.
         for one in (*beside, stream):
             current.enter_context(torch.cuda.stream(one))
             for event in ready:

@@ -1,28 +1,30 @@
-"""Work of a GPU recorded as a CUDA graph. Knows nothing of what it is that is recorded.
+"""Recording of GPU work as a CUDA graph, independent of the recorded work.
 
-Note: stream order. What is recorded runs twice before, on a stream that nothing else runs on, so that libraries have chosen
-their kernels and have the workspaces that they keep for this stream, which the graph uses from then on. That stream waits for
-what the current one has been asked for, and the current one for it. It is taken from the streams of high priority, for torch
-gives its few streams out again and again: another of the ordinary ones might be one that copies run on, and a copy that is
-asked for while its stream is recorded becomes part of the graph. (The graph's kernels keep that priority.) A replay is
-launched on the current stream, in line with what is before and after it there. Before a graph is given up that stream is
-waited for, since a replay may be queued still.
+Note: stream order. Before the recording, the work runs twice on a stream used for nothing else. In these runs,
+libraries choose their kernels and allocate the workspaces that they keep for the stream; the graph uses the same
+workspaces. The recording stream waits for all work requested on the current stream, and the current stream then waits
+for the recording stream. The recording stream is a high-priority stream, because torch reuses its few streams: an
+ordinary stream might be the same as a copy stream, and a copy requested during the recording would become part of the
+graph. (The graph's kernels keep the high priority.) A replay runs on the current stream, in order with the work before
+and after. `CudaRecording.drop` waits for that stream, since a replay may still be queued.
 
-Note: what is not allowed while a graph is recorded. The recording thread must not wait for the GPU, ask values of it, copy
-from or to memory that is not pinned, or draw from a generator that the graph does not know: CUDA raises an error then, and
-who records does without. Other threads go on (`thread_local`): copy threads wait for events of their own streams, and make
-pinned memory. But nobody may empty the caching allocator meanwhile, or wait for the whole GPU (`exclusive_allocator`), nor
-draw from its default generator, which counts what the graph draws as long as one is recorded; so it is the recording
-thread's turn with that. A replay moves the generator on as well, and has its turn. Whoever records or replays within a unit
-has taken that turn before the capture gate (`fusion/steps.py`), as whoever draws has.
+Note: restrictions during a recording. The recording thread must not wait for the GPU, read values from the GPU, copy
+from or to unpinned memory, or draw from a generator unknown to the graph. CUDA raises an error in these cases, and the
+caller does without a graph. Other threads continue (`thread_local`): copy threads wait for events of their own streams,
+and allocate pinned memory. During a recording, no thread may empty the caching allocator or wait for the whole GPU
+(`exclusive_allocator`). Nor may another thread draw from the GPU's default generator, which counts the graph's draws
+during a recording, so the recording thread holds the generator's turn. A replay advances the generator, too, and holds
+the turn. A thread that records or replays within a unit takes the turn before the capture gate (`fusion/steps.py`),
+like every thread that draws.
 
-Note: what fails. Torch ends a recording that has failed with an error before it has told anybody: the capture's stream stays
-the current one, all allocations go on as if a graph were recorded, so that memory is never given back, and nobody can draw
-from the default generator. So here a recording is ended step by step, and after a failure each of these is set right; the last
-by another recording, of nothing that counts, for nothing else tells the generator that none is under way.
+Note: failures. If a recording fails, torch ends the recording with an error before telling its other components about
+the end: the capture's stream stays current, all allocations continue as if a graph were being recorded, so memory is
+never given back, and no thread can draw from the default generator. Therefore the recording is ended step by step here,
+and a failure is followed by the repair of each of these states. The generator needs another, empty recording, because
+only a successful recording tells the generator that none is under way.
 
-Note: memory. What is allocated while recording lies in a pool of the graph's own, which nobody else is given memory of until
-the graph is gone.
+Note: memory. Allocations during a recording lie in a pool of the graph's own. The allocator gives no memory of this
+pool to others until the graph is dropped.
 """
 
 import threading
@@ -38,19 +40,19 @@ _WARM_UPS = 2
 _MODE = "thread_local"
 _HIGH = -1  # priority of a stream
 
-_STREAMS: dict[int, torch.cuda.Stream] = {}  # of each GPU, to record on
+_STREAMS: dict[int, torch.cuda.Stream] = {}  # by GPU: the stream for recordings
 _MAKING = threading.Lock()
-_FAILED: list[torch.cuda.CUDAGraph] = []  # the allocator's and the generator's notes of them point there for ever
+_FAILED: list[torch.cuda.CUDAGraph] = []  # kept alive: allocator and generator keep pointers to failed graphs for ever
 
 
 class CudaRecording:
     """A graph, as of `fusion.captures.Recording`.
 
     Args:
-        graph: recorded.
-        stream: that it is replayed on.
-        outputs: what it writes.
-        nbytes: of its pool.
+        graph: the recorded graph.
+        stream: the stream of the replays.
+        outputs: tensors that the graph writes.
+        nbytes: size of the graph's memory pool in bytes.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class CudaRecording:
         self._stream = stream
 
     def replay(self) -> None:
-        """Launch it on the stream that was current when it was recorded; that has to be current still."""
-        with CudaGenerator(self._stream.device).in_turn():  # which each replay moves on, if only by nothing
+        """Launch the graph on the stream that was current at the recording, and has to be current now."""
+        with CudaGenerator(
+            self._stream.device
+        ).in_turn():  # every replay advances the generator, possibly by zero draws
             self._graph.replay()
 
     def drop(self) -> None:
-        """Give its memory back to the allocator."""
+        """Give the graph's memory back to the allocator."""
         self._stream.synchronize()
         self.outputs = ()
         self._graph.reset()
@@ -77,18 +81,19 @@ class CudaRecorder:
     """Records on the current GPU; one recording at a time in a process."""
 
     def record(self, run: Callable[[], Sequence[Tensor]]) -> CudaRecording:
-        """Record what a function has the GPU do; it is run three times, of which the last is only recorded.
+        """Record the GPU work of a function, which is called three times; the third call is recorded, not executed.
 
         Args:
-            run: returns what it writes.
+            run: the function; returns the tensors that it writes.
 
         Raises:
-            Exception: what it does cannot be recorded; everything else goes on as before.
+            Exception: the work cannot be recorded; everything else continues as before.
         """
         index = torch.cuda.current_device()
         device, stream = torch.device("cuda", index), _stream(index)
         current = torch.cuda.current_stream(device)
-        # The turn first: who draws has it already, and would wait for who records and waits for it.
+        # Lock order: a thread that draws already holds the turn. With the locks in the other order, such a thread and a
+        # recording thread would wait for each other.
         with CudaGenerator(device).in_turn(), exclusive_allocator():
             stream.wait_stream(current)
             try:
@@ -98,7 +103,7 @@ class CudaRecorder:
             finally:
                 current.wait_stream(stream)
             torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # while it is recorded nothing can be given back for want of memory
+            torch.cuda.empty_cache()  # during the recording, the allocator cannot free cached memory on demand
             before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()
             outputs = _captured(graph, index, stream, run)
@@ -116,7 +121,8 @@ def _stream(index: int) -> torch.cuda.Stream:
 def _captured(
     graph: torch.cuda.CUDAGraph, index: int, stream: torch.cuda.Stream, run: Callable[[], Sequence[Tensor]]
 ) -> Sequence[Tensor]:
-    """Have a graph record what a function does on a stream."""
+    """Record the work of a function on a stream."""
+    # An explicit pool, so that `_abandon` can name the pool to the allocator.
     pool = torch.cuda.graph_pool_handle()
     with torch.cuda.stream(stream):
         try:
@@ -131,14 +137,14 @@ def _captured(
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, index: int, pool: tuple[int, int]) -> None:
-    """End a recording that has failed, and have the allocator know that it has ended."""
+    """End a failed recording, and tell the allocator about the end."""
     _FAILED.append(graph)
     with suppress(RuntimeError):
         graph.capture_end()
     try:
         torch._C._cuda_endAllocateToPool(index, pool)  # noqa: SLF001 - there is no public way, and torch's own use this
     except RuntimeError:
-        pass  # the recording has been ended in order: what failed came before or after it
+        pass  # the recording had ended properly: the failure came before or after
     else:
         with suppress(RuntimeError):
             torch._C._cuda_releasePool(index, pool)  # noqa: SLF001
@@ -146,7 +152,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, index: int, pool: tuple[int, int]) -> 
 
 
 def _end_of_drawing(index: int) -> None:
-    """Have the default generator know that nothing is recorded: what tells it is the end of a recording that succeeds."""
+    """Tell the default generator that no recording is under way, by a further recording that succeeds."""
     other = torch.cuda.CUDAGraph()
     pool = torch.cuda.graph_pool_handle()
     try:
@@ -154,5 +160,5 @@ def _end_of_drawing(index: int) -> None:
         torch.zeros(1, device=torch.device("cuda", index))
         other.capture_end()
         other.reset()
-    except RuntimeError:  # the GPU is lost, or has no memory; whoever draws next hears of it
+    except RuntimeError:  # the GPU is lost or out of memory; the next draw raises the error
         _abandon(other, index, pool)

@@ -1,13 +1,14 @@
-"""The `Device` protocol: everything the rest of the package knows of a device.
+"""The `Device` protocol: the whole interface between a device and the rest of the package.
 
-Note: who allocates what. Device memory is allocated by the device's worker thread, host memory by its copy thread (through
-`on_host`). On a CPU device both are ordinary memory, and the thread is what tells them apart: whatever the worker thread
-allocates while a unit runs is device memory and lies under the device's budget. So what is filled in the background is
-allocated by the worker before its unit computes.
+Note: allocation. A device's worker thread allocates device memory, and its copy thread allocates host memory (through
+`on_host`). On a CPU device both are ordinary memory, and only the thread distinguishes them: everything that the worker
+thread allocates during a unit is device memory, and counts against the device's budget. So the worker allocates the
+targets of background copies before its unit computes.
 
-Note: what goes across. Bytes that are on one device and wanted on another can be copied there in one go (`take_over`), where
-the two can do that; `reach` says whether they can, and what it is worth. A copy across takes the links of both devices for as
-long as one copy takes, where the way over the host takes each of them in turn.
+Note: copies between devices. Bytes on one device that another device needs can be copied in a single step
+(`take_over`), where both devices support such a copy; `reach` tells whether they do, and how fast the copy is. A direct
+copy occupies the links of both devices for the duration of a single copy, whereas the way over the host occupies each
+link in turn.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 class Reach(Enum):
-    """How bytes come to a device from another one."""
+    """How bytes reach a device from another device."""
 
     NONE = "over the host only"
     LINK = "in one copy, over the links that copies from the host take as well"
@@ -37,58 +38,58 @@ class RandomGenerator(Protocol):
     """A device's default random generator."""
 
     def get_state(self) -> Tensor:
-        """The state, as a host tensor."""
+        """Return the state as a host tensor."""
 
     def set_state(self, state: Tensor) -> None:
         """Set the state."""
 
     def in_turn(self) -> AbstractContextManager[object]:
-        """Entered around draws for which the state was set, where other threads may do the same."""
+        """Return a context for draws from a state set before, where other threads may set the state, too."""
 
 
 class CountingGenerator(RandomGenerator, Protocol):
-    """One whose draws can be counted."""
+    """A generator whose draws can be counted."""
 
     def draws_between(self, before: Tensor, after: Tensor) -> int | None:
-        """By how many draws its stream has moved from one state to another; None if that is not found."""
+        """Return the number of draws between two states of the stream; None if not found."""
 
     def moved(self, state: Tensor, count: int) -> Tensor:
-        """The state so many draws further on."""
+        """Return the state after `count` further draws."""
 
 
 class DeviceStopwatch(Protocol):
-    """Adds up how long a device takes for what it is asked to do, by its own time."""
+    """Adds up the time of a device's work, by the device's own clock."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Around work on the device's worker thread; work that fails does not count."""
+        """Measure work on the device's worker thread; failed work does not count."""
 
     @property
     def seconds(self) -> float:
-        """All in all."""
+        """Total seconds."""
 
     @property
     def ended_ns(self) -> int:
-        """When the last of the work was done, by the clock of `time.perf_counter_ns`."""
+        """End of the latest work, by the clock of `time.perf_counter_ns`."""
 
 
 class UnitMemory(Protocol):
-    """What a unit takes of a device's memory, from when this was made."""
+    """Device memory taken by a unit, measured from the creation of this object."""
 
     def room(self, counted_bytes: int) -> Room:
-        """What that leaves for the ledger, which has counted so many bytes meanwhile, at most."""
+        """Return the room left for the ledger, whose count during the unit was `counted_bytes` at most."""
 
 
 class Device(Protocol):
-    """One device of the pool.
+    """A device of the pool.
 
     Attributes:
         name: e.g. "cpu:0" or "cuda:1".
-        torch_device: where its tensors are.
-        budget_bytes: memory the pool may use on it.
-        alignment: bytes to which its allocator aligns; views of a flat buffer are aligned alike, since kernels may round
-            differently otherwise.
-        shares_generator: whether its generator is also another device's (true of CPU devices).
-        is_host: whether it computes with the host's cores, in the host's memory (true of CPU devices).
+        torch_device: torch's device of the tensors.
+        budget_bytes: memory that the pool may use on the device, in bytes.
+        alignment: alignment of the device's allocator in bytes; views of a flat buffer are aligned alike, since kernels
+            may round differently otherwise.
+        shares_generator: whether the device shares its generator with other devices (true of CPU devices).
+        is_host: whether the device computes with the host's cores, in the host's memory (true of CPU devices).
     """
 
     name: str
@@ -100,73 +101,77 @@ class Device(Protocol):
 
     @property
     def keeps_tensors(self) -> bool:
-        """Whether it computes with the host's own tensors where they lie, so that no first copy is needed."""
+        """Whether the device computes on the host's own tensors in place, without a first copy."""
 
     @property
     def generator(self) -> CountingGenerator:
-        """The generator that stochastic operators on this device draw from."""
+        """The generator of stochastic operators on the device."""
 
     def worker(self) -> AbstractContextManager[None]:
-        """Entered once by the worker thread, for its whole life."""
+        """Return the context that the worker thread enters once, for its whole life."""
 
     def empty(self, nbytes: int) -> Tensor:
-        """Uninitialised device memory: `(nbytes,)`, uint8. On the worker thread."""
+        """Allocate uninitialised device memory: `(nbytes,)`, uint8. On the worker thread."""
 
     def host_empty(self, nbytes: int) -> Tensor:
-        """Uninitialised host memory that copies to and from the device fast: `(nbytes,)`, uint8. Inside `on_host`."""
+        """Allocate uninitialised host memory, `(nbytes,)`, uint8, for fast copies. Called inside `on_host`."""
 
     def on_host(self, function: Callable[[], T]) -> T:
-        """Run a function on the copy thread and wait for it: host memory is made and looked at there."""
+        """Run a function on the copy thread and wait; all host memory is allocated and accessed there."""
 
     def start_on_host(self, function: Callable[[], None]) -> Future[None]:
-        """Begin to run a function on the host, which the device goes on beside; after those that were begun before."""
+        """Start a function on the host beside the device's work, after all functions started before."""
 
     def load(self, pairs: Pairs) -> None:
-        """Copy host tensors to device tensors, pairs of (source, target); done when it returns."""
+        """Copy host tensors to device tensors, pairs of (source, target); done on return."""
 
     def spill(self, pairs: Pairs) -> None:
-        """Copy device tensors to host tensors, pairs of (source, target); done when it returns."""
+        """Copy device tensors to host tensors, pairs of (source, target); done on return."""
 
     def start_load(self, pairs: Pairs) -> Copy:
-        """Begin to copy host tensors to device tensors, while the device computes what is asked of it from now on.
+        """Start copying host tensors to device tensors, while the device computes work requested later.
 
-        On the worker thread, which has allocated the targets. Nobody may touch sources or targets until the copy is over.
+        Called on the worker thread, which has allocated the targets. Nobody may touch sources or targets before the
+        copy's end.
         """
 
     def start_spill(self, pairs: Pairs) -> Copy:
-        """Begin to copy device tensors to host tensors, as the work asked for so far leaves them; otherwise as `start_load`."""
+        """Start copying device tensors to host tensors; otherwise like `start_load`.
+
+        The copy reads the sources as left by the work requested so far.
+        """
 
     def reach(self, source: "Device") -> Reach:
-        """How bytes of another device come here; the same whenever it is asked."""
+        """Return how bytes of another device reach this device; constant for a pair of devices."""
 
     def take_over(self, source: "Device", pairs: Pairs) -> None:
-        """Copy tensors of another device to tensors of this one, pairs of (source, target); done when it returns.
+        """Copy tensors of another device to tensors of this device, pairs of (source, target); done on return.
 
-        On this device's worker thread. Nobody may touch the tensors until it is done. Sources are copied as the work that was
-        asked of their device so far leaves them.
+        Called on this device's worker thread. Nobody may touch the tensors before the copy's end. The copy reads the
+        sources as left by the work requested of the source's device so far.
 
         Args:
             source: the other device, which is in reach.
-            pairs: what to copy.
+            pairs: sources and targets.
         """
 
     def start_take_over(self, source: "Device", pairs: Pairs) -> Copy:
-        """Begin to copy tensors of another device to tensors of this one, as `take_over` does; otherwise as `start_load`."""
+        """Start copying tensors of another device to this device, like `take_over`; otherwise like `start_load`."""
 
     def synchronize(self) -> None:
-        """Wait until everything started on the device is done."""
+        """Wait for the end of all work started on the device."""
 
     def stopwatch(self) -> DeviceStopwatch:
-        """A new one; it waits for the device only where somebody reads it."""
+        """Return a new stopwatch, which waits for the device only when read."""
 
     def unit_memory(self) -> UnitMemory | None:
-        """Look at what is taken of its memory from now on; None where that is not to be seen, or no matter."""
+        """Start measuring the device's memory; None where the memory cannot be observed, or does not matter."""
 
     def reclaim(self) -> int:
-        """Give memory that nobody uses back to the system, which an allocator may have kept; on the worker thread.
+        """Give unused memory kept by an allocator back to the system; on the worker thread.
 
         Returns:
-            Bytes that are free then, by what the system says.
+            Free bytes afterwards, as reported by the system.
         """
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Which devices there are, and what of them the pool may use.
+"""Discovery of devices, and of the memory that the pool may use on them.
 
-`"auto"` takes every visible GPU, or one CPU device per core where there is none. A GPU that is named several times is several
-devices, each with a budget of its own, so that what needs several GPUs can be tried on one.
+`"auto"` takes every visible GPU, or one CPU device per core on a machine without GPUs. A GPU named several times
+becomes several devices, each with its own budget, so that code for several GPUs can be tried on a single GPU.
 """
 
 import os
@@ -24,10 +24,10 @@ from hydra_tune.devices.nvml import NvmlError
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import format_bytes, parse_bytes
 
-_RESERVE = 0.08  # of a GPU's free memory: fragmentation, and kernels' workspaces that no pilot on the host has seen
-_WHOLE = 1.25  # of what CUDA calls all of a GPU's memory; NVML counts a few hundredths more
-_CPU_SHARE = 0.5  # of the free host memory that CPU devices take together; the rest holds spilled state
-_MOST_CPU_DEVICES_PER_CORE = 32  # each has threads of its own; more than cores is of use in tests only
+_RESERVE = 0.08  # of a GPU's free memory, for fragmentation and for workspaces that a pilot on the host cannot see
+_WHOLE = 1.25  # of CUDA's total memory of a GPU; NVML reports a few percent more for a whole GPU
+_CPU_SHARE = 0.5  # of the free host memory, for all CPU devices together; the rest holds spilled state
+_MOST_CPU_DEVICES_PER_CORE = 32  # each has its own threads; more devices than cores help only tests
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _CPU = re.compile(r"cpu(?::(\d+))?")
 _CPU_NAME, _CUDA_NAME = re.compile(r"cpu:(\d+)"), re.compile(r"cuda:(\d+)")
@@ -37,13 +37,14 @@ _CUDA = re.compile(r"cuda(?::(\d+(?:,\d+)*))?")
 def open_devices(
     devices: str = "auto", device_memory: str | int | None = None, link_bandwidth: str | int | None = None
 ) -> list[Device]:
-    """Open the devices a text names.
+    """Open the devices named by a text.
 
     Args:
-        devices: "auto"; "cuda" for all GPUs; "cuda:0,2" for some; "cuda:0,0" for two devices, "cuda:0/0" and "cuda:0/1", on
-            one GPU; "cpu:2" for two CPU devices.
-        device_memory: budget of each, e.g. "11GiB"; None for what is free, less a reserve, shared by the devices on a GPU.
-        link_bandwidth: what the copies of CPU devices are slowed down to, e.g. "200MB/s"; None: not at all.
+        devices: "auto"; "cuda" for all GPUs; "cuda:0,2" for some; "cuda:0,0" for two devices, "cuda:0/0" and
+            "cuda:0/1", on one GPU; "cpu:2" for two CPU devices.
+        device_memory: budget of each device, e.g. "11GiB"; None for the free memory less a reserve, shared by the
+            devices on a GPU.
+        link_bandwidth: simulated bandwidth of the copies of CPU devices, e.g. "200MB/s"; None: not limited.
 
     Raises:
         ConfigError: not a device text, no such GPU, or more memory than the device has.
@@ -66,16 +67,16 @@ def open_devices(
 def open_device(
     name: str, device_memory: str | int | None = None, link_bandwidth: str | int | None = None, *, cpu_budget: int
 ) -> Device:
-    """Open one device by its name.
+    """Open a device by name.
 
     Args:
         name: "cuda:1", "cpu:3".
         device_memory: as of `open_devices`.
-        link_bandwidth: likewise.
-        cpu_budget: of a CPU device, where `device_memory` is None.
+        link_bandwidth: as of `open_devices`.
+        cpu_budget: budget of a CPU device in bytes, where `device_memory` is None.
 
     Raises:
-        ConfigError: there is no such device, or it has less memory.
+        ConfigError: there is no such device, or the device has less memory.
     """
     cpu, cuda = _CPU_NAME.fullmatch(name), _CUDA_NAME.fullmatch(name)
     budget = None if device_memory is None else parse_bytes(device_memory, what="device_memory")
@@ -90,15 +91,15 @@ def open_device(
 def open_planned_devices(
     devices: str, device_memory: str | int | None, link_bandwidth: str | int | None
 ) -> list[Device]:
-    """Open devices to plan for: where they are not there, or not as large, CPU devices stand for them and take no memory.
+    """Open devices for planning; CPU devices stand in for missing or smaller devices, and take no memory.
 
     Args:
-        devices: as of `open_devices`; only devices that are counted ("cuda:0,1", "cpu:8") can be stood for,
-        device_memory: and only with this.
+        devices: as of `open_devices`; stand-ins need a text with a count of devices ("cuda:0,1", "cpu:8").
+        device_memory: as of `open_devices`; required for stand-ins.
         link_bandwidth: as of `open_devices`.
 
     Raises:
-        ConfigError: not a device text, or devices that are not there and cannot be stood for.
+        ConfigError: not a device text, or missing devices without possible stand-ins.
     """
     try:
         return open_devices(devices, device_memory, link_bandwidth)
@@ -114,24 +115,29 @@ def open_planned_devices(
 
 
 def device_kind(device: Device) -> str:
-    """Devices of one kind run one step in the same time and memory, and draw the same random numbers for it."""
+    """Return the kind of a device.
+
+    Devices of the same kind need equal time and memory for a step, and draw equal random numbers in the step.
+    """
     place = device.torch_device
     if place.type != "cuda":
         return type(device).__name__
-    found = torch.cuda.get_device_properties(place)  # parts of one GPU may have its name, and fewer multiprocessors
+    found = torch.cuda.get_device_properties(
+        place
+    )  # a part of a GPU may have the GPU's name, but has fewer multiprocessors
     return f"{found.name}, {found.multi_processor_count} multiprocessors"
 
 
 def num_cores() -> int:
-    """Cores this process may use; not every system can tell them from those there are."""
+    """Return the number of cores that this process may use, or of all cores where the system cannot tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def parse_bandwidth(text: str | int | None, what: str = "link_bandwidth") -> int | None:
-    """Bytes a second, from a text such as "200MB/s".
+    """Parse a text such as "200MB/s" to bytes per second.
 
     Raises:
-        ConfigError: not that.
+        ConfigError: not a bandwidth.
     """
     if text is None:
         return None
@@ -168,9 +174,7 @@ def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
     shares: dict[int, tuple[int, float]] = {}
     for index, count in Counter(indices).items():
         with exclusive_allocator():
-            torch.cuda.synchronize(
-                index
-            )  # has a context made, which takes hundreds of MiB that would be counted as free
+            torch.cuda.synchronize(index)  # creates the CUDA context first: its hundreds of MiB must not count as free
         free, total = gpu_memory(index)
         each, fraction = gpu_share(index, count, budget, free, total, torch.cuda.memory_allocated(index))
         shares[index] = each, fraction / count
@@ -181,18 +185,18 @@ def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
 
 
 def let_segments_grow() -> bool:
-    """Have the caching allocator grow its segments in place, so that memory freed in small pieces serves a large one.
+    """Let the caching allocator grow segments in place, so that memory freed in small pieces serves a large request.
 
-    Shards of all sizes come and go, and segments of fixed sizes would be left in pieces of which none is large enough.
+    Shards of all sizes come and go; segments of fixed sizes would end up in pieces, with no piece large enough.
 
     Returns:
-        Whether it was asked to: not where the user has set the allocator up, nor where torch does not know how.
+        Whether the setting was made: False where the user has configured the allocator, or torch lacks the setting.
     """
     if any(os.environ.get(name) for name in _ALLOCATOR_SETTINGS):
         return False
     try:
-        # There is no public way but the environment, which is read once, and may have been by now. Later versions of torch warn
-        # and name another function, no more public, which earlier ones lack.
+        # The only public way is the environment, which torch reads once, possibly earlier. Later versions of torch warn
+        # and name another private function, which earlier versions lack.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             torch.cuda.memory._set_allocator_settings("expandable_segments:True")  # noqa: SLF001
@@ -202,7 +206,7 @@ def let_segments_grow() -> bool:
 
 
 def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
-    """The devices that a list of GPUs names: each with its number among those on its GPU, or None if it is the only one."""
+    """Return the devices named by a list of GPUs: pairs of GPU and number on the GPU, None for a single device."""
     counts, seen = Counter(indices), Counter[int]()
     found: list[tuple[int, int | None]] = []
     for index in indices:
@@ -212,38 +216,41 @@ def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
 
 
 def gpu_share(index: int, count: int, budget: int | None, free: int, total: int, own: int = 0) -> tuple[int, float]:
-    """What each of some devices on one GPU may use, and the part of its memory to which the allocator is held for all of them.
+    """Return each device's budget on a GPU, and the GPU's memory fraction for all of them together.
 
     Args:
-        index: of the GPU.
-        count: of devices on it.
-        budget: what each is to have; None: their share of what is free.
-        free: bytes of the GPU that nobody uses.
-        total: all of its bytes.
-        own: bytes that this process has tensors in by now, which are not free either.
+        index: index of the GPU.
+        count: number of devices on the GPU.
+        budget: the requested budget of each device in bytes; None: an equal share of the free memory.
+        free: free bytes of the GPU.
+        total: total bytes of the GPU.
+        own: bytes of this process's tensors, which are not free either.
 
     Raises:
-        ConfigError: that is more than there is.
+        ConfigError: the budgets exceed the GPU's memory.
     """
     if budget is not None and budget * count > total:
         asked = format_bytes(budget) if count == 1 else f"{format_bytes(budget)} for each of {count} devices"
         raise ConfigError(f"device_memory is {asked}, but cuda:{index} has {format_bytes(total)}")
     libraries = count * LIBRARY_BYTES
+    # Never more than half of the free memory, or a nearly full GPU would get no budget at all.
     spare = min(max(int(free * _RESERVE), libraries), free // 2)
     each = budget or (free - spare) // count
+    # The cap exceeds the budgets: fragmentation and libraries also take memory from the allocator, outside the ledger.
     return each, min(1.0, (each * count * (1 + _RESERVE) + libraries + own) / total)
 
 
 def gpu_memory(index: int) -> tuple[int, int]:
-    """Free and total bytes of a GPU, from NVML by its PCI address, which counts other processes' use without a context.
+    """Return free and total bytes of a GPU, from NVML by PCI address, other processes' use included.
 
-    Of a part of a GPU (MIG) NVML tells by that address what the whole has; then CUDA is asked.
+    NVML needs no CUDA context. For a part of a GPU (MIG), NVML reports the whole GPU's memory; then the figures come
+    from CUDA.
     """
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks the PCI fields
     address = f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     try:
         free, total = nvml.memory(address)
-    except NvmlError:  # a GPU that is not NVIDIA's, or a driver that does not answer
+    except NvmlError:  # not an NVIDIA GPU, or the driver does not answer
         return torch.cuda.mem_get_info(index)
     is_part = total > _WHOLE * properties.total_memory
     return torch.cuda.mem_get_info(index) if is_part else (free, total)

@@ -1,9 +1,9 @@
-"""Memory that is freed and taken again in each step stays with the process, where the C library is told so.
+"""Setting of the C library that keeps freed memory in the process between steps.
 
-A step frees its last feature map when it ends and takes that memory again in the next. The C library of Linux gives
-memory at the end of its heap back to the system, and large pieces always; then each page of it is a fault of its own
-in the next step. For a fused step of a small network that was a fifth of its time, and a tenth for a trial whose
-`DataLoader` makes its batches on a thread other than the main one, to which the library gives less.
+A step frees its last feature map at its end, and the next step allocates the same memory again. The C library of Linux
+returns memory at the end of its heap to the system, and returns large pieces always; the next step then has a page
+fault for every page. The faults took a fifth of the time of a fused step of a small network. They took a tenth for a
+trial whose `DataLoader` makes batches on a thread other than the main thread, for which the library keeps less memory.
 """
 
 import ctypes
@@ -18,19 +18,20 @@ _kept_bytes = 0
 
 
 def keep_freed_memory(nbytes: int) -> bool:
-    """Have the C library keep so many bytes that are free, or more if it was told so before, for the rest of the process.
+    """Let the C library keep at least `nbytes` of free memory, for the rest of the process; never lowers the amount.
 
-    Does nothing where the user has decided on it (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`), and where the
-    library is not glibc.
+    Does nothing where the user has configured the library (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`), or
+    where the library is not glibc.
 
     Returns:
-        Whether it does.
+        Whether the library keeps the memory.
     """
-    global _kept_bytes  # noqa: PLW0603 - of the process, as what the library is told
+    global _kept_bytes  # noqa: PLW0603 - global like the library's setting
     if not sys.platform.startswith("linux") or {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
         return False
     if nbytes > _kept_bytes:
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        # Both thresholds: the library gives back the end of the heap by one, and large pieces by the other.
         if mallopt is None or not all(mallopt(which, nbytes) == 1 for which in (_TRIM_THRESHOLD, _MMAP_THRESHOLD)):
             return False
         _kept_bytes = nbytes

@@ -1,28 +1,28 @@
-"""What a GPU's libraries leave of its memory, by what units have really taken there.
+"""GPU memory taken by libraries, measured on real units, and the rest for the ledger.
 
-Note: what is beside the ledger. cuBLAS and cuDNN have their workspaces from torch's allocator, and no pilot on the host has
-seen them: they are what the allocator has given at most, less what the ledger has counted at most meanwhile. Kernels that are
-loaded when they are first used, and what other programs take, lie outside the allocator; of those it is known what is not free
-any more.
+Note: memory beside the ledger. cuBLAS and cuDNN allocate workspaces from torch's allocator, unseen by a pilot on the
+host. The workspaces are estimated as the allocator's peak less the ledger's peak in the same time. Kernels loaded at
+first use, and other programs' memory, lie outside the allocator; for these, only the drop in the GPU's free memory is
+known.
 
-Note: what comes back. Half of what a reserve has too much stays, for another model's workspaces may be larger, and free memory
-may lie in pieces.
+Note: memory that comes back. Half of an excess reserve stays in reserve, because another model's workspaces may be
+larger, and free memory may be fragmented.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-LIBRARY_BYTES = 256 << 20  # of each device: cuBLAS keeps up to 32 MiB for each thread and stream that has used it
+LIBRARY_BYTES = 256 << 20  # per device: cuBLAS keeps up to 32 MiB for each thread and stream in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What of a device's memory its ledger may count.
+    """Device memory available to the ledger.
 
     Attributes:
-        limit_bytes: at most, as things are.
-        gain_bytes: what the pool may hold beyond its budget; none where the user has chosen the budget.
+        limit_bytes: the most that the ledger may count at present, in bytes.
+        gain_bytes: bytes that the pool may hold beyond its budget; 0 where the user has chosen the budget.
     """
 
     limit_bytes: int
@@ -30,23 +30,23 @@ class Room:
 
 
 class CudaLibraries:
-    """Looks at a GPU's memory while one unit at a time runs there.
+    """Measures a GPU's memory while a single unit runs there.
 
     Args:
-        device: the GPU, on which the pool has one device.
-        budget_bytes: of that.
-        gives_back: whether a part of what it leaves free may come back.
+        device: the GPU, which carries a single device of the pool.
+        budget_bytes: budget of that device in bytes.
+        gives_back: whether a part of an excess reserve may come back.
     """
 
     def __init__(self, device: torch.device, budget_bytes: int, *, gives_back: bool) -> None:
         self._device = device
         self._budget_bytes = budget_bytes
         self._gives_back = gives_back
-        self._own_bytes = torch.cuda.memory_allocated(device)  # by whoever else computes in this process
-        self._beside_bytes = 0  # that the allocator has given beside the ledger, in all units so far
+        self._own_bytes = torch.cuda.memory_allocated(device)  # tensors of other code in this process
+        self._beside_bytes = 0  # most allocated beside the ledger, over all units so far
 
     def begin(self) -> None:
-        """Look from now on."""
+        """Start measuring."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def room(self, counted_bytes: int) -> Room:
@@ -56,6 +56,7 @@ class CudaLibraries:
         self._beside_bytes = beside = max(self._beside_bytes, beside)
         free, total = torch.cuda.mem_get_info(device)
         cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        # Reserved memory counts as available, because the allocator can still hand out its cache.
         limit = max(0, min(free + torch.cuda.memory_reserved(device), cap) - own - beside)
         spare = limit - max(beside, LIBRARY_BYTES) - self._budget_bytes
         gain = max(0, spare // 2) if self._gives_back else 0

@@ -1,7 +1,8 @@
-"""How fast a device's copies are: measured, and as they are taken to be by whoever decides beforehand.
+"""Copy speed of a device: as measured, and as assumed for decisions before a run.
 
-The latter is not measured: what is decided by a measurement is decided differently each time, and on a machine that does other
-work besides one copy is as fast as ten others (note in `shard/estimate.py`). A link that was given a bandwidth has that.
+Decisions use an assumed speed, because a decision by measurement could differ from run to run: on a machine with other
+work, one copy can be ten times as fast as another (note in `shard/estimate.py`). A link with a given bandwidth has that
+bandwidth.
 """
 
 import time
@@ -19,37 +20,37 @@ T = TypeVar("T")
 
 _LARGE_BYTES, _SMALL_BYTES = 4 << 20, 64
 _ROUNDS = 3
-_MOST_BYTES = 64 << 20  # beyond what caches hold, and long against what a copy costs whatever its size
-_PART = 4  # of a device's budget, for the two of its blocks that a measurement takes
-_BYTES_PER_SECOND = 4e9  # of a core that copies memory which is in no cache
-_SECONDS_PER_BLOCK = 2e-5  # of what is done for each copy around it
+_MOST_BYTES = 64 << 20  # larger than caches, and long enough to hide the fixed cost of a copy
+_PART = 4  # each of a measurement's two blocks takes at most this part of the budget
+_BYTES_PER_SECOND = 4e9  # of a core that copies uncached memory
+_SECONDS_PER_BLOCK = 2e-5  # overhead of each copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What copies between a device and the host take.
+    """Cost of copies between a device and the host.
 
     Attributes:
-        bytes_per_second: of a large copy.
-        seconds_per_block: of each copy, whatever its size.
+        bytes_per_second: rate of a large copy.
+        seconds_per_block: fixed cost of each copy.
     """
 
     bytes_per_second: float
     seconds_per_block: float = 0.0
 
     def seconds(self, nbytes: int, blocks: int) -> float:
-        """Of copying so many blocks one way."""
+        """Seconds for copying blocks one way, `nbytes` in total."""
         return nbytes / self.bytes_per_second + blocks * self.seconds_per_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """Bytes a second between a device and the host, of large copies.
+    """Bytes per second between a device and the host, for large copies.
 
     Attributes:
-        to_device: copies that nothing goes against.
-        to_host: likewise.
-        both_ways: one of each at the same time, both counted.
+        to_device: rate without a copy in the opposite direction.
+        to_host: rate without a copy in the opposite direction.
+        both_ways: rate of two simultaneous copies in opposite directions, both counted.
     """
 
     to_device: float
@@ -58,10 +59,10 @@ class LinkRates:
 
 
 def link_of(device: Device) -> Link | None:
-    """A device's link; None for a GPU, whose copies cannot be compared with seconds of the host.
+    """Return a device's assumed link; None for a GPU, whose copy times are not comparable with seconds of the host.
 
     Args:
-        device: where copies would be made.
+        device: the copying device.
     """
     if not isinstance(device, CpuDevice):
         return None
@@ -70,31 +71,32 @@ def link_of(device: Device) -> Link | None:
 
 
 def measured_link(device: Device) -> Link:
-    """A device's link, whatever it is.
+    """Measure a device's link, for any kind of device.
 
     Args:
-        device: of whose memory nothing is kept.
+        device: the device, whose memory is free again afterwards.
     """
+    # The time of a tiny copy is almost exactly the fixed cost.
     per_block = _seconds(device, _SMALL_BYTES)
     large = max(_seconds(device, _LARGE_BYTES) - per_block, 1e-9)
     return Link(bytes_per_second=_LARGE_BYTES / large, seconds_per_block=per_block)
 
 
 def link_rates(device: Device) -> LinkRates:
-    """Measure a device's link; takes a part of its memory meanwhile, 64 MiB twice at most.
+    """Measure a device's link; takes up to twice 64 MiB of the device's memory for the measurement.
 
     Args:
-        device: no pool may be using it.
+        device: a device that no pool is using.
     """
     return _on_worker(device, lambda: _rates(device))
 
 
 def crossing_rate(source: Device, target: Device) -> float:
-    """Measure bytes a second from one device's memory to another's.
+    """Measure bytes per second from a device's memory to another device's memory.
 
     Args:
-        source: the device that has them.
-        target: the device that takes them over; the source is in its reach.
+        source: the device that holds the bytes.
+        target: the device that takes the bytes over; the source is in its reach.
     """
     nbytes = min(_size(source), _size(target))
     data = _on_worker(source, lambda: _zeros(source, nbytes))
@@ -125,7 +127,7 @@ def _rates(device: Device) -> LinkRates:
 
 
 def _on_worker(device: Device, function: Callable[[], T]) -> T:
-    """Run a function on a thread that is the device's worker for so long."""
+    """Run a function on a temporary worker thread of the device."""
 
     def run() -> T:
         with device.worker():
@@ -140,14 +142,14 @@ def _size(device: Device) -> int:
 
 
 def _zeros(device: Device, nbytes: int) -> Tensor:
-    """Device memory whose pages are there before they are copied to."""
+    """Allocate device memory, and touch its pages before the measured copies."""
     data = device.empty(nbytes).zero_()
     device.synchronize()
     return data
 
 
 def _seconds(device: Device, nbytes: int) -> float:
-    """The fastest of a few copies to the device."""
+    """Return the seconds of the fastest of a few copies to the device."""
     host, data = device.on_host(lambda: device.host_empty(nbytes).zero_()), _zeros(device, nbytes)
     return _fastest(lambda: device.load([(host, data)]))
 

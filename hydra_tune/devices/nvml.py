@@ -1,7 +1,7 @@
-"""What NVIDIA's management library (NVML) says of the machine's GPUs, with no CUDA context made for it.
+"""GPU facts from NVIDIA's management library (NVML), without a CUDA context.
 
-It comes with the driver, so it is absent where there is no NVIDIA GPU, and it may fail where there is one: whoever asks goes on
-without.
+NVML comes with the driver. The library is absent on a machine without NVIDIA GPUs, and may fail on a machine with GPUs,
+so callers have to work without NVML.
 """
 
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ import pynvml
 
 
 class NvmlError(Exception):
-    """NVML is not there, or does not answer; the text says why."""
+    """NVML is absent, or does not answer; the text gives the reason."""
 
 
 def memory(address: str) -> tuple[int, int]:
-    """Free and total bytes of a GPU, other processes' use counted.
+    """Return free and total bytes of a GPU, other processes' use included.
 
     Args:
-        address: its PCI address.
+        address: PCI address of the GPU.
 
     Raises:
-        NvmlError: that cannot be told.
+        NvmlError: the memory cannot be read.
     """
     with _opened():
         found = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByPciBusId(address.encode()))
@@ -29,10 +29,10 @@ def memory(address: str) -> tuple[int, int]:
 
 
 def driver() -> tuple[str, int]:
-    """The driver's version, and how many GPUs it has.
+    """Return the driver's version and number of GPUs.
 
     Raises:
-        NvmlError: that cannot be told.
+        NvmlError: the driver cannot be read.
     """
     with _opened():
         return str(pynvml.nvmlSystemGetDriverVersion()), int(pynvml.nvmlDeviceGetCount())

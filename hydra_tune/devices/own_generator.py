@@ -1,14 +1,16 @@
-"""A thread's own generator, in place of the default one of the whole process.
+"""A random generator of a thread's own, in place of the process's default generator.
 
-Torch's operators on CPU draw from one default generator, which any thread of the process may draw from, or seed, at any time.
-A trial's numbers must not depend on that, so the threads that work for trials do not draw from it: neither what they run nor
-what is asked of the generator meanwhile (`torch.manual_seed`, `torch.get_rng_state`) comes near it.
+Torch's CPU operators draw from a single default generator, which any thread of the process may draw from, or seed, at
+any time. A trial's random numbers must not depend on other threads, so threads that work for trials never use the
+default generator, neither in the operators they run nor in calls about the generator (`torch.manual_seed`,
+`torch.get_rng_state`).
 
-Note: how. Torch's dispatcher has each operator pass by several keys before its kernel. At the last of these, below autograd
-and whatever follows operators, those that take a generator are given the thread's own one here, if they were called with none.
-All others draw by calling such (dropout, recurrent layers, `torch.rand`), so that nothing of torch's own draws from the default
-generator there. Nothing changes for threads without a generator of their own, but for three microseconds at each such operator.
-What torch's functions do with the state of the default generator goes through a stand-in for it in `torch.random`.
+Note: mechanism. Torch's dispatcher passes each operator through several keys before its kernel. At the last key, below
+autograd and all modes that observe operators, a wrapper gives the thread's generator to each operator that accepts a
+generator and was called without one. All other random operators call these (dropout, recurrent layers, `torch.rand`),
+so no torch function draws from the default generator on such a thread. Threads without their own generator see no
+change, except three microseconds per wrapped call. Torch's functions on the default generator's state go through a
+stand-in for the generator in `torch.random`.
 """
 
 import threading
@@ -22,13 +24,14 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.library import Library
 
-_KEY = torch._C.DispatchKey.BackendSelect  # noqa: SLF001 - chooses kernels for operators without tensors; these have some
+_KEY = torch._C.DispatchKey.BackendSelect  # noqa: SLF001 - selects kernels of tensorless operators; free here, as these have tensors
 _OWN: ContextVar[torch.Generator | None] = ContextVar("own generator", default=None)
 _ARGUMENT = "generator"
-# The default generator's identity: each time that an operator is given it there is another object for it.
+# The default generator's identity: operators receive a new Python object for the default generator at each call.
 _DEFAULT = torch.default_generator._cdata  # type: ignore[attr-defined]  # noqa: SLF001
-_READING = frozenset({"get_state", "initial_seed", "device"})  # what leaves a generator as it is
-# Operators of torch 2.11 to 2.13 that take a generator; to look through all of torch's would take 20 ms in each process.
+_READING = frozenset({"get_state", "initial_seed", "device"})  # attributes that leave a generator unchanged
+# Operators of torch 2.11 to 2.13 with a generator argument; a search through all of torch's operators would take 20 ms
+# per process.
 _DRAWING = (
     "_fused_dropout _sample_dirichlet _standard_gamma bernoulli bernoulli_ binomial cauchy cauchy_ exponential exponential_ "
     "geometric geometric_ log_normal log_normal_ multinomial normal normal_ normal_functional poisson rand rand_like randint "
@@ -36,31 +39,31 @@ _DRAWING = (
     "rrelu_with_noise_functional uniform uniform_"
 )
 _LOCK = threading.Lock()
-_REGISTERED: list[Library] = []  # for as long as it lives
+_REGISTERED: list[Library] = []  # kept alive: torch drops the wrappers with the library object
 
 
 class OwnGenerator(torch.Generator):
-    """A generator that counts.
+    """A generator that counts its uses.
 
     Attributes:
-        moves: how often operators that were given no generator have drawn from it, or functions of torch set it.
+        moves: number of draws by operators without a generator argument, and of changes by functions of torch.
     """
 
     moves: int = 0
 
     def become_own(self) -> Token[torch.Generator | None]:
-        """As `drawing_from`, until whoever calls this resets the variable; once operators ask (`install`)."""
+        """Make this the thread's generator, like `drawing_from`, until a reset with the token; requires `install`."""
         return _OWN.set(self)
 
 
 def own_generator() -> torch.Generator | None:
-    """The generator that this thread draws from instead of torch's default one, if there is one."""
+    """Return this thread's own generator in place of torch's default generator, if any."""
     return _OWN.get()
 
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let this thread draw from a generator of its own, whatever it runs on the CPU; threads that it starts do not."""
+    """Let this thread draw from its own generator in all CPU work; threads that it starts do not."""
     install()
     token = _OWN.set(generator)
     try:
@@ -70,7 +73,8 @@ def drawing_from(generator: torch.Generator) -> Iterator[None]:
 
 
 def install() -> None:
-    """Have operators ask; once for the process."""
+    """Wrap the drawing operators, once for the process."""
+    # Checked without the lock first, because all calls but the earliest come after the installation.
     if _REGISTERED:
         return
     with _LOCK:
@@ -80,11 +84,12 @@ def install() -> None:
         for operator in _drawing_operators():
             library.impl(operator, _asking(operator), with_keyset=True)  # type: ignore[no-untyped-call]
         vars(torch.random)["default_generator"] = _DefaultGenerator()
+        # Last, because other threads skip the lock once the list has an entry.
         _REGISTERED.append(library)
 
 
 def _drawing_operators() -> Iterator[OpOverload[..., Any]]:
-    """All of torch's operators that take a generator and a tensor; those without a tensor are made of such."""
+    """Yield torch's operators with a generator and a tensor argument; operators without a tensor call these."""
     for packet in _DRAWING.split():
         for schema in torch._C._jit_get_schemas_for_operator(f"aten::{packet}"):  # noqa: SLF001 - empty if torch has none
             if takes_generator(schema):
@@ -92,7 +97,7 @@ def _drawing_operators() -> Iterator[OpOverload[..., Any]]:
 
 
 def takes_generator(schema: Any) -> bool:
-    """Whether an operator of such a schema is dispatched, and takes a generator and a tensor."""
+    """Return whether operators of a schema are dispatched, and take a generator and a tensor."""
     arguments = schema.arguments
     return (
         any(each.name == _ARGUMENT for each in arguments)
@@ -104,7 +109,7 @@ def takes_generator(schema: Any) -> bool:
 
 
 def _asking(operator: OpOverload[..., Any]) -> Callable[..., Any]:
-    """The operator, drawing from the thread's own generator, if there is one, unless it is given another."""
+    """Wrap an operator to draw from the thread's own generator, if any, unless called with another generator."""
     place = [argument.name for argument in operator._schema.arguments].index(_ARGUMENT)  # noqa: SLF001
     redispatch = operator._handle.redispatch_boxed  # noqa: SLF001 - as `OpOverload.redispatch`, a call less
 
@@ -119,21 +124,22 @@ def _asking(operator: OpOverload[..., Any]) -> Callable[..., Any]:
                     kwargs[_ARGUMENT] = own
                 if isinstance(own, OwnGenerator):
                     own.moves += 1
+        # Below this key, or the call would come back to this wrapper.
         return redispatch(keys.remove(_KEY), *args, **kwargs)
 
     return run
 
 
 def _computes_on_cpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator has a kernel on the CPU to run; for tensors of some classes others have, or none."""
-    if args and type(args[0]) is Tensor:  # as nearly always; this runs at each draw
+    """Return whether an operator runs a CPU kernel; tensor subclasses may run other kernels, or none."""
+    if args and type(args[0]) is Tensor:  # the common case first, because every draw runs this code
         return args[0].is_cpu
     tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
     return tensor is not None and tensor.is_cpu and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 class _DefaultGenerator:
-    """Stands in `torch.random` for the default generator: it is another one in threads that have their own."""
+    """Stand-in for the default generator in `torch.random`; resolves to the thread's own generator, if any."""
 
     def __getattr__(self, name: str) -> Any:
         own = _OWN.get()

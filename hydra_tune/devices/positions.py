@@ -1,13 +1,13 @@
-"""Where a generator's stream stands, from its state: how far it is from there to another position, and moving it on."""
+"""Positions in a generator's stream: the distance between two states, and advancing a state."""
 
 import torch
 from torch import Tensor
 
-_BLOCK = 624  # numbers that the Mersenne Twister makes at once
-_INSIDE_BLOCK = slice(512, 4608)  # bytes of a generator's state that are the block's, whatever lies around it
-_MAX_DRAWS = 100_000 * _BLOCK  # looked for, in less than a second; dropout draws one or two for each element
+_BLOCK = 624  # numbers per block of the Mersenne Twister
+_INSIDE_BLOCK = slice(512, 4608)  # bytes of the generator's state that belong to the block alone
+_MAX_DRAWS = 100_000 * _BLOCK  # longest search, under a second; dropout draws one or two per element
 _CHUNK = 1 << 18
-_SEED, _OFFSET = 0, 1  # the numbers of 64 bits that a Philox generator's state is made of
+_SEED, _OFFSET = 0, 1  # indices of the 64-bit numbers in a Philox generator's state
 
 
 class MersennePositions:
@@ -15,10 +15,10 @@ class MersennePositions:
 
     @staticmethod
     def draws_between(before: Tensor, after: Tensor) -> int | None:
-        """By how many draws a stream has moved from one position to another; None if that is not found.
+        """Return the number of draws between two positions of a stream; None if not found.
 
-        The generator (a Mersenne Twister) makes its numbers in blocks, and most of its state is the block: first the block is
-        found, then the place in it.
+        The generator (a Mersenne Twister) makes numbers in blocks, and most of its state is the block. The search finds
+        the block first, then the position in the block.
         """
         stream = torch.Generator()
         last, start = before, 0
@@ -30,6 +30,7 @@ class MersennePositions:
                 break
             last, start = state, count
         stream.set_state(last)
+        # `last` lies in the block before, so the position is at most two blocks further on.
         for count in range(start, start + 2 * _BLOCK + 1):
             if torch.equal(stream.get_state(), after):
                 return count
@@ -38,7 +39,7 @@ class MersennePositions:
 
     @staticmethod
     def moved(state: Tensor, count: int) -> Tensor:
-        """The position so many draws further on."""
+        """Return the position after `count` further draws."""
         stream = torch.Generator()
         stream.set_state(state)
         _skip(stream, count)
@@ -46,18 +47,18 @@ class MersennePositions:
 
 
 class PhiloxPositions:
-    """Positions of GPUs' generators, which count: each number is made from the seed and its place in the stream."""
+    """Positions of GPU generators, which count: a number depends on the seed and the position in the stream."""
 
     @staticmethod
     def draws_between(before: Tensor, after: Tensor) -> int | None:
-        """By how many draws of each thread a stream has moved from one position to another; None: it was seeded anew."""
+        """Return the number of draws of each thread between two positions; None if the generator was seeded anew."""
         first, second = before.clone().view(torch.int64), after.clone().view(torch.int64)
         moved = int(second[_OFFSET] - first[_OFFSET])
         return moved if first[_SEED] == second[_SEED] and moved >= 0 else None
 
     @staticmethod
     def moved(state: Tensor, count: int) -> Tensor:
-        """The position so many draws further on."""
+        """Return the position after `count` further draws."""
         moved = state.clone()
         moved.view(torch.int64)[_OFFSET] += count
         return moved
@@ -65,4 +66,5 @@ class PhiloxPositions:
 
 def _skip(stream: torch.Generator, count: int) -> None:
     for first in range(0, count, _CHUNK):
+        # A float32 element takes exactly one number of the generator; chunks bound the memory.
         torch.empty(min(_CHUNK, count - first), dtype=torch.float32).random_(generator=stream)

@@ -1,9 +1,10 @@
-"""How long work takes where it runs: on the host by its clock, on a GPU by events on the stream that computes.
+"""Stopwatches for device work: the host's clock on CPU devices, events on the compute stream on GPUs.
 
-Note: a GPU is behind the host. What the host asks for takes it next to no time, so that its clock says nothing; and to wait for
-the GPU after each piece of work would have it idle meanwhile. So an event stands at either end of the work on the stream that
-computes it, and they are read when somebody asks for the seconds, which is at the end of a unit, when the GPU has done all. And
-a thread that has waited for the GPU may get its turn with the interpreter milliseconds late, which the events do not count.
+Note: a GPU runs behind the host. A request takes the host almost no time, so the host's clock says nothing about the
+GPU, and waiting for the GPU after each piece of work would make the GPU idle. So an event is recorded at either end of
+the work on the compute stream. The events are read when a caller asks for the seconds, at the end of a unit, when the
+GPU has finished. Also, a thread that has waited for the GPU may get the interpreter lock milliseconds late; the events
+exclude this delay.
 """
 
 import time
@@ -35,7 +36,7 @@ class WallStopwatch:
 
 
 class CudaStopwatch:
-    """Time on a GPU's stream, from the first operator to the last, what it waits for the host and for copies included.
+    """Time on a GPU's stream from the first operator to the last, including waits for the host and for copies.
 
     Args:
         device: the GPU.
@@ -58,13 +59,13 @@ class CudaStopwatch:
 
     @property
     def seconds(self) -> float:
-        """As of `DeviceStopwatch`; waits for what is still to be done."""
+        """As of `DeviceStopwatch`; waits for unfinished work."""
         self._read()
         return self._seconds
 
     @property
     def ended_ns(self) -> int:
-        """As of `DeviceStopwatch`, if the stream had nothing to do when the work was begun; waits as well."""
+        """As of `DeviceStopwatch`, exact if the stream was idle at the begin of the work; waits for unfinished work."""
         self._read()
         return self._ended_ns
 
@@ -74,6 +75,7 @@ class CudaStopwatch:
             end.synchronize()
             seconds = begin.elapsed_time(end) / 1000
             self._seconds += seconds
+            # Events have no absolute time, so the end is computed from the host's time at the begin.
             self._ended_ns = began_ns + round(seconds * 1e9)
 
 

@@ -1,6 +1,6 @@
-"""What devices a pool would find on this machine, what it would take of them, and how fast their links are.
+"""Survey of the machine's devices before training: memory, the pool's budgets, and link speeds.
 
-For people who want to know before they train. Opens the devices as a pool does, and closes them again.
+The survey opens the devices like a pool, and closes them again.
 """
 
 import platform
@@ -26,12 +26,12 @@ class FoundDevice:
 
     Attributes:
         name: e.g. "cpu:0" or "cuda:1".
-        model: what its maker calls it.
-        free_bytes: memory that nobody uses now: of the GPU, or of the host for CPU devices.
-        total_bytes: all of that memory.
-        budget_bytes: what the pool would take.
+        model: the maker's model name.
+        free_bytes: free memory in bytes: of the GPU, or of the host for CPU devices.
+        total_bytes: total bytes of the same memory.
+        budget_bytes: the budget that a pool would take, in bytes.
         compute_capability: of a GPU, e.g. "9.0"; None for CPU devices.
-        rates: of its link to the host; None: not measured.
+        rates: rates of the link to the host; None: not measured.
     """
 
     name: str
@@ -45,12 +45,13 @@ class FoundDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """The way from one GPU's memory to another's.
+    """The path from a GPU's memory to another GPU's memory.
 
     Attributes:
         source, target: names of the devices.
-        is_direct: whether the GPUs copy by themselves, for they can access each other's memory; else bytes go over the host.
-        bytes_per_second: of a large copy; None: not direct, or not measured.
+        is_direct: whether the GPUs copy directly, because they can access each other's memory; otherwise bytes go over
+            the host.
+        bytes_per_second: rate of a large copy; None: not direct, or not measured.
     """
 
     source: str
@@ -61,13 +62,13 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What was found.
+    """Result of a survey.
 
     Attributes:
-        devices: in the pool's order.
-        crossings: between each two GPUs, both ways.
-        driver: version of the NVIDIA driver; None where NVML does not tell.
-        notes: why there is no more: sentences.
+        devices: devices in the pool's order.
+        crossings: paths between each two GPUs, in both directions.
+        driver: version of the NVIDIA driver; None if NVML does not answer.
+        notes: sentences that explain missing devices or facts.
     """
 
     devices: tuple[FoundDevice, ...]
@@ -76,25 +77,25 @@ class Survey:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return asdict(self)
 
 
 def survey(devices: str = "auto", device_memory: str | int | None = None, *, measures: bool = True) -> Survey:
-    """Look at the machine.
+    """Survey the machine.
 
     Args:
-        devices: which, as `open_devices` takes it.
-        device_memory: budget of each, likewise.
-        measures: whether links are measured, which takes up to 128 MiB of each device for a moment.
+        devices: devices to open, as of `open_devices`.
+        device_memory: budget of each device, as of `open_devices`.
+        measures: whether to measure links, which takes up to 128 MiB of each device for a moment.
 
     Returns:
-        What was found; without a GPU, the CPU devices.
+        The survey; on a machine without GPUs, the CPU devices.
 
     Raises:
-        ConfigError: there are no such devices, or not with so much memory.
+        ConfigError: the devices do not exist, or have less memory.
     """
-    # Asked before devices are opened: a CUDA context takes hundreds of megabytes, and measurements more.
+    # Read before devices are opened: a CUDA context takes hundreds of megabytes, and measurements take more.
     memory = {index: gpu_memory(index) for index in range(torch.cuda.device_count())}
     host = psutil.virtual_memory()
     opened = open_devices(devices, device_memory)
@@ -142,7 +143,7 @@ def _crossings(devices: Sequence[Device], *, measures: bool) -> tuple[Crossing, 
 
 
 def _cpu_model() -> str:
-    """What the kernel calls the processor; not every system can tell."""
+    """Return the processor's model name by the kernel, where the system knows the name."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -151,7 +152,7 @@ def _cpu_model() -> str:
 
 
 def _driver() -> tuple[str | None, tuple[str, ...]]:
-    """The driver's version, and what is wrong between it and torch."""
+    """Return the driver's version, and notes on problems between driver and torch."""
     seen, built = torch.cuda.device_count(), torch.version.cuda or torch.version.hip
     blind = "torch sees no GPU" if built else f"torch {torch.__version__} is built without CUDA, so it sees no GPU"
     try:

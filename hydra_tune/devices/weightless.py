@@ -1,11 +1,12 @@
-"""`WeightlessDevice`: stands for a device where only sizes count. Nothing is copied, and its memory is made by whoever asks.
+"""`WeightlessDevice`: a stand-in for a device where only sizes count: no copies, and memory allocated by the caller.
 
-Inside torch's `FakeTensorMode` that memory is none at all, so a step can be rehearsed on a device that is not there.
+Inside torch's `FakeTensorMode`, the allocated memory takes no space, so a step can be rehearsed for a device that does
+not exist.
 
-Note: its clock. Whoever runs units there moves `now` on by what they take. A copy that is waited for moves it on by itself;
-one in the background is over when the clock has come so far: those are made one after the other, and on a link that all copies
-share, one that is waited for goes before any that has not begun. Where nothing is known of copies, one in the background is
-over when the unit is beside which it was begun.
+Note: virtual clock. The caller that runs units advances `now` by the units' times. An awaited copy advances `now`
+itself. A background copy is over when the clock has reached the copy's end. Background copies run in sequence. On a
+link shared by all copies, an awaited copy overtakes every copy that has not begun. If the cost of copies is unknown, a
+background copy ends with the unit beside which it began.
 """
 
 from collections import deque
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 
 class _Passing(Copy):
-    """A copy in the background that is over when the unit beside which it was begun is."""
+    """A background copy that ends with the unit beside which it began."""
 
     def __init__(self, device: "WeightlessDevice") -> None:
         super().__init__(())
@@ -35,37 +36,37 @@ class _Passing(Copy):
 
     @property
     def is_over(self) -> bool:
-        """Whether that unit has ended."""
+        """Whether the unit has ended."""
         return self._device.moment > self._moment
 
     def cancel(self) -> bool:
-        """It has begun."""
+        """Return False: the copy has begun."""
         return False
 
     def wait(self) -> None:
-        """It takes no time."""
+        """Return at once: the copy takes no time."""
 
     def wait_quietly(self) -> bool:
-        """It is made."""
+        """Return True: the copy always succeeds."""
         return True
 
 
 class _Timed(Copy):
-    """A copy in the background that takes its time."""
+    """A background copy with a duration."""
 
     def __init__(self, line: "_Line", asked: float, seconds: float) -> None:
         super().__init__(())
         self._line, self.asked, self.seconds = line, asked, seconds
-        self.end: float | None = None  # once it has begun
+        self.end: float | None = None  # time of the copy's end, known once the copy has begun
 
     @property
     def is_over(self) -> bool:
-        """Whether it is made by now."""
+        """Whether the copy has ended by now."""
         self._line.catch_up()
         return self.end is not None and self.end <= self._line.device.now
 
     def cancel(self) -> bool:
-        """Have it never begin."""
+        """Cancel the copy before its begin."""
         self._line.catch_up()
         if self.end is not None:
             return False
@@ -73,20 +74,20 @@ class _Timed(Copy):
         return True
 
     def wait(self) -> None:
-        """Wait until it is made."""
+        """Wait for the copy, by advancing the clock to the copy's end."""
         device = self._line.device
         while self.end is None:
             self._line.begin_next()
         device.now = max(device.now, self.end)
 
     def wait_quietly(self) -> bool:
-        """The same; it is made always."""
+        """Wait for the copy; return True, because the copy always succeeds."""
         self.wait()
         return True
 
 
 class _Line:
-    """The copies in the background that one device has to make, in their order."""
+    """A device's queue of background copies, in order."""
 
     def __init__(self, device: "WeightlessDevice") -> None:
         self.device = device
@@ -94,33 +95,33 @@ class _Line:
         self.free_at = 0.0
 
     def start(self, seconds: float) -> _Timed:
-        """One more."""
+        """Append a copy."""
         copy = _Timed(self, self.device.now, seconds)
         self.waiting.append(copy)
         return copy
 
     def begin_next(self) -> None:
-        """The first of those that wait begins as soon as it can."""
+        """Begin the first waiting copy, at the earliest possible time."""
         copy = self.waiting.popleft()
         copy.end = self.free_at = max(self.free_at, copy.asked) + copy.seconds
 
     def catch_up(self) -> None:
-        """Those begin that would have by now."""
+        """Begin all copies that would have begun by now."""
         while self.waiting and max(self.free_at, self.waiting[0].asked) <= self.device.now:
             self.begin_next()
 
 
 class WeightlessDevice:
-    """A device of the same name, budget and alignment as another one.
+    """A device with the name, budget and alignment of another device.
 
     Args:
-        like: that one; it is left alone.
-        link: what its copies take; None where that is not known.
+        like: the other device, which is not used.
+        link: cost of copies; None where unknown.
 
     Attributes:
-        like: the device it stands for.
-        moment: units that have ended here; to be counted by whoever runs them.
-        now: its clock, in seconds; to be moved on by whoever runs units.
+        like: as given.
+        moment: number of units that have ended on the device; incremented by the caller that runs units.
+        now: virtual clock in seconds; advanced by the caller that runs units.
     """
 
     def __init__(self, like: Device, link: Link | None = None) -> None:
@@ -140,15 +141,15 @@ class WeightlessDevice:
 
     @contextmanager
     def worker(self) -> Iterator[None]:
-        """It has no thread of its own."""
+        """Return an empty context: the device has no thread of its own."""
         yield
 
     def empty(self, nbytes: int) -> Tensor:
-        """Device memory."""
+        """Allocate device memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def host_empty(self, nbytes: int) -> Tensor:
-        """Host memory."""
+        """Allocate host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def on_host(self, function: Callable[[], T]) -> T:
@@ -160,58 +161,58 @@ class WeightlessDevice:
         over: Future[None] = Future()
         try:
             function()
-        except Exception as error:  # noqa: BLE001 - it is raised to whoever waits
+        except Exception as error:  # noqa: BLE001 - raised in the thread that waits
             over.set_exception(error)
         else:
             over.set_result(None)
         return over
 
     def load(self, pairs: Pairs) -> None:
-        """There is nothing to copy, and that takes its time."""
+        """Advance the clock by the copy's time; nothing is copied."""
         self._make(pairs)
 
     def spill(self, pairs: Pairs) -> None:
-        """There is nothing to copy, and that takes its time."""
+        """Advance the clock by the copy's time; nothing is copied."""
         self._make(pairs)
 
     def start_load(self, pairs: Pairs) -> Copy:
-        """There is nothing to copy, in the background."""
+        """Queue a background copy of nothing."""
         return self._start(pairs)
 
     def start_spill(self, pairs: Pairs) -> Copy:
-        """There is nothing to copy, in the background."""
+        """Queue a background copy of nothing."""
         return self._start(pairs)
 
     def reach(self, source: Device) -> Reach:
-        """As between those that both are like."""
+        """Return the reach between the two real devices."""
         return self.like.reach(source.like) if isinstance(source, WeightlessDevice) else Reach.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
-        """There is nothing to copy, and that takes its time."""
+        """Advance the clock by the copy's time; nothing is copied."""
         del source
         self._make(pairs)
 
     def stopwatch(self) -> WallStopwatch:
-        """By the host's clock; nobody asks for its own."""
+        """Return a stopwatch on the host's clock; nobody reads it."""
         return WallStopwatch()
 
     def unit_memory(self) -> None:
-        """It has no memory."""
+        """Return None: there is no memory to measure."""
 
     def start_take_over(self, source: Device, pairs: Pairs) -> Copy:
-        """There is nothing to copy, in the background."""
+        """Queue a background copy of nothing."""
         del source
         return self._start(pairs)
 
     def reclaim(self) -> int:
-        """There is nothing to give back."""
+        """Return 0: there is no memory to give back."""
         return 0
 
     def synchronize(self) -> None:
-        """Nothing is ever pending."""
+        """Do nothing: no work is ever pending."""
 
     def close(self) -> None:
-        """Nothing has to be stopped."""
+        """Do nothing: there are no threads to stop."""
 
     def _make(self, pairs: Pairs) -> None:
         if self._link is None:
@@ -219,6 +220,7 @@ class WeightlessDevice:
         line, seconds = self._line, self._seconds(self._link, pairs)
         line.catch_up()
         if self._is_shared:
+            # Copies share the link: an awaited copy waits for the running one, and delays those that have not begun.
             self.now = line.free_at = max(self.now, line.free_at) + seconds
         else:
             self.now += seconds

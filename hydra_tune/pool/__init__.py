@@ -1,1 +1,1 @@
-"""The running pool: carries out the scheduler's commands on real devices, one worker thread each."""
+"""The running pool: carries out the scheduler's commands on real devices, with a worker thread for each device."""

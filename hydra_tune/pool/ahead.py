@@ -1,7 +1,7 @@
-"""What a device of the pool would do next, and which blocks that needs: asked when a unit begins to compute there.
+"""Prediction of a device's next unit and of the blocks that the unit needs, asked when a unit begins to compute.
 
-The scheduler and what is told of it are the pool's, and so is the lock under which the questions are asked. As long as no
-device is short of memory nobody asks, and a decision costs no more than taking down whose it was.
+The prediction uses the pool's own scheduler and events, and questions are answered under the pool's lock. While no
+device is short of memory, no worker asks, and a decision costs only the note of the jobs concerned.
 """
 
 import threading
@@ -15,45 +15,45 @@ from hydra_tune.train.step import Expected, PendingUnit
 
 
 class Ongoing(Protocol):
-    """What has to be known of a job."""
+    """The facts about a job that the prediction needs."""
 
     @property
     def key(self) -> str:
-        """What the scheduler calls it."""
+        """The job's name in the scheduler."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether it will want a further unit, as far as is known."""
+        """Whether the job will want a further unit, as far as is known."""
 
     @property
     def is_spread(self) -> bool:
-        """Whether units of it run side by side now."""
+        """Whether units of the job run side by side now."""
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds of compute to come."""
+        """Compute still to come in seconds."""
 
     @property
     def places(self) -> Mapping[int, str | None]:
-        """Device of each shard that is on one."""
+        """For each shard, the device holding the shard, or None."""
 
     @property
     def pending(self) -> PendingUnit | None:
-        """Its next unit, where that is the only one and does not run yet."""
+        """The next unit, where exactly one unit is due and does not run yet."""
 
 
 class NextUnits:
-    """Knows what follows on each device.
+    """Predicts the next unit of each device.
 
     Args:
-        policy: of the scheduler.
-        scheduler: of the pool.
-        devices: their names.
-        records: the pool's jobs, by name.
-        lock: of the pool; held by whoever calls `decided`.
+        policy: policy of the scheduler.
+        scheduler: scheduler of the pool.
+        devices: names of the devices.
+        records: live jobs of the pool, by key.
+        lock: lock of the pool; the caller of `decided` holds the lock.
 
     Attributes:
-        seconds: CPU time spent choosing.
+        seconds: CPU seconds spent on predictions.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class NextUnits:
         self._records = records
         self._lock = lock
         self._ahead = Ahead(policy, scheduler)
-        self._concerned: set[str] = set()  # jobs of which the policy may have been told something else
+        self._concerned: set[str] = set()  # jobs whose view may differ from the one last given to the policy
         self._begun: set[str] = set()
         self._paces: dict[str, float | None] = {}
         self.seconds = 0.0
@@ -76,16 +76,19 @@ class NextUnits:
             self.added(device)
 
     def added(self, device: str) -> None:
-        """A device is there. Under the lock."""
+        """Add a device; under the lock."""
+        # The pool measures no speeds: every device counts as nominal.
         self._ahead.set_speed(device, 1.0)
 
     def lost(self, device: str) -> None:
-        """A device has gone. Under the lock."""
+        """Remove a device; under the lock."""
         self._ahead.unclaim_device(device)
         self._ahead.set_speed(device, 0.0)
 
     def decided(self, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        """The scheduler was told something and has said what to do. Under the lock."""
+        """Note the events and commands of a decision; under the lock."""
+        # Only notes: decisions are frequent and questions rare, so the selections are updated when a worker asks
+        # (`_catch_up`).
         concerned = self._concerned
         for event in events:
             job = getattr(event, "job", None)
@@ -102,20 +105,20 @@ class NextUnits:
                 self._forget(command.job)
 
     def needs(self, record: Ongoing, pending: PendingUnit, device: str) -> list[Need]:
-        """What is needed after a unit that begins to compute.
+        """Return the needs of the units after a unit that begins to compute.
 
         Args:
-            record: of its job.
+            record: the unit's job.
             pending: the unit.
-            device: where it runs; called on its worker's thread.
+            device: the unit's device; called on the device's worker thread.
 
         Returns:
-            What the next units need, in their order.
+            The needs of the next units, in their order.
         """
         following = [] if record.is_spread else pending.following()
         due: list[PendingUnit | Expected] = []
         if following and (following[0].kind, following[0].shard) == ("update", pending.shard):
-            due.append(following.pop(0))  # it comes along with this one, whatever the scheduler says
+            due.append(following.pop(0))  # an update always runs right after its backward
         with self._lock:
             start = time.thread_time()
             unit = self._next_unit(record, pending, following, device)
@@ -138,7 +141,7 @@ class NextUnits:
         return None if other is None else other.pending
 
     def _own_view(self, record: Ongoing, pending: PendingUnit, expected: Expected) -> JobView | None:
-        """The job that runs, as it will be when its unit is over; None if it does not go on."""
+        """View of the running job as of the end of its unit; None if the job does not go on."""
         if not record.goes_on:
             return None
         return self._scheduler.view_after(
@@ -150,14 +153,14 @@ class NextUnits:
         )
 
     def _notice_pace(self, alike: str) -> None:
-        """What one job was told of its steps may have changed what policies are shown of others."""
+        """Note a changed step time: the views of all jobs with the same plan depend on the measured time."""
         step_seconds = self._scheduler.step_seconds(alike)
         if step_seconds != self._paces.get(alike):
             self._paces[alike] = step_seconds
             self._concerned.update(self._scheduler.jobs_alike(alike))
 
     def _catch_up(self) -> None:
-        """Let the selections know what has happened since the last question."""
+        """Update the selections with everything since the last question."""
         ahead = self._ahead
         for job in self._concerned:
             ahead.notice(job)
@@ -168,7 +171,7 @@ class NextUnits:
         ahead.notice_front()
 
     def _forget(self, job: str) -> None:
-        """A job is over."""
+        """Forget a job that is over."""
         self._ahead.notice(job)
         self._ahead.unclaim(job)
         self._concerned.discard(job)

@@ -1,11 +1,12 @@
-"""`Borrowing`: a device for whoever runs something there that is no unit, with all of its memory, between two units.
+"""`Borrowing`: exclusive use of a device between two units, with all of its memory, for work that is not a unit.
 
-Steps are profiled so on GPUs, by whichever thread plans them. Beside units that would be neither in the ledger nor undisturbed:
-kernels of both would take turns, what the allocator has given out at most would be of both, and either might run out of memory.
-On CPU devices nothing is borrowed: there a thread's own time is looked at, and memory is the host's.
+The planner profiles steps on GPUs this way, on whichever thread makes the plan. Without exclusive use, the profile's
+memory would be missing from the ledger, kernels of unit and profile would alternate, the allocator's peak would include
+both, and either could run out of memory. CPU devices are not borrowed: a profile there reads the thread's own CPU time,
+and uses host memory.
 
-Note: lock order. The turn on a device, then a unit's memory lease, then the turn with a GPU's generator, then the capture gate.
-Who borrows has the first, the third and, as it needs it, the fourth.
+Note: lock order. First the turn on a device, then a unit's memory lease, then the turn with a GPU's generator, then the
+capture gate. A borrower takes the first, the third and, if necessary, the fourth.
 """
 
 import threading
@@ -22,13 +23,13 @@ from hydra_tune.fusion.stand import HOST, Stand
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.faults import found_lost
 
-_PATIENCE_SECONDS = 60.0  # for units that have begun; one may hang in a data loader
+_PATIENCE_SECONDS = 60.0  # for running units to end; a unit may hang in a data loader
 
 
 class DeviceTurn:
-    """Who has a device: its worker for a unit, or somebody who borrows it; who borrows goes first.
+    """Grants a device either to its worker's units or to a borrower; a waiting borrower goes first.
 
-    Several units at once are let be: where one hangs in a data loader, the device has another worker.
+    Several units may hold the turn together, because a device whose unit hangs in a data loader gets a second worker.
     """
 
     def __init__(self) -> None:
@@ -39,8 +40,9 @@ class DeviceTurn:
 
     @contextmanager
     def unit(self) -> Iterator[None]:
-        """Around a unit."""
+        """Hold the turn for a unit."""
         with self._changed:
+            # New units also wait for borrowers in the queue: otherwise a busy device would never become free.
             self._changed.wait_for(lambda: not self._is_borrowed and not self._asking)
             self._units += 1
         try:
@@ -52,17 +54,18 @@ class DeviceTurn:
 
     @contextmanager
     def borrowed(self, name: str) -> Iterator[None]:
-        """Around anything else.
+        """Hold the turn exclusively, for work that is not a unit.
 
         Args:
-            name: the device's.
+            name: name of the device, for the error.
 
         Raises:
-            HydraTuneError: a unit does not end.
+            HydraTuneError: a running unit does not end.
         """
         with self._changed:
             self._asking += 1
             is_free = self._changed.wait_for(lambda: not self._units and not self._is_borrowed, _PATIENCE_SECONDS)
+            # Also after a timeout, because new units wait for this request.
             self._asking -= 1
             self._is_borrowed |= is_free
             self._changed.notify_all()
@@ -80,8 +83,8 @@ class Borrowing:
     """Lends the devices of a pool.
 
     Args:
-        devices, pagers: the pool's, by name; those that are added later as well.
-        away: names of devices that nothing runs on any more.
+        devices, pagers: live mappings by device name; devices added later appear in them.
+        away: returns the names of removed and lost devices.
     """
 
     def __init__(
@@ -91,13 +94,13 @@ class Borrowing:
         self._turns: dict[str, DeviceTurn] = {}
 
     def turn(self, name: str) -> DeviceTurn:
-        """That with a device; from before its worker begins. Under the pool's lock."""
+        """Return the turn of a device, made on first use, before the device's worker begins. Under the pool's lock."""
         return self._turns.setdefault(name, DeviceTurn())
 
     @property
     def stands(self) -> tuple[Stand, ...]:
-        """Where steps are profiled: on one device of each kind, that with the least memory first."""
-        away, known = self._away(), list(self._devices.items())  # others may come meanwhile
+        """Places for profiling steps: for each kind of device, the device with the least memory."""
+        away, known = self._away(), list(self._devices.items())  # a copy, because other threads may add devices
         kinds: dict[str, Device] = {}
         for name, device in sorted(known, key=lambda one: one[1].budget_bytes):
             if not device.is_host and name not in away:
@@ -108,33 +111,36 @@ class Borrowing:
 
     @contextmanager
     def borrowed(self, device: Device) -> Iterator[None]:
-        """Have the calling thread compute on a device on which nothing else is, as its worker does.
+        """Give the calling thread exclusive use of a device, with the settings of the device's worker.
 
-        Other devices that are parts of the same GPU compute nothing meanwhile, either, and keep what they have.
+        Other devices on the same GPU compute nothing meanwhile, and keep their blocks.
 
         Raises:
-            DeviceLostError: it is lost.
-            HydraTuneError: it is not to be had.
+            DeviceLostError: the device is lost.
+            HydraTuneError: the device does not become free.
         """
         threads = torch.get_num_threads()
         try:
             with ExitStack() as turns:
                 for name in self._beside(device):
                     turns.enter_context(self.turn(name).borrowed(name))
+                # All blocks leave the device, so that the borrower has the whole budget.
                 with device.worker(), device.generator.in_turn():
                     self._pagers[device.name].relieve()
                     device.reclaim()
                     yield
-        except Exception as error:  # whatever has been made of the device's own by whoever runs something there
+        except Exception as error:  # of any type: the borrower may have wrapped the device's own error
             if found_lost(device) is not None:
                 raise DeviceLostError(f"device {device.name} is lost ({first_line(error)})") from error
             raise
         finally:
+            # `device.worker()` has changed the number of intra-op threads for the calling thread.
             torch.set_num_threads(threads)
 
     def _beside(self, device: Device) -> list[str]:
-        """Names of a device, and of others that are in the same place; in one order, whoever asks."""
+        """Names of a device and of all devices on the same hardware, sorted."""
         away, known = self._away(), list(self._devices.items())
         place = device.torch_device
         beside = {name for name, other in known if other.torch_device == place and name not in away}
+        # Sorted, so two borrowers take the turns in the same order and cannot deadlock.
         return sorted({device.name} | beside)

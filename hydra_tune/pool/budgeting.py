@@ -1,4 +1,4 @@
-"""What models are cut for, of a pool's devices and its options."""
+"""The budget for cutting models, from a pool's devices and options."""
 
 import functools
 import math
@@ -23,12 +23,12 @@ def budget_of(
     num_shards: NumShards,
     optimizer_placement: Literal["device", "host", "auto"],
 ) -> Budget:
-    """What every model of a pool is cut for.
+    """Return the budget for which every model of a pool is cut.
 
     Args:
-        devices: the pool's.
-        trials: in flight at once.
-        host_bytes: for all of them.
+        devices: devices of the pool.
+        trials: number of trials admitted at the same time.
+        host_bytes: host memory in bytes for all trials together.
         buffer_fraction: as of `HydraExecutor`.
         num_shards: as of `HydraExecutor`.
         optimizer_placement: as of `HydraExecutor`.
@@ -37,14 +37,17 @@ def budget_of(
     return Budget(
         budget_bytes=min(device.budget_bytes for device in devices),
         buffer_fraction=buffer_fraction,
+        # A plan serves every device, so views are aligned for all of them.
         alignment=math.lcm(*(device.alignment for device in devices)),
         num_shards=num_shards,
         optimizer_placement=optimizer_placement,
+        # Measured on first use and only once: most pools never choose a placement, and a measurement takes time.
         speeds=functools.cache(lambda: _speeds(devices, is_host=has_cpu)),
         trials=-(-trials // len(devices)),
         host_bytes=host_bytes // trials,
         link=functools.cache(lambda: link_of(devices[0])),
-        # A host beside GPUs is slower than they are, and has nothing else to compute.
+        # A host beside GPUs is slower than the GPUs, so one sample stands for the batch. All cores may take part,
+        # because the host has nothing else to compute.
         checks_sample=not has_cpu,
         counts_draws=len({device_kind(device) for device in devices}) == 1,
         host_threads=1 if has_cpu else num_cores(),
@@ -52,7 +55,7 @@ def budget_of(
 
 
 def _speeds(devices: Sequence[Device], *, is_host: bool) -> Speeds:
-    """What choosing a placement of updates goes by; measured here."""
+    """Measure the speeds for choosing the placement of updates."""
     return Speeds(
         link=measured_link(devices[0]),
         dram_bytes_per_second=dram_bandwidth(),

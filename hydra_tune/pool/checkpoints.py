@@ -1,13 +1,13 @@
-"""Checkpoints beside the work: when a trial is saved, where to, and the thread that writes.
+"""Checkpoints beside training: when a trial is saved, where to, and the writer thread.
 
-Note: who waits. Between two of its steps a trial that is to be saved is copied to a buffer on the host, by the thread that runs
-it; then it goes on, and one thread writes the buffer to disk. There is one buffer, so that checkpoints take host memory for one
-trial at a time: while it is being written, another trial that is due goes on, and is saved between two later steps. Only what
-somebody waits for, and a trial's last state, wait for the buffer. Where the host has no room for it, a trial is written from
-where it lies, and waits.
+Note: waiting. Between two steps, the thread that runs a trial copies the trial's state to a host buffer. Training goes
+on, and the writer thread writes the buffer to disk. A pool has a single buffer, so checkpoints take host memory for a
+single trial at a time. While the buffer is in use, another due trial trains on and is saved between two later steps.
+Only explicitly requested checkpoints and a trial's last state wait for the buffer. Where the host has no room for the
+buffer, the trial waits, and its state is written in place.
 
-Note: what fails. A checkpoint that cannot be written is said in the log, the ones before it stay whole, and training goes on. A
-trial that has something that no checkpoint can hold fails after its first step, with the name of it.
+Note: failures. A checkpoint that cannot be written is logged, earlier checkpoints stay whole, and training goes on. A
+trial with an object that no checkpoint can hold fails after the first step; the error names the object.
 """
 
 import logging
@@ -36,14 +36,14 @@ from hydra_tune.train.capture import Beginning
 from hydra_tune.train.snapshot import Snapshots
 
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
-_ROOM_SHARE = 0.5  # of the free host memory, which a copy may take
+_ROOM_SHARE = 0.5  # of the free host memory: the most that a copy may take
 
 
 def check_checkpoint_dir(path: object) -> Path:
-    """The folder for checkpoints, absolute; made if it is not there.
+    """Return the absolute path of the checkpoint folder; a missing folder is created.
 
     Raises:
-        ConfigError: it is no folder, or others can write to it.
+        ConfigError: the path is no folder, or other users can write to the folder.
     """
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ConfigError(f"checkpoint_dir must be the path of a folder, not {path!r}")
@@ -57,10 +57,10 @@ def check_checkpoint_dir(path: object) -> Path:
 
 
 def check_saving(folder: object, every: object) -> tuple[Path | None, Every]:
-    """`checkpoint_dir` and `checkpoint_every`, checked.
+    """Check `checkpoint_dir` and `checkpoint_every`.
 
     Raises:
-        ConfigError: one of them makes no sense, or the second is there without the first.
+        ConfigError: an argument is invalid, or `checkpoint_every` is given without `checkpoint_dir`.
     """
     if every is not None and folder is None:
         raise ConfigError("checkpoint_every needs a folder for checkpoints; give checkpoint_dir")
@@ -69,11 +69,11 @@ def check_saving(folder: object, every: object) -> tuple[Path | None, Every]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a job goes on from; nothing, unless said.
+    """The state that a job continues from; by default the job starts from scratch.
 
     Attributes:
-        path: a folder of checkpoints, or a manifest in one; read when the job is prepared.
-        saved: a state at hand.
+        path: a checkpoint folder, or a manifest in a checkpoint folder; read when the job is prepared.
+        saved: a state in memory.
         allows_changes: as of `Beginning`.
         only_weights: as of `Beginning`.
     """
@@ -85,16 +85,16 @@ class Origin:
 
     @property
     def folder(self) -> Path | None:
-        """The folder whose trial goes on in the job; None if none does."""
+        """The folder of the trial that continues in the job; None if no trial continues."""
         if self.path is None or self.only_weights:
             return None
         return self.path if self.path.is_dir() else self.path.parent
 
     def beginning(self) -> Beginning | None:
-        """The state, read now.
+        """Read the state now.
 
         Raises:
-            CheckpointError: there is none, or none that is whole.
+            CheckpointError: there is no checkpoint, or no whole checkpoint.
         """
         saved = self.saved if self.path is None else load_checkpoint(self.path)
         if saved is None:
@@ -106,9 +106,9 @@ class Checkpoints:
     """All checkpoints of a pool.
 
     Args:
-        root: the folder for them; None: trials are only copied, for others to begin from.
-        every: how often trials are saved beside their reports.
-        host: has the ledger of host memory; None: half of what is free may be taken.
+        root: the folder for checkpoints; None: states are only copied in memory, as a start for other trials.
+        every: how often trials are saved, in addition to reports.
+        host: host tier with the ledger of host memory; None: a copy may take half of the free memory.
     """
 
     def __init__(self, root: Path | None, every: Every, host: HostTier | None) -> None:
@@ -123,11 +123,12 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
 
     def place(self, name: str, resumed: Path | None) -> Path | None:
-        """The folder for a new trial's checkpoints, which no other has.
+        """Reserve the folder for a new trial's checkpoints.
 
         Args:
-            name: of the trial.
-            resumed: the folder that it goes on from, which it keeps if it is one of these.
+            name: name of the trial.
+            resumed: the folder that the trial continues from; reused if the folder lies directly in `root` and no
+                other trial holds it.
         """
         if self.root is None:
             return None
@@ -137,6 +138,7 @@ class Checkpoints:
             else:
                 plain, number = self.root / folder_name(name), 1
                 found = plain
+                # A folder with checkpoints of another run is never overwritten.
                 while found in self._taken or generations(found):
                     number += 1
                     found = plain.with_name(f"{plain.name}~{number}")
@@ -144,39 +146,41 @@ class Checkpoints:
             return found
 
     def leave(self, folder: Path | None) -> None:
-        """A trial is over: its folder may be another's."""
+        """Release the folder of a trial that is over, so that another trial may use the folder."""
         with self._lock:
             if folder is not None:
                 self._taken.discard(folder)
 
     def take_slot(self, *, waits: bool) -> bool:
-        """Have the only right to write; False: another has it."""
+        """Take the exclusive right to write; return False if another trial holds the right."""
         return self._slot.acquire(blocking=waits)
 
     def give_slot_back(self) -> None:
-        """What was written is on disk, or will never be."""
+        """Release the right to write, after success or failure of the write."""
         self._slot.release()
 
     def room(self, nbytes: int) -> Tensor | None:
-        """Host memory for a copy, for whoever has the slot; None: there is none."""
+        """Return the host buffer for a copy, or None without enough room; only the holder of the slot may call."""
         if self._host is not None:
             if not self._host.ledger.try_take(nbytes):
                 return None
         elif nbytes > psutil.virtual_memory().available * _ROOM_SHARE:
             return None
         if self._buffer is None or not nbytes <= self._buffer.numel() <= 2 * nbytes:
-            self._buffer = None  # first of all, or both would be there
+            self._buffer = None  # freed first: both buffers together would exceed the granted room
             self._buffer = torch.empty(nbytes, dtype=torch.uint8)
         return self._buffer
 
     def give_room_back(self, nbytes: int) -> None:
-        """A copy is not needed any more."""
+        """Release the room of a finished copy."""
         if self._host is not None:
+            # With a ledger, unused bytes have to be free for spilled blocks. Without a ledger the buffer stays for the
+            # next copy.
             self._buffer = None
             self._host.ledger.give_back(nbytes)
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run something on the thread that writes, after what was asked for before."""
+        """Run a function on the writer thread, after all earlier functions."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hydra-checkpoints", daemon=True)
@@ -184,14 +188,14 @@ class Checkpoints:
         self._jobs.put(job)
 
     def flush(self) -> None:
-        """Wait until all that was asked for before is done."""
+        """Wait for the end of all earlier work on the writer thread."""
         if self._thread is not None and threading.current_thread() is not self._thread:
             done = threading.Event()
             self.start(done.set)
             done.wait()
 
     def close(self) -> None:
-        """Write what is left, and end the thread."""
+        """Finish the outstanding writes, and end the writer thread."""
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -201,21 +205,22 @@ class Checkpoints:
         torch.set_num_threads(1)
         while (job := self._jobs.get()) is not None:
             job()
+            # Otherwise the closure would keep the trial's folder and copy alive until the next job arrives.
             del job
 
 
 class TrialKeeper:
-    """Saves one trial.
+    """Saves a single trial.
 
     Args:
-        checkpoints: of the pool.
-        name: of the trial, for messages.
-        path: the folder for its checkpoints; None: there are none.
-        labels: of its checkpoints.
+        checkpoints: checkpoints of the pool.
+        name: name of the trial, for messages.
+        path: the folder for the trial's checkpoints; None: no checkpoints.
+        labels: labels stored in each checkpoint.
 
     Attributes:
         path: as given.
-        has_any: whether there is a checkpoint of it, or is one under way.
+        has_any: whether a checkpoint of the trial exists or is being written.
     """
 
     def __init__(
@@ -241,26 +246,26 @@ class TrialKeeper:
         self._seconds = time.monotonic()
 
     def open(self) -> None:
-        """Have the folder to itself.
+        """Lock the folder for the trial's exclusive use.
 
         Raises:
-            CheckpointError: another trial, here or elsewhere, has it.
-            FileError: it cannot be made.
+            CheckpointError: another trial, of the same or another process, holds the folder.
+            FileError: the folder cannot be made.
         """
         if self.path is not None and self._folder is None:
             self._folder = CheckpointFolder(self.path)
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody waits for a copy or a checkpoint."""
+        """Whether a caller waits for a copy or a checkpoint."""
         return bool(self._copies or self._files)
 
     def begin_again(self) -> None:
-        """The trial begins again, from what it has saved last if there is anything; what was asked for is still to be made."""
+        """Prepare for a restart of the trial from the last saved state, if any; open requests stay open."""
         self._steps, self._is_owed, self._seconds = -1, False, time.monotonic()
 
     def goes_on_from(self, manifest: Path | None) -> None:
-        """The trial does; what came after that in its folder goes.
+        """Note the manifest that the trial continues from, and delete later checkpoints of the folder.
 
         Raises:
             FileError: the system refuses.
@@ -270,15 +275,15 @@ class TrialKeeper:
             self._folder.go_back_to(manifest)
 
     def copy(self) -> Future[Saved]:
-        """Ask for a copy of the trial's next state between two steps."""
+        """Request a copy of the trial's next state between two steps."""
         return self._ask(self._copies)
 
     def copy_at_end(self) -> Future[Saved]:
-        """Ask for a copy of the state that it has when it does nothing any more; may be cancelled."""
+        """Request a copy of the trial's final state; the request may be cancelled."""
         return self._ask(self._at_end)
 
     def save(self) -> Future[Path]:
-        """Ask for a checkpoint of it."""
+        """Request a checkpoint of the trial."""
         return self._ask(self._files)
 
     def _ask(self, asked: list[Any]) -> Future[Any]:
@@ -298,8 +303,9 @@ class TrialKeeper:
     def reached(self, trial: Snapshots, *, steps: int, at_report: bool, is_last: bool) -> None:
         """As `Keeper.reached`."""
         if self._folder is None and not is_last and not self._copies:
-            return  # after nearly every step of a pool that saves nothing; who asks now is answered after the next
+            return  # the common case, without the lock; a request made right now is served after the next step
         with self._lock:
+            # Taken in a single step: a request that comes later waits for the next call.
             copies, self._copies = self._copies, []
             files, self._files = self._files, []
             at_end: list[Future[Saved]] = []
@@ -311,6 +317,8 @@ class TrialKeeper:
             for copy in copies:
                 copy.set_result(trial.snapshot().copied(self._labels))
             if self._folder is not None and (files or self._is_due(steps, at_report=at_report, is_last=is_last)):
+                # Only these two wait for the buffer: skipping them would lose a requested checkpoint, or the final
+                # state.
                 waits = bool(files) or is_last
                 self._is_owed = not self._all.take_slot(waits=waits)
                 if not self._is_owed:
@@ -323,12 +331,12 @@ class TrialKeeper:
             raise
 
     def answer(self, trial: Snapshots) -> None:
-        """Somebody has asked while the trial waits at a report."""
+        """Serve requests made while the trial waits at a report."""
         if self.is_asked:
             self.reached(trial, steps=self._steps, at_report=False, is_last=False)
 
     def _check(self, trial: Snapshots) -> None:
-        """Refuse at the first step what could not be saved later."""
+        """Refuse, at the first step, a trial whose state cannot be saved later."""
         if self._steps < 0 and self._folder is not None:
             trial.snapshot()
             self._steps = 0
@@ -342,11 +350,12 @@ class TrialKeeper:
         return at_report or is_last or by_steps or by_time or self._is_owed
 
     def _save(self, trial: Snapshots, steps: int, files: list[Future[Path]]) -> None:
-        """Copy and have it written, or write it now. The slot is taken."""
+        """Copy the state and queue the write, or write in place; the caller holds the slot."""
         try:
             snapshot = trial.snapshot()
             nbytes = snapshot.nbytes
             buffer = self._all.room(nbytes)
+            # In place means without a copy: the trial must not move on before the write ends, so this thread writes.
             saved = snapshot.in_place(self._labels) if buffer is None else snapshot.copied(self._labels, buffer)
         except BaseException:
             self._all.give_slot_back()
@@ -381,10 +390,10 @@ class TrialKeeper:
             future.set_result(self._folder.path)
 
     def close(self, status: str) -> None:
-        """The trial is over; what was asked for and not made will not be.
+        """Mark the trial as over, and fail all open requests.
 
         Args:
-            status: how it has ended; one that has ended by itself needs no second generation.
+            status: the trial's outcome; a completed or pruned trial keeps only the latest checkpoint.
         """
         with self._lock:
             if self._end is not None:
@@ -393,11 +402,13 @@ class TrialKeeper:
             asked: list[Future[Any]] = [*self._copies, *self._files, *self._at_end]
             self._copies, self._files, self._at_end = [], [], []
         for future in asked:
+            # False for a cancelled future, which must not receive an exception.
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._ended())
         if self._folder is None:
             self._all.leave(self.path)
         else:
+            # On the writer thread, behind the trial's pending write.
             self._all.start(self._leave)
 
     def _leave(self) -> None:
@@ -418,7 +429,7 @@ class TrialKeeper:
 
 
 def _copy_last(trial: Snapshots, labels: Mapping[str, Any], asked: list[Future[Saved]]) -> None:
-    """What cannot be copied is said to who has asked, and fails no trial that has done all else."""
+    """Copy the final state for each request; an error goes to the request, and never fails a finished trial."""
     for copy in asked:
         if not copy.set_running_or_notify_cancel():
             continue

@@ -1,8 +1,10 @@
-"""The core of a pool: what the scheduler is told, what it commands, and how jobs end.
+"""The core of a pool: feeds the scheduler with events, carries out the commands, and ends jobs.
 
-Drivers, workers and the preparer hand their events to the state machine here, under one lock, and what it commands is passed
-on from here: units go to the workers' inboxes, jobs to the preparer's. Memory is given back after the lock is free. Knows
-nothing of how a unit is run, or a model prepared.
+Drivers, workers and the preparer hand their events to the state machine under a single lock. The core passes the
+resulting commands on: units go to the workers' inboxes, admitted jobs to the preparer's queue.
+
+The memory of an ended job is given back after the lock is released, because closing a trial copies weights and runs the
+user's code. The core does not know how a unit runs or how a model is prepared.
 """
 
 import contextlib
@@ -46,38 +48,38 @@ from hydra_tune.train.trial import Report
 
 
 class Probe:
-    """Has a worker look whether its device is lost."""
+    """Message that asks a worker to check whether the worker's device is lost."""
 
 
 PROBE = Probe()
 
 
 class Core:
-    """Decides, carries out, and lets jobs end.
+    """Decides, carries out commands, and ends jobs.
 
     Args:
-        policy, max_concurrent, admission: of the scheduler; see `Scheduler`.
-        devices: their names.
-        recorder: keeps what happens; None: nothing is kept.
-        sends_ahead: whether anybody asks what a device does next.
-        log: is told what becomes of jobs; None: nobody is.
-        faults: says which failed jobs begin again; None: none does.
+        policy, max_concurrent, admission: arguments of the scheduler; see `Scheduler`.
+        devices: names of the devices.
+        recorder: records decisions; None: nothing is recorded.
+        sends_ahead: whether workers prefetch, and so ask for a device's next units.
+        log: receives the fate of jobs; None: no log.
+        faults: decides which failed jobs begin again; None: no job begins again.
 
     Attributes:
-        changed: the lock that everything here is under; notified when a job ends or memory is given back.
-        records: the jobs that are not over, by name.
-        next_units: says what a device does next; None: nobody asks.
-        inboxes: by device, the units that its worker is to run; None ends it, `PROBE` has it look after the device.
-        to_prepare: jobs that are admitted; None ends the preparer.
-        leaving: devices that go as soon as their unit is over.
-        gone: devices that have gone; what is said to be there is on its way home.
-        is_closed: whether no job is taken any more.
-        error: what the pool has broken down with.
-        abandoned: jobs that it has broken down under; their memory is given back at shutdown.
-        failing: threads that end jobs whose bytes could not be kept.
-        units_saved: that pruned and cancelled jobs would still have run.
-        hint: says that trials had better be fused; None: nobody does.
-        log: as given; told of units and copies by those that run and make them.
+        changed: lock of all state here; notified when a job ends or memory is given back.
+        records: records of the jobs that are not over, by key.
+        next_units: predicts a device's next units; None without prefetch.
+        inboxes: queue of units by device; None ends the worker, `PROBE` makes the worker check the device.
+        to_prepare: admitted jobs; None ends the preparer.
+        leaving: devices that leave the pool after their running unit.
+        gone: devices that have left; shards recorded there are on the way to the host.
+        is_closed: whether the pool refuses new jobs.
+        error: the error that broke the pool down.
+        abandoned: jobs that were live at the breakdown; their memory is given back at shutdown.
+        failing: threads ending jobs whose bytes could not be kept.
+        units_saved: units that pruned and cancelled jobs would still have run.
+        hint: suggests fusing trials; None: no suggestions.
+        log: as given; workers and pagers write units and copies to the same log.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Core:
         self.log = log
         self._faults = faults
         self.scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
+        # Reentrant (`Condition` uses an `RLock`): `decide` may have to break the pool down while it holds the lock.
         self.changed = threading.Condition()
         self.records: dict[str, Record] = {}
         self.inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | Probe | None]] = {
@@ -119,13 +122,13 @@ class Core:
 
     @property
     def scheduler_seconds(self) -> float:
-        """CPU time spent deciding what runs, and what is likely to run next."""
+        """CPU time in seconds spent on decisions and on predicting the next units."""
         return self._deciding_seconds + (0.0 if self.next_units is None else self.next_units.seconds)
 
     # The state machine.
 
     def tell(self, *events: Event) -> None:
-        """Hand events to the machine, and carry out what it commands.
+        """Hand events to the state machine, and carry out the commands.
 
         Raises:
             HydraTuneError: the pool has broken down before.
@@ -135,7 +138,7 @@ class Core:
         self.release_all()
 
     def decide(self, *events: Event) -> None:
-        """The same under the lock; when it is free `release_all` has to follow.
+        """Do the work of `tell` under the lock; the caller calls `release_all` after releasing the lock.
 
         Raises:
             HydraTuneError: the pool has broken down before.
@@ -146,6 +149,8 @@ class Core:
         events += self._departures(events)
         moves = self._shard_moves(events)
         try:
+            # Moves come first: the scheduler prefers a job whose shard is resident, and has to know the places before a
+            # choice.
             commands = self.scheduler.handle(*moves, *events)
         except BaseException as error:
             self.break_down(error)
@@ -164,15 +169,16 @@ class Core:
             self._carry_out(command)
 
     def add_device(self, name: str) -> None:
-        """A device is there, or there again, and its worker about to begin. Under the lock, as `decide`."""
+        """Add a new or returning device shortly before the device's worker starts; under the lock, like `decide`."""
         self.gone.discard(name)
+        # A new queue, because the worker of a lost device ends without reading the None in its inbox.
         self.inboxes[name] = queue.SimpleQueue()
         if self.next_units is not None:
             self.next_units.added(name)
         self.decide(DeviceAdded(device=name))
 
     def remove_device(self, name: str) -> None:
-        """Let a device go, at once or after the unit that runs there. Under the lock, as `decide`."""
+        """Remove a device at once, or after the device's running unit; under the lock, like `decide`."""
         if name in self.scheduler.idle_devices:
             self.decide(DeviceLost(device=name))
         else:
@@ -180,7 +186,10 @@ class Core:
             self.records[self.scheduler.running[name]].has_to_end_burst = True
 
     def _departures(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
-        """Of devices that are to go, and whose unit is over with these events: before they get another."""
+        """Return `DeviceLost` for each leaving device whose unit ends with the given events.
+
+        The scheduler handles the loss in the same call, so the device gets no further unit.
+        """
         done = [event.device for event in events if isinstance(event, UnitFinished | UnitFailed)]
         return tuple(DeviceLost(device=name) for name in done if name in self.leaving)
 
@@ -189,30 +198,35 @@ class Core:
         self.gone.add(device)
         if self.next_units is not None:
             self.next_units.lost(device)
+        # The device's worker reads the None after its present unit, and gives the device's blocks back itself.
         self.inboxes[device].put(None)
 
     def moved(self, key: str, shard: int, device: str | None) -> None:
-        """A shard of a job has been loaded, or has left a device (None). On any thread, under a block's lock."""
+        """Note a shard's load to a device, or a shard's eviction (None); called on any thread, under a block's lock."""
+        # Takes no lock, because the caller holds a block's lock and a second lock could deadlock; `append` is atomic.
         self._moves.append((key, shard, device))
 
     def release_all(self) -> None:
-        """Not under the lock: give back the memory of jobs that are over, whichever thread's event ended them."""
+        """Give back the memory of ended jobs, whichever thread's event ended the jobs; never called under the lock."""
         with contextlib.suppress(IndexError):
             while True:
+                # `popleft` is atomic, so threads that release at the same time each take different records.
                 self._release(self._to_release.popleft())
 
     def _shard_moves(self, events: tuple[Event, ...]) -> list[ShardMoved]:
-        """Loads and spills since the last call, as far as they are about a unit that a device may be given now."""
+        """Return loads and spills since the last call that concern a unit the scheduler may assign now."""
         concerned: dict[str, Record] = {}
         with contextlib.suppress(IndexError):
             while True:
                 key, shard, device = self._moves.popleft()
+                # The queue may still hold moves of jobs that are over.
                 if key in self.records:
                     concerned[key] = self.records[key]
                     concerned[key].places[shard] = None if device in self.gone else device
         for event in events:
             if isinstance(event, UnitFinished) and event.job in self.records:
                 concerned[event.job] = self.records[event.job]
+        # The scheduler refuses a place on a device that it does not know.
         for device in self.gone:
             for record in concerned.values():
                 record.leave(device)
@@ -220,7 +234,7 @@ class Core:
         return [ShardMoved(job=key, shard=news[0], device=news[1]) for key, news in told if news is not None]
 
     def _carry_out(self, command: Command) -> None:
-        """Under the lock, where a command is no more than a word to another thread."""
+        """Pass a command on; under the lock, every command is only a message to another thread."""
         record = self.records[command.job]
         if isinstance(command, Run):
             record.has_to_end_burst = False
@@ -232,18 +246,18 @@ class Core:
             self.to_prepare.put(record)
         else:
             record.is_released = True
-            if not record.is_detached or record.is_abandoned:  # else by its thread, when that comes back
+            if not record.is_detached or record.is_abandoned:  # a detached thread releases the job upon return
                 self._to_release.append(record)
 
     def tell_of(self, record: Record, report: Report) -> None:
-        """The job's driver, that it waits at a report. Under the lock, before the job can be over."""
+        """Announce a report to the job's driver; under the lock, before the job can be over."""
         if record.job.events is not None and record.told_of.tell(report):
             record.job.events.put(Reported(record.job, report.step, report.metrics))
 
     # Ends.
 
     def stop_completed(self, record: Record) -> None:
-        """The job has no further unit: it ends with the unit that is finishing now."""
+        """End a job that has no further unit, together with the unit finishing now."""
         with self.changed:
             if record.outcome is None:
                 assert record.trial is not None
@@ -252,7 +266,7 @@ class Core:
         self.release_all()
 
     def fail(self, record: Record, error: BaseException, event: Event) -> None:
-        """The job's own code, or a unit of it, has raised; `event` is what the scheduler is told."""
+        """End a job after an error of a unit or of the job's own code; `event` informs the scheduler."""
         with self.changed:
             record.fail(error)
             self.decide(event)
@@ -261,7 +275,7 @@ class Core:
     # Jobs whose thread waits for a loader, while their device has another worker.
 
     def detach(self, record: Record, device: str, seconds: float) -> None:
-        """A job waits for its data, and its device does not any more. Under the lock, as `decide`."""
+        """Free the device of a job waiting for data; under the lock, like `decide`."""
         assert record.trial is not None
         record.is_detached = True
         self.decide(
@@ -277,8 +291,9 @@ class Core:
         )
 
     def came_back(self, record: Record, found: Following | BaseException) -> None:
-        """A detached job's thread has its data, or an error; it ends after this."""
+        """Accept the data or the error of a detached job's thread; the thread ends afterwards."""
         with self.changed:
+            # The job has ended without this thread, so there is nothing left to report.
             if record.is_abandoned or self.error is not None:
                 return
             record.is_detached = False
@@ -306,16 +321,16 @@ class Core:
         self.decide(JobStopped(job=job.key))
 
     def abandon(self, record: Record, clock: DrawClock, error: BaseException, *, is_preparing: bool) -> bool:
-        """Wait no longer for a detached job's thread, or one that prepares it. Under the lock, as `decide`.
+        """Give up waiting for the thread of a detached or preparing job; under the lock, like `decide`.
 
         Args:
             record: the job.
-            clock: of the draw that is waited for.
-            error: what it fails with, unless it is over already.
-            is_preparing: whether it has not run yet.
+            clock: clock of the awaited draw.
+            error: error of the job, unless the job is already over.
+            is_preparing: whether the job is still in preparation.
 
         Returns:
-            Whether that was in time; False: the thread is back.
+            Whether the thread was still waiting; False: the thread has come back.
         """
         if not clock.abandon():
             return False
@@ -330,14 +345,14 @@ class Core:
         return True
 
     def failure(self, key: str) -> Callable[[BaseException], None]:
-        """What is to be called when bytes of a job could not be kept, as another's unit has found.
+        """Return the callback for a failure to keep bytes of a job, found by a unit of another job.
 
-        That unit holds a block, so a thread of its own ends the job.
+        The failing unit holds a block, so a separate thread ends the job.
         """
 
         def fail_beside(error: BaseException) -> None:
             thread = threading.Thread(target=self._end_failed, args=(key, error), name="hydra-fail", daemon=True)
-            with self.changed:  # or a shutdown could come between the two, and wait for a thread that has not begun
+            with self.changed:  # else a shutdown in between would join an unstarted thread
                 self.failing.append(thread)
                 thread.start()
 
@@ -355,19 +370,21 @@ class Core:
             self.release_all()
 
     def _release(self, record: Record) -> None:
-        """The job is over and nothing of it runs: give its memory back and say so."""
+        """Give back the memory of an ended job without running units, and announce the end."""
+        # The job's result if an interrupt prevents `finish` from returning one.
         result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
         try:
             recorded = contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key)
             with recorded, record.tenant.at_work():
                 result = record.finish(None if self._faults is None else self._faults.may_begin_again)
         finally:
-            # Whatever happens, Ctrl-C in a driver's thread included: a job that is over must say so.
+            # Runs even after Ctrl-C in a driver's thread: callers of `Job.result` would wait for ever for a job without
+            # an end.
             if not record.begins_again or not self._begin_again(record, result):
                 self._say_over(record.job, result)
 
     def _begin_again(self, record: Record, result: Result) -> bool:
-        """Submit a job once more, from what it has saved last; False: it has to end after all."""
+        """Submit a job again from the last saved state; return False if the job has to end after all."""
         job, keeper, error = record.job, record.keeper, result.error
         assert self._faults is not None
         assert error is not None
@@ -380,6 +397,7 @@ class Core:
                 return False
             log_retry(self.log, job.key, error)
             faults = (*record.faults, first_line(error))
+            # A new key, because the scheduler never accepts a name twice (`schedule/events.py`).
             first_key = job.key.rpartition("~")[0] if record.faults else job.key
             job.key = f"{first_key}~{len(faults)}"
             begin = self._faults.beginning(record, error)
@@ -397,6 +415,7 @@ class Core:
             )
             again.priority = record.priority
             job.enter("queued")
+            # The scheduler has forgotten the old key, and with it the pause.
             held = [JobPaused(job=job.key)] if job.paused else []
             self.decide(JobSubmitted(job=job.key, priority=record.priority), *held)
             self.changed.notify_all()
@@ -410,21 +429,23 @@ class Core:
             job.end(result)
             self._log_end(job, result)
             self.changed.notify_all()
+        # Without the lock: for a carrier, `put` runs the code of a `Fusion`, which may call into the pool.
         if job.events is not None:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
 
     @contextlib.contextmanager
     def breaking(self) -> Iterator[None]:
-        """Around a thread's life: an error of the pool itself, or of a policy, fails all jobs and leaves none waiting."""
+        """Wrap a thread's life: an error of the pool or of a policy fails all jobs, so no job waits for ever."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - it goes into every job's result
             self.break_down(error)
 
     def break_down(self, error: BaseException) -> None:
-        """Fail all jobs and take no others."""
+        """Fail all jobs and refuse new jobs."""
         with self.changed:
             self.is_closed = True
+            # The first error is the cause; later errors are mostly consequences.
             self.error = self.error or error
             records = list(self.records.values())
             self.records.clear()

@@ -1,8 +1,8 @@
-"""Faults that are not a trial's own: what they are, and how its trial begins again.
+"""Faults of the system, not of a trial: their kinds, and how a trial begins again.
 
-A device that is lost, a spill file that cannot be written or read, and a loader's worker process that was killed say nothing
-about the trial they have hit. It goes on from its last checkpoint, or begins anew where there is none, as often as
-`max_retries` says; and it ends with the same bits either way. What a trial's own code raises is never tried again.
+A lost device, an unreadable or unwritable spill file, and a killed worker process of a data loader say nothing about
+the trial that they hit. The trial continues from its last checkpoint, or begins from scratch without a checkpoint, at
+most `max_retries` times. The results are bitwise equal either way. An error of the trial's own code is never retried.
 """
 
 import logging
@@ -27,13 +27,14 @@ from hydra_tune.pool.job import Job, Result
 from hydra_tune.pool.record import Record
 from hydra_tune.train.capture import Beginning
 
-# Not `warnings`: a capture in another thread silences them for the whole process, and filters may turn them into errors.
+# A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
+# warnings into errors.
 _LOGGER = logging.getLogger(__name__)
 _NOT_ITS_OWN = (DeviceLostError, SpillError, LoaderWorkerError)
 
 
 def check_retries(value: object) -> int:
-    """`max_retries`, checked.
+    """Check and return `max_retries`.
 
     Raises:
         ConfigError: not a whole number from 0.
@@ -44,7 +45,10 @@ def check_retries(value: object) -> int:
 
 
 def found_lost(device: Device) -> BaseException | None:
-    """What a device says that fails at whatever it is asked; None if it works. Waits for what it does now."""
+    """Return the error of a lost device; None if the device works.
+
+    Waits for the device's present work. A shortage of memory does not count as a loss.
+    """
     try:
         device.synchronize()
     except Exception as error:  # noqa: BLE001 - a driver has many ways to say it
@@ -53,17 +57,17 @@ def found_lost(device: Device) -> BaseException | None:
 
 
 def may_be_the_devices(error: BaseException) -> bool:
-    """Whether an error might be a device's: none of ours, nor a want of memory."""
+    """Return whether an error may come from a device: not an error of this package, and not a shortage of memory."""
     return isinstance(error, RuntimeError) and not isinstance(error, HydraTuneError) and not is_out_of_memory(error)
 
 
 def is_not_its_own(error: BaseException | None) -> bool:
-    """Whether an error says nothing about the trial that it has hit."""
+    """Return whether an error says nothing about the trial that the error hit."""
     return isinstance(error, _NOT_ITS_OWN)
 
 
 class Retried(Protocol):
-    """The account of a job that begins again; see `Record`."""
+    """The retry account of a job; see `Record`."""
 
     job: Job
     keeper: TrialKeeper | None
@@ -76,8 +80,8 @@ class Faults:
     """Decides which failed jobs begin again.
 
     Args:
-        devices: of the pool, by name.
-        checkpoints: of the pool.
+        devices: devices of the pool, by name.
+        checkpoints: checkpoints of the pool.
     """
 
     def __init__(self, devices: Mapping[str, Device], checkpoints: Checkpoints) -> None:
@@ -85,10 +89,14 @@ class Faults:
         self._checkpoints = checkpoints
 
     def may_begin_again(self, record: Record, result: Result) -> bool:
-        """Whether a job whose memory has been given back is to be tried again; its error is named for what it is."""
+        """Return whether a failed job, its memory given back, is to be retried.
+
+        An error that comes from a lost device is replaced in `result` by a `DeviceLostError`.
+        """
         error = result.error
         if result.status != "failed" or error is None:
             return False
+        # A driver reports a lost device by a plain RuntimeError on any call, so only the devices themselves can tell.
         if may_be_the_devices(error):
             lost = [name for name, device in list(self._devices.items()) if found_lost(device)]
             if lost:
@@ -107,7 +115,7 @@ class Faults:
         return record.wanted_end is None
 
     def beginning(self, record: Retried, error: BaseException) -> Callable[[], Beginning | None]:
-        """What a job begins again from, to be called when it is prepared; says so."""
+        """Log a retry, and return the function that reads the state for the retry when the job is prepared."""
         keeper = record.keeper
         has_saved = keeper is not None and keeper.has_any
         _LOGGER.warning(
@@ -121,11 +129,12 @@ class Faults:
         return self.last_saved(record)
 
     def last_saved(self, record: Retried) -> Callable[[], Beginning | None]:
-        """What a job has saved last, or had begun from; to be called when it is prepared."""
+        """Return the function that reads the last saved state, or the original one, when the job is prepared."""
         first, keeper = record.begin, record.keeper
         return lambda: self._last_saved(record.job.name, keeper) or first()
 
     def _last_saved(self, name: str, keeper: TrialKeeper | None) -> Beginning | None:
+        # The latest checkpoint may still be in the writer thread's queue.
         self._checkpoints.flush()
         try:
             if keeper is not None and keeper.path is not None and generations(keeper.path):

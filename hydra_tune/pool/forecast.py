@@ -1,8 +1,8 @@
-"""What tasks would ask of devices and move between them and the host, before anything is trained.
+"""Forecast of tasks before training: device memory, and traffic between devices and host.
 
-Each task's model is built, captured, cut and checked as the pool would, and a few of its steps are timed (`train/timing.py`).
-Then some steps are rehearsed on tensors without bytes (`train/rehearsal.py`), by the scheduler and the pagers of a run, and
-what they have moved and taken is counted.
+Each task's model is built, captured, cut and checked as in the pool, and some steps are timed (`train/timing.py`). Then
+the scheduler and the pagers of a run rehearse some steps on tensors without bytes (`train/rehearsal.py`), and the
+forecast counts the bytes moved and taken.
 """
 
 import statistics
@@ -41,42 +41,42 @@ from hydra_tune.train.rehearsal import Rehearsal
 from hydra_tune.train.timing import timed_steps
 from hydra_tune.train.trial import Trial
 
-_WARM_STEPS = 2  # the first makes optimizer state, the second is the first that loads it
-_STEPS_ALONE = 1  # they repeat to the byte
-_STEPS_TOGETHER = 8  # trials take turns of some steps
-_MOST_BUILT_BYTES = 256 << 20  # of a model, to be built for real
-_MOST_CHECKED_BYTES = 1 << 30  # that a step may need on the host
+_WARM_STEPS = 2  # the first creates optimizer state, the second is the first to load the state
+_STEPS_ALONE = 1  # the traffic of a lone trial's steps repeats to the byte
+_STEPS_TOGETHER = 8  # trials alternate every few steps
+_MOST_BUILT_BYTES = 256 << 20  # the largest model that is built with real tensors
+_MOST_CHECKED_BYTES = 1 << 30  # the most host memory for checking a plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialForecast:
-    """One task.
+    """Forecast of a task.
 
     Attributes:
-        name: of the task.
-        num_shards: shards that its model is cut into.
-        is_whole: whether it cannot be cut, and runs the user's own code.
-        runs_own_code: whether it runs the user's own code uncaptured, because it fits its device.
-        why: why it goes this way.
-        units_per_step: shard units of an optimizer step.
-        together: batches of a step that go through each shard together; 1: one after the other.
-        activations: what is done with the activations of each shard but the last until its backward: "keep", "spill" or
-            "recompute".
-        parameter_bytes: of all its parameters.
-        unit_bytes: the most that one of its units needs on a device at once.
-        smallest_budget_bytes: memory of a device with which it could still be cut, to a per mille.
-        architecture: equal numbers stand for equal models and steps, widths and depths included, among all that the pool has
-            planned; None where that cannot be told.
-        step_seconds: from the end of an optimizer step to the end of the next one, with all that the pool does meanwhile: the
-            mean of its steps beside the others. 0 where it is not known: not checked, or on a GPU.
-        is_checked: whether its plan has been compared with a step of the model, as every plan is before training; not so
-            where the model or its step is too large for that.
-        split_batches: pieces that each batch is cut into.
-        split: where the task leaves that number to the pool, what was chosen and why; else None.
-        cut: where `num_shards` is "tuned" and there was a choice, what was chosen and why; else None.
-        optimizer_placement: where its updates are made: "device" or "host".
-        placement: where `optimizer_placement` is "auto", why they are made there; else None.
-        fusion: with which others it could be computed together.
+        name: name of the task.
+        num_shards: number of the model's shards.
+        is_whole: whether the model cannot be cut, and runs the user's own code.
+        runs_own_code: whether the task runs the user's own code uncaptured, because the model fits its device.
+        why: the reason for the chosen way.
+        units_per_step: shard units per optimizer step.
+        together: batches of a step that pass through each shard together; 1: batches in sequence.
+        activations: treatment of each shard's activations until the shard's backward, without the last shard: "keep",
+            "spill" or "recompute".
+        parameter_bytes: bytes of all parameters.
+        unit_bytes: the most device memory in bytes that a unit needs.
+        smallest_budget_bytes: the smallest device budget in bytes for which the model can still be cut, to a per mille.
+        architecture: equal numbers stand for equal models and steps, widths and depths included, among all tasks
+            planned by the pool; None where equality cannot be told.
+        step_seconds: mean seconds from the end of an optimizer step to the end of the next step of the task, beside the
+            other tasks and with all overheads of the pool. 0 where unknown: on an unchecked plan, or on a GPU.
+        is_checked: whether the plan has been compared with a step of the model, as for every plan before training;
+            False where the model or the step is too large.
+        split_batches: number of pieces of each batch.
+        split: where the task leaves `split_batches` to the pool, the choice and the reason; else None.
+        cut: where `num_shards` is "tuned" and there was a choice, the choice and the reason; else None.
+        optimizer_placement: where updates are computed: "device" or "host".
+        placement: where `optimizer_placement` is "auto", the reason for the choice; else None.
+        fusion: the other tasks that could share a fused group.
     """
 
     name: str
@@ -103,14 +103,14 @@ class TrialForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceForecast:
-    """One device.
+    """Forecast of a device.
 
     Attributes:
-        budget_bytes: memory it may use.
-        peak_bytes: the most of it that is taken.
-        bytes_in, bytes_out: loaded from the host and spilled to it in one optimizer step of a trial (the mean, if there are
-            several), by kind.
-        bytes_across: taken over from other devices in such a step, by kind.
+        budget_bytes: memory budget in bytes.
+        peak_bytes: the most of the budget in use, in bytes.
+        bytes_in, bytes_out: bytes loaded from the host and spilled to the host per optimizer step of a trial (the mean
+            over several trials), by kind.
+        bytes_across: bytes taken over from other devices per such step, by kind.
     """
 
     budget_bytes: int
@@ -122,12 +122,12 @@ class DeviceForecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What tasks would do together.
+    """Forecast of a joint run of tasks.
 
     Attributes:
-        trials: in the order of the tasks, without those in `failed`.
-        devices: by name.
-        failed: trials that cannot be planned, by name, and why; the others are planned as if they were not there.
+        trials: forecasts in the order of the tasks, without the tasks in `failed`.
+        devices: forecasts by device name.
+        failed: errors of tasks that cannot be planned, by name; the forecast of the others ignores failed tasks.
     """
 
     trials: tuple[TrialForecast, ...]
@@ -136,27 +136,27 @@ class Forecast:
 
     @property
     def bytes_in(self) -> dict[str, float]:
-        """Loaded in one optimizer step of a trial, by all devices, by kind."""
+        """Bytes loaded per optimizer step of a trial, over all devices, by kind."""
         return _sum([device.bytes_in for device in self.devices.values()])
 
     @property
     def bytes_out(self) -> dict[str, float]:
-        """Spilled in one optimizer step of a trial, by all devices, by kind."""
+        """Bytes spilled per optimizer step of a trial, over all devices, by kind."""
         return _sum([device.bytes_out for device in self.devices.values()])
 
     @property
     def bytes_across(self) -> dict[str, float]:
-        """Copied from device to device in one optimizer step of a trial, by kind."""
+        """Bytes copied between devices per optimizer step of a trial, by kind."""
         return _sum([device.bytes_across for device in self.devices.values()])
 
     @property
     def bytes_by_kind(self) -> dict[str, float]:
-        """All three together."""
+        """Sum of `bytes_in`, `bytes_out` and `bytes_across`, by kind."""
         return _sum([self.bytes_in, self.bytes_out, self.bytes_across])
 
     @property
     def parameter_traffic(self) -> float:
-        """Bytes of parameters that a step moves, every way, over the bytes of all parameters."""
+        """Bytes of parameters moved per step, in all directions, over a trial's mean parameter bytes."""
         mean = sum(trial.parameter_bytes for trial in self.trials) / len(self.trials)
         return self.bytes_by_kind.get(Kind.PARAMETERS.value, 0.0) / mean
 
@@ -184,25 +184,27 @@ def forecast(
     admission: str,
     sends_ahead: bool,
 ) -> Forecast:
-    """Plan tasks, and rehearse them together; see `HydraExecutor.plan`.
+    """Plan tasks, and rehearse the tasks together; see `HydraExecutor.plan`.
 
     Args:
-        tasks: by name.
-        library: the pool's.
-        architectures: the numbers of those that are known; takes new ones.
-        known: what was found of tasks alone; takes what is found.
-        fusion_of: says which could be computed together.
-        devices: where they would run; nothing is done there.
-        policy: as of the pool, and so all that follows.
-        max_concurrent: trials in flight.
-        admission: which of them go first.
-        sends_ahead: whether what a device does next is sent to it while it computes.
+        tasks: tasks by name.
+        library: plan library of the pool.
+        architectures: numbers of the known architectures; new architectures are added.
+        known: forecasts of lone tasks; new forecasts are added.
+        fusion_of: returns the possible fused groups of a task.
+        devices: devices of the run; nothing is computed on the devices.
+        policy: policy of the pool; the arguments below are the pool's, too.
+        max_concurrent: number of trials admitted at the same time.
+        admission: order of admission.
+        sends_ahead: whether a device prefetches blocks of the next unit during compute.
 
     Raises:
-        HydraTuneError: none of them can be planned; why the first cannot.
+        HydraTuneError: no task can be planned; the error of the first task.
     """
     left, failed = dict(tasks), dict[str, HydraTuneError]()
+    # On a thread with a single intra-op thread, like a worker's: other numbers of threads change times and last bits.
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
+        # A task that fails changes the traffic of all others, so the remaining tasks are planned and rehearsed again.
         while left:
             company = _Company(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
             failing = thread.submit(company.cast, left).result()
@@ -210,7 +212,7 @@ def forecast(
             failed |= failing
             left = {name: task for name, task in left.items() if name not in failing}
             if len(left) == 1 and not was_alone:
-                continue  # one that is alone is rehearsed otherwise
+                continue  # a lone task needs a rehearsal of its own kind
             if left:
                 play = partial(company.perform, policy, max_concurrent=max_concurrent, admission=admission)
                 try:
@@ -225,10 +227,10 @@ def forecast(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What was found of a task alone, and so holds of all that have its plan.
+    """Forecast of a lone task, valid for all tasks with the same plan.
 
     Attributes:
-        prepared: the plan, which is kept for its identity.
+        prepared: the plan; kept alive because keys contain the plan's id.
         found: the forecast.
     """
 
@@ -238,7 +240,7 @@ class Known:
 
 @dataclass(slots=True, kw_only=True)
 class _Part:
-    """One trial: what is known of it, and its rehearsals, each of which can be run once."""
+    """A single trial: planning results, and rehearsals that each run once."""
 
     task: TrainTask
     rehearsals: list[Rehearsal]
@@ -279,7 +281,7 @@ class _Company:
         self._lengths = [_WARM_STEPS + _STEPS_ALONE]
 
     def cast(self, tasks: Mapping[str, TrainTask]) -> dict[str, HydraTuneError]:
-        """Make the plans; returns of which tasks there is none, and why."""
+        """Make the plans; return the errors of unplannable tasks, by name."""
         failed = {}
         if len(tasks) > 1:
             self._lengths = [_WARM_STEPS, _WARM_STEPS + _STEPS_TOGETHER]
@@ -296,7 +298,8 @@ class _Company:
 
     def _planned(self, name: str, task: TrainTask) -> _Part:
         if task.compile is not None:
-            # What a compiler makes cannot be rehearsed; it is cut and updated alike, and keeps nothing.
+            # Compiled code cannot be rehearsed. A compiled task is cut and updated like an uncompiled task, and keeps
+            # no activations.
             task = replace(task, compile=None, activations="recompute")
         try:
             return self._timed(self._built(task, BuildLimit(_MOST_BUILT_BYTES)))
@@ -353,7 +356,7 @@ class _Company:
             trial.close(keep=False)
 
     def _timed(self, part: "_Part") -> "_Part":
-        """The same, with what its steps take, where that can be found out on the host."""
+        """Add measured step times where the host can measure steps."""
         host = self._host
         if not part.is_checked or not all(isinstance(device, CpuDevice) for device in self._devices):
             return part
@@ -367,7 +370,7 @@ class _Company:
 
     @property
     def _link(self) -> Link | None:
-        """What copies were seen to take: the mean of all trials; None where one of them has not been timed."""
+        """Mean measured copy times over all trials; None if any trial has no timing."""
         links = [part.link for part in self._parts.values() if part.link is not None]
         if len(links) < len(self._parts):
             return None
@@ -377,7 +380,7 @@ class _Company:
         )
 
     def perform(self, policy: Policy, *, max_concurrent: int, admission: str) -> Forecast:
-        """Rehearse, and say what was seen."""
+        """Rehearse, and return the observed forecast."""
         name, part = next(iter(self._parts.items()))
         if not self._is_known(part.key):
             found = self._performed(policy, max_concurrent=max_concurrent, admission=admission)
@@ -394,7 +397,7 @@ class _Company:
         )
 
     def _is_known(self, key: Hashable) -> bool:
-        """Whether there is one task, which has been rehearsed already, or one that is like it."""
+        """Return whether there is a single task, and the task or an equivalent task has been rehearsed before."""
         return len(self._lengths) == 1 and key in self._known
 
     def _performed(self, policy: Policy, *, max_concurrent: int, admission: str) -> Forecast:
@@ -416,7 +419,8 @@ class _Company:
         if len(plays) == 1:
             before, after, count = last.marks[_WARM_STEPS - 1], last.marks[-1], _STEPS_ALONE
         else:
-            # Whole runs of two lengths: what trials do at their beginnings and ends is in both.
+            # The difference of two whole runs of different lengths: the costs of a trial's beginning and end cancel
+            # out.
             before, after, count = plays[0].moved, last.moved, _STEPS_TOGETHER * len(self._parts)
         return Forecast(
             trials=tuple(self._trial(name, part, last) for name, part in self._parts.items()),
@@ -452,7 +456,10 @@ class _Company:
 
 
 def _likeness(task: TrainTask, prepared: Prepared, optimizer: torch.optim.Optimizer, *, knows_length: bool) -> Hashable:
-    """Equal for tasks that rehearse alike: of one plan, but for rates and other numbers that move no bytes."""
+    """Return a key, equal for tasks with the same rehearsal.
+
+    Such tasks share a plan, and differ only in learning rates and other numbers that move no bytes.
+    """
     parts = (task.accumulate, task.num_pieces, repr(task.split_operators), knows_length)
     return (id(prepared), GradientRules.of(task), optimizer_key(optimizer), *parts)
 
@@ -460,7 +467,7 @@ def _likeness(task: TrainTask, prepared: Prepared, optimizer: torch.optim.Optimi
 def _way(
     task: TrainTask, module: nn.Module, optimizer: torch.optim.Optimizer, library: PlanLibrary, prepared: Prepared
 ) -> tuple[bool, str]:
-    """Whether a task would run the user's own code uncaptured, and why, or why not."""
+    """Return whether a task would run the user's own code uncaptured, and the reason either way."""
     found, plan, budget = uncaptured(task, module, optimizer, library.budget), prepared.plan, library.budget
     if not isinstance(found, Plan):
         return False, found
@@ -473,7 +480,7 @@ def _way(
 
 
 def _step_seconds(play: Play, name: str) -> float:
-    """The mean of a trial's steps, and what the scheduler takes for one, as was seen in this very play."""
+    """Mean seconds of a trial's steps in the rehearsal, plus the scheduler's own time per step."""
     ends = play.step_ends[name][_WARM_STEPS - 1 :]
     per_unit = play.deciding_seconds / play.num_units
     return (ends[-1] - ends[0]) / (len(ends) - 1) + play.units_per_step[name] * per_unit

@@ -1,4 +1,4 @@
-"""Checkpoints that are looked for by whoever goes on with a trial: what a study needs to know before it submits."""
+"""Search for existing checkpoints: the facts that a study needs before it resumes a trial."""
 
 import logging
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ _LOGGER = logging.getLogger("hydra_tune.checkpoints")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint that is whole.
+    """A whole checkpoint.
 
     Attributes:
-        path: the manifest of it, for `resume_from`.
+        path: the checkpoint's manifest, for `resume_from`.
         labels: as given to `submit`.
-        history: of the reports that the trial had made, as of `Result.history`.
-        epoch: the epoch it was in, from 0.
-        steps: optimizer steps it had done.
-        is_in_use: whether the trial is under way, here or in another process.
+        history: metrics of the trial's reports so far, as of `Result.history`.
+        epoch: the trial's epoch, from 0.
+        steps: optimizer steps done.
+        is_in_use: whether the trial is running, in this process or another.
     """
 
     path: Path
@@ -36,10 +36,10 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(folder: Path) -> FoundCheckpoint | None:
-    """The last good checkpoint in a trial's folder; None if there is none.
+    """Return the last whole checkpoint in a trial's folder; None if the folder has no checkpoints.
 
     Raises:
-        CheckpointError: there are some, and none is whole.
+        CheckpointError: the folder has checkpoints, but none is whole.
     """
     if not generations(folder):
         return None
@@ -57,7 +57,7 @@ def find_checkpoint(folder: Path) -> FoundCheckpoint | None:
 
 
 def check_checkpoint(path: Path) -> Path:
-    """A path that a job may go on from, without reading what is there.
+    """Check a path to resume from, without reading the checkpoint.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -68,10 +68,10 @@ def check_checkpoint(path: Path) -> Path:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a trial's folder with all of its checkpoints, if it is there.
+    """Remove a trial's folder with all checkpoints, if the folder exists.
 
     Raises:
-        CheckpointError: the trial is under way.
+        CheckpointError: the trial is running.
         FileError: the system refuses.
     """
     if folder.is_dir():
@@ -79,7 +79,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def remove_or_log(folder: Path) -> None:
-    """The same for whoever does not wait."""
+    """Remove a trial's folder like `remove_checkpoint`, but log errors instead of raising."""
     try:
         remove_checkpoint(folder)
     except HydraTuneError as error:

@@ -1,7 +1,8 @@
-"""Horizontal fusion in a pool: jobs whose trials may be one group are run as one.
+"""Horizontal fusion in a pool: jobs with compatible trials run as a fused group.
 
-`Fusion` is what drivers talk to. `fusion_carriers.py` has the pool run its jobs, `fusion_finder.py` finds those that are
-computed together, `fusion_group.py` is a group that is under way, and `fusion_ends.py` says what comes of it all.
+`Fusion` is the interface for drivers and wraps a `Pool`. `fusion_carriers.py` submits carrier jobs to the pool,
+`fusion_finder.py` finds trials for a group, `fusion_group.py` manages a running group, and `fusion_ends.py` turns the
+ends of carriers and members into the ends of jobs.
 """
 
 from collections.abc import Mapping
@@ -27,16 +28,16 @@ from hydra_tune.task import TrainTask
 
 
 class Fusion:
-    """Takes jobs for a pool, and has it run them in groups.
+    """Takes jobs for a pool, and lets the pool run the jobs in fused groups.
 
     Args:
-        pool: runs them.
-        library: the pool's.
-        most: members of a group.
-        chooser: says whether trials gain by it; None: all are fused that can be.
-        backend: of `torch.compile`, which steps of groups are compiled with, if any.
-        plans_steps: whether groups that a device has no room for run planned steps: "auto" where that is to be faster
-            than smaller groups, "on" where it can be, or "off".
+        pool: runs the groups.
+        library: plan library of the pool.
+        most: the largest number of members in a group.
+        chooser: decides whether trials gain by fusion; None: all compatible trials are fused.
+        backend: backend of `torch.compile` for the steps of groups; None: steps are not compiled.
+        plans_steps: whether groups too large for a device run planned steps: "auto" where planned steps should be
+            faster than smaller groups, "on" wherever a plan exists, or "off".
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Fusion:
             folder = saving.place(saved_as or shown, origin.folder)
             keeper = TrialKeeper(saving, shown, folder, dict(labels or {}))
             entry = Entry(job, keeper, origin.beginning, priority, max_retries)
+            # Entered before `carry`, because the preparer may look the job up before `carry` returns.
             self._table.entries[job.key] = entry
         try:
             self._carriers.carry(entry)
@@ -88,7 +90,7 @@ class Fusion:
         return job
 
     def proceed(self, job: Job) -> None:
-        """Let a job that waits at a report go on."""
+        """Resume a job waiting at a report."""
         with self._pool.changed:
             entry = self._table.entries.get(job.key)
             if entry is None:
@@ -120,19 +122,22 @@ class Fusion:
             group, carrier = self._table.group_of(entry), entry.carrier
             is_own = not (entry.is_seated or entry.is_taken or entry.is_forming)
         if group is not None:
+            # A waiting group runs no code that could notice the request, so its carrier is resumed.
             if group.carrier.state == "waiting":
                 group.carrier.proceed()
+        # The carrier may be stopped only while it runs this job alone; a carrier that forms a group reads `entry.stop`
+        # itself.
         elif carrier is not None and is_own:
             self._pool.stop(carrier, status)
         elif carrier is None:
             self._table.timer.do(partial(self._carriers.ends.go_on, entry))
 
     def pause(self, job: Job, *, paused: bool) -> None:
-        """Hold a job back, or let it go on; one of a group leaves it meanwhile."""
+        """Pause or unpause a job; a paused member leaves the group until unpaused."""
         self._carriers.pause(job, paused=paused)
 
     def prioritize(self, job: Job, priority: int) -> None:
-        """Give a job, and those that it is computed with, another priority."""
+        """Change the priority of a job, and of the other members of the job's group."""
         with self._pool.changed:
             entry = self._table.entries.get(job.key)
             carrier = None if entry is None else entry.carrier
@@ -142,7 +147,7 @@ class Fusion:
             self._pool.prioritize(carrier, priority)
 
     def progress(self, job: Job) -> Progress:
-        """How far a job is."""
+        """Progress of a job."""
         with self._pool.changed:
             entry = self._table.entries.get(job.key)
             if entry is None or entry.trial is None:
@@ -151,7 +156,7 @@ class Fusion:
             return replace(progress_of(job, entry.trial), group_size=1 if group is None else len(group.entries))
 
     def jobs(self) -> list[Job]:
-        """Those that are not over, in the order in which they were submitted."""
+        """Jobs that are not over, in the order of submission."""
         with self._pool.changed:
             return [entry.job for entry in self._table.entries.values()]
 

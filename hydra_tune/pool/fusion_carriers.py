@@ -1,13 +1,13 @@
-"""Carriers: the pool's jobs that run the jobs of a `Fusion`, one by itself or several as a group.
+"""Carriers: jobs of the pool that run the jobs of a `Fusion`, alone or as a group.
 
-Note: carriers. For each job that is submitted the pool is given one of its own, its carrier. When a carrier is prepared
-it takes along all jobs that wait and have the same fusion key; their carriers are stopped, and it runs the group. A carrier
-that finds nobody, or whose trial cannot be fused, runs its own job's trial as ever. Either way what becomes of a carrier is
-passed on to the jobs that it carries (`fusion_ends.py`).
+Note: carriers. For each submitted job, `Fusion` gives the pool a job of its own, the carrier. A carrier in preparation
+collects all waiting jobs with the same fusion key, stops the carriers of those jobs, and runs the group. A carrier that
+finds no other job, or whose trial cannot be fused, runs its own job's trial. The end of a carrier is passed on to the
+jobs that it carries (`fusion_ends.py`).
 
-Note: late joiners. While a group has room, a job of its key needs no carrier: its trial is built and begun beside the group, on
-the preparer's thread or on one of ours, and comes to the group between two steps (`fusion_group.py`). One that is paused leaves
-the group with its state, and comes back as a joiner, or is given another carrier.
+Note: late joiners. While a group has room, a job with the group's key needs no carrier. The trial is built and begun
+beside the group, on the preparer's thread or a thread of `FusionTable`, and joins the group between two steps
+(`fusion_group.py`). A paused job leaves the group with its state, and returns as a joiner or gets another carrier.
 """
 
 import logging
@@ -46,26 +46,26 @@ _LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
 class _Absent(Trial):
-    """In the place of a trial that a group has got meanwhile: nothing of it runs here."""
+    """Stand-in for a trial that a group has taken over in the meantime; runs nothing."""
 
     def advance(self) -> None:
-        """It is over."""
+        """End at once, as cancelled."""
         self.outcome = "cancelled"
 
 
 class Carriers:
-    """Gives jobs their carriers, and prepares these.
+    """Gives jobs carriers, and prepares the carriers' trials.
 
     Args:
         table: the jobs.
-        library: the pool's.
-        most: members of a group.
+        library: plan library of the pool.
+        most: the largest number of members in a group.
         chooser: as of `Finder`.
-        backend: of `torch.compile`, which steps of groups are compiled with, if any.
+        backend: backend of `torch.compile` for the steps of groups; None: steps are not compiled.
         plans_steps: as `fusion_planner`.
 
     Attributes:
-        ends: what becomes of them.
+        ends: handles the ends of carriers and members.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Carriers:
         self.ends = Ends(table, self)
 
     def carry(self, entry: Entry) -> None:
-        """Give a job a carrier."""
+        """Submit a carrier for a job."""
         with self._table.pool.changed:
             ticket = entry.ticket = object()
         carrier = self._table.pool.submit(
@@ -101,6 +101,7 @@ class Carriers:
             is_saved=False,
         )
         with self._table.pool.changed:
+            # `make` may already run on the preparer's thread, where it waits for `entry.carrier`.
             entry.carrier = entry.carrier or carrier
             self._finder.last_submitted = time.monotonic()
             self._table.pool.changed.notify_all()
@@ -118,11 +119,12 @@ class Carriers:
         times: SharedTimes | None,
         **_: Any,
     ) -> Trial:
-        """A group's trial, or the job's own; on the preparer's thread."""
+        """Make the trial of a group, or of the job alone; called on the preparer's thread."""
         with self._table.pool.changed:
             self._table.pool.changed.wait_for(
                 lambda: entry.ticket is not ticket or (entry.carrier is not None and not entry.is_building)
             )
+            # Checked again after the wait: meanwhile the job may have ended, joined a group, or got a newer carrier.
             if entry.ticket is not ticket or entry.is_taken or entry.job.key not in self._table.entries:
                 return _Absent(task, library, device)
             entry.is_forming = True
@@ -133,6 +135,7 @@ class Carriers:
             if entry.trial is None:
                 entry.trial = self._finder.build(entry, device, helpers, host, tenant, times)
             wanted = None
+            # Known already for a job that has been in a group, and lowered there if memory ran out.
             if not entry.most:
                 entry.most, wanted = self._finder.fusable(entry, entry.trial)
             is_absent = self._joins(entry)
@@ -154,7 +157,7 @@ class Carriers:
         try:
             return self._formed(entry, others, device, host, tenant, times)
         except BaseException as error:
-            self._not_formed(others, error)  # the job's own carrier ends with it, and nobody else would tell them
+            self._not_formed(others, error)  # the error ends only the own carrier; the others would never hear of it
             raise
 
     def _not_formed(self, others: Sequence[Entry], error: BaseException) -> None:
@@ -182,7 +185,7 @@ class Carriers:
         tenant: Tenant | None,
         times: SharedTimes | None,
     ) -> GroupTrial | PairTrial:
-        """A group of those that a carrier has found, or two that take turns."""
+        """Make a group of the jobs found by a carrier, or a pair of groups that take turns."""
         together = [entry, *others]
         _LOGGER.info("%d trials are fused: %s", len(together), ", ".join(one.job.name for one in together))
         with self._table.pool.changed:
@@ -214,38 +217,41 @@ class Carriers:
                 if one.job.state != "waiting":
                     one.job.enter("running")
             self._table.groups[entry.carrier.key] = group
+        # Cancelled after the lock is free and after `entry.carrier` has changed, so the end of an old carrier no longer
+        # concerns the job.
         for carrier in own:
             if carrier is not None:
                 carrier.cancel()
         return group.trial
 
     def _unplanned_seconds(self, size: int, device: Device, member: Member, like: Wanted) -> float:
-        """What a step of a group of so many takes that needs no plan."""
+        """Measure the seconds per step of a group of the given size without a planned step."""
         bench = Bench(member.task, member.built()[0], like.batch, self._library, device)
         with self._table.pool.alone_on(device):
             return bench.together(size, self._plans)
 
     def _joins(self, entry: Entry) -> bool:
-        """Have a job that is being prepared come to a group that has room; False: there is none."""
+        """Let a job in preparation join a group with room; return False if there is no such group."""
         with self._table.pool.changed:
             grows = len(self._table.pool.device_names) <= len(self._table.groups)
             if self._table.group_for(entry, grows=grows) is None:
                 return False
         self._finder.begin(entry)
         with self._table.pool.changed:
+            # Looked up again: the trial began without the lock, and the group may have filled up or ended.
             group = self._table.group_for(entry, grows=grows)
             if group is not None:
                 group.come(entry)
         return group is not None
 
     def look_later(self) -> None:
-        """Look for somebody who could join a group."""
+        """Search, on another thread, for a job that could join a group."""
         with self._table.pool.changed:
             if any(one.has_room(grows=True) for one in self._table.groups.values()):
                 self._table.building.do(self._look)
 
     def _look(self) -> None:
-        """Find somebody who waits for a group that has room; on a thread of ours."""
+        """Send waiting jobs to groups with room, until there is no match; runs on the `building` thread."""
         while True:
             with self._table.pool.changed:
                 found = next(
@@ -264,14 +270,14 @@ class Carriers:
                 self._send_to(entry)
 
     def _send_to(self, entry: Entry) -> None:
-        """Have a job that is taken come to a group; or back to its carrier, if there is none any more."""
+        """Send a taken job to a group, or back to a carrier if no group has room any more."""
         own, error = entry.carrier, None
         try:
             self._finder.begin(entry)
-        except BaseException as raised:  # noqa: BLE001 - it ends the job, as it would where its carrier had begun it
+        except BaseException as raised:  # noqa: BLE001 - ends the job, as an error under its own carrier would
             error = raised
         if entry.job.key not in self._table.entries:
-            return  # its loader has been given up on (`fusion_loaders.py`)
+            return  # the watch has given up on the loader and ended the job (`fusion_loaders.py`)
         with self._table.pool.changed:
             group = None if error is not None else self._table.group_for(entry, grows=True)
             if group is not None:
@@ -285,7 +291,7 @@ class Carriers:
             own.cancel()
 
     def carry_anew(self, entry: Entry) -> None:
-        """Give a job another carrier, with what it has; or end it, if that is wanted."""
+        """Submit another carrier for a job that keeps its state; or end the job if its driver has asked for an end."""
         with self._table.pool.changed:
             if entry.job.key not in self._table.entries:
                 return
@@ -302,7 +308,7 @@ class Carriers:
             self.pause(entry.job, paused=True)
 
     def pause(self, job: Job, *, paused: bool) -> None:
-        """Hold a job back, or let it go on; one of a group leaves it meanwhile."""
+        """Pause or unpause a job; a paused member leaves the group until unpaused."""
         with self._table.pool.changed:
             entry = self._table.entries.get(job.key)
             if entry is None:

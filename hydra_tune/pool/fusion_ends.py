@@ -1,4 +1,8 @@
-"""What becomes of carriers, and of members of groups, and what that is for their jobs."""
+"""Ends of carriers and group members, and the consequences for the jobs.
+
+A job ends with its carrier or seat, begins again after a fault of the system, or continues in a smaller group after
+memory has run out.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -20,21 +24,21 @@ _LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
 class Carrying(Protocol):
-    """Who gives jobs their carriers."""
+    """Source of carriers for jobs; see `Carriers`."""
 
     def carry_anew(self, entry: Entry) -> None:
-        """Give a job another carrier, with what it has; or end it, if that is wanted."""
+        """Submit another carrier for a job that keeps its state; or end the job if its driver has asked for an end."""
 
     def look_later(self) -> None:
-        """Look for somebody who could join a group."""
+        """Search, on another thread, for a job that could join a group."""
 
 
 class Ends(Carried, Keeping):
-    """Is told of them.
+    """Handles the events of carriers, and the ends of members.
 
     Args:
         table: the jobs.
-        carrying: gives another carrier to those that go on.
+        carrying: submits another carrier for jobs that continue.
     """
 
     def __init__(self, table: FusionTable, carrying: Carrying) -> None:
@@ -42,17 +46,20 @@ class Ends(Carried, Keeping):
         self._carrying = carrying
 
     def told(self, entry: Entry, event: PoolEvent) -> None:
-        """Something has become of the carrier that was made for a job."""
+        """Handle an event of the carrier that was made for a job."""
         with self._table.pool.changed:
             group = self._table.groups.get(event.job.key)
             if isinstance(event, Reported):
                 if group is not None:
                     group.wake()
                 elif not tell(entry, Report(step=event.step, metrics=event.metrics)):
+                    # On the timer's thread: the event arrives under the pool's lock, under which the pool must not be
+                    # called.
                     self._table.timer.do(event.job.proceed)
                 return
             self._table.groups.pop(event.job.key, None)
             if group is not None:
+                # Set under the same lock as the lists are emptied, so no job can come to the group afterwards.
                 group.is_over = True
                 together, late = list(group.entries), list(group.arrivals)
                 group.entries, group.arrivals = [], []
@@ -72,11 +79,13 @@ class Ends(Carried, Keeping):
             self._table.timer.do(partial(self.send_back, late))
 
     def carrier_over(self, entry: Entry, result: Result) -> None:
-        """The carrier of a job has ended with it, or has failed to take it."""
+        """Handle the end of a job's carrier, or a carrier's failure to take the job."""
         error = result.error
         if result.status == "failed" and is_not_its_own(error) and entry.stop is None:
             assert error is not None
             if len(entry.faults) < entry.max_retries:
+                # The carrier itself never retries (its `max_retries` is 0): a group has no checkpoints, its members
+                # have.
                 self._begin_again(entry, error)
                 return
             if entry.faults:
@@ -87,10 +96,12 @@ class Ends(Carried, Keeping):
             self._table.over(entry, Result(status=entry.stop or result.status, error=None if entry.stop else error))
 
     def _ran_out(self, group: LiveGroup, entries: Sequence[Entry], error: OutOfMemoryError) -> None:
-        """A device had no memory for a group: its members go on in smaller ones, in the end by themselves.
+        """Split a group that ran out of device memory.
 
-        They go on where they were, if the unit that ran out was the first of its step and could be undone. Else they begin
-        again from what they have saved last, and are the same when they are there.
+        The members continue in groups of at most half the size, in the end alone.
+
+        If the failed unit was the first of its step and could be undone, the members continue where they were.
+        Otherwise the members begin again from their last saved states, and end with the same results.
         """
         size = len(group.trial.seats)
         limit = size // 2
@@ -100,7 +111,11 @@ class Ends(Carried, Keeping):
         self._go_on_in(group, entries, limit, is_undone=is_undone)
 
     def _go_on_in(self, group: LiveGroup, entries: Sequence[Entry], limit: int, *, is_undone: bool) -> None:
-        """A group has ended, and its members go on in groups of so many at most: where they were, if the group could end so."""
+        """Let the members of an ended group continue in groups of at most `limit` members.
+
+        With `is_undone`, members handed back by the group continue where they were; all others begin from the last
+        saved state.
+        """
         with self._table.pool.changed:
             self._table.limits[group.key] = limit
         for entry in entries:
@@ -112,7 +127,7 @@ class Ends(Carried, Keeping):
                 self._begin_from(entry, self._table.pool.last_saved(entry))
 
     def _begin_again(self, entry: Entry, error: BaseException) -> None:
-        """A job begins once more, from what it has saved last."""
+        """Begin a job again from its last saved state."""
         begin = self._table.pool.begin_again(entry, error)
         entry.faults = (*entry.faults, first_line(error))
         self._begin_from(entry, begin)
@@ -127,6 +142,7 @@ class Ends(Carried, Keeping):
                 entry.keeper.begin_again()
             entry.begin_anew()
             entry.job.enter("queued")
+        # On the timer's thread, because an event may arrive under the pool's lock.
         self._table.timer.do(partial(self._carrying.carry_anew, entry))
 
     def send_back(self, entries: Sequence[Entry]) -> None:
@@ -135,7 +151,7 @@ class Ends(Carried, Keeping):
             self._carrying.carry_anew(entry)
 
     def seat_over(self, group: LiveGroup, entry: Entry) -> None:
-        """As of `Keeping`; on the thread that has the group go on."""
+        """As of `Keeping`; on the thread that advances the group."""
         seat, trial = entry.seat, group.trial
         assert seat is not None
         assert seat.status is not None
@@ -152,6 +168,7 @@ class Ends(Carried, Keeping):
             group_size=seat.most_together,
         )
         result.keep(seat.module, seat.optimizer)
+        # The result owns the weights now; the seat lives as long as the group's trial and would keep the weights alive.
         seat.module, seat.optimizer = None, None
         self._table.over(entry, result)
         self._carrying.look_later()
@@ -163,7 +180,10 @@ class Ends(Carried, Keeping):
         self._table.timer.do(self._carrying.look_later)
 
     def go_on(self, entry: Entry) -> None:
-        """Somebody wants a job that has left its group to go on, or to end, or did so while it left."""
+        """Give a job that has left its group a new carrier, if its driver wants the job to go on or to end.
+
+        Also called right after the job has left, because the driver's request may have come in between.
+        """
         with self._table.pool.changed:
             is_aside = entry.seat is not None and not entry.is_seated and entry.carrier is None
             if not is_aside or (entry.stop is None and (entry.job.paused or entry.job.state == "waiting")):

@@ -1,4 +1,4 @@
-"""A job that may be computed together with others, and who carries it."""
+"""A job of a `Fusion`, with its carrier, its trial, and its seat in a fused group."""
 
 from collections.abc import Callable, Hashable
 from typing import Protocol
@@ -12,33 +12,35 @@ from hydra_tune.train.capture import Beginning
 
 
 class Entry:
-    """A job, and who carries it.
+    """A job of a `Fusion` and the state of its fusion.
 
     Args:
-        job: as the driver has it.
-        keeper: saves its trial.
-        begin: gives what its trial goes on from, if anything.
-        priority: of its carrier.
-        max_retries: how often it may begin again after faults that are not its own.
+        job: the job as the driver sees it.
+        keeper: saves the job's trial.
+        begin: returns the saved state to continue from, if any.
+        priority: priority of the carrier.
+        max_retries: how often the job may begin again after faults of the system.
 
     Attributes:
-        carrier: the pool's job that runs it, by itself or in a group; None while there is none.
-        ticket: that of its carrier: one that was given another meanwhile carries nobody.
-        stop: how the driver wants it to end, if it does.
-        trial: its own, once built.
-        key: its fusion key, once known.
-        seat: its place in a group, or that it has left; None while it has had none.
-        is_seated: whether it has that place now.
-        is_taken: whether another job's carrier has it, or is about to.
-        is_building: whether it is being built for a group that has room.
-        is_forming: whether its carrier looks for others.
-        most: how many like it may be a group, or two that take turns; 0: it has not been looked at.
-        each: members of one group then, of the larger of two; 0: as many as `most`.
-        kept: how many fit as they are, in whose groups they go on where planned steps prove slower; 0: they do not.
-        told: the last report that the driver has been told of.
-        faults: those that it has had.
-        candidate: its trial while it is compared with another job's.
-        loader_error: what it fails with if its loader is interrupted.
+        carrier: the pool's job that runs this job, alone or in a group; None while there is no carrier.
+        ticket: identifies the latest carrier; a carrier with an older ticket runs nothing.
+        stop: the end requested by the driver, if any.
+        trial: the job's own trial, once built.
+        key: the fusion key, once known.
+        seat: the job's present or former seat in a group; None before the first seat.
+        is_seated: whether the job holds the seat now.
+        is_taken: whether another job's carrier has taken, or is about to take, the job.
+        is_building: whether the trial is being built for a group with room.
+        is_forming: whether the job's carrier is looking for other members.
+        most: how many jobs of the same kind may form a group, or a pair of groups that take turns; 0: not determined
+            yet.
+        each: members of the larger group of such a pair; 0: as many as `most`.
+        kept: members of a group that fits a device without a plan, to fall back to if planned steps prove slower; 0: no
+            such group.
+        told: the last report announced to the driver.
+        faults: the job's faults so far.
+        candidate: the job's trial during the comparison with another job's trial.
+        loader_error: the error of the job if its data loader is interrupted.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class Entry:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Nobody carries it, and nothing of it has been built."""
+        """Reset the carrier and everything built for the job."""
         self.carrier: Job | None = None
         self.most = 0
         self.each = 0
@@ -73,7 +75,7 @@ class Entry:
 
     @property
     def is_free(self) -> bool:
-        """Whether a group may take it."""
+        """Whether a group may take the job."""
         return (
             not self.is_taken
             and not self.is_forming
@@ -86,7 +88,7 @@ class Entry:
         )
 
     def sit(self) -> Seat:
-        """The place that it is to have, with what the driver has asked for by now."""
+        """Return the job's seat, made if necessary, with the driver's present requests."""
         if self.seat is None:
             assert self.trial is not None
             self.seat = Seat(self.trial, waits=self.job.events is not None)
@@ -94,7 +96,7 @@ class Entry:
         return self.seat
 
     def result(self, result: Result) -> Result:
-        """What the pool says of its carrier, with what is its own."""
+        """Complete the carrier's result with the figures of the job's own trial."""
         member = self.trial
         if member is not None and self.seat is not None:
             planned = member.units_planned
@@ -112,14 +114,14 @@ class Entry:
 
 
 class Carried(Protocol):
-    """Who is told what becomes of carriers."""
+    """Receiver of a carrier's events."""
 
     def told(self, entry: Entry, event: PoolEvent) -> None:
-        """Something has become of the carrier that was made for a job."""
+        """Handle an event of the carrier that was made for a job."""
 
 
 class CarrierEvents(EventStream):
-    """Passes on what becomes of a carrier."""
+    """Event stream of a carrier; passes every event on to `Carried`."""
 
     def __init__(self, carried: Carried, entry: Entry) -> None:
         super().__init__()
@@ -128,5 +130,5 @@ class CarrierEvents(EventStream):
 
     @property
     def waits(self) -> bool:
-        """A group reports only where somebody waits for an answer."""
+        """Whether the carrier waits at reports: a group reports only when a member waits for an answer."""
         return self._entry.seat is not None or self._entry.job.events is not None

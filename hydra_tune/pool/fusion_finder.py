@@ -1,4 +1,4 @@
-"""Builds the trials of jobs that wait, and finds those that may be one group."""
+"""Builds the trials of waiting jobs, and finds the trials that can form a group."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.train.drawing import GivenUp
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
-_SETTLED_SECONDS = 0.05  # without a new job, before a group is closed
+_SETTLED_SECONDS = 0.05  # time without a submission before a group is closed
 _PATIENCE_SECONDS = 1.0
 
 
@@ -31,13 +31,13 @@ class Finder:
     Args:
         table: the jobs.
         plans: makes the groups' plans.
-        library: the pool's.
-        most: members of a group.
-        chooser: says whether trials gain by it; None: all are fused that can be.
-        sizes: says how many more than fit are one group, with steps that are planned; None: none are.
+        library: plan library of the pool.
+        most: the largest number of members in a group.
+        chooser: decides whether trials gain by fusion; None: all compatible trials are fused.
+        sizes: decides how many trials beyond a device's room form a group with planned steps; None: no planned steps.
 
     Attributes:
-        last_submitted: when a job was submitted last, by the monotonic clock.
+        last_submitted: time of the latest submission, by the monotonic clock.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Finder:
         self.last_submitted = 0.0
 
     def build(self, entry: Entry, device: Device, *beside: Any) -> Member:
-        """A job's trial, built, with what it goes on from."""
+        """Build a job's trial, with the saved state to continue from."""
         keeper = entry.keeper
         if keeper is not None:
             keeper.open()
@@ -78,16 +78,16 @@ class Finder:
 
     @staticmethod
     def forget(entry: Entry) -> None:
-        """Something has been raised while a job's trial was made."""
+        """Close and drop a job's trial after an error in its construction."""
         member, entry.trial = entry.trial, None
         if member is not None:
             member.close(keep=False)
 
     def fusable(self, entry: Entry, member: Member) -> tuple[int, Wanted]:
-        """How many like a trial a device has room for, and its first batch.
+        """Return how many trials of the same kind fit a device, and the trial's first batch.
 
         Raises:
-            UnfusableError: it cannot be fused.
+            UnfusableError: the trial cannot be fused.
         """
         if isinstance(entry.key, UnfusableError):
             raise entry.key
@@ -102,19 +102,19 @@ class Finder:
         return most, wanted["train"]
 
     def _most_of(self, key: Hashable | None) -> int:
-        """Members of a group, as far as memory has not run out."""
+        """Return the largest number of members in a group, lowered where memory has run out before."""
         return self._table.limits.get(key, self._most)
 
     def others(self, entry: Entry, wanted: Wanted | None, device: Device) -> list[Entry]:
-        """Those that are computed together with a job.
+        """Find the other members for a job's group.
 
         Args:
             entry: the job.
-            wanted: its first batch; None for one that has begun in a group.
+            wanted: the job's first batch; None for a job that has begun in a group.
             device: any device of the pool.
 
         Raises:
-            UnfusableError: nobody is.
+            UnfusableError: the job has to run alone.
         """
         room = entry.most
         taken = self._fitting(entry, wanted, device)
@@ -125,7 +125,7 @@ class Finder:
         return taken
 
     def _beyond(self, entry: Entry, taken: list[Entry], wanted: Wanted, device: Device) -> list[Entry]:
-        """With more than fit, if the planned step of all is to be preferred."""
+        """Add members beyond a device's room, if a planned step of all members is preferable."""
         room, most = entry.most, self._most_of(entry.key)
         if len(taken) + 1 < room or room >= most or self._sizes is None:
             return taken
@@ -139,6 +139,7 @@ class Finder:
         try:
             choice = self._sizes.best(kind, members, wanted, room, least)
         except BaseException:
+            # The caller knows nothing of the members taken here, and a job that stays taken would never run.
             self._leave(together[1:])
             raise
         if choice is not None:
@@ -154,7 +155,11 @@ class Finder:
     def _further(
         self, entry: Entry, taken: list[Entry], wanted: Wanted, kind: Hashable, device: Device, sizes: PlannedSizes
     ) -> list[Entry]:
-        """Those who wait beyond the room there is; none is built where it is known that no steps are planned for them."""
+        """Take waiting jobs beyond a device's room.
+
+        Nothing is built if the planner is already known to refuse a planned step, because building a trial is
+        expensive.
+        """
         room, most, free = entry.most, self._most_of(entry.key), self._table.free()
         assert entry.trial is not None
         try:
@@ -169,7 +174,7 @@ class Finder:
         return self._take(entry, entry.trial, most - 1 - len(taken), device)
 
     def _fitting(self, entry: Entry, wanted: Wanted | None, device: Device) -> list[Entry]:
-        """As many as there is room for."""
+        """Take as many jobs as there is room for."""
         member = entry.trial
         assert member is not None
         if self._chooser is None or wanted is None or entry.seat is not None:
@@ -190,13 +195,13 @@ class Finder:
         if choice.size == 1:
             raise UnfusableError(choice.why)
         if choice.size < min(1 + len(taken), entry.most):
-            entry.most = choice.size  # more of them would gain less, those that come later as well
+            entry.most = choice.size  # further members, late joiners included, would gain less
         return taken[: choice.size - 1]
 
     def _chosen(
         self, kind: Hashable, entry: Entry, wanted: Wanted, device: Device, taken: Sequence[Entry], chooser: Chooser
     ) -> Choice:
-        """How many of some jobs are computed together, which the log is told."""
+        """Choose how many jobs to compute together, and log the choice."""
         member = entry.trial
         assert member is not None
         all_steps = _steps([entry, *taken])
@@ -208,7 +213,10 @@ class Finder:
         return choice
 
     def _take_for(self, kind: Hashable, entry: Entry, device: Device, chooser: Chooser) -> list[Entry]:
-        """Those of a job's family that are like it; none is compared with it, which is dear, where they are too few anyway."""
+        """Take jobs of the same family that match the job.
+
+        The comparison of two trials is expensive, so jobs are compared only if there are enough to gain by fusion.
+        """
         first = entry.trial
         taken = self._take(entry, None, entry.most - 1, device)
         try:
@@ -223,7 +231,7 @@ class Finder:
         return alike
 
     def _leave(self, taken: Sequence[Entry]) -> None:
-        """Have jobs that were taken wait again."""
+        """Put taken jobs back among the waiting jobs."""
         for entry in taken:
             with self._table.pool.changed:
                 entry.is_taken = False
@@ -231,18 +239,21 @@ class Finder:
                 has_begun = entry.seat is not None
             if not has_begun:
                 self.forget(entry)
+            # A stop request that came while the job was taken did not reach the pool (`Fusion.stop`).
             if stop is not None and carrier is not None:
                 self._table.pool.stop(carrier, stop)
 
     def _take(self, entry: Entry, first: Member | None, most: int, device: Device) -> list[Entry]:
-        """Jobs that wait and have the key of another, built; nobody else takes them any more.
+        """Take waiting jobs with the same key as another job, and build them; no other group can take them any more.
 
         Args:
-            entry: the other.
-            first: its trial, which they are to be like; None: they need not be.
-            most: of them.
+            entry: the other job.
+            first: the other job's trial, as a pattern that all taken jobs have to match; None: no comparison.
+            most: the largest number of jobs to take.
             device: any device of the pool.
         """
+        # Drivers often submit a burst of jobs; a short wait lets the group contain all of them. The patience bounds the
+        # wait for a driver that never stops submitting.
         began = time.monotonic()
         while (
             time.monotonic() - self.last_submitted < _SETTLED_SECONDS and time.monotonic() - began < _PATIENCE_SECONDS
@@ -257,7 +268,7 @@ class Finder:
         return taken
 
     def takes(self, entry: Entry, key: Hashable, first: Member | None, device: Device) -> bool:
-        """Build a job's trial, and take it if it has this key and is like the first, if that is not to be known already."""
+        """Build a job's trial, and take the job if its key is `key` and its trial matches `first`, where given."""
         with self._table.pool.changed:
             if not entry.is_free:
                 return False
@@ -266,13 +277,16 @@ class Finder:
         try:
             if member is None:
                 member = self.build(entry, device)
-        except BaseException:  # noqa: BLE001 - it comes up again where the job's own carrier builds it
+        except BaseException:  # noqa: BLE001 - the own carrier meets the error again when it builds the trial
+            # A key equal to no other key: no group asks for the job again.
             entry.key = object()
+        # Visible to `MemberLoaders` during the comparison, which may run the trial's data code.
         entry.candidate = member
         is_alike = entry.key == key and (first is None or self._is_alike(entry, first, member))
         entry.candidate = None
         with self._table.pool.changed:
             entry.is_building = False
+            # Checked again: the driver may have stopped or paused the job while the trial was built without the lock.
             is_taken = is_alike and entry.is_free
             if is_taken:
                 entry.is_taken, entry.trial = True, member
@@ -282,7 +296,7 @@ class Finder:
         return is_taken
 
     def _is_alike(self, entry: Entry, first: Member, member: Member | None) -> bool:
-        """Whether a trial of the key of another may be of one group with it."""
+        """Return whether two trials with the same key can be members of a single group."""
         if member is None:
             return False
         try:
@@ -290,13 +304,13 @@ class Finder:
         except UnfusableError as error:
             _LOGGER.info("%s is not computed with those of its kind: %s", entry.job.name, error)
             return False
-        except (Exception, GivenUp):  # noqa: BLE001 - it comes up again where the trial runs
+        except (Exception, GivenUp):  # noqa: BLE001 - the error comes up again when the trial runs
             return False
         return True
 
     @staticmethod
     def begin(entry: Entry) -> None:
-        """Have a trial run its own code up to its first batch, which is what a group computes."""
+        """Run a trial's own code up to the first batch, which is where a group takes over."""
         if entry.seat is None:
             seat = entry.sit()
             seat.member.is_fused = True
@@ -308,5 +322,5 @@ class Finder:
 
 
 def _steps(entries: Sequence[Entry]) -> list[float]:
-    """Optimizer steps that each of some jobs has to go, which are built."""
+    """Remaining optimizer steps of each built job."""
     return [steps_of(one.trial) for one in entries if one.trial is not None]

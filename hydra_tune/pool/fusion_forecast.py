@@ -1,4 +1,4 @@
-"""Which tasks could be computed together, and what they would gain by it, before anything is trained."""
+"""Forecast of fusion before training: which tasks can form a group, and the gain in time per step."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -34,24 +34,27 @@ FusionOf = Callable[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionForecast:
-    """Of one task.
+    """Fusion forecast of a task.
 
     Attributes:
-        group: equal numbers stand for tasks that could be computed together, among all that the pool has planned; None: with no
-            other.
-        why_alone: why so; None where it could.
-        room: members that a device has room for, and a group may have.
-        alone_seconds: a step of it by itself, where that was timed; else None.
-        drawing_seconds: likewise, to draw a batch.
-        group_seconds: likewise, a step of a group of all its members, by their number; as it begins, before its step is traced.
-        size: members that `fusion="auto"` would take, were there enough of them with many steps to go; 1: it would run by
-            itself; None where nothing was timed.
-        told: that in words, with the numbers; or why it cannot be timed.
-        planned: how as many of them as a group may have would be computed together with planned steps, where a device has room
-            for fewer; evaluations are not counted. None where all fit, where that cannot be told, or nothing was timed.
-        why_not_planned: why no steps are planned; None where they are, or nobody has asked.
-        figures: where its steps' memory is, and what less memory would cost, where that was asked for and can be told.
-        why_no_figures: why it cannot; None where it can, or nobody has asked.
+        group: equal numbers stand for tasks that can form a group, among all tasks planned by the pool; None: the task
+            can join no group.
+        why_alone: the reason why the task can join no group; None otherwise.
+        room: number of members that fit a device and that a group may have.
+        alone_seconds: seconds per step of the task alone, where measured; else None.
+        drawing_seconds: seconds to draw a batch, where measured; else None.
+        group_seconds: seconds per step of a whole group, by number of members, where measured; measured as a group
+            begins, before its step is traced.
+        size: number of members that `fusion="auto"` would choose if enough members with many remaining steps existed;
+            1: the task would run alone; None where nothing was measured.
+        told: the choice of `size` in words, with the figures; or the reason why the task cannot be measured.
+        planned: how the largest allowed number of members would be computed with planned steps, where a device has room
+            for fewer; evaluations are not counted. None where all members fit, the answer is unknown, or nothing was
+            measured.
+        why_not_planned: the reason why no steps are planned; None where they are planned, or the plan was not
+            requested.
+        figures: memory use within a step, and the cost in time of less memory, where requested and known.
+        why_no_figures: the reason for missing figures; None where figures exist or were not requested.
     """
 
     group: int | None
@@ -69,10 +72,10 @@ class FusionForecast:
 
 
 class FusionForecasts:
-    """Numbers groups, and remembers what was timed, for one pool.
+    """Numbers the groups of a pool, and remembers measured times.
 
     Args:
-        budget_bytes: memory of each device.
+        budget_bytes: memory budget of each device in bytes.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -95,18 +98,18 @@ class FusionForecasts:
         probes: bool,
         profiled: int = 0,
     ) -> FusionForecast:
-        """Whether a task could be computed together with others like it.
+        """Forecast whether a task can be computed together with tasks of the same kind.
 
         Args:
             task: the task.
-            built: its module and optimizer; only read.
-            prepared: its plan.
-            leaves: its first batch; only read.
-            library: where the plan is.
-            device: where steps are timed.
-            most: members of a group.
-            probes: whether steps are timed.
-            profiled: trials that its step is profiled for; 0: it is not.
+            built: the task's module and optimizer; only read.
+            prepared: the task's plan.
+            leaves: the task's first batch; only read.
+            library: the library that holds the plan.
+            device: device for measuring steps.
+            most: the largest number of members in a group.
+            probes: whether steps are measured.
+            profiled: number of trials for which a step is profiled; 0: no profile.
         """
         found = self._joined(task, built, prepared, leaves, library, device, most=most, probes=probes)
         if probes and prepared.is_checked:
@@ -117,7 +120,7 @@ class FusionForecasts:
             figures = self._figures.of(task, built, prepared, leaves, library, device, profiled)
         except UnfusableError as error:
             return replace(found, why_no_figures=str(error))
-        except Exception as error:  # what has no profile is planned all the same
+        except Exception as error:  # a task without a profile still has a forecast
             _LOGGER.info("a step cannot be profiled", exc_info=True)
             return replace(found, why_no_figures=f"profiling its step has failed with {type(error).__name__}: {error}")
         return replace(found, figures=figures)
@@ -133,7 +136,7 @@ class FusionForecasts:
         device: Device,
         most: int,
     ) -> FusionForecast:
-        """The same, with how more of them would be computed together than a device has room for."""
+        """Add the forecast of planned steps for more members than a device has room for."""
         room = min(most, self._budget_bytes // prepared.plan.peak_bytes)
         if not 1 <= room < most:
             return found
@@ -153,7 +156,7 @@ class FusionForecasts:
                 self._planned[key] = compared(planner, stack, most, kept, most, insists=False, least_gain=1.0)
         except (UnfusableError, BudgetError) as error:
             return replace(found, why_not_planned=str(error))
-        except Exception as error:  # they run all the same
+        except Exception as error:  # the task runs anyway, without planned steps
             _LOGGER.info("a step cannot be planned", exc_info=True)
             return replace(found, why_not_planned=f"planning its step has failed with {type(error).__name__}: {error}")
         return replace(found, planned=self._planned[key])
@@ -184,7 +187,7 @@ class FusionForecasts:
         bench = Bench(task, module, leaves.rebuild(leaves.tensors), library, device)
         try:
             timing = self._timings[key] = self._timed(self._timings.get(key), bench, library, room)
-        except Exception as error:  # what cannot be timed is planned all the same
+        except Exception as error:  # a task that cannot be measured still has a forecast
             _LOGGER.info("steps cannot be timed", exc_info=True)
             return FusionForecast(group=number, room=room, told=f"cannot be timed: {type(error).__name__}: {error}")
         size = chosen_size(timing, room, _MANY)
@@ -210,7 +213,7 @@ class FusionForecasts:
 
 
 def refused(task: TrainTask) -> FusionForecast | None:
-    """What is said of a task that no group takes, by what it says itself; None: that may be otherwise."""
+    """Return the forecast of a task that is unfusable by its own settings; None: the settings allow fusion."""
     try:
         check_task(task)
     except UnfusableError as error:

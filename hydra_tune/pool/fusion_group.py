@@ -1,4 +1,8 @@
-"""A group that is under way in a pool: whom it has, who comes, and who goes."""
+"""A running group in a pool: its members, joiners, and leavers.
+
+Drivers' requests arrive on any thread and only mark seats and entries. The group's trial asks its `Desk`, the
+`LiveGroup`, between two steps for joiners, and reports members that have ended or left.
+"""
 
 import logging
 import math
@@ -27,25 +31,25 @@ _FUSION_LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
 class Keeping(Protocol):
-    """What a group tells of its members."""
+    """Receiver of a group's news about members; see `Ends`."""
 
     def seat_over(self, group: "LiveGroup", entry: Entry) -> None:
-        """A member has ended."""
+        """Handle a member that has ended."""
 
     def seat_left(self, entry: Entry) -> None:
-        """A paused member has left. Under the lock."""
+        """Handle a paused member that has left; under the lock."""
 
     def send_back(self, entries: Sequence[Entry]) -> None:
-        """Members that have been promised a place get none, and go on elsewhere."""
+        """Give new carriers to jobs whose promised seats will not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unplanned:
-    """Groups that need no plan, for members whose planned steps prove slower.
+    """Alternative to planned steps: smaller groups that need no plan.
 
     Attributes:
-        size: members of each.
-        seconds: times a step of such a group now, given one of the members and its batch.
+        size: members of each smaller group.
+        seconds: measures a step of such a group now, given a member and a batch of the member.
     """
 
     size: int
@@ -53,24 +57,25 @@ class Unplanned:
 
 
 class LiveGroup:
-    """A group, and the jobs that it has or is about to have; its trial's `Desk`.
+    """A group with its present and future members; the `Desk` of the group's trial.
 
     Args:
-        pool: runs it.
-        carrier: the pool's job that it is.
-        key: the fusion key of its members.
-        most: members that there may be.
-        keeping: told of its members.
-        building: makes plans for other sizes.
-        timer: has the group go on when it has waited for long enough.
-        unplanned: what its planned steps are held against where they prove slower than predicted; None: nothing is.
+        pool: runs the group.
+        carrier: the pool's job that runs the group.
+        key: the fusion key of all members.
+        most: the largest number of members.
+        keeping: receives news about members.
+        building: thread that makes plans for other sizes.
+        timer: thread that wakes the group at the end of a wait.
+        unplanned: alternative to compare with when planned steps prove slower than predicted; None: no comparison.
 
     Attributes:
-        trial: its own, once there is one.
-        entries: its members that are not over.
-        arrivals: members that come as soon as there is room.
-        is_over: whether nobody may come any more.
-        goes_back_to: members of the groups that its own go on in, without a plan, when it has ended; 0: they go on nowhere.
+        trial: the group's trial, once made.
+        entries: members that are not over.
+        arrivals: members that join as soon as there is room.
+        is_over: whether no job can join any more.
+        goes_back_to: size of the unplanned groups in which the members continue after the end of this group; 0: the
+            group does not fall back.
     """
 
     trial: GroupTrial | PairTrial
@@ -102,14 +107,14 @@ class LiveGroup:
         self._asked: set[int] = set()
 
     def has_room(self, *, grows: bool) -> bool:
-        """Whether one more may come, into a vacant place or, if it grows, a new one. Under the pool's lock."""
+        """Return whether another member may join, in a vacant seat or, if `grows`, a new one. Under the pool's lock."""
         if self.is_over or not hasattr(self, "trial"):
             return False
         places = self.most if grows else len(self.trial.seats)
         return len(self.entries) + len(self.arrivals) < places
 
     def admits(self, entry: Entry) -> bool:
-        """Whether a job may come, as far as that is known before it is built. Under the pool's lock."""
+        """Return whether a job may join, as far as is known before its trial is built. Under the pool's lock."""
         if entry.key is None:
             return True
         if (
@@ -121,7 +126,7 @@ class LiveGroup:
         return entry.trial is None or self.trial.admits(entry.trial)
 
     def come(self, entry: Entry) -> None:
-        """A job's member is to have a place as soon as it can. Under the pool's lock."""
+        """Promise a job the next possible seat. Under the pool's lock."""
         entry.is_taken = True
         entry.carrier = self.carrier
         entry.sit()
@@ -129,11 +134,12 @@ class LiveGroup:
         self.wake()
 
     def wake(self) -> None:
-        """Have the group go on if it waits and has something to do, now or when it has waited for long enough."""
+        """Let a waiting group go on if there is something to do, now or at the end of its patience."""
+        # The timer's thread calls the pool, because callers may hold the pool's lock.
         self._timer.do(self._check)
 
     def wake_in_time(self) -> None:
-        """The same, when it has waited for long enough only."""
+        """Let a waiting group go on at the end of its patience only."""
         self._timer.do(self._check, PATIENCE_SECONDS)
 
     def _check(self) -> None:
@@ -148,7 +154,8 @@ class LiveGroup:
             self.wake_in_time()
 
     def _answer_savers(self) -> None:
-        """Save members that wait for answers, where somebody has asked for that."""
+        """Save waiting members on request."""
+        # The carrier's turn keeps the group from going on while its members' states are copied.
         with self._pool.turn_of(self.carrier) as is_waiting:
             if is_waiting:
                 self._save_asked()
@@ -159,7 +166,7 @@ class LiveGroup:
             if keeper is not None and member is not None and entry.is_seated and member.may_be_saved:
                 keeper.answer(member)
 
-    # The group's desk.
+    # Methods of `Desk`.
 
     def ended(self, seat: Seat) -> None:
         """As of `Desk`."""
@@ -201,13 +208,14 @@ class LiveGroup:
                 if entry.job.state != "waiting":
                     entry.job.enter("running")
             self.entries += coming
+            # Decided under the lock: a job that arrives a moment later has to find the group over.
             self.is_over = ends and not coming
         if coming:
             _LOGGER.info("%d trials join a group: %s", len(coming), ", ".join(one.job.name for one in coming))
         return [entry.sit() for entry in coming]
 
     def _save_asked_beside(self) -> None:
-        """The same as `_save_asked` while others of the group go on; on the thread that has it go on."""
+        """Save waiting members on request while others of the group go on; on the thread that advances the group."""
         for entry in self.entries:
             if entry.job.state == "waiting" and entry.keeper is not None and entry.keeper.is_asked:
                 member = entry.trial
@@ -238,7 +246,7 @@ class LiveGroup:
         self.wake()
 
     def stays(self, size: int, why: str) -> None:
-        """As of `PairDesk`; who was to have such a place goes on elsewhere."""
+        """As of `PairDesk`; jobs promised a further seat continue elsewhere."""
         _LOGGER.info("a group of %d trials has no more: %s", size, why)
         with self._pool.changed:
             self.most = self.trial.most = size
@@ -254,14 +262,14 @@ class LiveGroup:
             self._building.do(partial(self._compare, self._unplanned, found, like))
 
     def _compare(self, unplanned: Unplanned, found: Measured, like: Wanted) -> None:
-        """Have the group end, and its members go on in groups that need no plan, where these are faster."""
+        """End the group if smaller groups without a plan are faster; the members continue in such groups."""
         with self._pool.changed:
             member = next((one.trial for one in self.entries if one.trial is not None), None)
         if member is None or self.trial.goes_back:
             return
         try:
             each = unplanned.seconds(member, like) / unplanned.size
-        except Exception:  # the steps that there are go on
+        except Exception:  # without a comparison, planned steps go on
             _FUSION_LOGGER.info("steps that need no plan cannot be timed beside planned ones", exc_info=True)
             return
         if found.seconds_each > each:
@@ -280,7 +288,7 @@ class LiveGroup:
 
 
 def tell(entry: Entry, report: Report) -> bool:
-    """Tell a job's driver of a report; False: nobody waits for an answer. Under the pool's lock."""
+    """Announce a report to a job's driver; return False if no answer is expected. Under the pool's lock."""
     job = entry.job
     if job.events is None or not entry.told.takes(report):
         return False

@@ -1,9 +1,9 @@
-"""Members whose data loaders are waited for: what `LoaderWatch` is told of them, and how they are given up on.
+"""Members of a `Fusion` whose data loaders stall: what `LoaderWatch` sees of them, and how the pool gives them up.
 
-Note: where members draw. A job that is being prepared draws its first batch on the preparer's thread: it is watched as any
-trial that is prepared. One that joins a group draws it on a thread of ours, which is replaced if the loader does not come back.
-A member of a group draws where its group goes on: its loader is named, and interrupted in the end; one that hangs in the system
-holds up its group for as long as it does.
+Note: where members draw. A job in preparation draws its first batch on the preparer's thread, and is watched like any
+trial in preparation. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member
+of a group draws on the thread that advances the group: the watch logs the loader and finally interrupts it. A loader
+that hangs in a system call blocks its whole group.
 """
 
 from collections.abc import Iterable
@@ -18,18 +18,18 @@ from hydra_tune.train.drawing import DrawClock
 
 
 class Looking(Protocol):
-    """Who finds others for groups."""
+    """Search for joiners; see `Carriers`."""
 
     def look_later(self) -> None:
-        """Look for somebody who could join a group."""
+        """Search, on another thread, for a job that could join a group."""
 
 
 class MemberLoaders(Members):
-    """Those of the jobs of a `Fusion`.
+    """Loaders of the jobs of a `Fusion`.
 
     Args:
         table: the jobs.
-        looking: told when a thread that looked for members was given up on.
+        looking: called when the thread that searches for members has been given up.
     """
 
     def __init__(self, table: FusionTable, looking: Looking) -> None:
@@ -52,7 +52,7 @@ class MemberLoaders(Members):
 
 
 class _Member(Drawing):
-    """One that draws elsewhere."""
+    """A job that draws outside its own preparation."""
 
     def __init__(self, entry: Entry, table: FusionTable, looking: Looking) -> None:
         self.job: Job = entry.job
@@ -76,10 +76,12 @@ class _Member(Drawing):
         return self._entry.stop is not None
 
     def abandon(self) -> bool:
-        """As of `Drawing`; a joiner that hangs is over, and another thread looks after the other ones."""
+        """As of `Drawing`; a hanging joiner ends, and another thread continues the search for joiners."""
         entry, table, clock = self._entry, self._table, self.clock
         with table.pool.changed:
             is_joining = entry.seat is not None and entry.is_taken and not entry.is_seated and entry.candidate is None
+            # `clock.abandon` comes last: it is the only check with an effect, and decides the race with a loader that
+            # returns now.
             if clock is None or not is_joining or not table.building.is_at_work_on(clock.thread) or not clock.abandon():
                 return False
             own = entry.carrier

@@ -1,6 +1,6 @@
-"""The jobs of a `Fusion` that are not over, and the groups that are under way.
+"""Table of a `Fusion`: the jobs that are not over, and the running groups.
 
-Note: the lock is the pool's. What the pool is asked to do in answer to an event is asked without it.
+Note: the table uses the pool's lock. Calls into the pool in reaction to an event are made without the lock.
 """
 
 from collections.abc import Hashable
@@ -14,17 +14,17 @@ from hydra_tune.train.drawing import GivenUp
 
 
 class FusionTable:
-    """All that is known of them.
+    """Live jobs and groups.
 
     Args:
-        pool: runs them.
+        pool: runs the groups.
 
     Attributes:
-        entries: the jobs, by their keys, in the order in which they were submitted.
-        groups: by the key of their carrier.
-        limits: members of a group, by its key, where memory has run out under more.
-        building: a thread on which members and plans are made beside the pool's.
-        timer: a thread on which the pool is asked for what must not be asked under the lock, now or later.
+        entries: the jobs by key, in the order of submission.
+        groups: groups by their carrier's key.
+        limits: largest number of members by fusion key, where larger groups have run out of memory.
+        building: thread that builds members and plans beside the pool's preparer.
+        timer: thread for calls into the pool that must not be made under the lock, now or later.
     """
 
     def __init__(self, pool: Pool) -> None:
@@ -40,16 +40,16 @@ class FusionTable:
             return [one for one in self.entries.values() if one.is_free]
 
     def group_of(self, entry: Entry) -> LiveGroup | None:
-        """The group that a job has a place in, or is promised one."""
+        """Return the group in which a job has, or is promised, a seat."""
         return None if entry.carrier is None else self.groups.get(entry.carrier.key)
 
     def group_for(self, entry: Entry, *, grows: bool) -> LiveGroup | None:
-        """A group that a job may come to, rather one with a vacant place. Under the lock."""
+        """Return a group that a job may join, preferably one with a vacant seat. Under the lock."""
         found = [one for one in self.groups.values() if one.admits(entry) and one.has_room(grows=grows)]
         return next((one for one in found if one.has_room(grows=False)), found[0] if found else None)
 
     def over(self, entry: Entry, result: Result) -> None:
-        """End a job, if it has not ended."""
+        """End a job, unless the job has ended already."""
         job = entry.job
         with self.pool.changed:
             if self.entries.pop(job.key, None) is None:
@@ -58,6 +58,7 @@ class FusionTable:
             result.error = entry.loader_error
         member = entry.trial
         planned_by = entry.result(result)
+        # A member whose seat has ended was closed by its group, and a member without a seat is closed with its carrier.
         if member is not None and (member.clock.is_abandoned or (entry.seat is not None and entry.seat.status is None)):
             member.close(keep=False)
             member.clock.released()
@@ -68,7 +69,7 @@ class FusionTable:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
 
     def close(self) -> None:
-        """The pool is about to end; nobody carries a job any more."""
+        """Stop both threads and cancel the remaining jobs; called shortly before the pool ends."""
         self.building.close()
         self.timer.close()
         with self.pool.changed:

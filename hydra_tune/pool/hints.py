@@ -1,4 +1,4 @@
-"""`FusionHint`: says once, where trials are short, alike and run one by one, that computing them together would be faster."""
+"""`FusionHint`: suggests fusion, once, where trials are short, alike and run one by one."""
 
 import logging
 import threading
@@ -8,19 +8,19 @@ from weakref import WeakSet
 
 from hydra_tune.train.trial import Trial
 
-# Not `warnings`: filters may turn them into errors, and this is none.
+# A logger, not `warnings`: filters may turn warnings into errors, and a hint is no error.
 _LOGGER = logging.getLogger(__name__)
-_MOST_STEP_SECONDS = 2e-3  # of a step whose operators are mostly what is done around them
-_LEAST_STEPS = 20  # of a trial, before its pace says something
+_MOST_STEP_SECONDS = 2e-3  # in shorter steps, overhead around the operators dominates
+_LEAST_STEPS = 20  # of a trial, before its step time is reliable
 _LEAST_TRIALS = 4
-_MOST_GAIN = 8  # times; what groups of 16 small networks have been measured to gain (docs/fusion.md)
+_MOST_GAIN = 8  # times; the measured gain of groups of 16 small networks (docs/fusion.md)
 
 
 class FusionHint:
-    """Watches the trials of a pool that fuses none.
+    """Watches the trials of a pool without fusion.
 
     Attributes:
-        is_over: whether there is nothing left to say.
+        is_over: whether there is nothing left to suggest.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,11 @@ class FusionHint:
         self._seen: WeakSet[Trial] = WeakSet()
 
     def look(self, trial: Trial, num_trials: int) -> None:
-        """A trial has run some steps. On its worker's thread.
+        """Look at a trial that has run some steps; on the trial's worker thread.
 
         Args:
             trial: the trial.
-            num_trials: those that the pool has now, waiting ones included.
+            num_trials: number of the pool's live trials, waiting trials included.
         """
         steps, seconds = trial.progress.steps, trial.unit_times.total
         if self.is_over or steps < _LEAST_STEPS or not 0 < seconds <= _MOST_STEP_SECONDS or trial.module is None:
@@ -53,7 +53,7 @@ class FusionHint:
         )
 
     def _counted(self, trial: Trial, kind: Hashable) -> int:
-        """How many trials of a kind there have been, this one included; 0 where there is nothing to say of it, or any more."""
+        """Count a trial of a kind, and return the count so far; 0 for a trial counted before, or after the hint."""
         with self._lock:
             if self.is_over or trial in self._seen:
                 return 0

@@ -1,4 +1,8 @@
-"""Jobs, their results, and the events that a driver of the pool listens to."""
+"""Jobs, results, and the events for a driver of the pool.
+
+A driver submits a task, holds the `Job`, and either waits for `Job.result` or reads `Reported`, `Finished` and `Failed`
+events from an `EventStream`.
+"""
 
 import logging
 import queue
@@ -21,7 +25,7 @@ OVER = ("completed", "pruned", "cancelled", "failed")
 
 
 def check_priority(priority: object) -> None:
-    """Refuse what is no priority.
+    """Refuse an invalid priority.
 
     Raises:
         ConfigError: not an int.
@@ -32,19 +36,19 @@ def check_priority(priority: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a job is.
+    """Progress of a job.
 
     Attributes:
-        epoch: the epoch it is in, from 0.
-        epochs: epochs in all.
+        epoch: the present epoch, from 0.
+        epochs: total number of epochs.
         step: optimizer steps done.
-        num_steps: optimizer steps in all; None where the data does not tell before it has been seen.
-        remaining_seconds: compute to come, as known now; None before the job has started.
-        num_shards: shards its model is cut into; 0 before the job has started.
+        num_steps: total number of optimizer steps; None where the data has no known length yet.
+        remaining_seconds: compute still to come in seconds, as known now; None before the job has started.
+        num_shards: number of the model's shards; 0 before the job has started.
         units_run: shard units run.
-        metrics: of the last report.
-        history: the last reports, as in `Result.history`, up to 64 of them.
-        compute_seconds: time that its units computed, copies left out.
+        metrics: metrics of the last report.
+        history: the last reports, as in `Result.history`, at most 64.
+        compute_seconds: compute time of the job's units in seconds, copies excluded.
         group_size: as in `Result`.
     """
 
@@ -66,18 +70,18 @@ class Result(Trained):
     """The outcome of a job; see `Trained` for status, metrics, history, error, and the trained module.
 
     Attributes:
-        num_shards: shards its model was cut into; 0 if it failed before that.
-        activations: what was done with the activations of each shard but the last until its backward: "keep", "spill" or
-            "recompute". The last shard's forward and backward are one unit.
-        optimizer_placement: where its updates were made: "device" or "host"; None if it failed before that.
-        split_batches: pieces that each of its batches was cut into, as the task says or, where that is "auto", as the pool has
-            chosen; None if it failed before that.
+        num_shards: number of the model's shards; 0 if the job failed before partitioning.
+        activations: treatment of each shard's activations until the shard's backward, without the last shard: "keep",
+            "spill" or "recompute". The last shard's forward and backward are a single unit.
+        optimizer_placement: where updates were computed: "device" or "host"; None if the job failed before the choice.
+        split_batches: number of pieces of each batch, from the task or, with "auto", chosen by the pool; None if the
+            job failed before the choice.
         units_run: shard units run.
-        units_saved: units it would still have run, had it not been pruned or cancelled; 0 where that is unknown.
-        checkpoint: the folder of its checkpoints, if it has any.
-        compute_seconds: time that its units computed, copies left out.
-        faults: what has had it begin again, through no fault of its own; see docs/faults.md.
-        group_size: the most trials that its group had when it was computed, itself counted; 1: it ran by itself. See
+        units_saved: units that a pruned or cancelled job would still have run; 0 where unknown.
+        checkpoint: folder of the job's checkpoints, if there are any.
+        compute_seconds: compute time of the job's units in seconds, copies excluded.
+        faults: faults of the system after which the job began again; see docs/faults.md.
+        group_size: the largest number of members in the job's fused group, the job included; 1: the job ran alone. See
             docs/fusion.md.
     """
 
@@ -94,34 +98,34 @@ class Result(Trained):
 
     @property
     def retries(self) -> int:
-        """How often it was begun again."""
+        """How often the job began again."""
         return len(self.faults)
 
 
 class Steering(Protocol):
-    """What a job asks of the pool it is in."""
+    """Requests of a job to the job's pool."""
 
     def proceed(self, job: "Job") -> None:
-        """Let a job that waits at a report go on."""
+        """Resume a job waiting at a report."""
 
     def stop(self, job: "Job", status: str) -> None:
         """End a job as "pruned" or "cancelled"."""
 
     def pause(self, job: "Job", *, paused: bool) -> None:
-        """Hold a job back, or let it go on."""
+        """Pause or unpause a job."""
 
     def prioritize(self, job: "Job", priority: int) -> None:
-        """Give a job another priority."""
+        """Change a job's priority."""
 
     def progress(self, job: "Job") -> Progress:
-        """How far a job is."""
+        """Progress of a job."""
 
     def save(self, job: "Job") -> "Future[Path]":
-        """Save a job when it is between two steps."""
+        """Save a job between two steps."""
 
 
 class Job:
-    """A task in the pool. Made by `HydraExecutor.submit`; all methods may be called from any thread."""
+    """A task in the pool, made by `HydraExecutor.submit`; all methods may be called from any thread."""
 
     def __init__(self, *, key: str, name: str, task: TrainTask, pool: Steering, events: "EventStream | None") -> None:
         self.key = key
@@ -141,7 +145,7 @@ class Job:
 
     @property
     def reports_freely(self) -> bool:
-        """Whether nobody answers its reports."""
+        """Whether the job's reports need no answer."""
         return self.events is None or not self.events.waits
 
     @property
@@ -151,39 +155,42 @@ class Job:
 
     @property
     def progress(self) -> Progress:
-        """How far the job is."""
+        """Progress of the job."""
         return self._pool.progress(self)
 
     def proceed(self) -> None:
-        """Answer a report: go on. Does nothing if the job is not waiting."""
+        """Answer a report with "go on"; no effect if the job is not waiting."""
         self._pool.proceed(self)
 
     def prune(self) -> None:
-        """Answer a report, or end the job at any other time: its units are dropped, its memory is free at once."""
+        """End the job as pruned, at a report or at any other time.
+
+        The remaining units are dropped, and the job's memory is free at once.
+        """
         self._pool.stop(self, "pruned")
 
     def cancel(self) -> None:
-        """End the job; like `prune`, but the result says so."""
+        """End the job like `prune`, with the status "cancelled"."""
         self._pool.stop(self, "cancelled")
 
     def pause(self) -> None:
-        """Hold the job back until `unpause()`: it is not admitted, and gets no unit after the one that runs now.
+        """Hold the job back until `unpause()`: no admission, and no further unit after the running unit.
 
-        Its state stays where it is, on the host and on devices that do not need the room; its slot goes to another job.
-        Does nothing if the job is over.
+        The job's state stays in place, on the host and on devices without need for the room; the job's slot goes to
+        another job. No effect if the job is over.
         """
         self._pool.pause(self, paused=True)
 
     def unpause(self) -> None:
-        """Let a paused job go on, from where it was. Does nothing if it is not paused."""
+        """Let a paused job continue; no effect if the job is not paused."""
         self._pool.pause(self, paused=False)
 
     def set_priority(self, priority: int) -> None:
-        """Have the job go before, or after, others whenever there is a choice.
+        """Change the job's priority over other jobs.
 
         Args:
-            priority: those of a higher one are admitted, and get devices, before all others; jobs begin with what
-                `submit` was given, 0 by default.
+            priority: jobs of a higher priority are admitted, and get devices, before all others. The initial priority
+                comes from `submit`, 0 by default.
 
         Raises:
             ConfigError: not an int.
@@ -192,22 +199,23 @@ class Job:
         self._pool.prioritize(self, priority)
 
     def checkpoint(self, timeout: float | None = None) -> Path:
-        """Save the job as it is when its present optimizer step is over, and wait until that is on disk.
+        """Save the job after the present optimizer step, and wait until the checkpoint is on disk.
 
-        A job that waits for an answer to a report is saved as it is now. One that is queued is saved after its first step. Of
-        one that is over the folder of what it has saved is returned.
+        A job waiting for an answer to a report is saved as is. A queued job is saved after the first step. For a job
+        that is over, the call returns the folder of the existing checkpoints.
 
         Args:
             timeout: seconds to wait; None for ever.
 
         Returns:
-            The folder of the job's checkpoints, for `submit(..., resume_from=...)`; what it had two checkpoints ago is gone.
+            The folder of the job's checkpoints, for `submit(..., resume_from=...)`; only the two latest checkpoints are
+            kept.
 
         Raises:
-            CheckpointError: the pool has no `checkpoint_dir`; the job is paused within a step, or ends before it is saved; or
-                it has something that no checkpoint can hold.
+            CheckpointError: the pool has no `checkpoint_dir`; the job is paused within a step, or ends before the save;
+                or no checkpoint can hold some object of the job.
             FileError: the checkpoint cannot be written.
-            TimeoutError: it is not there by then.
+            TimeoutError: the checkpoint is not on disk in time.
         """
         return self._pool.save(self).result(timeout)
 
@@ -218,10 +226,10 @@ class Job:
             timeout: seconds to wait; None for ever.
 
         Returns:
-            The result; a failed job's has the error, and nothing is raised for it here.
+            The result; a failed job's result carries the error, and the call does not raise the error.
 
         Raises:
-            TimeoutError: the job is not over by then.
+            TimeoutError: the job is not over in time.
         """
         if not self._over.wait(timeout):
             raise TimeoutError(f"job {self.name!r} is still {self._state} after {timeout} s")
@@ -231,24 +239,25 @@ class Job:
     def __repr__(self) -> str:
         return f"<Job {self.name!r} {self._state}>"
 
-    # What follows is the pool's side.
+    # The methods below are called by the pool.
 
     def enter(self, state: str) -> None:
         """Change the state."""
         self._state = state
 
     def hold(self, *, paused: bool) -> None:
-        """The job is held back now, or no longer."""
+        """Mark the job as paused or unpaused."""
         self._paused = paused
 
     def end(self, result: Result) -> None:
-        """The job is over; where no driver is told of its failure, the log is."""
+        """Mark the job as over; without a driver to notify, a failure goes to the log."""
         result.error = explained(result.error)
         if result.status == "failed" and self.events is None:
             _LOGGER.error("trial %r failed", self.name, exc_info=result.error)
         self._state = result.status
         self._paused = False
         self._result = result
+        # Set last: `result()` on another thread reads `_result` and `_state` without a lock once the event is set.
         self._over.set()
 
 
@@ -287,7 +296,7 @@ PoolEvent = Reported | Finished | Failed
 
 
 class EventStream:
-    """Events of the jobs submitted with it, in order. A job with a stream waits at each report until it is answered."""
+    """Ordered events of the jobs submitted with the stream; each such job waits at every report for an answer."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[PoolEvent] = queue.SimpleQueue()
@@ -295,17 +304,17 @@ class EventStream:
 
     @property
     def waits(self) -> bool:
-        """Whether its jobs wait at their reports."""
+        """Whether the stream's jobs wait at reports."""
         return True
 
     def get(self, timeout: float | None = None) -> PoolEvent | None:
-        """The next event.
+        """Return the next event.
 
         Args:
             timeout: seconds to wait; None for ever.
 
         Returns:
-            The event, or None if none came in time.
+            The event, or None if no event came in time.
         """
         try:
             return self._queue.get(timeout=timeout)

@@ -1,4 +1,4 @@
-"""Plain values of jobs, for whoever shows them."""
+"""Plain views of jobs for displays: the conversion from progress and results to `TrialView` and `SweepView`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +13,12 @@ _BEFORE_TRAINING = frozenset({"queued", "preparing"})
 
 
 def with_progress(view: TrialView, job: Job, *, state: str) -> TrialView:
-    """A trial whose job is in the pool, as it is now.
+    """View of a trial with a live job, as of now.
 
     Args:
-        view: what does not change.
+        view: the trial's constant fields.
         job: the job.
-        state: what it is to be shown as.
+        state: the state to show.
     """
     progress, metric = job.progress, job.task.metrics[0]
     value = progress.metrics.get(metric)
@@ -40,7 +40,7 @@ def with_progress(view: TrialView, job: Job, *, state: str) -> TrialView:
 
 
 def with_result(view: TrialView, job: Job, result: Result) -> TrialView:
-    """A trial whose job is over."""
+    """View of a trial whose job is over."""
     metric = job.task.metrics[0]
     last = result.history[-1] if result.history else {}
     return replace(
@@ -61,13 +61,13 @@ def with_result(view: TrialView, job: Job, result: Result) -> TrialView:
 
 
 def with_outlook(view: SweepView, forecaster: Forecaster, *, num_unstarted: int | None, stats: PoolStats) -> SweepView:
-    """A sweep with its makespan and the lower bound of that, as far as they can be told.
+    """View of a sweep with the forecast makespan and a lower bound of the makespan, as far as both are known.
 
     Args:
         view: the sweep.
-        forecaster: of this sweep.
-        num_unstarted: trials that are still to come, beside those in it; None: nobody knows.
-        stats: the pool's figures.
+        forecaster: forecaster of the sweep.
+        num_unstarted: number of trials still to come, beside the trials in `view`; None: unknown.
+        stats: statistics of the pool.
     """
     outlook = forecaster.outlook(_works(view), num_unstarted, stats)
     if outlook is None:
@@ -78,7 +78,7 @@ def with_outlook(view: SweepView, forecaster: Forecaster, *, num_unstarted: int 
 
 
 def _works(view: SweepView) -> list[Work]:
-    """The trials of this run, as time to compute."""
+    """Compute times of the trials in the present run; trials of earlier runs are excluded."""
     return [
         Work(
             done_seconds=trial.compute_seconds,
@@ -95,7 +95,7 @@ def _values(history: Sequence[dict[str, float]], metric: str) -> tuple[float, ..
 
 
 def one_line(error: BaseException) -> str:
-    """`TypeError: what (file.py:12)`, with the place where it was raised; our own errors say enough without."""
+    """Format an error as `TypeError: what (file.py:12)`; the package's own errors omit the place."""
     trace = None if isinstance(error, HydraTuneError) else error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

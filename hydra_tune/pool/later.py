@@ -1,4 +1,4 @@
-"""A thread that does what others have no time for."""
+"""A background thread for calls that other threads have no time for, or must not make under a lock."""
 
 import heapq
 import itertools
@@ -10,14 +10,14 @@ from collections.abc import Callable
 import torch
 
 _LOGGER = logging.getLogger(__name__)
-_END_SECONDS = 5.0  # for which its end is waited for: it may hang in a user's code
+_END_SECONDS = 5.0  # longest wait for the thread's end: a call may hang in a user's code
 
 
 class Later:
-    """Calls that are made one after the other, on a thread that is there from the first one on.
+    """A queue of calls on a thread of its own, started at the first call.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,7 +29,7 @@ class Later:
         self._is_closed = False
 
     def do(self, call: Callable[[], None], seconds: float = 0.0) -> None:
-        """Make a call, in so many seconds or when those before it are over; after `close`, never."""
+        """Queue a call, to be made `seconds` from now, after earlier calls; after `close`, calls are dropped."""
         with self._changed:
             if self._is_closed:
                 return
@@ -40,18 +40,18 @@ class Later:
             self._changed.notify_all()
 
     def is_at_work_on(self, thread: int) -> bool:
-        """Whether calls are made on this thread."""
+        """Return whether the given thread is the present thread of the queue."""
         return self._thread is not None and self._thread.ident == thread
 
     def replace(self, thread: int) -> None:
-        """A thread here hangs in its call: another makes the next ones, and it ends should it come back."""
+        """Start a new thread in place of a thread that hangs in a call; the old thread ends if its call returns."""
         with self._changed:
             if self.is_at_work_on(thread) and not self._is_closed:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 self._thread.start()
 
     def close(self) -> None:
-        """Make no more calls, and wait for the one under way, though not for ever."""
+        """Drop all queued calls, and wait a few seconds for the running call."""
         with self._changed:
             self._is_closed = True
             self._calls.clear()
@@ -67,7 +67,9 @@ class Later:
                 call()
             except Exception:
                 _LOGGER.exception("%s: a call has failed", self._name)
+            # Otherwise the call's arguments, a model among them, would live until the next call.
             del call
+            # The thread was replaced while its call hung, and the replacement serves the queue.
             if threading.current_thread() is not self._thread:
                 return
 

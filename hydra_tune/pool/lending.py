@@ -1,4 +1,4 @@
-"""`Lender`: which devices a job may count on beside its own, and host memory for batches side by side."""
+"""`Lender`: offers a job other idle devices and host memory, for running batches side by side."""
 
 import threading
 from collections import Counter
@@ -13,15 +13,15 @@ from hydra_tune.train.ways import ONE_DEVICE, Offer
 
 
 class Lender:
-    """Answers trials whose steps could be split.
+    """Answers trials whose steps can be split over devices.
 
     Args:
-        devices, pagers: the pool's, by name.
-        records: its jobs.
-        scheduler: its scheduler.
-        capacity_bytes: host memory for all jobs, and disk beyond it.
-        only_way: the only way in which steps are split, for tests and measurements; None: the fastest.
-        changed: the pool's lock, notified when host memory is given back.
+        devices, pagers: devices and pagers of the pool, by name.
+        records: live jobs of the pool.
+        scheduler: scheduler of the pool.
+        capacity_bytes: returns host memory for all jobs in bytes, the disk included.
+        only_way: the only allowed way to split steps, for tests and measurements; None: the fastest way.
+        changed: lock of the pool, notified when host memory is given back.
     """
 
     def __init__(
@@ -45,9 +45,10 @@ class Lender:
         self._changed = changed
 
     def offer(self, record: Record) -> Offer | None:
-        """The devices that could work for a job that runs a unit; None if it is over, or no device has nothing to do."""
+        """Return the devices available to a running job; None if the job is over, or no other device is idle."""
         with self._changed:
-            # A device whose unit of the step before has just ended may not have said so yet, and is the job's own till then.
+            # A device whose unit of the previous step has just ended may not have reported the end yet; such a device
+            # still counts as the job's own.
             own = [device for device, job in self._scheduler.running.items() if job == record.job.key]
             idle = self._scheduler.idle_devices
             names = [name for name in self._devices if name in own or name in idle]
@@ -62,9 +63,10 @@ class Lender:
         )
 
     def lend(self, record: Record, way: str, nbytes: int, most: int) -> int:
-        """How many batches of a job may run side by side, as far as the host has room for them."""
+        """Grant host memory for batches side by side, and return how many batches may run at the same time."""
         with self._changed:
             free = self._capacity_bytes() - sum(other.host_bytes for other in self._records.values())
+            # The first batch needs no loan: the job's own host memory covers a single batch.
             count = max(0, min(most - 1, free // max(1, nbytes)))
             record.lent_bytes += count * nbytes
             record.host_bytes += count * nbytes
@@ -72,38 +74,38 @@ class Lender:
             return 1 + count
 
     def take_back(self, record: Record) -> None:
-        """The job's batches do not run side by side any more."""
+        """Take back the host memory lent to a job, after its batches have run."""
         with self._changed:
             record.host_bytes -= record.lent_bytes
             record.lent_bytes = 0
             self._changed.notify_all()
 
     def declined(self, way: str) -> None:
-        """A step that was counted as run this way runs on one device."""
+        """Correct the statistics: a step counted under `way` runs on a single device after all."""
         with self._changed:
             self.steps_by_way[way] -= 1
             self.steps_by_way[ONE_DEVICE] += 1
 
 
 class JobHelpers:
-    """What one job may ask; see `train/helpers.py`."""
+    """The lender as seen by a single job; see `train/helpers.py`."""
 
     def __init__(self, lender: Lender, record: Record) -> None:
         self._lender = lender
         self._record = record
 
     def offer(self) -> Offer | None:
-        """The devices that could work on the step that begins."""
+        """Return the devices available for the step that begins."""
         return self._lender.offer(self._record)
 
     def ask(self, way: str, nbytes: int, most: int) -> int:
-        """How many batches may be under way at once."""
+        """Return how many batches may run at the same time."""
         return self._lender.lend(self._record, way, nbytes, most)
 
     def leave(self) -> None:
-        """The step's batches have run."""
+        """End the loan, after the step's batches have run."""
         self._lender.take_back(self._record)
 
     def decline(self, way: str) -> None:
-        """The step runs on one device all the same."""
+        """Report that the step runs on a single device after all."""
         self._lender.declined(way)

@@ -1,8 +1,9 @@
-"""When a GPU's libraries take another part of its memory than was left to them: the first units tell, and the ledger follows.
+"""Corrects a GPU's ledger by the memory that GPU libraries really take.
 
-The budget is chosen before anything has run. The first unit of each kind of each trial is looked at, since each may be the
-first to use a kernel. What proves too much is taken from what the pool holds on the device; plans stay as they are, and a unit
-that needs the whole budget for itself may still have it. What proves to be free is room for other trials' state.
+The budget is chosen before any unit has run, with an estimate for the libraries. The pool measures the first unit of
+each kind of each trial, since each such unit may be the first to use a kernel. If the libraries take more than
+estimated, the device holds fewer blocks. Plans stay as they are, and a unit that needs the whole budget for itself may
+still have it. If the libraries take less, the rest is room for other trials' state.
 """
 
 import logging
@@ -17,11 +18,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Libraries:
-    """Fits one device's ledger to what its units leave.
+    """Fits a device's ledger to the memory left by its units.
 
     Args:
-        device: whose.
-        pager: of the device.
+        device: the device.
+        pager: pager of the device.
     """
 
     def __init__(self, device: Device, pager: Pager) -> None:
@@ -31,10 +32,12 @@ class Libraries:
 
     @contextmanager
     def measured(self, unit: Hashable) -> Iterator[None]:
-        """Around a unit, which has ended on the device when this ends; one that fails tells nothing.
+        """Measure the memory that a unit takes.
+
+        The unit has to be complete on the device at the end of the context. A failed unit is ignored.
 
         Args:
-            unit: the same for units that run the same.
+            unit: key that is equal for units that run the same code.
         """
         memory = None if unit in self._seen else self._device.unit_memory()
         if memory is None:
@@ -43,6 +46,7 @@ class Libraries:
         ledger = self._pager.ledger
         ledger.recent_peak_bytes = ledger.used_bytes
         yield
+        # After the yield, so a unit that failed is measured again.
         self._seen.add(unit)
         before = ledger.limit_bytes
         self._pager.fit(memory.room(ledger.recent_peak_bytes))

@@ -1,4 +1,4 @@
-"""What becomes of jobs, as the event log has it: taken from what the scheduler is told and says, and from results."""
+"""Lines of the event log about the life of jobs, from the scheduler's events and commands and from results."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -37,7 +37,10 @@ _NAMES: dict[type, str] = {
 
 
 def log_decision(log: EventLog, at_ns: int, events: Sequence[Event], commands: Sequence[Command]) -> None:
-    """The scheduler was told something and has said what to do. Called for every unit, of which units log themselves."""
+    """Log the events and commands of a decision, without the events of units, which are logged by the workers.
+
+    Called for every unit.
+    """
     for event in events:
         if isinstance(event, _PLAIN):
             log.job(event.job, _NAMES[type(event)], at_ns)
@@ -49,13 +52,13 @@ def log_decision(log: EventLog, at_ns: int, events: Sequence[Event], commands: S
 
 
 def log_retry(log: EventLog | None, job: str, error: BaseException) -> None:
-    """A job has failed, and begins again under another name."""
+    """Log that a job has failed and begins again under another key."""
     if log is not None:
         log.job(job, "begins again", error=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def log_fusion(log: EventLog | None, job: str, choice: Choice, trials: int) -> None:
-    """It was chosen how many trials that wait are computed together; `job` runs them."""
+    """Log how many waiting trials are computed together; `job` is the carrier."""
     if log is None:
         return
     timing = choice.timing
@@ -72,19 +75,19 @@ def log_fusion(log: EventLog | None, job: str, choice: Choice, trials: int) -> N
 
 
 def log_plan(log: EventLog | None, job: str, choice: PlannedChoice, trials: int) -> None:
-    """It was chosen how trials are computed together of which a device has no room for as many; `job` runs them."""
+    """Log how trials beyond a device's room are computed together; `job` is the carrier."""
     if log is not None:
         log.job(job, "plan", trials=trials, told=list(choice.told), ways=[asdict(way) for way in choice.ways])
 
 
 def log_measured(log: EventLog | None, job: str, found: Measured) -> None:
-    """Planned steps of a job have proved to take so long."""
+    """Log the measured time of a job's planned steps."""
     if log is not None:
         log.job(job, "measured", told=[found.told], **asdict(found))
 
 
 def log_end(log: EventLog, job: Job, result: Result) -> None:
-    """A job is over."""
+    """Log the end of a job."""
     lines = [] if result.error is None else (str(result.error).strip().splitlines() or [""])[:1]
     log.job(
         job.key,

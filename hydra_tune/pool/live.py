@@ -1,4 +1,4 @@
-"""Shows the jobs of a pool while a `with` block runs: on a terminal, below a notebook's cell, or as lines."""
+"""Live display of a pool's jobs during a `with` block: on a terminal, below a notebook's cell, or as plain lines."""
 
 import sys
 from collections import deque
@@ -21,15 +21,15 @@ _NUM_RECENT = 200
 
 @contextmanager
 def shown(name: str, goal: Goal, stats: Callable[[], PoolStats]) -> Iterator[Watch]:
-    """Show jobs until the block is left, and then, but for a notebook, what became of them.
+    """Show jobs until the end of the block, and then, except in a notebook, a summary.
 
     Args:
-        name: what the whole is called.
-        goal: which way the first metric of the tasks is better.
-        stats: returns the pool's figures; called from other threads.
+        name: title of the display.
+        goal: direction in which the first metric of the tasks improves.
+        stats: returns the pool's statistics; called from other threads.
 
     Yields:
-        What is to be given the jobs.
+        The watch, to which the caller adds jobs.
     """
     console = Console(file=sys.stdout, highlight=False)
     recent: deque[str] = deque(maxlen=_NUM_RECENT)

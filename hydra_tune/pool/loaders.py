@@ -1,14 +1,14 @@
-"""`LoaderWatch`: looks after trials that wait for their data loaders, so that one which hangs holds up nobody else.
+"""`LoaderWatch`: keeps a hanging data loader from blocking other trials.
 
-Note: three steps. A trial that has waited for a batch longer than a moment leaves its device to the others: its thread goes
-on waiting, and the device gets a new worker (the preparer as well, for first batches). When the batch comes, the trial goes on
-where there is room. After `warning_seconds` a warning names the loader and says where it hangs; it comes again when twice as
-much time has passed. After `timeout_seconds` the trial fails: its loader is interrupted, and if it is not back a moment later,
-abandoned (`train/drawing.py`). Of a trial that is over, pruned for instance, the loader is waited for until the time of the
-warning.
+Note: three steps. A trial that waits longer than a moment for a batch leaves its device to other trials. The trial's
+thread keeps waiting, and the device gets a new worker (for first batches, the pool gets a new preparer). When the batch
+arrives, the trial continues wherever there is room. After `warning_seconds`, a warning names the loader and the line
+where it hangs; the warning is repeated whenever the wait has doubled. After `timeout_seconds`, the trial fails: the
+watch interrupts the loader and, if the loader does not return a moment later, abandons its thread (`train/drawing.py`).
+For a trial that is already over, for example pruned, the watch gives up at the time of the warning.
 
-A loader without workers draws in this process, inside the gate of captures (`shard/gate.py`). A capture waits for such a
-loader, and whoever wants to compute behind that capture waits as well, until a loader that hangs is given up on.
+A loader without worker processes draws in this process, inside the gate of captures (`shard/gate.py`). A capture waits
+for such a loader, and computations behind the capture wait too, until the watch gives up on the loader.
 """
 
 import logging
@@ -27,22 +27,21 @@ from hydra_tune.quantities import format_seconds, parse_seconds
 from hydra_tune.schedule.record import Phase
 from hydra_tune.train.drawing import DrawClock
 
-# Not `warnings`: a capture in another thread silences them for the whole process, and filters may turn them into errors.
+# A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
+# warnings into errors.
 _LOGGER = logging.getLogger(__name__)
-_PATIENCE_SECONDS = (
-    1.0  # until a device is left to others: long beside a unit, short beside a wait that anybody notices
-)
+_PATIENCE_SECONDS = 1.0  # until a trial leaves its device: long beside a unit, too short for anybody to notice
 _LOOK_SECONDS = 0.25
 _GRACE_SECONDS = 2.0  # until a loader that was interrupted is abandoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderTimes:
-    """How long loaders are waited for, in seconds.
+    """How long the pool waits for data loaders, in seconds.
 
     Attributes:
-        warning_seconds: until a warning.
-        timeout_seconds: until the trial fails; None: never.
+        warning_seconds: wait before a warning.
+        timeout_seconds: wait before the trial fails; None: the pool waits for ever.
     """
 
     warning_seconds: float = 60.0
@@ -50,10 +49,10 @@ class LoaderTimes:
 
 
 def check_loader_times(warning: object, timeout: object) -> LoaderTimes:
-    """`loader_warning` and `loader_timeout`, read.
+    """Parse `loader_warning` and `loader_timeout`.
 
     Raises:
-        ConfigError: one of them is no time.
+        ConfigError: an argument is no valid time.
     """
     return LoaderTimes(
         warning_seconds=parse_seconds(warning, what="loader_warning"),
@@ -62,51 +61,51 @@ def check_loader_times(warning: object, timeout: object) -> LoaderTimes:
 
 
 class Members(Protocol):
-    """Who knows of trials that are not a record's own: members of groups, and such as are about to be."""
+    """Trials that belong to no record: present and future members of fused groups."""
 
     def clock(self, record: Record) -> DrawClock | None:
-        """Of the trial that is made while a record, which has none yet, is prepared."""
+        """Return the clock of the trial in preparation for a record that has no trial yet."""
 
     def drawing(self) -> Iterable["Drawing"]:
-        """Members whose own code runs elsewhere."""
+        """Members whose own code runs outside their preparation."""
 
 
 class Drawing(Protocol):
-    """A member that is no record's trial.
+    """A member that is not the trial of a record.
 
     Attributes:
-        job: its own.
+        job: the member's job.
     """
 
     job: Job
 
     def fails_with(self, error: BaseException) -> None:
-        """Its loader is about to be interrupted, which is what it fails with then."""
+        """Set the member's error for the coming interruption of its loader."""
 
     @property
     def clock(self) -> DrawClock | None:
-        """Of its draws."""
+        """Clock of the member's draws."""
 
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody wants it to be over."""
+        """Whether a driver has asked for the member's end."""
 
     def abandon(self) -> bool:
-        """Wait for it no longer; False: that is not possible, or no longer needed."""
+        """Give up waiting for the member; return False if that is impossible or no longer necessary."""
 
 
 class LoaderWatch:
     """Watches the loaders of a pool's trials, on a thread of its own.
 
     Args:
-        core: of the pool.
-        times: how long loaders are waited for.
-        replace_worker: gives a device a new worker, under the pool's lock.
-        replace_preparer: has the next jobs prepared by another thread than this one, likewise.
-        leaves_devices: whether a trial that waits leaves its device before it is given up on.
+        core: core of the pool.
+        times: how long the pool waits for loaders.
+        replace_worker: starts a new worker for a device; called under the pool's lock.
+        replace_preparer: starts a new preparer in place of the given thread; called under the pool's lock.
+        leaves_devices: whether a waiting trial leaves its device before the pool gives up on its loader.
 
     Attributes:
-        members: knows of trials that are not the records' own; None: there are none.
+        members: trials that belong to no record; None: there are none.
     """
 
     members: Members | None = None
@@ -125,31 +124,31 @@ class LoaderWatch:
         self._replace_worker = replace_worker
         self._replace_preparer = replace_preparer
         self._leaves_devices = leaves_devices
-        self._warned: dict[str, float] = {}  # by job: after how many seconds of this draw it was named last
-        self._interrupted: dict[str, float] = {}  # likewise
+        self._warned: dict[str, float] = {}  # by job: the wait in seconds at the last warning about the present draw
+        self._interrupted: dict[str, float] = {}  # by job: the wait in seconds at the interruption
         self._abandoned: list[DrawClock] = []
         self._is_over = threading.Event()
         soonest = min(_PATIENCE_SECONDS, times.warning_seconds, times.timeout_seconds or _PATIENCE_SECONDS)
         self._look_seconds = min(_LOOK_SECONDS, soonest / 4)
 
     def work(self) -> None:
-        """The thread's life."""
+        """Run the thread's main loop."""
         with self._core.breaking():
             while not self._is_over.wait(self._look_seconds):
                 self._look()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._is_over.set()
 
     def is_left_behind(self, thread: threading.Thread) -> bool:
-        """Whether a thread hangs in a loader that was abandoned."""
+        """Return whether a thread hangs in an abandoned loader."""
         return any(clock.thread == thread.ident for clock in self._abandoned)
 
     def _look(self) -> None:
         core = self._core
         for abandoned in self._abandoned:
-            abandoned.interrupt()  # whatever it has made of the last time
+            abandoned.interrupt()  # again, because the loader may have swallowed the last interruption
         with core.changed:
             records = list(core.records.values())
         late = []
@@ -196,7 +195,7 @@ class LoaderWatch:
             self._left_behind(member.job, clock)
 
     def _detach(self, record: Record, clock: DrawClock) -> bool:
-        """Have the device, or the preparer, work for others meanwhile; whether it does."""
+        """Let the device, or the preparer, serve other jobs meanwhile; return whether it does."""
         core, key, trial = self._core, record.job.key, record.trial
         try:
             with core.changed, clock.under_way():
@@ -209,13 +208,16 @@ class LoaderWatch:
                     return False
                 places = [device for device, job in core.scheduler.running.items() if job == key]
                 if len(places) != 1:
-                    return False  # a worker that ran beside is still saying so
+                    return False  # a worker of a unit side by side has not reported its end yet
+                # The draw cannot end while `clock.under_way()` is held, so the burst learns in time that its device is
+                # taken away.
                 trial.leave_device()
                 core.detach(record, places[0], 0.0)
                 self._replace_worker(places[0])
                 return True
         finally:
             if trial is not None:
+                # Without the pool's lock, because ending a lease takes the locks of blocks.
                 trial.end_lease()
             core.release_all()
 
@@ -223,6 +225,7 @@ class LoaderWatch:
         key, core = record.job.key, self._core
         if self._interrupt(record, clock, seconds):
             return
+        # A job can be abandoned only after it has left its device or the preparer.
         if seconds < self._interrupted[key] + _GRACE_SECONDS or not self._detach(record, clock):
             return
         assert record.loader_error is not None
@@ -234,11 +237,12 @@ class LoaderWatch:
         core.release_all()
 
     def _interrupt(self, waiting: Record | Drawing, clock: DrawClock, seconds: float) -> bool:
-        """Have the draw raise, if it has not been done; whether it is done now."""
+        """Interrupt the draw, unless it has been interrupted already; return whether the call interrupted the draw."""
         if waiting.job.key in self._interrupted:
             return False
         limit = self._times.timeout_seconds
         late = "" if limit is None else f" (loader_timeout is {format_seconds(limit)})"
+        # Before the interruption, because the interrupted thread reads the error.
         waiting.fails_with(LoaderTimeoutError(self._message(waiting.job, clock) + late))
         self._interrupted[waiting.job.key] = seconds
         clock.interrupt()

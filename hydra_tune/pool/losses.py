@@ -1,12 +1,13 @@
-"""A device that is lost: an error after which it fails at whatever it is asked, and takes what is there with it.
+"""Loss of a device: after a fatal error, every call to the device fails, and its memory is gone.
 
-Only the device's own worker says that it is lost, so that nothing runs there any more by then. Others that have met its errors,
-when they wanted a block of it, have it look, and wait for the answer.
+Only the device's own worker declares the loss, which guarantees that nothing runs on the device any more. A worker that
+meets the device's errors while it fetches a block asks the device's worker to check the device, and waits for the
+answer.
 
-Note: what is lost. Of a block that is clean the host has the bytes, or the disk; trials that had only such there go on
-elsewhere from where they are, that whose unit had not begun to compute included. Of a dirty block nobody has them: its trial
-fails, and begins again from its last checkpoint (`pool/faults.py`). The trial is marked before the block is given up, so that
-nobody works on with what the host had before.
+Note: lost state. The host or the disk holds the bytes of every clean block. Trials with only clean blocks on the device
+continue elsewhere from where they are, including a trial whose unit had not begun to compute. No copy of a dirty block
+exists: the block's trial fails, and begins again from its last checkpoint (`pool/faults.py`). The trial is marked as
+failed before the block is given up, so no unit computes with the host's outdated copy.
 """
 
 import logging
@@ -21,18 +22,19 @@ from hydra_tune.pool.faults import found_lost, may_be_the_devices
 from hydra_tune.pool.record import Record
 from hydra_tune.schedule import DeviceLost, Event, JobStopped
 
-# Not `warnings`: a capture in another thread silences them for the whole process, and filters may turn them into errors.
+# A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
+# warnings into errors.
 _LOGGER = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 60.0  # for another device's worker, which may be running a unit
 
 
 class Losses:
-    """Deals with devices that are lost.
+    """Handles the loss of devices.
 
     Args:
-        core: of the pool.
-        devices, pagers: the pool's, by name; those that are added later as well.
-        tell: told of a device that is lost, under the pool's lock.
+        core: core of the pool.
+        devices, pagers: live mappings by device name; devices added later appear in them.
+        tell: called with the name of a lost device, under the pool's lock.
     """
 
     def __init__(
@@ -44,18 +46,23 @@ class Losses:
         self._tell = tell
 
     def is_here(self, device: str, error: BaseException) -> bool:
-        """Whether an error is that of a worker's own device, which is lost."""
+        """Return whether an error comes from the loss of a worker's own device."""
         return may_be_the_devices(error) and found_lost(self._devices[device]) is not None
 
     def is_elsewhere(self, device: str, error: BaseException) -> bool:
-        """Whether it is another device's, which is lost; waits until that one's worker has said so."""
+        """Return whether an error comes from the loss of another device.
+
+        Waits until that device's worker has declared the loss.
+        """
         if not may_be_the_devices(error):
             return False
         core = self._core
+        # Outside the lock, because the check synchronizes with the device and may take as long as a unit.
         lost = [name for name, other in list(self._devices.items()) if name != device and found_lost(other)]
         with core.changed:
             for name in lost:
                 if name not in core.gone:
+                    # An idle worker would not notice the loss by itself.
                     core.inboxes[name].put(PROBE)
             core.changed.wait_for(
                 lambda: core.is_closed or all(name in core.gone for name in lost), timeout=_PATIENCE_SECONDS
@@ -63,18 +70,19 @@ class Losses:
         return bool(lost)
 
     def report(self, device: str, error: BaseException, ran: Record | None = None, *, is_intact: bool = False) -> None:
-        """A worker's own device is lost; called by it, once nothing runs there any more.
+        """Declare the loss of a worker's own device; called on the worker's thread, once nothing runs there any more.
 
         Args:
-            device: its name.
-            error: that has shown it.
-            ran: the job whose unit ran there, if one did.
+            device: name of the device.
+            error: the error that revealed the loss.
+            ran: the job whose unit ran on the device, if any.
             is_intact: whether that unit had not begun to compute, and is due again.
         """
         core, pager = self._core, self._pagers[device]
         owners = dirty_owners(pager)
         with core.changed:
             hit = [other for other in core.records.values() if _owner(other) in owners]
+            # A unit that had begun to compute is lost with its intermediate values.
             if ran is not None and ran not in hit and not is_intact:
                 hit.append(ran)
             _LOGGER.error(
@@ -88,10 +96,13 @@ class Losses:
                 if other.outcome is None:
                     other.fail(_error(device, other, error))
                     stopped.append(JobStopped(job=other.job.key))
-            lost = [] if device in core.gone else [DeviceLost(device=device)]  # it may have been about to leave
+            lost = (
+                [] if device in core.gone else [DeviceLost(device=device)]
+            )  # a device that was leaving may be gone already
             core.decide(*lost, *stopped)
             self._tell(device)
             core.changed.notify_all()
+        # After the jobs have failed: a block given up would otherwise be loaded again from the host's outdated copy.
         give_up(pager)
         core.release_all()
         if not core.scheduler.has_devices:

@@ -1,4 +1,4 @@
-"""How busy the devices are, from the pool's figures: lately while a sweep runs, overall when it has ended."""
+"""Utilization of the devices: over the last seconds during a sweep, and overall at the end of the sweep."""
 
 from collections import deque
 
@@ -9,27 +9,27 @@ _WINDOW_SECONDS = 5.0
 
 
 class Meter:
-    """Remembers the busy seconds of the last moments; not thread-safe."""
+    """Remembers the statistics of the last seconds; not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: deque[PoolStats] = deque()
 
     def lately(self, stats: PoolStats) -> tuple[DeviceView, ...]:
-        """The devices, with the share of the last seconds in which they were busy."""
+        """Return the devices with the busy share of the last seconds."""
         self._seen.append(stats)
-        # The oldest one kept is the last that is older than the window: the span is never shorter than that.
+        # The oldest entry kept is the newest that is older than the window, so the span never falls below the window.
         while len(self._seen) > 1 and stats.elapsed_seconds - self._seen[1].elapsed_seconds >= _WINDOW_SECONDS:
             self._seen.popleft()
         return _views(stats, since=self._seen[0] if len(self._seen) > 1 else None)
 
     @staticmethod
     def overall(stats: PoolStats) -> tuple[DeviceView, ...]:
-        """The devices, with the share of the whole time in which they were busy."""
+        """Return the devices with the busy share of the whole run."""
         return _views(stats, since=None)
 
 
 def _moved(device: DeviceStats) -> tuple[int, int]:
-    """Bytes that came, from other devices too, and bytes that went to the host."""
+    """Return bytes received, from other devices included, and bytes spilled to the host."""
     return device.bytes_in + device.bytes_across, device.bytes_out
 
 
@@ -40,7 +40,7 @@ def _views(stats: PoolStats, since: PoolStats | None) -> tuple[DeviceView, ...]:
         before = since.devices[name] if since else None
         busy = device.busy_seconds - (before.busy_seconds if before else 0.0)
         ways = zip(_moved(device), _moved(before) if before else (0, 0), strict=True)
-        # A load that is called off is taken back, so that less may have come than before.
+        # A cancelled load is subtracted from the counter, so the counter may decrease.
         rates = [max(0.0, now - then) / seconds if seconds > 0 else 0.0 for now, then in ways]
         views.append(
             DeviceView(

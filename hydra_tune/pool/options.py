@@ -1,4 +1,4 @@
-"""Options of `HydraExecutor` that make no sense are refused, by name."""
+"""Checks of the options of `HydraExecutor`; every error names the option."""
 
 import torch
 
@@ -11,10 +11,10 @@ _NAMED_CUTS = ("layer", "tuned")
 
 
 def members_of_group(fusion: object, most: object) -> int:
-    """How many trials a group may have by these options of the executor; 0 where there are no groups.
+    """Return the largest number of trials in a group by the executor's options; 0 without fusion.
 
     Raises:
-        ConfigError: by name.
+        ConfigError: an option is invalid; the error names the option.
     """
     if fusion not in ("off", "on", "auto"):
         raise ConfigError(f"fusion must be 'off', 'on' or 'auto', not {fusion!r}")
@@ -24,17 +24,17 @@ def members_of_group(fusion: object, most: object) -> int:
 
 
 def check_planner(planner: object) -> None:
-    """Refuse what does not say whether steps of groups are planned.
+    """Refuse an invalid value of `fusion_planner`.
 
     Raises:
-        ConfigError: by name.
+        ConfigError: the option is invalid.
     """
     if planner not in ("off", "on", "auto"):
         raise ConfigError(f"fusion_planner must be 'off', 'on' or 'auto', not {planner!r}")
 
 
 def checked_backend(name: str, backend: str | None) -> str | None:
-    """A backend of `torch.compile`; what is none is refused."""
+    """Check and return the name of a backend of `torch.compile`, or None."""
     if backend is None:
         return None
     known = torch.compiler.list_backends(exclude_tags=())
@@ -44,19 +44,19 @@ def checked_backend(name: str, backend: str | None) -> str | None:
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no number of things."""
+    """Refuse anything but None or a whole number of at least 1."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError(f"{name} must be a whole number of at least 1, not {value!r}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuse what is neither true nor false."""
+    """Refuse anything but true and false."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be true or false, not {value!r}")
 
 
 def check_counts(max_concurrent: object, num_shards: object) -> None:
-    """Refuse numbers of trials and of shards that are none."""
+    """Refuse invalid numbers of trials and of shards."""
     check_count("max_concurrent", max_concurrent)
     if not isinstance(num_shards, str):
         check_count("num_shards", num_shards)
@@ -66,14 +66,14 @@ def check_counts(max_concurrent: object, num_shards: object) -> None:
 
 
 def check_memory(device_memory: str | int | None, link_bandwidth: str | int | None) -> None:
-    """Refuse what is no size, or no rate."""
+    """Refuse an invalid size of memory, or an invalid bandwidth."""
     if device_memory is not None:
         parse_bytes(device_memory, what="device_memory")
     parse_bandwidth(link_bandwidth)
 
 
 def check_placement(placement: str, spill_dir: object) -> None:
-    """Refuse a placement of updates that is none, or that does not go with the disk."""
+    """Refuse an invalid placement of updates, or a placement that conflicts with `spill_dir`."""
     if placement not in _PLACEMENTS:
         raise ConfigError(f"optimizer_placement must be 'device', 'host' or 'auto', not {placement!r}")
     if placement != "device" and spill_dir is not None:

@@ -1,4 +1,4 @@
-"""How long a sweep will have taken, and what no schedule of the same work could have been below."""
+"""Forecast of a sweep's makespan during the run, and a lower bound over all schedules of the same work."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -8,18 +8,18 @@ from hydra_tune.pool.stats import PoolStats
 from hydra_tune.schedule.bound import makespan_bound
 
 _WINDOW_SECONDS = 60.0
-_LEAST_SHARE = 0.02  # of all work that has been done before anything is said: first times are guesses
+_LEAST_SHARE = 0.02  # least share of work done before a forecast: first times are guesses
 _SPREAD = ("data-parallel", "pipelined")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A trial, as time to compute.
+    """A trial as compute time.
 
     Args:
-        done_seconds: what its units have taken.
-        left_seconds: what they will take; None: not known yet.
-        is_over: nothing more of it will run.
+        done_seconds: seconds of compute done.
+        left_seconds: seconds of compute still to come; None: unknown.
+        is_over: whether the trial will run no further unit.
     """
 
     done_seconds: float
@@ -28,7 +28,7 @@ class Work:
 
     @property
     def seconds(self) -> float | None:
-        """All of it; None: not known yet."""
+        """Total seconds of compute; None: unknown."""
         if self.is_over:
             return self.done_seconds
         return None if self.left_seconds is None else self.done_seconds + self.left_seconds
@@ -39,8 +39,9 @@ class Outlook:
     """A forecast.
 
     Attributes:
-        left_seconds: wall time to come.
-        bound_seconds: the lower bound on the makespan of all the work, done and to come, on these devices without copies.
+        left_seconds: wall time still to come in seconds.
+        bound_seconds: lower bound in seconds on the makespan of all work, done and to come, on the same devices without
+            copies.
     """
 
     left_seconds: float
@@ -48,30 +49,30 @@ class Outlook:
 
 
 class Forecaster:
-    """Remembers how fast computing went on in the last minute. Not thread-safe."""
+    """Remembers the rate of compute over the last minute; not thread-safe."""
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, float]] = deque()  # wall time, and seconds computed by then
+        self._seen: deque[tuple[float, float]] = deque()  # pairs of wall time and total compute, in seconds
 
     def outlook(self, works: Iterable[Work], num_unstarted: int | None, stats: PoolStats) -> Outlook | None:
-        """What is to be expected.
+        """Return the forecast.
 
-        Trials of which nothing is known, those that have not begun and those that have not been asked for, are taken for as
-        long as the others are on average; a trial in flight, for as long as it is if nobody prunes it. The devices are taken to
-        go on as they have done in the last minute, and a trial not to compute on two devices at once.
+        Trials of unknown length, both unstarted and not yet submitted, count with the mean of the known lengths. A
+        running trial counts with its full length, as if never pruned. The forecast assumes that the devices keep the
+        rate of the last minute, and that no trial computes on two devices at the same time.
 
         Args:
-            works: the trials that there are.
-            num_unstarted: trials that are still to come; None: nobody knows, so there is no outlook.
-            stats: the pool's figures.
+            works: the existing trials.
+            num_unstarted: number of trials still to come; None: unknown, so there is no forecast.
+            stats: statistics of the pool.
 
         Returns:
-            The outlook; None while too little is known.
+            The forecast; None while too little is known.
         """
         works = list(works)
         done = sum(work.done_seconds for work in works)
         known = [seconds for work in works if (seconds := work.seconds) is not None]
-        if done > 0:  # what came before is not held against the devices
+        if done > 0:  # preparation before the first unit does not lower the rate
             self._seen.append((stats.elapsed_seconds, done))
         while len(self._seen) > 1 and stats.elapsed_seconds - self._seen[1][0] >= _WINDOW_SECONDS:
             self._seen.popleft()
@@ -83,13 +84,14 @@ class Forecaster:
         lefts = [0.0 if work.is_over else mean if work.left_seconds is None else work.left_seconds for work in works]
         lefts += [mean] * num_unstarted
         bound = makespan_bound(totals, len(stats.devices))
-        if _is_spread(stats.steps_by_way):  # then a trial may be over sooner than one device could have it
+        if _is_spread(stats.steps_by_way):  # a spread trial may end sooner than a single device could compute it
             bound = sum(totals) / len(stats.devices)
         if done < _LEAST_SHARE * sum(totals):
             return None
         span, computed = stats.elapsed_seconds - self._seen[0][0], done - self._seen[0][1]
-        speed = min(1.0, done / busy)  # of one device, when it has something to do
-        # A moment is too short to tell, and a rest, in which nothing is computed, will not last.
+        speed = min(1.0, done / busy)  # compute per busy second of a device
+        # A short span gives no reliable rate, and a pause without compute will not last: so the rate is at least that
+        # of one busy device.
         rate = min(max(computed / span if span > 1 else 0.0, speed), speed * len(stats.devices))
         left = max(sum(lefts) / rate, max(lefts, default=0.0) / speed)
         return Outlook(left_seconds=left, bound_seconds=bound)

@@ -1,13 +1,13 @@
-"""What is said of a task that cannot be planned: by name, and apart from those that can."""
+"""Errors of tasks that cannot be planned; each error names its task, so that other tasks can still be planned."""
 
 from hydra_tune.errors import ConfigError, HydraTuneError, TaskError
 
 
 class RehearsedError(ConfigError):
-    """A trial whose steps cannot be rehearsed, beside others perhaps that can.
+    """A trial whose steps cannot be rehearsed, possibly beside other trials with working rehearsals.
 
     Attributes:
-        name: of the trial.
+        name: name of the trial.
     """
 
     def __init__(self, message: str, *, name: str) -> None:
@@ -16,11 +16,11 @@ class RehearsedError(ConfigError):
 
 
 def failure_of(name: str, error: Exception) -> HydraTuneError:
-    """Why a trial cannot be planned.
+    """Return the error that explains why a trial cannot be planned.
 
     Args:
-        name: of the trial.
-        error: what was raised meanwhile, by the trial's own code perhaps, which a plan runs as training does.
+        name: name of the trial.
+        error: the error raised during planning, possibly by the trial's own code, which a plan runs as training does.
     """
     if isinstance(error, HydraTuneError):
         return error

@@ -1,4 +1,4 @@
-"""What tasks would need, for the simulator, from their plans alone: nothing is trained."""
+"""Profiles of tasks for the simulator, from their plans alone and without training."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,8 @@ def planned_profile(
     bandwidth: float | None,
     steps: int | None,
 ) -> dict[str, Any]:
-    """The content of a profile; see `HydraExecutor.profile`."""
+    """Return the content of a profile; see `HydraExecutor.profile`."""
+    # On a thread of its own with one intra-op thread, like the preparer, so the caller's torch settings stay untouched.
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
         trials = [
             thread.submit(_planned_trial, name, task, library, devices[0], steps).result()
@@ -37,7 +38,7 @@ def planned_profile(
         "trials": trials,
         "devices": [{"name": d.name, "memory_bytes": d.budget_bytes, "bandwidth": bandwidth} for d in devices],
         "max_concurrent": max_concurrent,
-        "overlap": library.budget.sends_ahead,  # what is next is sent ahead
+        "overlap": library.budget.sends_ahead,  # whether devices prefetch the next unit's blocks
     }
 
 
@@ -75,7 +76,7 @@ def _planned_trial(
 
 
 def _units(plan: Plan, times: UnitTimes, parts: int, together: int) -> Iterator[dict[str, Any]]:
-    """F0 .. F(K-2), B(K-1) .. B0, each `together` times; an update is part of its shard's last backward."""
+    """Yield F0 .. F(K-2), B(K-1) .. B0, each `together` times; an update is part of its shard's last backward."""
     last = len(plan.shards) - 1
     for first in range(0, parts, together):
         for index in range(last):

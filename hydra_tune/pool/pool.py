@@ -1,9 +1,9 @@
-"""The pool: what drivers ask of it, and what it is made of.
+"""The pool: the interface for drivers, and the assembly of all parts of a running pool.
 
-Note: threads. One worker a device runs units (`worker.py`); one preparer builds and captures models, one at a time
-(`preparer.py`); drivers submit and answer from threads of their own. All of them hand events to the state machine under one
-lock, and pass on what it commands (`core.py`). A job's trial is touched by one thread at a time: by that of the only unit under
-way or, where batches run side by side, by that of the last of their units.
+Note: threads. Each device has a worker, and the worker runs units (`worker.py`). A preparer builds and captures models
+in sequence (`preparer.py`). Drivers submit and answer from threads of their own. All threads hand events to the state
+machine under a single lock, and pass the resulting commands on (`core.py`). Only one thread at a time touches a job's
+trial: the thread of the only running unit or, where batches run side by side, the thread of their last unit.
 """
 
 import contextlib
@@ -72,23 +72,23 @@ class Pool:
     """Trains jobs on devices.
 
     Args:
-        devices: opened devices; closed at shutdown.
-        library: makes plans for the smallest of them.
+        devices: opened devices; the pool closes the devices at shutdown.
+        library: makes plans for the smallest device.
         policy: see `hydra_tune.schedule`.
-        max_concurrent: jobs admitted at once.
-        host_bytes: host memory for the state of all admitted jobs.
-        instrument: returns a context manager, entered on the worker thread around every unit.
+        max_concurrent: number of jobs admitted at the same time.
+        host_bytes: host memory in bytes for the state of all admitted jobs.
+        instrument: returns a context manager; a worker enters the context manager around every unit.
         admission: see `Scheduler`.
-        recorder: keeps what happens; None: nothing is kept.
-        only_way: the only way in which steps are split, for tests and measurements; None: the fastest.
-        host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
-        sends_ahead: whether what a device does next is sent to it while it computes.
-        log: is told what happens, and closed at the end; None: nobody is.
-        checkpoints: where and how often jobs are saved; None: they are not.
-        loader_times: how long data loaders are waited for.
+        recorder: records decisions and units; None: nothing is recorded.
+        only_way: the only allowed way to split steps, for tests and measurements; None: the fastest way.
+        host: host tier that sends state beyond `host_bytes` to disk; None: the host has to hold all state.
+        sends_ahead: whether a device prefetches blocks of the next unit during compute.
+        log: receives all events and is closed at shutdown; None: no log.
+        checkpoints: where and how often jobs are saved; None: jobs are not saved.
+        loader_times: how long the pool waits for data loaders.
 
     Attributes:
-        at_close: called at shutdown, when no job is under way.
+        at_close: functions called at shutdown, after all jobs have ended.
     """
 
     def __init__(
@@ -192,49 +192,55 @@ class Pool:
         self._threads.append(thread)
 
     def _replace_worker(self, name: str) -> None:
-        """The device's worker waits for a loader, and ends when it is done."""
+        """Start a second worker for a device whose present worker waits for a loader.
+
+        The present worker ends after the wait.
+        """
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(self._worker_threads[name])
         self._start_worker(name)
 
     def _replace_preparer(self, thread: int) -> None:
-        """The preparer, too."""
+        """Start a second preparer if the given thread is the present preparer and waits for a loader."""
         if self._preparer.replace(thread):
             self._start_preparer()
 
     def hint_at_fusion(self) -> None:
-        """Say once if trials are such that computing them together would be much faster."""
+        """Log a hint, at most once, when computing trials as a fused group would be much faster."""
         self._core.hint = FusionHint()
 
     @property
     def changed(self) -> threading.Condition:
-        """The lock that everything is decided under; notified when a job ends."""
+        """The pool's lock, held during every decision; notified when a job ends."""
         return self._changed
 
     @property
     def budget_bytes(self) -> int:
-        """Device memory that models are cut for."""
+        """Device memory in bytes for which models are cut."""
         return self._library.budget.budget_bytes
 
     @property
     def stands(self) -> tuple[Stand, ...]:
-        """Devices that steps are profiled on, as of `Borrowing`."""
+        """Devices for profiling steps, as of `Borrowing`."""
         return self._borrowing.stands
 
     def alone_on(self, device: Device) -> contextlib.AbstractContextManager[object]:
-        """Entered around what runs on a device and is no unit: nothing else runs there, unless it is the host's own."""
+        """Return a context for work on a device outside units.
+
+        No unit runs on the device within the context, unless the device is the host.
+        """
         return contextlib.nullcontext() if device.is_host else self._borrowing.borrowed(device)
 
     def begin_again(self, retried: Retried, error: BaseException) -> "Callable[[], Beginning | None]":
-        """What a trial that another keeps the account of begins again from, as of `Faults.beginning`."""
+        """Return the function that reads the state for a retry, as of `Faults.beginning`; logs the retry."""
         return self._faults.beginning(retried, error)
 
     def last_saved(self, retried: Retried) -> "Callable[[], Beginning | None]":
-        """The same, without a word of it."""
+        """Return the function that reads the last saved state, like `begin_again` but without a log line."""
         return self._faults.last_saved(retried)
 
     def take_host(self, job: Job, nbytes: int) -> bool:
-        """Have a job take so much more host memory, if that is free; not where there is a disk beyond it."""
+        """Grant a job further host memory if enough is free; always refuse where a disk extends the host memory."""
         with self._changed:
             record = self._records.get(job.key)
             taken = sum(other.host_bytes for other in self._records.values())
@@ -245,8 +251,9 @@ class Pool:
 
     @contextlib.contextmanager
     def turn_of(self, job: Job) -> Iterator[bool]:
-        """Have a job not go on meanwhile, if it waits at a report; whether it does."""
+        """Hold a job at its report for the time of the context; yield whether the job waits at a report."""
         record = self._record_of(job)
+        # Never blocks: the holder may spend a long time in the user's data code.
         if record is None or not record.turn.acquire(blocking=False):
             yield False
             return
@@ -256,22 +263,22 @@ class Pool:
             record.turn.release()
 
     def folder_of(self, job: Job) -> Path | None:
-        """Where the checkpoints of a job that is not over are, or will be; None: it has none."""
+        """Return the checkpoint folder, existing or future, of a job that is not over; None: the job has no folder."""
         record = self._record_of(job)
         return None if record is None or record.keeper is None else record.keeper.path
 
     @property
     def device_names(self) -> tuple[str, ...]:
-        """Devices that units may run on."""
+        """Names of the devices open to units."""
         return tuple(name for name in self._devices if name not in self._core.gone | self._core.leaving)
 
     @hold_interrupts()
     def add_device(self, name: str, opened: Callable[[], Device]) -> None:
-        """Have units run on one more device; see `HydraExecutor.add_device`.
+        """Add a device to the pool; see `HydraExecutor.add_device`.
 
         Args:
-            name: of the device.
-            opened: opens it, if the pool has never had it.
+            name: name of the device.
+            opened: opens the device; called only if the pool has no usable device of the name.
         """
         core = self._core
         with self._changed:
@@ -297,7 +304,7 @@ class Pool:
         core.release_all()
 
     def remove_device(self, name: str) -> None:
-        """Have no further unit run on a device; see `HydraExecutor.remove_device`."""
+        """Remove a device: no further unit runs on the device; see `HydraExecutor.remove_device`."""
         core = self._core
         with hold_interrupts():
             with self._changed:
@@ -312,16 +319,17 @@ class Pool:
                 core.remove_device(name)
                 self._tell_of(name, "removed")
             core.release_all()
-        while (thread := self._worker_threads[name]).is_alive():  # another, if a loader keeps this one waiting
+        # Joined without the lock, because the worker needs the lock to end.
+        while (thread := self._worker_threads[name]).is_alive():  # the thread changes if a loader stalls the worker
             thread.join(_LOOK_SECONDS)
 
     def _lost(self, name: str) -> None:
-        """A device is lost. Under the lock."""
+        """Note the loss of a device; called under the lock."""
         self._lost_devices.add(name)
         self._tell_of(name, "lost")
 
     def _living_device(self) -> Device:
-        """Any device, for host memory."""
+        """Return any working device, for allocating host memory."""
         return next((device for name, device in self._devices.items() if name not in self._core.gone), self._first)
 
     def _check_change(self, what: str) -> None:
@@ -333,13 +341,14 @@ class Pool:
             raise HydraTuneError("what is recorded has one set of devices; make the HydraExecutor without record=True")
 
     def _check_fits(self, device: Device) -> None:
-        """Refuse a device for which models are not cut."""
+        """Refuse a device unfit for the pool's plans."""
         budget = self._library.budget
         if device.budget_bytes < budget.budget_bytes:
             raise ConfigError(
                 f"{device.name!r} has {format_bytes(device.budget_bytes)}, but the pool's models are cut for devices of "
                 f"{format_bytes(budget.budget_bytes)}; give it as much, or start another HydraExecutor with less device_memory"
             )
+        # Where random draws are counted ahead, all devices have to draw alike, and so be of the same kind.
         kinds = {device_kind(other) for other in self._devices.values()} if budget.counts_draws else set()
         if budget.alignment % device.alignment or kinds - {device_kind(device)}:
             raise ConfigError(
@@ -369,7 +378,7 @@ class Pool:
         make_trial: Callable[..., Trial] = Trial,
         is_saved: bool = True,
     ) -> Job:
-        """Queue a task; one that is not saved here has somebody else to do that."""
+        """Queue a task; with `is_saved=False` the caller takes care of checkpoints."""
         core, origin = self._core, origin or Origin()
         with self._changed:
             if core.is_closed:
@@ -380,6 +389,7 @@ class Pool:
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
             folder = self.checkpoints.place(saved_as or job.name, origin.folder) if is_saved else None
             keeper = TrialKeeper(self.checkpoints, job.name, folder, dict(labels or {})) if is_saved else None
+            # Entered before the decision, because an `Admit` command looks the record up at once.
             self._records[key] = record = Record(
                 job,
                 core.failure(key),
@@ -401,7 +411,7 @@ class Pool:
 
     @hold_interrupts()
     def proceed(self, job: Job) -> None:
-        """Let a job that waits at a report go on."""
+        """Resume a job waiting at a report."""
         with self._changed:
             record = self._records.get(job.key)
             if record is not None:
@@ -409,13 +419,14 @@ class Pool:
             if record is None or job.state != "waiting" or record.outcome is not None:
                 return
             job.enter("running")
-            # What is left is what was told with the report: by now others may have measured other times for the same steps.
+            # No new remaining time: the report already carried the job's remaining time, and by now other trials may
+            # have measured other times for the same steps.
             self._core.decide(JobResumed(job=job.key, unit=RESUME, remaining_seconds=None))
         self._core.release_all()
 
     @hold_interrupts()
     def stop(self, job: Job, status: str) -> None:
-        """End a job; one that is over already stays as it is."""
+        """End a job; a job that is already over keeps its outcome."""
         with self._changed:
             record = self._records.get(job.key)
             if record is None or record.outcome is not None:
@@ -423,6 +434,8 @@ class Pool:
                     record.wanted_end = status  # should it begin again
                 return
             record.outcome = status
+            # Nothing may wait for room on behalf of the job any more, neither in a memory tier nor on the preparer's
+            # thread, which `notify_all` below wakes.
             record.tenant.stop()
             self._core.decide(JobStopped(job=job.key))
             self._changed.notify_all()
@@ -430,7 +443,7 @@ class Pool:
 
     @hold_interrupts()
     def pause(self, job: Job, *, paused: bool) -> None:
-        """Hold a job back, or let it go on; one that is over stays as it is."""
+        """Pause or unpause a job; no effect on a job that is over."""
         with self._changed:
             if self._is_alive(job):
                 job.hold(paused=paused)
@@ -439,7 +452,7 @@ class Pool:
 
     @hold_interrupts()
     def prioritize(self, job: Job, priority: int) -> None:
-        """Give a job another priority; one that is over stays as it is."""
+        """Change a job's priority; no effect on a job that is over."""
         with self._changed:
             if self._is_alive(job):
                 self._records[job.key].priority = priority
@@ -447,19 +460,23 @@ class Pool:
         self._core.release_all()
 
     def save(self, job: Job) -> "Future[Path]":
-        """Save a job when it is between two steps."""
+        """Save a job between two steps."""
         future = self.ask_to_save(job)
         self.answer(job, future)
         return future
 
     def ask_to_save(self, job: Job) -> "Future[Path]":
-        """Have a job saved when it comes to the end of a step; one that waits at a report, when it is asked for an `answer`."""
+        """Request a checkpoint at the end of the present step.
+
+        A job waiting at a report is saved only when `answer` is called.
+        """
         if self.checkpoints.root is None:
             raise CheckpointError("this pool saves no checkpoints; make it with HydraExecutor(checkpoint_dir=...)")
         if job.state in OVER:
             found = job.result().checkpoint
             if found is None:
                 raise CheckpointError(f"{job.name!r} is over ({job.state}) and was never saved")
+            # The last checkpoint may still be in the writer thread's queue.
             self.checkpoints.flush()
             done: Future[Path] = Future()
             done.set_result(found)
@@ -467,13 +484,13 @@ class Pool:
         return self._asked(job, TrialKeeper.save)
 
     def copy(self, job: Job) -> "Future[Saved]":
-        """Copy a job's state when it is between two steps."""
+        """Copy a job's state between two steps."""
         future = self._asked(job, TrialKeeper.copy)
         self.answer(job, future)
         return future
 
     def copy_at_end(self, job: Job) -> "Future[Saved]":
-        """Copy a job's last state when it completes."""
+        """Copy a job's last state at completion."""
         return self._asked(job, TrialKeeper.copy_at_end)
 
     def _asked(self, job: Job, ask: "Callable[[TrialKeeper], Future[T]]") -> "Future[T]":
@@ -483,16 +500,16 @@ class Pool:
         return ask(record.keeper)
 
     def answer(self, job: Job, waiting_for: "Future[Any] | None" = None, keeper: TrialKeeper | None = None) -> None:
-        """Save a job now, as was asked for, if it is between two steps, and not on its way to the next.
+        """Serve pending save requests now, if the job stands between two steps and is not on the way to the next step.
 
         Args:
             job: the job.
-            waiting_for: what is asked for, to wait while the job is on its way, which is where its data is read; None: do not
-                wait, and ask again.
-            keeper: of a job that is saved by somebody else; None: its own.
+            waiting_for: the requested copy or checkpoint. While the job is on the way to the next step, which includes
+                reading data, the call waits until the request is done. None: return at once, and the caller asks again.
+            keeper: keeper of a job saved elsewhere; None: the job's own keeper.
 
         Raises:
-            CheckpointError: it is paused within a step, and would never come to the end of it.
+            CheckpointError: the job is paused within a step, and would never reach the end of the step.
         """
         record = self._record_of(job)
         keeper = keeper or (None if record is None else record.keeper)
@@ -517,20 +534,20 @@ class Pool:
 
     @hold_interrupts()
     def progress(self, job: Job) -> Progress:
-        """How far a job is."""
+        """Progress of a job."""
         with self._changed:
             record = self._records.get(job.key)
             return progress_without_trial(job) if record is None else record.progress()
 
     @hold_interrupts()
     def jobs(self) -> list[Job]:
-        """Those that are not over, in the order in which they were submitted."""
+        """Jobs that are not over, in the order of submission."""
         with self._changed:
             return [record.job for record in self._records.values()]
 
     @hold_interrupts()
     def stats(self) -> PoolStats:
-        """Figures since the pool began."""
+        """Statistics since the pool began."""
         with self._changed:
             return PoolStats(
                 devices={name: worker.stats() for name, worker in self._workers.items()},
@@ -545,10 +562,10 @@ class Pool:
 
     @hold_interrupts()
     def recording(self) -> Recording:
-        """What was recorded; best asked for when nothing runs any more.
+        """Return the recording; complete only when nothing runs any more.
 
         Raises:
-            HydraTuneError: nothing was.
+            HydraTuneError: the pool records nothing.
         """
         if self._recorder is None:
             raise HydraTuneError("this pool records nothing; make it with HydraExecutor(record=True)")
@@ -558,7 +575,7 @@ class Pool:
     def profile(
         self, tasks: Mapping[str, TrainTask], *, max_concurrent: int, bandwidth: float | None, steps: int | None
     ) -> dict[str, Any]:
-        """What tasks would need; see `planned_profile`. They are no jobs of the pool."""
+        """Profile tasks without running jobs; see `planned_profile`."""
         return planned_profile(
             tasks,
             self._library,
@@ -569,7 +586,7 @@ class Pool:
         )
 
     def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool, profiled: int = 0) -> Forecast:
-        """What tasks would do together; see `forecast`. They are no jobs of the pool."""
+        """Forecast a joint run of tasks without running jobs; see `forecast`."""
         return forecast(
             tasks,
             self._library,
@@ -584,7 +601,7 @@ class Pool:
         )
 
     def shutdown(self) -> None:
-        """Cancel what is not over, wait for the running units, end all threads. May be called again."""
+        """Cancel all live jobs, wait for the running units, end all threads; further calls have no effect."""
         core = self._core
         if threading.current_thread() in self._all_threads:
             raise HydraTuneError(
@@ -601,10 +618,13 @@ class Pool:
             job.result()
         for call in self.at_close:
             call()
+        # All jobs have ended, so no unit follows the None in an inbox.
         for inbox in core.inboxes.values():
             inbox.put(None)
         core.to_prepare.put(None)
         self.loaders.close()
+        # A thread hanging in a data loader never ends by itself; as a daemon thread such a thread ends with the
+        # process.
         for thread in (*self._all_threads, *core.failing):
             if not self.loaders.is_left_behind(thread):
                 thread.join()
@@ -614,9 +634,11 @@ class Pool:
                 self._ended = True
 
     def _close(self) -> None:
+        # All workers have ended, so no unit uses these trials' memory any more.
         for record in self._core.abandoned:
             record.outcome = "cancelled"
             record.finish()
+        # Before the host tier and the devices, because pending writes still read host memory.
         self.checkpoints.close()
         if self._host is not None:
             self._host.close()
@@ -628,14 +650,14 @@ class Pool:
 
 
 def paused_within_a_step(job: Job) -> CheckpointError:
-    """Why a job cannot be saved."""
+    """Return the error for saving a job paused within a step."""
     return CheckpointError(
         f"{job.name!r} is paused within a step, and can be saved between two of them only; unpause() it first"
     )
 
 
 def _has_turn(record: Record, waiting_for: "Future[Any] | None") -> bool:
-    """Whether the caller has the job's turn, after waiting for it as long as what is asked for is still to come."""
+    """Acquire the job's turn; wait only while `waiting_for` is pending."""
     if waiting_for is None:
         return record.turn.acquire(blocking=False)
     while not record.turn.acquire(timeout=_LOOK_SECONDS):

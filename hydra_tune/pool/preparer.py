@@ -1,6 +1,7 @@
-"""The preparer: one thread that builds, captures and cuts the models of jobs that are admitted, one at a time.
+"""The preparer: a thread that builds, captures and cuts the models of admitted jobs, in sequence.
 
-One whose loader gives no first batch is left to its thread, and another goes on with the next (`pool/loaders.py`).
+If a job's loader delivers no first batch, the thread stays with the job, and a new preparer takes the following jobs
+(`pool/loaders.py`).
 """
 
 import threading
@@ -25,12 +26,12 @@ class Preparer:
     """Makes jobs ready to run.
 
     Args:
-        core: of the pool.
-        library: where plans come from.
-        device: gives any device of the pool, for host memory.
-        lender: asked by trials whose steps could be split.
-        host: sends to disk what is beyond `host_bytes`; None: the host has to have room for all.
-        host_bytes: host memory for the state of all admitted jobs.
+        core: core of the pool.
+        library: the library that makes and caches plans.
+        device: returns any working device of the pool, for allocating host memory.
+        lender: offers devices to trials whose steps can be split.
+        host: host tier that sends state beyond `host_bytes` to disk; None: the host has to hold all state.
+        host_bytes: host memory in bytes for the state of all admitted jobs.
     """
 
     def __init__(
@@ -52,25 +53,29 @@ class Preparer:
         self._replaced: set[int] = set()
 
     def work(self) -> None:
-        """The thread's life."""
+        """Run the thread's main loop."""
         torch.set_num_threads(1)
         with self._core.breaking():
             while (record := self._core.to_prepare.get()) is not None:
                 with record.tenant.at_work():
                     self._prepare(record)
-                forget_locals(record.error)  # of the frame that has just ended as well, which knows the trial
+                forget_locals(record.error)  # the ended frame refers to the trial, too
+                # A replacement serves the queue meanwhile.
                 if threading.get_ident() in self._replaced:
                     return
-                del record  # or the last job's model would live until the next one comes
+                del record  # else the last job's model would live until the next job arrives
 
     def replace(self, thread: int) -> bool:
-        """A thread here waits for a loader, and ends when it is done; whether that is news. Under the pool's lock."""
+        """Let a thread that waits for a loader end after its job; return whether the thread was not replaced before.
+
+        Under the pool's lock.
+        """
         is_new = thread not in self._replaced
         self._replaced.add(thread)
         return is_new
 
     def _prepare(self, record: Record) -> None:
-        """Build, capture and cut a job's model, and wait until the host has room for its state."""
+        """Build, capture and cut a job's model, and wait until the host has room for the job's state."""
         core, job = self._core, record.job
         try:
             if record.outcome is not None:
@@ -95,17 +100,19 @@ class Preparer:
                     beginning=beginning,
                     keeper=keeper,
                 )
-                del beginning  # or a whole checkpoint would stay in memory
+                del beginning  # else a whole checkpoint would stay in memory
                 trial.is_asked_to_end = record.is_asked_to_end
                 record.trial = trial
                 unit = record.advance(report_is_free=True)
             if trial.state is not None:
-                key = job.key  # which is another when the job begins again
+                key = job.key  # bound now: a job that begins again gets another key
                 trial.state.watch(lambda shard, device: core.moved(key, shard, device))
                 if core.log is not None:
                     core.log.owns(job.key, trial.state.number)
+            # Only now is the size of the trial's state known, from its plan.
             self._await_host_memory(record)
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
+            # An abandoned job has already been rejected and ended by the loader watch.
             if not record.is_abandoned:
                 core.fail(record, error, JobRejected(job=job.key))
             return

@@ -1,10 +1,10 @@
-"""When a device really runs out of memory under a unit: room is made, and the unit is run once more.
+"""Real shortage of device memory under a unit: the worker makes room and repeats the unit.
 
-The ledger had room, or the unit would not have begun; so the device has less than the pool was told it may use, or cannot give
-it in one piece. Everything that the unit does not need leaves the device, what the allocator has kept for itself goes back to
-the system, and the unit is repeated where that gives the same bits (`train/undo.py`). If that helps, less is held there from
-then on. If not, or where it cannot be repeated, its trial fails, by name. Other trials lose their places on the device and
-nothing else.
+The ledger had room, or the unit would not have begun. So the device has less memory than configured, or cannot give the
+memory in one piece. The worker evicts every block that the unit does not need, returns the allocator's cache to the
+system, and repeats the unit where a repeat is bitwise equal (`train/undo.py`). After a successful repeat, the device's
+ledger is lowered. If the repeat fails or is impossible, the unit's trial fails with an error that names it. Other
+trials lose only their residency on the device.
 """
 
 import gc
@@ -20,19 +20,20 @@ from hydra_tune.quantities import format_bytes
 from hydra_tune.train.burst import BURST
 from hydra_tune.train.step import PendingUnit
 
-# Not `warnings`: a capture in another thread silences them for the whole process, and filters may turn them into errors.
+# A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
+# warnings into errors.
 _LOGGER = logging.getLogger(__name__)
 
 
 class Pressure:
-    """What one device's worker does about real shortage of memory.
+    """Handles real shortage of memory for a device's worker.
 
     Args:
-        device: whose.
-        pager: of the device.
+        device: the device.
+        pager: pager of the device.
 
     Attributes:
-        units_repeated: units that were run once more.
+        units_repeated: number of repeated units.
     """
 
     def __init__(self, device: Device, pager: Pager) -> None:
@@ -41,15 +42,15 @@ class Pressure:
         self._pager = pager
 
     def run(self, trial: str, unit: PendingUnit, attempt: Callable[[], float]) -> float:
-        """Run a unit, and once more if memory runs out.
+        """Run a unit, and repeat the unit if memory runs out.
 
         Args:
-            trial: its name.
+            trial: name of the trial.
             unit: the unit.
-            attempt: runs it; returns seconds.
+            attempt: runs the unit; returns seconds.
 
         Raises:
-            OutOfMemoryError: memory ran out in the repeat as well, or where there can be none.
+            OutOfMemoryError: memory ran out in the repeat, too, or the unit cannot be repeated.
         """
         try:
             return attempt()
@@ -57,12 +58,13 @@ class Pressure:
             if not _is_shortage(error):
                 raise
             used_bytes = self._pager.ledger.used_bytes + unit.workspace_bytes
-            forget_locals(error)  # or what the unit has made would live as long as its error
+            forget_locals(error)  # else the unit's tensors would live as long as the error
             if isinstance(error, NotRepeatableError):
                 message = self._message(trial, unit, error, f"it cannot be repeated, because {error.reason}")
-                self._pager.shrink(used_bytes)  # or it would be the next trial's turn
+                self._pager.shrink(used_bytes)  # else the next trial would run out, too
                 raise OutOfMemoryError(message) from error
             what = _told(error)
+        # Outside the except block, where the interpreter no longer holds the error with the unit's frames.
         self._make_room()
         self.units_repeated += 1
         _LOGGER.warning(
@@ -88,13 +90,13 @@ class Pressure:
         return seconds
 
     def _make_room(self) -> int:
-        """Have the device as empty as it can be; returns the bytes that are free then."""
-        gc.collect()  # an error may be part of a circle that holds tensors
+        """Empty the device as far as possible; return the free bytes afterwards."""
+        gc.collect()  # an error may be part of a reference cycle that holds tensors
         self._pager.relieve()
         return self._device.reclaim()
 
     def _message(self, trial: str, unit: PendingUnit, error: Exception, outcome: str) -> str:
-        """What was needed against what there was, and what helps."""
+        """Error message: needed and available memory, and remedies."""
         blocks = sum(block.nbytes for block in dict.fromkeys(unit.blocks()))
         needed, room = format_bytes(blocks + unit.workspace_bytes), format_bytes(unit.workspace_bytes)
         free = format_bytes(self._make_room())
@@ -116,7 +118,7 @@ def _is_shortage(error: Exception) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """The first line of what the allocator has said."""
+    """First line of the allocator's message."""
     cause = error.__cause__ if isinstance(error, NotRepeatableError) else error
     lines = str(cause).strip().splitlines()
     return lines[0] if lines else type(cause).__name__

@@ -1,4 +1,9 @@
-"""What the pool knows of a job that is not over: its trial, how it ends, and what it leaves."""
+"""The pool's private record of a job until the job is over: trial, due units, outcome and result.
+
+A `Record` is the counterpart of the public `Job`. The scheduler refers to the job by `Record.key`. A device's worker
+takes a due unit from the record, runs the unit, and asks `Record.go_on` for the next step. When the job ends, the core
+calls `Record.finish`, and the record frees the trial's memory and returns a `Result`.
+"""
 
 import contextlib
 import threading
@@ -23,11 +28,12 @@ _MOST_REPORTS = 64  # that are handed out of a job under way
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Following:
-    """What a job does after a unit.
+    """The next step of a job after a unit.
 
     Attributes:
-        step: its next unit, a report that waits for an answer, or None at its end; None also where there is `beside`.
-        beside: units that are due and may run side by side; None where units come one after the other.
+        step: the next unit, a report waiting for an answer, or None at the job's end; also None where `beside` is
+            given.
+        beside: due units, free to run side by side; None where the job's units run in sequence.
     """
 
     step: PendingUnit | Report | None = None
@@ -40,30 +46,30 @@ class Following:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """All that is due."""
+        """All due units."""
         if self.beside is not None:
             return self.beside
         return (unit_of(self.step),) if isinstance(self.step, PendingUnit) else ()
 
 
 def unit_of(pending: PendingUnit) -> Unit:
-    """A unit as the scheduler sees it."""
+    """Convert a pending unit to the scheduler's `Unit`."""
     return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds, may_end_early=pending.kind == BURST)
 
 
 def no_beginning() -> Beginning | None:
-    """A trial that begins anew."""
+    """Return no saved state: the trial starts from scratch."""
     return None
 
 
 @dataclass(slots=True)
 class Told:
-    """A report that a job's driver has been told of.
+    """The last report announced to a job's driver.
 
     Attributes:
-        step: of the report; -1: there was none.
-        is_answered: whether the driver has answered.
-        is_repeated: whether the job waits there once more, having begun again meanwhile.
+        step: step of the report; -1 before the first report.
+        is_answered: whether the driver has answered the report.
+        is_repeated: whether the job, after a restart, has come to the same report again.
     """
 
     step: int = -1
@@ -71,12 +77,12 @@ class Told:
     is_repeated: bool = False
 
     def takes(self, report: Report) -> bool:
-        """Whether a job is to wait at a report; not at one that was answered before it began again."""
+        """Decide whether the job waits at a report; a restarted job skips reports answered before the restart."""
         self.is_repeated = report.step == self.step
         return report.step > self.step or (self.is_repeated and not self.is_answered)
 
     def tell(self, report: Report) -> bool:
-        """A job waits at a report; whether the driver is to be told."""
+        """Note that the job waits at a report, and return whether to announce the report to the driver."""
         if self.is_repeated:
             return False
         self.step, self.is_answered = report.step, False
@@ -87,40 +93,41 @@ class Record:
     """A job in the pool.
 
     Args:
-        job: its public side.
-        on_failure: told by others that bytes of the job could not be kept.
-        log: is told of reports; None: nobody is.
-        keeper: saves it; None: nobody does.
-        begin: gives what its trial goes on from, if anything; called when it is prepared.
-        max_retries: how often it may begin again after faults that are not its own.
-        faults: those that it has had.
-        repeats: the last report that the driver has been told of, for a job that begins again; None: none.
-        make_trial: makes its trial, of what `Trial` takes.
+        job: the job's public side.
+        on_failure: called by other jobs' units when bytes of the job could not be kept.
+        log: receives the job's reports; None: no log.
+        keeper: saves the job; None: the job is not saved.
+        begin: returns the saved state to continue from, if any; called when the job is prepared.
+        max_retries: how often the job may begin again after faults of the system.
+        faults: the job's faults so far.
+        repeats: for a job that begins again, the last report announced to the driver; None: no report yet.
+        make_trial: factory of the job's trial, called with the arguments of `Trial`.
 
     Attributes:
-        tenant: the job, for the host's memory.
-        trial: once it is being prepared; touched by one thread at a time.
-        pending: the unit to run next, where it is the only one.
-        spread: batches that run side by side, while they do.
-        beside: the units of these that are due, by rank.
+        tenant: the job's identity in the accounting of host memory.
+        trial: the trial, from preparation on; only a single thread at a time touches the trial.
+        pending: the next unit, where exactly one unit is due.
+        spread: batches running side by side, while there are any.
+        beside: due units of `spread`, by rank.
         outcome: how the job ends; set once, under the pool's lock.
-        error: why it failed.
-        host_bytes: host memory it has been given, or host memory and disk together.
-        lent_bytes: as much of it as is for batches side by side.
-        is_released: whether the scheduler has forgotten it.
-        told_of: the last report that the driver has been told of.
-        priority: as the scheduler has it.
-        wanted_end: how somebody has wanted it to end after it had failed.
-        places: device of each shard that is on one.
-        loader_error: what it fails with if its loader is interrupted.
-        told: the places the scheduler knows of.
-        begins_again: whether it is over only to be begun again.
-        is_detached: whether its thread waits for the trial's loader, and the device has another worker meanwhile.
-        is_abandoned: whether nobody waits for that thread any more.
-        has_to_end_burst: whether the scheduler wants the burst under way to end after its present step.
-        turn: held by whoever has the trial go on, or saves it while it waits for an answer to a report.
-        telling: held from the end of a unit that ran beside others until the scheduler knows that its device is idle: else a
-            unit that comes to be due meanwhile, and belongs there, would go to another one.
+        error: the reason of a failure.
+        host_bytes: host memory granted to the job in bytes, or host memory and disk together.
+        lent_bytes: the part of `host_bytes` granted for batches side by side.
+        is_released: whether the scheduler has forgotten the job.
+        told_of: the last report announced to the driver.
+        priority: the job's priority in the scheduler.
+        wanted_end: the end requested by a driver after the job had failed.
+        places: for each shard, the device holding the shard, or None.
+        loader_error: the error of the job if the job's data loader is interrupted.
+        told: for each shard, the place last sent to the scheduler.
+        begins_again: whether the job ends only to begin again.
+        is_detached: whether the job's thread waits for the trial's loader while another worker serves the device.
+        is_abandoned: whether the pool has given up waiting for the detached thread.
+        has_to_end_burst: whether the scheduler wants the running burst to end after the present step.
+        turn: lock of whoever advances the trial, or saves the trial during the wait at a report.
+        telling: lock held from the end of a unit that ran beside others until the scheduler knows that the device is
+            idle.
+            Without the lock, a unit that becomes due in between and belongs on the device would go to another device.
     """
 
     def __init__(
@@ -168,35 +175,35 @@ class Record:
 
     @property
     def key(self) -> str:
-        """What the scheduler calls the job."""
+        """The job's name in the scheduler."""
         return self.job.key
 
     @property
     def goes_on(self) -> bool:
-        """Whether it will want a further unit, as far as is known."""
+        """Whether the job will want a further unit, as far as is known."""
         return self.outcome is None and not self.job.paused and self.trial is not None
 
     @property
     def steps_run(self) -> int:
-        """Units that its trial has counted so far; those of a burst are its steps."""
+        """Units counted by the trial so far; a burst counts as many units as the burst has steps."""
         return 0 if self.trial is None else self.trial.units_run
 
     def is_asked_to_end(self) -> bool:
-        """Whether a burst of its steps is to end: asked after each step, without a lock."""
+        """Return whether the running burst has to end; called after each step, without a lock."""
         return self.has_to_end_burst or self.outcome is not None or self.job.paused
 
     @property
     def is_spread(self) -> bool:
-        """Whether units of it run side by side now."""
+        """Whether units of the job run side by side now."""
         return self.spread is not None
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds of compute to come; 0 before it is being prepared."""
+        """Compute still to come in seconds; 0 before preparation begins."""
         return 0.0 if self.trial is None else self.trial.remaining_seconds
 
     def take(self, unit: Unit) -> PendingUnit:
-        """A unit that is due, to run it now."""
+        """Take a due unit, to run the unit now."""
         if self.spread is not None:
             return self.beside.pop(unit.rank)
         assert self.pending is not None
@@ -204,14 +211,17 @@ class Record:
         return pending
 
     def put_back(self, unit: Unit, pending: PendingUnit) -> None:
-        """A unit that was taken has not begun, and is due again."""
+        """Make a taken unit due again, because the unit never began."""
         if self.spread is not None:
             self.beside[unit.rank] = pending
         else:
             self.pending = pending
 
     def go_on(self, unit: Unit, device: str, *, report_is_free: bool) -> "Following":
-        """What follows a unit that has run on a device; for units that run side by side, what has not been due before."""
+        """Return the next step after a unit that ran on a device.
+
+        For units side by side, the result holds only the units that become due now.
+        """
         if self.spread is not None:
             found, is_over = self.spread.finished(unit.rank, device)
             if not is_over:
@@ -224,7 +234,7 @@ class Record:
         return self._offer(following.start())
 
     def _offer(self, found: list[LaneUnit]) -> "Following":
-        """Let units be due."""
+        """Enter lane units as due."""
         self.beside.update({one.rank: one.pending for one in found})
         units = [
             Unit(
@@ -239,7 +249,7 @@ class Record:
         return Following(beside=tuple(units))
 
     def advance(self, *, report_is_free: bool) -> PendingUnit | Spread | Report | None:
-        """The job's next unit, or batches side by side, a report that waits for an answer, or None at its end."""
+        """Advance the trial to the next unit, spread, or unanswered report; return None at the job's end."""
         try:
             return self._advance(report_is_free=report_is_free)
         except GivenUp as error:
@@ -251,6 +261,7 @@ class Record:
         assert self.trial is not None
         with self.turn:
             following = self.trial.advance()
+            # A report that needs no answer, or was answered before a restart, does not stop the job.
             while isinstance(following, Report):
                 if self._log is not None:
                     step, metrics = following.step, following.metrics
@@ -263,13 +274,16 @@ class Record:
         return following
 
     def leave(self, device: str) -> None:
-        """A device has gone, and the scheduler has forgotten what was there."""
+        """Forget the job's places on a device that has gone; the scheduler has forgotten the places too."""
         for known in (self.places, self.told):
             for shard in [shard for shard, place in known.items() if place == device]:
                 known[shard] = None
 
     def news(self) -> tuple[int, str | None] | None:
-        """Shard and place of the next unit, if the scheduler has not been told; it asks about no other shard."""
+        """Return shard and place of the next unit if unknown to the scheduler.
+
+        The scheduler asks about no other shard.
+        """
         if self.pending is None or self.is_released or self.job.state not in ("running", "waiting"):
             return None
         shard = self.pending.shard
@@ -280,24 +294,26 @@ class Record:
         return shard, place
 
     def fails_with(self, error: BaseException) -> None:
-        """Its loader is about to be interrupted, which is what it fails with then."""
+        """Set the error for the coming interruption of the job's loader."""
         self.loader_error = error
 
     def fail(self, error: BaseException) -> None:
-        """The job's own code, or a unit of it, has raised."""
+        """Let the job fail with an error of a unit or of the job's own code."""
         if isinstance(error, GivenUp) and self.loader_error is not None:
             error = self.loader_error
         forget_locals(error)
+        # A job that was pruned or cancelled keeps its outcome, whatever its last unit raises.
         if self.outcome in (None, "completed"):
             self.outcome, self.error = "failed", error
 
     def finish(self, begins_again: "Callable[[Record, Result], bool] | None" = None) -> Result:
-        """Give the job's memory back and say what it left; a completed job's weights come to the host.
+        """Give the job's memory back and return the result; a completed job's weights move to the host.
 
         Args:
-            begins_again: whether it goes on after all, with what it has saved; None: it does not.
+            begins_again: decides whether the job continues from the last saved state; None: the job ends.
         """
-        # A thread that hangs in the trial's loader has the turn, and is waited for no longer.
+        # An abandoned thread hangs in the trial's loader and holds the turn, possibly for ever: taking the turn here
+        # would hang, too.
         with contextlib.nullcontext() if self.is_abandoned else self.turn:
             try:
                 result = self._finish()
@@ -325,6 +341,7 @@ class Record:
         result.split_batches = trial.split_batches
         if result.status in ("pruned", "cancelled") and planned is not None:
             result.units_saved = max(0, planned - trial.units_run)
+        # Taken before `close`, which drops the trial's references to both.
         module, optimizer = trial.module, trial.optimizer
         try:
             trial.close(keep=result.status == "completed")
@@ -338,7 +355,7 @@ class Record:
         return result
 
     def progress(self) -> Progress:
-        """How far the job is."""
+        """Progress of the job."""
         trial = self.trial
         if trial is None:
             return progress_without_trial(self.job)
@@ -346,7 +363,7 @@ class Record:
 
 
 def progress_of(job: Job, trial: Trial) -> Progress:
-    """Of a job whose trial is under way."""
+    """Return the progress of a job with a live trial."""
     counts = trial.progress
     return Progress(
         epoch=counts.epoch,
@@ -363,7 +380,7 @@ def progress_of(job: Job, trial: Trial) -> Progress:
 
 
 def progress_without_trial(job: Job) -> Progress:
-    """Of a job that has not begun, or is over."""
+    """Return the progress of a job that has not begun or is over."""
     result = job.result() if job.state in OVER else None
     return Progress(
         epoch=job.task.epochs - 1 if job.state == "completed" else 0,
@@ -381,11 +398,13 @@ def progress_without_trial(job: Job) -> Progress:
 
 
 def forget_locals(error: BaseException | None) -> None:
-    """Let go of what the frames of a traceback hold: a failed unit's tensors would live as long as its error.
+    """Clear the frames of an error's traceback; otherwise a failed unit's tensors would live as long as the error.
 
-    A frame keeps its function even so, and a closure the variables around it, which others may still look up (the unit may run
-    once more). So whatever runs a unit is a method, or a `partial` of one, and never a function that has closed over its trial.
+    A cleared frame still keeps the frame's function, and a closure keeps the variables of the enclosing scope, because
+    others may still look the variables up (the unit may run once more). Code that runs a unit is therefore a method or
+    a `partial` of a method, never a function closing over a trial.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
+        # Chained errors hold frames, too.
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""`Recorder`: keeps what a running pool is told, decides and does, for `hydra_tune.simulate.recording`."""
+"""`Recorder`: records the events, decisions and units of a running pool, for `hydra_tune.simulate.recording`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,13 +11,13 @@ from hydra_tune.simulate.recording import RecordedDevice, Recording
 
 
 class Recorder:
-    """The record of one pool, from its beginning.
+    """The recording of a pool, from its beginning.
 
     Args:
-        devices: the pool's.
+        devices: devices of the pool.
         policy: name of the policy.
-        max_concurrent: jobs admitted at once.
-        admission: which of them come first.
+        max_concurrent: number of jobs admitted at the same time.
+        admission: order of admission.
     """
 
     def __init__(self, devices: Sequence[Device], policy: str, max_concurrent: int, admission: str) -> None:
@@ -29,26 +29,26 @@ class Recorder:
         self._facts: dict[int, BlockFacts] = {}
 
     def decided(self, at_ns: int, events: Sequence[Event], commands: Sequence[Command]) -> None:
-        """The scheduler was told something, by the clock of `time.perf_counter_ns`. Under the pool's lock, in order."""
+        """Record a decision, by the clock of `time.perf_counter_ns`. Under the pool's lock, in order."""
         self._decisions.append(Decision(at_ns, tuple(events), tuple(commands)))
 
     @contextmanager
     def turn(self, job: str, device: str) -> Iterator[Turn]:
-        """Around what a worker does for one command."""
+        """Record a worker's work for a single command."""
         turn = Turn(job, device, self._facts)
-        self._turns.append(turn)  # a job's turns come one after another, each device's too
+        self._turns.append(turn)  # the turns of a job are in sequence, and the turns of a device
         with in_turn(turn):
             yield turn
 
     @contextmanager
     def release(self, job: str) -> Iterator[None]:
-        """Around giving back the memory of a job that is over, on whichever thread."""
+        """Record the release of an ended job's memory, on any thread."""
         turn = self._releases[job] = Turn(job, "", self._facts)
         with in_turn(turn):
             yield
 
     def recording(self) -> Recording:
-        """What was recorded so far. Under the pool's lock."""
+        """Return the recording so far. Under the pool's lock."""
         for turn in self._turns:
             turn.settle()
         return Recording(

@@ -1,8 +1,8 @@
-"""Steps of several trials on several devices, rehearsed: what would be where, and what would move.
+"""Rehearsal of the steps of several trials on several devices: places and moves of all blocks, without training.
 
-The scheduler, the pagers, what is sent ahead and the steps themselves are those of a run. The devices copy nothing. A virtual
-clock has units and copies take as long as they were seen to take (`train/timing.py`), so that a unit waits here for what it
-would wait for; where that is not known units take what their pilots say, and what is copied beside a unit is over when it is.
+Scheduler, pagers, prefetch and steps are the same code as in a run. The devices copy nothing. On a virtual clock, units
+and copies take their measured times (`train/timing.py`), so a unit waits for the same copies as in a run. Without
+measured times, a unit takes its pilot's estimate, and a copy beside a unit ends with the unit.
 """
 
 import heapq
@@ -37,16 +37,16 @@ from hydra_tune.shard.stage import Stage
 from hydra_tune.train.rehearsal import Rehearsal
 from hydra_tune.train.step import PendingUnit
 
-_LEAST_SECONDS = 1e-6  # of a unit whose time nobody knows
+_LEAST_SECONDS = 1e-6  # the least time of a unit, for units of unknown time
 
 Moved = dict[tuple[str, str, str], int]
 """Bytes by device, way ("in" or "out") and kind."""
 
 
 class _Player:
-    """One trial, and what the scheduler has been told of it."""
+    """A trial, and what the scheduler knows about the trial."""
 
-    is_spread = False  # nobody helps
+    is_spread = False  # a rehearsed trial never runs batches side by side
 
     def __init__(self, key: str, rehearsal: Rehearsal, num_steps: int, on_step: Callable[[], None]) -> None:
         self.key = key
@@ -56,7 +56,7 @@ class _Player:
         self._num_steps = num_steps
         self._knows_length = rehearsal.knows_length
         self._steps_done = 0
-        self._left_seconds = self.step_seconds  # of the present step
+        self._left_seconds = self.step_seconds  # of the present step, still to come
         self._pace = rehearsal.pace
         self._alike: Counter[tuple[str, int]] = Counter()  # units of the present step, by kind and shard
         self.step_ends: list[float] = []
@@ -66,7 +66,7 @@ class _Player:
         self._told: dict[int, str | None] = {}
 
     def advance(self) -> PendingUnit | None:
-        """Go on to the next unit; None after the last."""
+        """Advance to the next unit; return None after the last unit."""
         self.pending = next(self._units, None)
         while self.pending is None and self._steps_done < self._num_steps:
             self._steps_done += 1
@@ -78,7 +78,7 @@ class _Player:
         return self.pending
 
     def run(self, stand: "_Stand", needs: Callable[["_Player", PendingUnit, str], list[Need]]) -> float:
-        """Run the unit that is due, and an update of its shard that comes with it; returns what the scheduler is told."""
+        """Run the due unit, and an update of the same shard right after; return the seconds for the scheduler."""
         shard, seconds = self._unit().shard, 0.0
         while True:
             unit = self._unit()
@@ -96,7 +96,7 @@ class _Player:
                 return seconds
 
     def _seconds(self, unit: PendingUnit) -> float:
-        """What a unit takes of its device, but for copies that it waits for."""
+        """Seconds of a unit on the device, without waits for copies."""
         seen = None if self._pace is None else self._pace.seconds.get((*unit.key, self._alike[unit.key]))
         return max(unit.seconds if seen is None else seen, _LEAST_SECONDS)
 
@@ -106,23 +106,23 @@ class _Player:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it will want a further unit."""
+        """Whether the trial will want a further unit."""
         return True
 
     @property
     def remaining_seconds(self) -> float:
-        """Seconds of compute to come, by what a run would know of its length."""
+        """Seconds of compute still to come; without a known length, estimated as in a run."""
         steps = self._num_steps - self._steps_done if self._knows_length else max(1, self._steps_done)
         return self._left_seconds + max(0, steps - 1) * self.step_seconds
 
     @property
     def unit(self) -> Unit | None:
-        """What is due, as the scheduler sees it."""
+        """The due unit as the scheduler sees it."""
         due = self.pending
         return None if due is None else Unit(kind=due.kind, shard=due.shard, seconds=due.seconds)
 
     def news(self) -> tuple[int, str | None] | None:
-        """Shard and place of the next unit, if the scheduler has not been told."""
+        """Return shard and place of the next unit if unknown to the scheduler."""
         if self.pending is None:
             return None
         shard = self.pending.shard
@@ -134,19 +134,19 @@ class _Player:
 
 
 class _Stand:
-    """One device."""
+    """A rehearsed device: the device, its pager and its prefetch."""
 
     def __init__(self, device: WeightlessDevice, pager: Pager, *, sends_ahead: bool) -> None:
         self.device, self.pager = device, pager
         self.prefetch = Prefetch(pager) if sends_ahead else None
-        self._due = 0.0  # seconds of the unit that has not begun to compute
+        self._due = 0.0  # compute seconds of the unit, until compute begins
         pager.begins = self._compute
 
     def run(self, unit: PendingUnit, seconds: float) -> None:
-        """Run a unit that takes so long once its blocks are there."""
+        """Run a unit that takes `seconds` of compute once its blocks are resident."""
         self._due = seconds
         unit.run(self.device, self.pager)
-        self._pass()  # of a unit that needs nothing of the device
+        self._pass()  # a unit without blocks never calls `begins`, so its time passes here
         self.device.moment += 1
 
     def _compute(self) -> None:
@@ -160,24 +160,24 @@ class _Stand:
 
 
 class Play:
-    """Rehearses some steps of each trial, to their end.
+    """Rehearses a number of steps of each trial.
 
     Args:
-        trials: by name, in the order in which they are submitted.
-        devices: without bytes.
-        policy: who decides.
-        max_concurrent: trials in flight.
+        trials: rehearsals by trial name, in the order of submission.
+        devices: devices without bytes.
+        policy: policy of the scheduler.
+        max_concurrent: number of trials admitted at the same time.
         admission: as of the scheduler.
-        num_steps: of each trial.
-        sends_ahead: whether what a device does next is sent to it while it computes.
-        stage: what runs within.
+        num_steps: optimizer steps of each trial.
+        sends_ahead: whether a device prefetches blocks of the next unit during compute.
+        stage: context of the whole rehearsal.
 
     Attributes:
-        pagers: of each device.
-        seconds: until the last unit ends.
-        num_units: that have run.
-        deciding_seconds: CPU time that the scheduler has taken, and whoever chose what is sent ahead.
-        marks: what had been moved by the end of each step, of whichever trial.
+        pagers: pagers by device.
+        seconds: virtual time of the last unit's end.
+        num_units: number of units run.
+        deciding_seconds: CPU seconds of the scheduler and of the choice of blocks to prefetch.
+        marks: cumulative bytes moved at the end of each step of any trial.
     """
 
     def __init__(
@@ -218,6 +218,7 @@ class Play:
     def _run_all(self) -> None:
         self._tell(*(DeviceAdded(device=name) for name in self._stands))
         self._tell(*(JobSubmitted(job=name) for name in self._players))
+        # Discrete events: the earliest end of a unit comes first, so decisions are made in the order of virtual time.
         while self._ends:
             self.seconds, _, finished = heapq.heappop(self._ends)
             self._tell(finished)
@@ -227,12 +228,12 @@ class Play:
 
     @property
     def step_ends(self) -> dict[str, list[float]]:
-        """When the steps of each trial have ended, by the virtual clock."""
+        """Virtual times at which the steps of each trial ended."""
         return {name: player.step_ends for name, player in self._players.items()}
 
     @property
     def moved(self) -> Moved:
-        """Bytes moved until now."""
+        """Cumulative bytes moved so far."""
         return {
             (name, way, kind.value): count
             for name, pager in self.pagers.items()
@@ -258,7 +259,7 @@ class Play:
             self._carry_out(command)
 
     def _shard_moves(self, events: Sequence[Event]) -> list[ShardMoved]:
-        """As the pool tells them: of units that a device may be given now."""
+        """Return the moves that the pool would tell the scheduler, about units that may be assigned now."""
         concerned: dict[str, None] = {}
         while self._moves:
             name, shard, place = self._moves.popleft()
@@ -287,6 +288,7 @@ class Play:
 
     def _run(self, name: str, device: str) -> None:
         player, stand = self._players[name], self._stands[device]
+        # The clock of an idle device stands still until the device's next unit begins.
         stand.device.now = max(stand.device.now, self.seconds)
         self._stage.begin_unit()
         try:
@@ -309,4 +311,5 @@ class Play:
             remaining_seconds=player.remaining_seconds,
             step_seconds=player.step_seconds,
         )
+        # The number breaks ties in the order of the starts; events themselves cannot be compared.
         heapq.heappush(self._ends, (stand.device.now, self._num_ends, finished))

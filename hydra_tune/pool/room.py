@@ -1,4 +1,4 @@
-"""Whether host memory, and the disk beyond it, have room for a job's state."""
+"""Admission of a job's state to host memory, and to the disk beyond."""
 
 from collections.abc import Iterable
 
@@ -10,10 +10,12 @@ from hydra_tune.quantities import format_bytes, format_bytes_up
 
 
 def has_room(record: Record, others: Iterable[Record], host_bytes: int, host: HostTier | None) -> bool:
-    """Give a job its host memory if there is room beside the other jobs; False: once some of them have ended there will be.
+    """Grant a job its host memory if there is room beside the other jobs.
+
+    False: there will be room once some of the other jobs have ended.
 
     Raises:
-        BudgetError: there would not be room if it were alone.
+        BudgetError: the job would not fit even alone.
     """
     assert record.trial is not None
     need, capacity = record.trial.host_bytes, host_bytes if host is None else host.capacity_bytes
@@ -45,7 +47,7 @@ def _refusal(name: str, need: int, capacity: int, host_bytes: int, host: HostTie
 
 
 def disk_stats(host: HostTier) -> DiskStats:
-    """Figures of the host tier."""
+    """Statistics of the host tier."""
     disk = host.disk
     return DiskStats(
         host_budget_bytes=host.ledger.budget_bytes,

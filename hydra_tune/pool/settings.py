@@ -1,4 +1,4 @@
-"""`Settings`: what an executor is made with, checked; and the pool that is started from them."""
+"""`Settings`: the checked options of an executor, and the start of a pool from these options."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -41,19 +41,19 @@ from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.supervision.supervisor import numbered
 
-_HOST_SHARE = 0.8  # of the free host memory, where host_memory is not given
+_HOST_SHARE = 0.8  # share of the free host memory to use without host_memory
 
 
 @dataclass(slots=True, kw_only=True)
 class Settings:
-    """Options of `HydraExecutor`, by the names and with the meanings that they have there, and what they come to.
+    """Options of `HydraExecutor`, with the same names and meanings, and the values derived from them.
 
     Attributes:
-        members: the most trials of a group; 0 where there are no groups.
-        saving: the folder for checkpoints and how often they are made.
+        members: the largest number of trials in a group; 0 without fusion.
+        saving: the folder for checkpoints, and how often checkpoints are made.
 
     Raises:
-        ConfigError: an option that makes no sense, by name.
+        ConfigError: an option is invalid; the error names the option.
     """
 
     devices: str
@@ -91,6 +91,7 @@ class Settings:
     _spill_path: Path | None = field(init=False)
 
     def __post_init__(self) -> None:
+        # All options are checked before any device is opened or folder is locked, so a mistake costs nothing.
         if not isinstance(self.devices, str):
             raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {self.devices!r}")
         buffer = self.buffer_fraction
@@ -117,10 +118,10 @@ class Settings:
         self._chosen = make_policy(self.policy)
 
     def check_isolated(self) -> None:
-        """Refuse what is not there where the pool runs in a process of its own.
+        """Refuse options that are unavailable where the pool runs in a process of its own.
 
         Raises:
-            ConfigError: by name.
+            ConfigError: an unavailable option is given; the error names the option.
         """
         for name, is_given, why in (
             (
@@ -136,20 +137,20 @@ class Settings:
                 raise ConfigError(f"{name} does not go with isolate=True: {why}; leave one of the two out")
 
     def number_log(self, crashes: int) -> None:
-        """Have the event log of a process that follows others in a file of its own."""
+        """Give the event log a file of its own, in a process that follows crashed processes."""
         self._log_path = numbered(self._log_path, crashes)
 
     def open_pool(self, only_way: str | None) -> tuple[Pool, Fusion | None, int]:
-        """Open the devices and start a pool on them.
+        """Open the devices and start a pool.
 
         Args:
-            only_way: the one in which steps are split; None: whichever is best.
+            only_way: the only allowed way to split steps; None: the best way.
 
         Returns:
-            The pool; who forms groups, if anybody does; and how many trials, a group counted as one, are in flight.
+            The pool; the former of fused groups, or None; and the number of trials in flight, a group counted as one.
 
         Raises:
-            ConfigError: devices or folders that are not there.
+            ConfigError: devices or folders do not exist.
         """
         opening = open_planned_devices if self.plans_only else open_devices
         devices = opening(self.devices, self.device_memory, self.link_bandwidth)
@@ -179,6 +180,7 @@ class Settings:
             recorder=Recorder(devices, self._policy_name, width, self.admission) if self.record else None,
             only_way=only_way,
             host=host,
+            # Prefetched blocks need the reserved buffer.
             sends_ahead=self.buffer_fraction != 0,
             log=None if self._log_path is None else self._log_to(self._log_path, devices, width),
             checkpoints=Checkpoints(*self.saving, host),

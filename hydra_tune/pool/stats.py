@@ -1,4 +1,4 @@
-"""Figures of the pool: what each device has done and holds."""
+"""Statistics of the pool: work done and memory held by each device."""
 
 from dataclasses import dataclass, field
 
@@ -7,24 +7,25 @@ from hydra_tune.observe.eventlog import EventLog
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStats:
-    """Figures of one device since the pool began.
+    """Statistics of a device since the pool began.
 
     Attributes:
-        budget_bytes: memory it may use.
-        peak_bytes: most that the ledger has ever held.
-        resident_bytes: parameters, optimizer state and values on it now.
-        busy_seconds: time spent in units, their loads and spills included.
-        bytes_in_by_kind, bytes_out_by_kind: bytes loaded from and spilled to the host, as parameters, buffers, optimizer,
-            activations, gradients and inputs.
-        bytes_across_by_kind: bytes taken over from another device, which are not among the others; counted where they come to.
+        budget_bytes: memory budget in bytes.
+        peak_bytes: highest value of the ledger so far.
+        resident_bytes: bytes of parameters, optimizer state and values on the device now.
+        busy_seconds: time spent in units, loads and spills included.
+        bytes_in_by_kind, bytes_out_by_kind: bytes loaded from and spilled to the host, by kind: parameters, buffers,
+            optimizer, activations, gradients and inputs.
+        bytes_across_by_kind: bytes taken over from other devices, counted at the receiving device; not part of the two
+            above.
         units: shard units run.
-        bytes_ahead: of the bytes loaded or taken over, those that were sent while an earlier unit computed.
-        bytes_in_vain: of these, those that no unit came for.
-        waiting_seconds: time that units waited for loads and spills, and for what came from another device.
-        copying_seconds: time that all these took, those that nobody waited for included.
-        loads_under_way: blocks on their way to it in the background now.
-        host_update_seconds: time that updates on the host took beside it.
-        units_repeated: units run once more because the device had really run out of memory; each is logged as a warning.
+        bytes_ahead: the part of the loaded or taken-over bytes that was prefetched during an earlier unit's compute.
+        bytes_in_vain: the part of `bytes_ahead` that no unit used.
+        waiting_seconds: time during which units waited for loads, spills and takeovers.
+        copying_seconds: duration of all these copies, including copies that no unit waited for.
+        loads_under_way: blocks on the way to the device in the background now.
+        host_update_seconds: duration of the optimizer updates on the host beside the device.
+        units_repeated: units repeated after a real shortage of device memory; each repeat is logged as a warning.
     """
 
     budget_bytes: int
@@ -45,7 +46,7 @@ class DeviceStats:
 
     @property
     def overlap(self) -> float:
-        """Part of the time that copies took for which no unit waited, from 0 to 1; 0 where nothing was copied."""
+        """Share of the copying time during which no unit waited, from 0 to 1; 0 without copies."""
         return max(0.0, 1.0 - self.waiting_seconds / self.copying_seconds) if self.copying_seconds else 0.0
 
     @property
@@ -66,16 +67,16 @@ class DeviceStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskStats:
-    """Figures of host memory and of the disk beyond it since the pool began.
+    """Statistics of host memory and of the disk beyond since the pool began.
 
     Attributes:
-        host_budget_bytes: host memory that host copies may take.
-        host_peak_bytes: most they have taken; beyond the budget only while a trial was wanted whole.
-        bytes_read: bytes that came from disk.
-        bytes_written: bytes that went there.
+        host_budget_bytes: budget of host copies in bytes.
+        host_peak_bytes: most bytes of host copies so far; above the budget only while a whole trial was needed at once.
+        bytes_read: bytes read from disk.
+        bytes_written: bytes written to disk.
         stored_bytes: bytes in files now.
-        busy_seconds: time the disk's thread spent reading and writing.
-        is_direct: whether the page cache is passed by (O_DIRECT).
+        busy_seconds: time that the disk's thread spent reading and writing.
+        is_direct: whether reads and writes bypass the page cache (O_DIRECT).
     """
 
     host_budget_bytes: int
@@ -89,12 +90,12 @@ class DiskStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogStats:
-    """Figures of the event log.
+    """Statistics of the event log.
 
     Attributes:
-        path: of the file.
-        nbytes: written up to now.
-        dropped: units, copies and the like that were left out because of `event_log_limit`, by kind.
+        path: path of the file.
+        nbytes: bytes written so far.
+        dropped: number of units, copies and other entries left out because of `event_log_limit`, by kind.
     """
 
     path: str
@@ -104,18 +105,18 @@ class LogStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
-    """Figures of the pool since it began.
+    """Statistics of the pool since its beginning.
 
     Attributes:
-        devices: by name.
+        devices: statistics by device name.
         units_run: shard units run.
         units_saved: units that pruned and cancelled trials would still have run.
         elapsed_seconds: wall time.
-        scheduler_seconds: CPU time spent deciding what runs where.
-        steps_by_way: optimizer steps of several batches, but for each trial's first, by how they ran: "one device" (one batch
-            after the other), "grouped" (through each shard together), "data-parallel" or "pipelined".
-        disk: with a spill_dir.
-        event_log: with one.
+        scheduler_seconds: CPU time of scheduling decisions.
+        steps_by_way: optimizer steps of several batches, without each trial's first step, by way: "one device" (batches
+            in sequence), "grouped" (through each shard together), "data-parallel" or "pipelined".
+        disk: present with a spill_dir.
+        event_log: present with an event log.
     """
 
     devices: dict[str, DeviceStats]
@@ -129,5 +130,5 @@ class PoolStats:
 
 
 def log_stats(log: EventLog) -> LogStats:
-    """Figures of an event log, whole once the pool is closed."""
+    """Statistics of an event log; complete once the pool is closed."""
     return LogStats(path=str(log.path), nbytes=log.written_bytes, dropped=dict(log.dropped))

@@ -1,4 +1,4 @@
-"""Profiles steps of trials of one kind, as they would be planned on a device of the pool; each kind once."""
+"""Profiles of steps, as they would be planned on a device of the pool; each kind of trial is profiled once."""
 
 from collections.abc import Hashable
 
@@ -18,10 +18,10 @@ from hydra_tune.task import TrainTask
 
 
 class StepProfiles:
-    """Makes and keeps them, for one pool; from one thread, which computes as a device's worker does.
+    """Makes and caches the profiles of a pool; called from a single thread, which computes like a device's worker.
 
     Args:
-        budget_bytes: memory of each device.
+        budget_bytes: memory budget of each device in bytes.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -39,19 +39,19 @@ class StepProfiles:
         device: Device,
         num_trials: int,
     ) -> StepFigures:
-        """Where the memory of such trials' steps is, and what less would cost.
+        """Return the memory use within a trial's step, and the cost in time of less memory.
 
         Args:
-            task: one of them.
-            built: its module and optimizer; only read.
-            prepared: its plan.
-            leaves: its first batch; only its geometry is read.
-            library: where the plan is.
-            device: where its step is run.
-            num_trials: that a device would train.
+            task: a task of the kind.
+            built: module and optimizer of the task; only read.
+            prepared: plan of the task.
+            leaves: first batch of the task; only its geometry is read.
+            library: the library that holds the plan.
+            device: device that runs the step.
+            num_trials: number of trials that a device would train.
 
         Raises:
-            UnfusableError: its steps cannot be planned; with the reason.
+            UnfusableError: the steps cannot be planned; with the reason.
         """
         key = (fusion_key(task, *built), leaves.signature, task.max_grad_norm is None, num_trials)
         if key not in self._known:
@@ -59,6 +59,6 @@ class StepProfiles:
                 raise UnfusableError("it is too large to be built and run here, and so its step cannot be timed")
             where = device.torch_device
             arrays = TaskArrays(task, built, prepared, leaves, library, self._profiles, where)
-            is_duplex = where.type == "cuda"  # a CPU device has one thread that copies
+            is_duplex = where.type == "cuda"  # a CPU device copies both ways on a single thread
             self._known[key] = figures_of(arrays.array, num_trials, self._budget_bytes, is_duplex=is_duplex)
         return self._known[key]

@@ -1,7 +1,7 @@
-"""Jobs that are to go on another time: saved as soon as their present step is over, and ended.
+"""Suspension of jobs for a later session: each job is saved after its present step, and then ended.
 
-Note: who is waited for. A job has its steps to itself; one that hangs, in its data or its model, is not to keep the others from
-being saved. So all are asked first, and whoever has answered is ended at once, which leaves the devices to the others.
+Note: hanging jobs. A job that hangs, in its data or its model, must not keep other jobs from being saved. So all jobs
+are asked first. A job that has answered is ended at once, and leaves its device to the rest.
 """
 
 import time
@@ -19,25 +19,25 @@ _NOT_BEGUN = ("queued", "preparing")
 
 
 class Saving(Protocol):
-    """Whoever has jobs that can be saved; see `Pool`."""
+    """Owner of jobs that can be saved; see `Pool`."""
 
     def ask_to_save(self, job: Job) -> "Future[Path]":
-        """Have a job saved when it comes to the end of a step."""
+        """Request a checkpoint at the end of the job's present step."""
 
     def answer(self, job: Job, waiting_for: "Future[Any] | None" = None) -> None:
-        """Save a job now, as was asked for, if it is between two steps."""
+        """Serve a pending request now, if the job stands between two steps."""
 
 
 def suspend(pool: Saving, jobs: Iterable[Job], seconds: float) -> None:
-    """Save jobs and cancel them; does not wait for the units that run then.
+    """Save and cancel jobs, without waiting for running units to end.
 
     Args:
-        pool: has the jobs, and a folder for checkpoints.
-        jobs: any; those that are over stay as they are, and of those that have not begun there is nothing new to save.
-        seconds: how long to wait; who is not saved by then is cancelled, and has the checkpoints it had.
+        pool: the pool of the jobs, with a folder for checkpoints.
+        jobs: any jobs; jobs that are over stay as they are, and jobs that have not begun have nothing new to save.
+        seconds: the longest wait; a job not saved by then is cancelled, and keeps its earlier checkpoints.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C while this waits; all are cancelled, as with any other error.
+        KeyboardInterrupt: Ctrl-C during the wait; all jobs are cancelled, as after any other error.
     """
     deadline = time.monotonic() + seconds
     jobs = [job for job in jobs if job.state not in OVER]
@@ -53,15 +53,17 @@ def suspend(pool: Saving, jobs: Iterable[Job], seconds: float) -> None:
                 job.cancel()
                 del asked[job]
             if asked:
+                # Ctrl-C has to end the wait, even where a caller holds interrupts back.
                 with let_interrupts_through():
                     wait(asked.values(), timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
     finally:
+        # Also after Ctrl-C or an error: no job may go on, saved or not.
         for job in jobs:
             job.cancel()
 
 
 def _is_settled(pool: Saving, job: Job, future: "Future[Path]") -> bool:
-    """Whether a job is saved, or will not be."""
+    """Return whether a job is saved, or cannot be saved any more."""
     if not future.done() and job.state not in OVER:
         try:
             pool.answer(job)

@@ -1,4 +1,4 @@
-"""`Watch`: the jobs of a pool as a `SweepView`, for whoever drives the pool from Python."""
+"""`Watch`: a `SweepView` of a pool's jobs, for drivers in Python."""
 
 import threading
 import time
@@ -13,12 +13,12 @@ from hydra_tune.pool.stats import PoolStats
 
 
 class Watch:
-    """Remembers what became of jobs; their models are let go as soon as they are over and have been looked at.
+    """Remembers the outcomes of jobs; a job's model is released once its end has been shown.
 
     Args:
-        name: what the whole is called.
-        goal: which way the first metric of the tasks is better.
-        ended: is called with each job that was found to be over.
+        name: title of the display.
+        goal: direction in which the first metric of the tasks improves.
+        ended: called with each job found to be over.
     """
 
     def __init__(self, name: str, goal: Goal, ended: Callable[[TrialView, str], None]) -> None:
@@ -32,10 +32,10 @@ class Watch:
         self._started_seconds = time.monotonic()
 
     def add(self, jobs: Iterable[Job]) -> None:
-        """Jobs that are to be shown from now on."""
+        """Show further jobs from now on."""
         with self._lock:
             for job in jobs:
-                if job.key in self._keys:  # one that is submitted while those of before are listed
+                if job.key in self._keys:  # added twice: submitted while the earlier jobs are listed
                     continue
                 self._keys.add(job.key)
                 number = len(self._views)
@@ -44,11 +44,11 @@ class Watch:
                 self._views[number] = TrialView(number=number, state=job.state, name=job.name, epochs=job.task.epochs)
 
     def snapshot(self, stats: PoolStats, *, is_over: bool = False) -> SweepView:
-        """The jobs as they are now.
+        """Return the present view of the jobs.
 
         Args:
-            stats: the pool's figures.
-            is_over: nobody watches any longer.
+            stats: statistics of the pool.
+            is_over: whether the display has ended.
         """
         with self._lock:
             ended = [self._look(number, job) for number, job in list(self._jobs.items())]
@@ -66,13 +66,14 @@ class Watch:
             )
             view = with_outlook(view, self._forecaster, num_unstarted=0, stats=stats)
             metric = self._metric
+        # Without the lock, because `ended` is the caller's code.
         for trial in ended:
             if trial is not None:
                 self._ended(trial, metric)
         return view
 
     def _look(self, number: int, job: Job) -> TrialView | None:
-        """Take over what is known of a job; returns it if the job is over."""
+        """Update the view of a job; return the view if the job is over."""
         if job.state not in OVER:
             self._views[number] = with_progress(self._views[number], job, state=job.state)
             return None

@@ -1,4 +1,8 @@
-"""The worker of one device: runs the units it is sent, each with what comes right after it, and says what is due next."""
+"""The worker of a device: runs units from the device's inbox and hands the next due units to the scheduler.
+
+A backward's update runs along with the backward, without a decision of the scheduler. During a unit's compute the
+worker prefetches blocks of the predicted next unit.
+"""
 
 import contextlib
 import time
@@ -28,21 +32,21 @@ from hydra_tune.train.trial import Report, Trial, run_unit
 
 Instrument = Callable[[], AbstractContextManager[Any]]
 
-_GRAPH_KINDS = ("forward", "backward", "evaluate")  # which load all they need before they begin
-RESUME = Unit(kind="resume", shard=0, seconds=0.0)  # a trial goes on after a report: its own code, no shard unit
+_GRAPH_KINDS = ("forward", "backward", "evaluate")  # kinds that load all blocks before computing
+RESUME = Unit(kind="resume", shard=0, seconds=0.0)  # runs a trial's own code after a report, no shard unit
 
 
 class Worker:
-    """Runs units on one device.
+    """Runs units on a device.
 
     Args:
-        core: of the pool.
-        device: whose thread this is.
-        pager: of the device.
+        core: core of the pool.
+        device: the worker's device.
+        pager: pager of the device.
         instrument: returns a context manager, entered around every unit.
-        recorder: keeps what happens; None: nothing is kept.
-        losses: told if the device is lost.
-        turn: with the device.
+        recorder: records units; None: nothing is recorded.
+        losses: handles the loss of the device.
+        turn: grants the device to units, in turn with borrowers of the device.
 
     Attributes:
         busy_seconds: time spent in units.
@@ -69,20 +73,20 @@ class Worker:
         self._losses = losses
         self._device_turn = turn
         self._is_lost = False
-        self._taken: PendingUnit | None = None  # the unit that runs, as long as it may turn out not to have begun
+        self._taken: PendingUnit | None = None  # the running unit, until compute has begun for certain
         self._pressure = Pressure(device, pager)
         self._libraries = Libraries(device, pager)
         self._prefetch = None if core.next_units is None else Prefetch(pager)
 
     def work(self) -> None:
-        """The thread's life."""
+        """Run the thread's main loop."""
         if self._core.log is not None:
             self._core.log.at_work(self._device.name)
         with self._core.breaking():
             try:
                 with self._device.worker():
                     self._work()
-            except RuntimeError:  # of a device that is lost nothing can be had, not even its end
+            except RuntimeError:  # a lost device cannot even be closed cleanly
                 if not self._is_lost:
                     raise
 
@@ -94,15 +98,15 @@ class Worker:
             else:
                 with self._turn(item[0]), contextlib.ExitStack() as until_told:
                     is_over = self._run(*item, until_told)
-                forget_locals(item[0].error)  # of the frame that has just ended as well, which knows the trial
-            del item  # or the last job's model would live until the next one comes
+                forget_locals(item[0].error)  # the ended frame refers to the trial, too
+            del item  # else the last job's model would live until the next item arrives
             if is_over:
                 return
         if self._device.name in self._core.gone:
             self._leave()
 
     def _leave(self) -> None:
-        """Give back what is on the device, which works, or does not any more."""
+        """Write back and free the blocks of a device that leaves, working or lost."""
         name = self._device.name
         try:
             self._pager.empty()
@@ -114,7 +118,7 @@ class Worker:
             self._losses.report(name, error)
 
     def _look(self) -> bool:
-        """Whether the device, which does nothing now, is lost."""
+        """Return whether the idle device is lost."""
         error = found_lost(self._device)
         if error is None:
             return False
@@ -123,7 +127,7 @@ class Worker:
         return True
 
     def stats(self) -> DeviceStats:
-        """Figures since the pool began."""
+        """Statistics since the pool began."""
         pager = self._pager
         return DeviceStats(
             budget_bytes=pager.ledger.most_bytes,
@@ -151,7 +155,7 @@ class Worker:
             yield
 
     def _run(self, record: Record, unit: Unit, until_told: contextlib.ExitStack) -> bool:
-        """Run a unit and go on to the job's next one; returns whether this thread has nothing more to do here."""
+        """Run a unit and advance the job; return whether the worker has to end."""
         assert record.trial is not None
         trial = record.trial
         seconds = 0.0
@@ -160,14 +164,16 @@ class Worker:
             if unit.kind != RESUME.kind:
                 seconds = self._run_pending(record, trial, unit)
             if record.is_spread:
+                # Released by the caller once the scheduler knows that the device is idle (`Record.telling`).
                 until_told.enter_context(record.telling)
             following = self._go_on(record, unit)
             while _is_update(following.step, unit.shard) and not record.is_detached:
-                # Just in time, while parameters and gradients are here: a backward's update is no decision of its own.
+                # A backward's update needs no decision of its own: parameters and gradients are still resident, and
+                # another unit in between might have them spilled.
                 seconds += self._run_pending(record, trial, unit)
                 following = self._go_on(record, unit)
         except BaseException as error:  # noqa: BLE001 - whatever a trial's code raises ends that trial alone
-            following = None  # the error's traceback keeps this frame, and a unit keeps its trial
+            following = None  # the traceback keeps this frame, and a unit keeps the trial
             if record.is_detached:
                 self._core.came_back(record, error)
                 return True
@@ -175,16 +181,17 @@ class Worker:
         if record.is_detached:
             self._core.came_back(record, following)
             return True
+        # Before `_finish_unit`: a job stopped while its last unit still counts as running ends together with the unit.
         if following.is_end and record.outcome is None:
             self._core.stop_completed(record)
         self._finish_unit(record, seconds, following)
         return False
 
     def _failed(self, record: Record, unit: Unit, error: BaseException) -> bool:
-        """A unit has raised; returns whether the device is lost."""
+        """Handle the error of a unit; return whether the device is lost."""
         core, name, taken = self._core, self._device.name, self._taken
         self._taken = None
-        if self._pager.ready_ns:  # it had all it needs, and has begun to compute
+        if self._pager.ready_ns:  # all blocks were resident, and compute has begun: the unit cannot be put back
             taken = None
         if self._losses.is_here(name, error):
             self._is_lost = True
@@ -193,6 +200,7 @@ class Worker:
             forget_locals(error)
             self._losses.report(name, error, record, is_intact=taken is not None)
             return True
+        # The unit never began here, because blocks were on the lost device. It is due again at once, on any device.
         if self._losses.is_elsewhere(name, error) and taken is not None:
             with core.changed:
                 is_due = record.outcome is None
@@ -215,7 +223,8 @@ class Worker:
         self._taken = pending if pending.kind in _GRAPH_KINDS else None
         if self._prefetch is not None:
             self._prefetch.asks = partial(self._next_needs, record, pending)
-        # A burst has the trial go on, and nobody else may have it do so, or save it, meanwhile.
+        # A burst advances the trial from within the unit, so the turn is held: no other thread may advance or save the
+        # trial meanwhile.
         turn = record.turn if pending.kind == BURST else contextlib.nullcontext()
         with self._device_turn.unit(), turn:
             seconds = self._pressure.run(record.job.name, pending, partial(self._timed_unit, record, pending))
@@ -224,7 +233,7 @@ class Worker:
         return seconds
 
     def _next_needs(self, record: Record, pending: PendingUnit) -> list[Need]:
-        """What comes after a unit that begins to compute now."""
+        """Return the needs of the predicted unit after the unit that starts to compute now."""
         assert self._core.next_units is not None
         return self._core.next_units.needs(record, pending, self._device.name)
 
@@ -240,13 +249,14 @@ class Worker:
             if self._prefetch is not None:
                 self._prefetch.end()
             end_ns = time.perf_counter_ns()
-            if not is_failed:  # the host may have heard of it later, or its clock go faster than the device's
+            if not is_failed:  # the host may notice the end late, and the clocks of host and device drift
                 end_ns = min(end_ns, max(start_ns, self._pager.ready_ns, watch.ended_ns))
             steps = 1 if pending.kind != BURST else record.steps_run - before
             self.units += steps
             self.busy_seconds += (end_ns - start_ns) / 1e9
             if self._core.log is not None:
-                # What never had all it needed has waited all the time, unless it needed nothing here.
+                # A failed unit whose blocks never became resident waited all the time. A unit without blocks here never
+                # waited.
                 ready_ns = self._pager.ready_ns or (end_ns if is_failed else start_ns)
                 name, job = self._device.name, record.job.key
                 self._core.log.unit(

@@ -1,7 +1,7 @@
-"""When and where each shard unit runs: pure Python, no torch, no clock, no threads.
+"""Scheduling of shard units over time and devices: pure Python, no torch, no clock, no threads.
 
-`Scheduler` takes events and returns commands; a `Policy` chooses among eligible jobs. Knows jobs, units and devices by
-name only.
+`Scheduler` takes events and returns commands; a `Policy` chooses among eligible jobs. The package knows jobs, units and
+devices by name only.
 """
 
 from hydra_tune.schedule.ahead import Ahead

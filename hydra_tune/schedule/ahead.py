@@ -1,14 +1,14 @@
-"""`Ahead`: what each device would do next, so that its bytes can be sent while it computes: double buffering.
+"""`Ahead`: prediction of each device's next job, so that the pool prefetches the job's bytes during compute.
 
-Note: double buffering. The scheduler binds a job to a device when the device is free, not before. While a unit runs, a
-selection of the same policy, with a memory of its own, is asked what this device would do next, and those bytes are sent.
-It knows the very views that the scheduler's policy was told, less the jobs whose shard another device has in its buffer;
-for the question, the job that runs here is added as it will be when its unit is over. The answer binds nothing: when the
-unit is over, the scheduler chooses among all eligible jobs, and knows whose shard is here. Only where the policy itself
-binds early (`EarlyBinding`) is it known what follows.
+Note: double buffering. The scheduler binds a job to a device when the device becomes free, not earlier. While a unit
+runs, `Ahead` asks a separate selection of the same policy for the device's likely next job, and the pool prefetches the
+job's bytes. The separate selection holds the same views as the scheduler's policy, without the jobs claimed by other
+devices' buffers. For the question, the running job is added as of the end of its unit. The prediction is not binding:
+at the end of the unit, the scheduler chooses among all eligible jobs, and knows which shards are resident on the
+device. Only a policy with early binding (`EarlyBinding`) makes the next job certain.
 
-Note: staggered admission. The jobs of the front go first here as well. Who they are changes only when a job is admitted
-or over, or a device comes or goes; then all that crossed the border change their level at once.
+Note: staggered admission. Jobs of the front go first in predictions, too. The front changes only when a job is admitted
+or over, or a device comes or goes; then all jobs that crossed the border change their level at once.
 """
 
 from hydra_tune.schedule.levels import Level, Levels
@@ -17,13 +17,13 @@ from hydra_tune.schedule.policy import BindsEarly, JobView, Policy, start_select
 
 
 class Ahead:
-    """Keeps which job each device's buffer is for, and the other eligible jobs in order.
+    """Tracks which job each device's buffer is for, and keeps the other eligible jobs in order.
 
-    Not thread-safe, as the scheduler whose views it reads.
+    Not thread-safe, like the scheduler, whose views `Ahead` reads.
 
     Args:
-        policy: whose selections are asked.
-        scheduler: has the views.
+        policy: policy that provides the selections.
+        scheduler: scheduler that provides the views.
     """
 
     def __init__(self, policy: Policy, scheduler: Scheduler) -> None:
@@ -32,16 +32,16 @@ class Ahead:
         self._front: frozenset[str] = frozenset()
         self._free = Levels(lambda: start_selection(policy))
         self._num_free = 0
-        self._seen: dict[str, JobView] = {}  # what the policy was told of each eligible job
-        self._claims: dict[str, str] = {}  # jobs that a buffer is for; the selection does not have these
+        self._seen: dict[str, JobView] = {}  # the view of each eligible job, as last given to a selection
+        self._claims: dict[str, str] = {}  # job to the device whose buffer is for the job; not in the selection
         self._buffers: dict[str, str] = {}
 
     def set_speed(self, device: str, speed: float) -> None:
-        """A device is there, has changed its speed, or is lost (0)."""
+        """Add a device, change its speed, or remove the device (speed 0)."""
         self._free.set_speed(device, speed)
 
     def notice(self, job: str) -> None:
-        """The scheduler may have told the policy something else of this job."""
+        """Take over a job's present view from the scheduler."""
         view, seen = self._scheduler.view(job), self._seen.get(job)
         if view is seen:
             return
@@ -56,11 +56,13 @@ class Ahead:
             self._seen[job] = view
 
     def notice_front(self) -> None:
-        """A job was admitted or is over, or a device has come or gone."""
+        """Take over the present front, after an admission, the end of a job, or a change of devices."""
         front = frozenset(self._scheduler.front)
         if front == self._front:
             return
         crossed = sorted(front ^ self._front)
+        # All views leave before `_front` changes, because `_level` reads `_front` and a view has to leave the level
+        # that it entered.
         views = [self._seen[job] for job in crossed if job in self._seen and job not in self._claims]
         for view in views:
             self._take(view)
@@ -69,14 +71,14 @@ class Ahead:
             self._put(view)
 
     def choose(self, device: str, own: JobView | None) -> str | None:
-        """What a device would turn to when its unit is over; its buffer is for that job from now on.
+        """Choose the likely next job of a device, and claim the device's buffer for the job.
 
         Args:
-            device: it runs a unit.
-            own: the job that runs there, as it will be when its unit is over; None where it cannot follow itself.
+            device: a device that runs a unit.
+            own: the running job as of the end of its unit; None where the job cannot follow itself.
 
         Returns:
-            The job; None where there is none, and the buffer is for nobody.
+            The job; None without a candidate, which leaves the buffer unclaimed.
         """
         self.unclaim_device(device)
         job = self._choose(device, own)
@@ -85,17 +87,17 @@ class Ahead:
         return job
 
     def claimed_by(self, job: str) -> str | None:
-        """The device whose buffer is for a job."""
+        """Return the device whose buffer is for a job."""
         return self._claims.get(job)
 
     def unclaim_device(self, device: str) -> None:
-        """A device's buffer is for no job."""
+        """Release a device's buffer from its job."""
         job = self._buffers.get(device)
         if job is not None:
             self.unclaim(job)
 
     def unclaim(self, job: str) -> None:
-        """No device's buffer is for this job."""
+        """Release the buffer that is for a job, if any."""
         device = self._claims.pop(job, None)
         if device is None:
             return
@@ -109,13 +111,14 @@ class Ahead:
         if own is None:
             return self._free.choose(device).job if self._num_free else None
         level = self._level(own)
+        # Only for the question: the running job is not eligible, and leaves the selection right away.
         self._free.add(own, level)
         chosen = self._free.choose(device).job
         self._free.remove(own, level)
         return chosen
 
     def _claim(self, device: str, job: str) -> None:
-        """The buffer of a device, which is for no job, is for this one, and no other device's is."""
+        """Claim an unclaimed device's buffer for a job, and release any other buffer for the same job."""
         other = self._claims.get(job)
         if other is not None:
             del self._buffers[other]

@@ -1,4 +1,4 @@
-"""The makespan no schedule can beat: what schedules are measured against."""
+"""Lower bounds on the makespan, the yardstick for schedules."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ def makespan_bound(job_seconds: Iterable[float], num_devices: int) -> float:
 
     Args:
         job_seconds: each job's total time in seconds, without transfers.
-        num_devices: devices, at least 1.
+        num_devices: number of devices, at least 1.
 
     Returns:
         Seconds: the larger of the longest job and the total work spread evenly. 0 without jobs.
@@ -20,7 +20,7 @@ def makespan_bound(job_seconds: Iterable[float], num_devices: int) -> float:
         ConfigError: fewer than 1 device, or a time that is negative or not finite.
 
     Source:
-        McNaughton, Scheduling with Deadlines and Loss Functions (1959), which meets it by cutting jobs anywhere.
+        McNaughton, Scheduling with Deadlines and Loss Functions (1959): cutting jobs anywhere attains the bound.
     """
     if num_devices < 1:
         raise ConfigError(f"num_devices must be at least 1, not {num_devices}")
@@ -31,12 +31,12 @@ def makespan_bound(job_seconds: Iterable[float], num_devices: int) -> float:
 def uneven_makespan_bound(job_seconds: Iterable[float], device_speeds: Iterable[float]) -> float:
     """Lower bound on the makespan of jobs that each run on one device at a time, on devices of unequal speed.
 
-    The k longest jobs can keep no more than k devices busy, at best the k fastest, until they are done; and all jobs
-    together no more than all devices. With equal speeds this is `makespan_bound`.
+    The k longest jobs keep at most k devices busy until their end, at best the k fastest. All jobs together keep at
+    most all devices busy. With equal speeds the bound equals `makespan_bound`.
 
     Args:
         job_seconds: each job's total time in seconds on a device of speed 1, without transfers.
-        device_speeds: how many times as fast as speed 1 each device is, at least one device.
+        device_speeds: speed of each device relative to speed 1, at least one device.
 
     Returns:
         Seconds: the largest of total work / total speed and, for each k below the number of devices, work of the k
@@ -46,8 +46,8 @@ def uneven_makespan_bound(job_seconds: Iterable[float], device_speeds: Iterable[
         ConfigError: no device, a speed that is not a positive number, or a time that is negative or not finite.
 
     Source:
-        Horvath, Lam and Sethi, A Level Algorithm for Preemptive Scheduling (1977), which meets it by cutting jobs
-        anywhere.
+        Horvath, Lam and Sethi, A Level Algorithm for Preemptive Scheduling (1977): cutting jobs anywhere attains the
+            bound.
     """
     speeds = sorted(device_speeds, reverse=True)
     if not speeds:

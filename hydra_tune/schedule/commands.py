@@ -1,4 +1,7 @@
-"""What the scheduler wants done. Whoever drives it carries these out, in order, and answers with events."""
+"""Commands of the scheduler.
+
+The driver, a real or simulated pool, carries commands out in order and answers with events.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,7 +11,7 @@ from hydra_tune.schedule.units import Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
-    """Prepare this job now; answered by `JobAdmitted` or `JobRejected`."""
+    """Prepare a job now; answered by `JobAdmitted` or `JobRejected`."""
 
     job: str
 
@@ -16,7 +19,7 @@ class Admit:
 class Run(NamedTuple):
     """Run the job's unit on the device now; answered by `UnitFinished` or `UnitFailed`.
 
-    A tuple, because one is made for every unit.
+    A tuple, because the scheduler makes a command for every unit, and tuples are fast to make.
     """
 
     job: str
@@ -26,9 +29,10 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndBurst:
-    """Have the job's unit, which is made of steps, end after the step that runs: another job waits for the device.
+    """End the job's burst on the device after the present step, because another job waits for the device.
 
-    Answered by the unit's `UnitFinished`, as ever. Nothing is lost where the unit ends by itself meanwhile.
+    Answered by the unit's ordinary `UnitFinished`. The command has no effect if the unit ends by itself in the
+    meantime.
     """
 
     job: str
@@ -37,7 +41,7 @@ class EndBurst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """The job is over and nothing of it runs: give all of its memory back. The scheduler has forgotten it."""
+    """Give back all memory of a job that is over, with no unit running. The scheduler has forgotten the job."""
 
     job: str
 

@@ -1,28 +1,32 @@
-"""`EarlyBinding`: choose for the buffer, while the unit before still runs. What the default does not do, to compare with."""
+"""`EarlyBinding`: binds a device's next job while the previous unit still runs, for comparison with late binding.
+
+Late binding is the default of the package; HYDRA binds early, for its double buffer.
+"""
 
 from hydra_tune.schedule.policy import JobView, Selection, SpeedAware
 
 
 class EarlyBinding:
-    """Any selection, asked one unit ahead: the job that follows on a device is chosen when a unit starts there.
+    """Wraps a selection, and asks the selection one unit ahead: a device's next job is chosen when a unit starts there.
 
-    The choice is among the jobs that are eligible then, less those bound to other devices, so the job that starts is
-    never the one that follows. A bound job waits for its device, whatever else becomes free; only where nothing else is
-    left does another device take it, the one submitted earliest first, because no device stands idle while a job waits.
+    The choice is among the jobs eligible at that moment, without the jobs bound to other devices. So the job that
+    starts never follows itself. A bound job waits for its device, even if another device becomes free. Only when no
+    unbound job is left may another device take a bound job, the earliest submitted first, because no device idles while
+    a job waits.
 
     Args:
-        selection: what chooses.
+        selection: the wrapped selection.
     """
 
     def __init__(self, selection: Selection) -> None:
         self._selection = selection
         self._num_free = 0
-        self._bound: dict[str, JobView] = {}  # eligible and bound; the selection does not have these
-        self._device_of: dict[str, str] = {}  # job, eligible or not just now, to the device it is bound to
+        self._bound: dict[str, JobView] = {}  # eligible jobs that are bound, and so not in the selection
+        self._device_of: dict[str, str] = {}  # from each bound job, eligible now or not, to the job's device
         self._job_of: dict[str, str] = {}
 
     def add(self, view: JobView) -> None:
-        """Keep a bound job aside, and any other in the selection."""
+        """Set a bound job aside, and add any other job to the selection."""
         if view.job in self._device_of:
             self._bound[view.job] = view
         else:
@@ -30,30 +34,30 @@ class EarlyBinding:
             self._num_free += 1
 
     def remove(self, view: JobView) -> None:
-        """Take the job out. It stays bound: it may only have changed its shard's place."""
+        """Remove a job, which stays bound: perhaps only the place of its shard has changed."""
         if self._bound.pop(view.job, None) is None:
             self._selection.remove(view)
             self._num_free -= 1
 
     def choose(self, device: str) -> JobView:
-        """Take the job bound to the device, or choose now where none is; then bind the next."""
+        """Take the job bound to the device, or choose a job now; then bind the next job."""
         view = self._bound.get(self._job_of.get(device, ""))
         self._unbind(device)
         if view is None:
             view = self._choose_now(device)
         if self._num_free > 1:
-            self._selection.remove(view)  # the one that starts now is not idle
+            self._selection.remove(view)  # the starting job is not idle, so it cannot be bound
             self._bind(device)
             self._selection.add(view)
         return view
 
     def bound_to(self, device: str) -> str | None:
-        """The job that follows on the device, if it is eligible."""
+        """Return the job bound to the device, if the job is eligible."""
         job = self._job_of.get(device)
         return job if job in self._bound else None
 
     def set_speed(self, device: str, speed: float) -> None:
-        """Tell the selection; a device that is lost lets go of its job."""
+        """Pass the speed on to the selection; a lost device releases its job."""
         if isinstance(self._selection, SpeedAware):
             self._selection.set_speed(device, speed)
         if not speed:

@@ -1,7 +1,7 @@
-"""What happens to the scheduler: everything it ever learns arrives as one of these.
+"""Events of the scheduler, the only way in which the scheduler learns anything.
 
-Events are facts, already true when they are handed in. Jobs and devices are named by strings; a job's name is never
-used a second time. Remaining times are estimates: they order the jobs and nothing else depends on them.
+Events are facts, and already true when the driver hands them in. Strings name jobs and devices; a job's name is never
+used twice. Remaining times are estimates: they order the jobs, and nothing else depends on them.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from hydra_tune.schedule.units import Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceAdded:
-    """A device is there, and idle.
+    """A device has been added, and is idle.
 
     Args:
-        device: the device; one that was lost may come back under its name.
-        speed: how fast it computes: 1 is nominal, 0.5 takes twice as long.
+        device: the device; a lost device may come back under its old name.
+        speed: compute speed: 1 is nominal, 0.5 takes twice as long.
     """
 
     device: str
@@ -25,11 +25,11 @@ class DeviceAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLost:
-    """A device is gone, with everything on it.
+    """A device is lost, with everything on the device.
 
-    The unit that ran there is lost: it is the job's next unit again, as if it had never begun, and nothing more must be
-    reported of it. Shards that were there are on no device. Where the job cannot go on, because what it needs was on
-    that device alone, the driver says `JobStopped` in the same call.
+    The unit that ran there is lost. The unit becomes the job's next unit again, as if never begun, and the driver must
+    not report anything more about the lost attempt. Shards that were there are on no device. If the job cannot go on,
+    because only that device held some of its state, the driver adds `JobStopped` in the same call.
     """
 
     device: str
@@ -54,7 +54,7 @@ class JobSubmitted:
 
     Args:
         job: the job.
-        priority: jobs of a higher priority are admitted, and run, before all of a lower one.
+        priority: jobs of a higher priority are admitted, and run, before all jobs of a lower priority.
     """
 
     job: str
@@ -67,11 +67,11 @@ class JobAdmitted:
 
     Args:
         job: the job.
-        unit: its first unit.
-        remaining_seconds: predicted time of all its units, `unit` included, on one device.
-        step_seconds: predicted time of one training step, the slack of Sharded-LRTF; 0 allows none.
-        alike: what jobs have in common whose steps take equally long, by whatever name; None if it measures alone. Of jobs
-            that are alike the steps that are left are compared, not what a step was thought to take when each was last told.
+        unit: the first unit.
+        remaining_seconds: predicted time of all the job's units, `unit` included, on a single device.
+        step_seconds: predicted time of a training step, the slack of Sharded-LRTF; 0 allows none.
+        alike: name shared by jobs whose steps take equally long; None if the job measures its own steps. Jobs with the
+            same name are compared by their remaining steps, not by outdated step times from each job's last event.
     """
 
     job: str
@@ -83,26 +83,26 @@ class JobAdmitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRejected:
-    """A job's preparation failed or ended early: none of its units ever runs."""
+    """A job's preparation failed or ended early: no unit of the job ever runs."""
 
     job: str
 
 
 class UnitFinished(NamedTuple):
-    """A unit that a job had on a device is done.
+    """A job's unit on a device is done.
 
-    A tuple, because one is made for every unit.
+    A tuple, because the driver makes an event for every unit, and tuples are fast to make.
 
     Args:
         job: the job.
-        device: where the unit ran.
-        seconds: how long it took.
-        unit: the job's next unit, or None where this one has none that is ready now. Where nothing else of the job is
-            ready or runs, it waits for a report's answer or for its data, or it is complete and `JobStopped` follows.
-        remaining_seconds: predicted time of what is left, `unit` included. None: the scheduler corrects the last
-            prediction it was told itself (`schedule/estimates.py`).
-        step_seconds: predicted time of one training step from now on; None leaves it as it was, and `alike` too.
-        others: further units of the job that have become ready and may run beside each other.
+        device: the device that ran the unit.
+        seconds: measured time of the unit.
+        unit: the job's next unit, or None if no unit becomes ready now. Then, unless other units of the job are ready
+            or running, the job waits for a report's answer or for data, or is complete and `JobStopped` follows.
+        remaining_seconds: predicted remaining time, `unit` included. None: the scheduler itself corrects the last
+            prediction (`schedule/estimates.py`).
+        step_seconds: predicted time of a training step from now on; None leaves both the old value and `alike`.
+        others: further units of the job that became ready and may run beside each other.
         alike: as for `JobAdmitted`.
     """
 
@@ -118,7 +118,7 @@ class UnitFinished(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitFailed:
-    """A unit a job had on a device failed; the job is over once no other unit of it runs."""
+    """A job's unit on a device failed; the job is over once no other unit of the job runs."""
 
     job: str
     device: str
@@ -126,13 +126,13 @@ class UnitFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResumed:
-    """A waiting job goes on: its report was answered, or its data has come, and its next unit is ready.
+    """A waiting job goes on: its report was answered, or its data arrived, and its next unit is ready.
 
     Args:
         job: the job.
-        unit: its next unit.
-        remaining_seconds: predicted time of what is left, `unit` included; None leaves it as it was.
-        others: further units that are ready and may run beside each other.
+        unit: the next unit.
+        remaining_seconds: predicted remaining time, `unit` included; None leaves the old value.
+        others: further ready units that may run beside each other.
     """
 
     job: str
@@ -143,10 +143,10 @@ class JobResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPaused:
-    """The user pauses a job, whatever it does: until `JobUnpaused` it is not admitted and gets no further unit.
+    """The user pauses a job: until `JobUnpaused`, the job is not admitted and gets no further unit.
 
-    A unit of it that runs now is let finish, a preparation too. While nothing of it is under way it takes no slot.
-    Pausing twice is pausing once.
+    A running unit, or a preparation, is allowed to finish. A paused job takes no slot once nothing of the job is under
+    way. Pausing a paused job has no effect.
     """
 
     job: str
@@ -154,14 +154,14 @@ class JobPaused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobUnpaused:
-    """The user lets a paused job go on. One that is not paused stays as it is."""
+    """The user lets a paused job go on; no effect on a job that is not paused."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorityChanged:
-    """The user gives a job another priority; a unit of it that runs now is let finish."""
+    """The user changes a job's priority; a running unit of the job is allowed to finish."""
 
     job: str
     priority: int
@@ -169,19 +169,19 @@ class PriorityChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStopped:
-    """A job gets no further unit: pruned, cancelled or complete. Units of it that run now are let finish."""
+    """A job gets no further unit: pruned, cancelled or complete. Running units of the job are allowed to finish."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMoved:
-    """A shard's parameters are somewhere else now.
+    """A shard's parameters have moved.
 
     Args:
         job: the job.
         shard: the shard, from 0.
-        device: where they are; None if on no device.
+        device: the new place; None if on no device.
     """
 
     job: str

@@ -8,10 +8,10 @@ from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
 
 @dataclass(frozen=True)
 class Fair(IncrementalPolicy):
-    """The eligible job of which the least fraction of its time is done, then the earliest submitted.
+    """The eligible job with the smallest fraction of its time done, then the earliest submitted.
 
-    Jobs that are submitted together come to their halves and to their ends together, whatever their lengths; like the
-    longest remaining time first, it leaves no long job for the end.
+    Jobs submitted together reach their halves and their ends together, whatever their lengths. Like longest remaining
+    time first, the policy leaves no long job for the end.
     """
 
     def start(self) -> Selection:
@@ -20,7 +20,7 @@ class Fair(IncrementalPolicy):
 
 
 def fraction_done(view: JobView) -> float:
-    """The part of a job's time that is done, from 0 to 1; 0 where what is left is unknown, 1 where nothing is."""
+    """Fraction of a job's time that is done, from 0 to 1; 0 if the remaining time is unknown, 1 if nothing remains."""
     if view.remaining_seconds <= 0:
         return 1.0
     return view.done_seconds / (view.done_seconds + view.remaining_seconds)

@@ -10,7 +10,7 @@ from hydra_tune.schedule.policy import IncrementalPolicy, Selection
 class Fifo(IncrementalPolicy):
     """The earliest submitted eligible job, wherever its shards are.
 
-    Finishes the first jobs soonest, and leaves the last one to run alone at the end.
+    The first jobs finish as soon as possible, and the last job runs alone at the end.
     """
 
     def start(self) -> Selection:

@@ -1,11 +1,12 @@
-"""`Front`: the jobs in flight by age, and which of them go first under staggered admission.
+"""`Front`: the jobs in flight by age, and the jobs that go first under staggered admission.
 
-Note: staggered admission. Of the jobs in flight, as many as there are devices are the *front*: those of the highest
-priority, and of one priority those submitted first. A device takes a unit of the front if one is ready, else of another
-job. So the oldest run to their ends while the others only fill gaps, and no device idles for it. Of all rules that keep
-every device busy this has the first k jobs end the earliest, for every k, where jobs are equally long: a job cannot be
-faster than one device, and nothing is spent on a job that does not end next. That is what makes early stopping work that
-compares with jobs that have ended. The policy chooses within the front, and within the rest.
+Note: staggered admission. The *front* consists of the oldest jobs in flight, as many as there are devices, by priority
+and then by submission. A device takes a ready unit of the front if there is one, otherwise a unit of another job. So
+the oldest jobs run to their ends, the others fill gaps, and no device idles because of the rule. For jobs of equal
+length, among all rules that keep every device busy, this rule ends the first k jobs earliest, for every k. The reason:
+no job can run faster than a single device allows, and no work goes to a job that does not end next. Early stopping
+rules that compare with finished jobs depend on such early ends. The policy chooses within the front, and within the
+rest.
 """
 
 import difflib
@@ -21,7 +22,7 @@ Age = tuple[int, int, str]
 
 
 def check_admission(admission: object) -> None:
-    """Refuse what is no admission.
+    """Refuse an unknown admission.
 
     Raises:
         ConfigError: not one of `ADMISSIONS`.
@@ -37,9 +38,9 @@ def _did_you_mean(admission: object) -> str:
 
 
 class Front:
-    """The ages of the jobs in flight, of which the first `size` are the front.
+    """The ages of the jobs in flight; the first `size` jobs are the front.
 
-    Each change moves at most one job across its border, and returns it: whoever keeps the jobs tells that one.
+    Each change moves at most one job across the border, and returns that job, so that the caller can update its level.
     """
 
     def __init__(self) -> None:
@@ -48,37 +49,37 @@ class Front:
 
     @property
     def jobs(self) -> list[str]:
-        """The front, the oldest first."""
+        """The front, the oldest job first."""
         return [job for _, _, job in self._ages[: self._size]]
 
     def holds(self, age: Age) -> bool:
-        """Whether a job in flight is in the front."""
+        """Return whether a job in flight is in the front."""
         return bisect_left(self._ages, age) < self._size
 
     def join(self, age: Age) -> str | None:
-        """A job is in flight now.
+        """Add a job that is in flight from now on.
 
         Returns:
-            The job that it has put out of the front, if any.
+            The job pushed out of the front, if any.
         """
         insort(self._ages, age)
         return self._at(self._size) if self.holds(age) else None
 
     def leave(self, age: Age) -> str | None:
-        """A job is no longer in flight.
+        """Remove a job that is no longer in flight.
 
         Returns:
-            The job that comes into the front in its place, if any.
+            The job that moves up into the front, if any.
         """
         was_in_front = self.holds(age)
         del self._ages[bisect_left(self._ages, age)]
         return self._at(self._size - 1) if was_in_front else None
 
     def resize(self, by: int) -> str | None:
-        """There is a device more (1) or less (-1).
+        """Adapt the front to one more device (1) or one less (-1).
 
         Returns:
-            The job that comes into the front, or leaves it, if any.
+            The job that enters or leaves the front, if any.
         """
         border = min(self._size, self._size + by)
         self._size += by

@@ -1,4 +1,4 @@
-"""`ViewHeap`: eligible jobs by a number, the smallest at hand."""
+"""`ViewHeap`: a heap of eligible jobs by a number, with lazy removal."""
 
 import itertools
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from heapq import heapify, heappop, heappush
 from hydra_tune.schedule.policy import JobView
 
 _Entry = tuple[float, int, int, JobView]
-_SPARE = 64  # below this many dead entries a heap is not worth clearing
+_SPARE = 64  # a heap with fewer dead entries is not worth clearing
 
 
 class ViewHeap:
-    """A heap that forgets lazily: what was removed stays in it until it comes to the top, or until most of it is dead.
+    """A heap with lazy removal: a removed entry stays until it reaches the top, or until most entries are dead.
 
-    So adding costs a logarithm, the first costs nothing but what it clears away, and memory follows the number of jobs.
-    Equal numbers are in the order of submission.
+    Adding costs O(log n), the first entry costs only the dead entries above it, and memory stays proportional to the
+    number of jobs. Equal numbers are in the order of submission.
     """
 
     __slots__ = ("_entries", "_live", "_serial")
@@ -22,26 +22,27 @@ class ViewHeap:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self._live: dict[str, _Entry] = {}
-        self._serial = itertools.count()  # entries never compare by view, which has no order
+        self._serial = itertools.count()  # breaks all ties, because views cannot be compared
 
     def __len__(self) -> int:
         return len(self._live)
 
     def add(self, number: float, view: JobView) -> None:
-        """Put a job in; smaller numbers first."""
+        """Add a job; smaller numbers come first."""
         entry = (number, view.order, next(self._serial), view)
         self._live[view.job] = entry
         heappush(self._entries, entry)
 
     def remove(self, view: JobView) -> None:
-        """Take a job out."""
+        """Remove a job."""
         del self._live[view.job]
+        # Amortized O(1): each rebuild is preceded by at least as many removals as there are live entries.
         if len(self._entries) > 2 * len(self._live) + _SPARE:
             self._entries = list(self._live.values())
             heapify(self._entries)
 
     def first(self) -> JobView | None:
-        """The job with the smallest number; None if there is no job."""
+        """Return the job with the smallest number; None if there is no job."""
         entries, live = self._entries, self._live
         while entries:
             entry = entries[0]
@@ -53,10 +54,10 @@ class ViewHeap:
 
 
 class Smallest:
-    """A selection that takes the job with the smallest number, on whatever device.
+    """A selection of the job with the smallest number, on any device.
 
     Args:
-        number: what jobs are ordered by, from the view alone. Equal numbers are in the order of submission.
+        number: key function over views. Equal numbers are in the order of submission.
     """
 
     def __init__(self, number: Callable[[JobView], float]) -> None:
@@ -64,15 +65,15 @@ class Smallest:
         self._heap = ViewHeap()
 
     def add(self, view: JobView) -> None:
-        """Put the job in its place."""
+        """Add the job to the heap."""
         self._heap.add(self._number(view), view)
 
     def remove(self, view: JobView) -> None:
-        """Take the job out."""
+        """Remove the job from the heap."""
         self._heap.remove(view)
 
     def choose(self, device: str) -> JobView:  # noqa: ARG002 - every device is served alike
-        """Choose the first."""
+        """Choose the first job of the heap."""
         view = self._heap.first()
         assert view is not None
         return view

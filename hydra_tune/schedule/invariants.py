@@ -1,4 +1,7 @@
-"""What is true of the scheduler's state between any two events."""
+"""Invariants of the scheduler's state between any two events.
+
+Every table that `State` updates step by step is recomputed here from the records and compared.
+"""
 
 import math
 from collections import Counter
@@ -9,14 +12,14 @@ from hydra_tune.schedule.state import State
 
 
 def violations(state: State, *, max_concurrent: int) -> Iterator[str]:
-    """Name everything that is wrong with a state that should be at rest.
+    """Check a state at rest against all invariants.
 
     Args:
         state: the state, after the commands of the last event were made.
-        max_concurrent: slots.
+        max_concurrent: number of slots.
 
     Yields:
-        One sentence for each rule that is broken; nothing if all hold.
+        A sentence for each violated invariant; nothing if all invariants hold.
     """
     for record in state.jobs.values():
         yield from _job_violations(record)

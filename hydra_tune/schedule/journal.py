@@ -1,4 +1,4 @@
-"""`Decision`: one call of the scheduler, with when it was; as plain data, and made again."""
+"""`Decision`: a call of the scheduler with its time, as plain data for a file, and its replay."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,12 +17,12 @@ _COMMANDS: Mapping[str, Any] = {kind.__name__: kind for kind in commands.Command
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the scheduler was told in one call, and what it commanded.
+    """The events of a single call to the scheduler, and the resulting commands.
 
     Args:
-        at_ns: when, in nanoseconds of any clock.
-        events: what it was told.
-        commands: what it said.
+        at_ns: time of the call in nanoseconds, by any clock.
+        events: events handed in.
+        commands: commands returned.
     """
 
     at_ns: int
@@ -30,15 +30,15 @@ class Decision:
     commands: tuple[Command, ...]
 
     def to_json(self) -> list[Any]:
-        """Plain data."""
+        """Convert to plain data."""
         return [self.at_ns, [_plain(event) for event in self.events], [_plain(command) for command in self.commands]]
 
     @staticmethod
     def from_json(data: Any) -> "Decision":
-        """What `to_json` gave.
+        """Restore a decision from the output of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: something else.
+            KeyError, TypeError, ValueError: the data is no such output.
         """
         at_ns, told, said = data
         return Decision(
@@ -51,19 +51,19 @@ class Decision:
 def decide_again(
     decisions: Iterable[Decision], policy: Policy, *, max_concurrent: int, admission: str = "eager"
 ) -> list[Decision]:
-    """Tell a new scheduler what another was told.
+    """Replay the events of a scheduler on a new scheduler.
 
     Args:
-        decisions: the other's.
+        decisions: decisions of the original scheduler.
         policy: the same policy, or another.
-        max_concurrent: as the other's.
-        admission: as the other's.
+        max_concurrent: the original value.
+        admission: the original value.
 
     Returns:
-        What it decided: exactly the same, where the policy is the same.
+        The new decisions: exactly the same if the policy is the same.
 
     Raises:
-        ScheduleError: with another policy, what was told soon becomes impossible.
+        ScheduleError: under another policy, the recorded events soon become impossible.
     """
     scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
     return [
@@ -72,6 +72,7 @@ def decide_again(
 
 
 def _plain(entry: Event | Command) -> dict[str, Any]:
+    # `Run` and `UnitFinished` are named tuples; all other events and commands are dataclasses.
     fields = entry._asdict() if isinstance(entry, tuple) else asdict(entry)
     if isinstance(fields.get("unit"), Unit):
         fields["unit"] = asdict(fields["unit"])

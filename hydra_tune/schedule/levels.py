@@ -1,4 +1,4 @@
-"""`Levels`: keeps priorities and the front apart, so that no policy has to."""
+"""`Levels`: separates jobs by priority and front, so that policies can ignore both."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -10,10 +10,10 @@ Level = tuple[int, bool]
 
 
 class Levels:
-    """All eligible jobs, in one selection for each level; the highest that has a job is asked.
+    """All eligible jobs, in a selection for each level; the highest level with a job is asked.
 
-    A selection is kept when its last job goes: what it knows beside its jobs (a random stream, a job promised to a
-    device) holds when the next one comes.
+    An empty selection is kept: its state apart from jobs (a random stream, a job promised to a device) still holds when
+    the next job comes.
 
     Args:
         start: makes an empty selection.
@@ -22,21 +22,21 @@ class Levels:
     def __init__(self, start: Callable[[], Selection]) -> None:
         self._start = start
         self._levels: dict[Level, _Level] = {}
-        self._rising: list[Level] = []  # levels that have a job
+        self._rising: list[Level] = []  # non-empty levels, in rising order
         self._speeds: dict[str, float] = {}
 
     @property
     def highest(self) -> Level:
-        """The highest level that has an eligible job; there must be one."""
+        """The highest level with an eligible job; there must be such a level."""
         return self._rising[-1]
 
     @property
     def counts(self) -> dict[Level, int]:
-        """The eligible jobs of each level that has any."""
+        """Number of eligible jobs by non-empty level."""
         return {level: self._levels[level].num_jobs for level in self._rising}
 
     def add(self, view: JobView, level: Level) -> None:
-        """A job has become eligible."""
+        """Add a job that has become eligible."""
         found = self._levels.get(level)
         if found is None:
             found = self._open(level)
@@ -46,7 +46,7 @@ class Levels:
         found.selection.add(view)
 
     def remove(self, view: JobView, level: Level) -> None:
-        """A job is no longer eligible."""
+        """Remove a job that is no longer eligible."""
         found = self._levels[level]
         found.num_jobs -= 1
         if not found.num_jobs:
@@ -58,12 +58,12 @@ class Levels:
         return self._levels[self._rising[-1]].selection.choose(device)
 
     def bound_to(self, device: str) -> str | None:
-        """The job that the selection of the highest level has bound to a device; None if none."""
+        """Return the job bound to a device by the selection of the highest level; None if there is no such job."""
         selection = self._levels[self._rising[-1]].selection if self._rising else None
         return selection.bound_to(device) if isinstance(selection, BindsEarly) else None
 
     def set_speed(self, device: str, speed: float) -> None:
-        """Tell the selections that care how fast a device is; 0 is lost."""
+        """Pass a device's speed on to speed-aware selections; 0 means lost."""
         self._speeds[device] = speed
         for level in self._levels.values():
             if isinstance(level.selection, SpeedAware):
@@ -74,6 +74,7 @@ class Levels:
     def _open(self, level: Level) -> "_Level":
         selection = self._start()
         if isinstance(selection, SpeedAware):
+            # A selection for a new level has missed all earlier speeds.
             for device, speed in self._speeds.items():
                 selection.set_speed(device, speed)
         opened = self._levels[level] = _Level(selection)

@@ -1,4 +1,4 @@
-"""`LPT`: longest processing time first, whole trials. The classical way, without interleaving."""
+"""`LPT`: longest processing time first, whole trials without interleaving: the classical way."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -9,10 +9,11 @@ from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
 
 @dataclass(frozen=True)
 class LPT(IncrementalPolicy):
-    """A device keeps its job until that is over; then it takes the longest job that no device has.
+    """A device keeps its job until the job is over, and then takes the longest job that no device has.
 
-    A device never stands idle for it: while its job waits for an answer it begins another, and keeps that from then on;
-    where every eligible job has a device, and that one is busy, the longest of them moves to the one that is idle.
+    The rule never makes a device idle. While a device's job waits for an answer, the device begins another job, and
+    keeps that job from then on. Where every eligible job belongs to a busy device, the longest of them moves to the
+    idle device.
 
     Source:
         Graham, Bounds on Multiprocessing Timing Anomalies (1969), section 5.
@@ -25,12 +26,12 @@ class LPT(IncrementalPolicy):
 
 class _LPTSelection:
     def __init__(self) -> None:
-        self._begun_on: defaultdict[str, ViewHeap] = defaultdict(ViewHeap)  # the one that ran last first
-        self._new = ViewHeap()  # these two by length
+        self._begun_on: defaultdict[str, ViewHeap] = defaultdict(ViewHeap)  # by device, the latest job first
+        self._new = ViewHeap()  # jobs without a device, the longest first
         self._begun = ViewHeap()
 
     def add(self, view: JobView) -> None:
-        """Put the job with its device, or with those that have none."""
+        """Add the job to its device's jobs, or to the jobs without a device."""
         if view.last_device is None:
             self._new.add(-view.remaining_seconds, view)
         else:
@@ -38,7 +39,7 @@ class _LPTSelection:
             self._begun_on[view.last_device].add(-view.turn, view)
 
     def remove(self, view: JobView) -> None:
-        """Take the job out."""
+        """Remove the job."""
         if view.last_device is None:
             self._new.remove(view)
         else:
@@ -46,7 +47,7 @@ class _LPTSelection:
             self._begun_on[view.last_device].remove(view)
 
     def choose(self, device: str) -> JobView:
-        """Choose the device's own job, the longest that no device has, or the longest of others."""
+        """Choose the device's own job, else the longest job without a device, else the longest of all."""
         own = self._begun_on[device].first() if device in self._begun_on else None
         view = own or self._new.first() or self._begun.first()
         assert view is not None

@@ -1,4 +1,4 @@
-"""`ShardedLRTF`: longest remaining time first, and among near-equals the one whose shard is at hand."""
+"""`ShardedLRTF`: longest remaining time first; among jobs of nearly equal length, a job with a resident shard."""
 
 import math
 from collections import defaultdict
@@ -9,20 +9,24 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
 
 _Entry = tuple[float, int, int, JobView]
-_SPARE = 64  # below this many dead entries the heaps are not worth clearing
+_SPARE = 64  # heaps with fewer dead entries are not worth clearing
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedLRTF(IncrementalPolicy):
     """The job with the longest remaining time, within a slack that saves transfers.
 
-    *At hand* is a job whose next shard is on this device or on none. If the longest of these is shorter than the longest of
-    all by more than the slack, that one is taken from the device that has it. If not, the first of: the job that ran last on
-    this device, if it is at hand and within the slack of the longest at hand; one whose next shard is here, within half the
-    slack of that; the longest whose next shard is on no device. Within each of these the longest, then the earliest submitted.
+    A job is *at hand* if its next shard is on this device or on none. If the longest job of all exceeds the longest job
+    at hand by more than the slack, this device takes over the longest job from its present device. Otherwise the device
+    takes the first of the following candidates that exists:
 
-    What runs is shorter than the longest by twice the slack at most. Without transfers the makespan stayed within one unit and
-    the slack of the bound of `makespan_bound` in all random schedules that were tried.
+    1. the job that ran last on this device, if it is at hand and within the slack of the longest job at hand;
+    2. a job whose next shard is here, within half the slack of the longest job at hand;
+    3. the longest job whose next shard is on no device.
+
+    Within each rule, the longest job comes first, then the earliest submitted. The chosen job is shorter than the
+    longest by at most twice the slack. Without transfers, the makespan stayed within one unit plus the slack of the
+    bound of `makespan_bound` in all random schedules tried.
 
     Args:
         slack_steps: the slack, in training steps of the longest job.
@@ -31,23 +35,23 @@ class ShardedLRTF(IncrementalPolicy):
         ConfigError: a slack that is negative or not finite.
 
     Source:
-        HYDRA (Nagrecha and Kumar), section 5.3 with Algorithm 2, "Sharded-LRTF"; `LRTFPaper` is that.
+        HYDRA (Nagrecha and Kumar), section 5.3 with Algorithm 2, "Sharded-LRTF"; `LRTFPaper` implements the original.
 
     Differs:
-        * The slack. Algorithm 2 takes the longest, always; with it, shards of near-equal jobs chase each other over the
-          devices. Some steps late costs the makespan at most those steps, and where all state fits the devices together
-          units travel to their shard and almost nothing is loaded.
-        * A device goes on with its job until the slack is used up. The longest of those at hand would be another one
-          after every unit, so that a device goes through all of them in turn, and what it holds is never what comes next.
-          Half the slack for all others makes it change to one that can go on for some time.
-        * How long it goes on is measured against the jobs at hand, not against those of other devices. Devices go through
-          their jobs at their own pace; one that is ahead of the others by half the slack would change jobs twice as often as
-          they do, and move twice their bytes.
-        * Late binding. The paper chooses for the buffer, while another unit still computes, and among "Idle Models";
-          there the longest job, being the one that runs, is passed over again and again. Here the choice is made when
-          the device is free, and the job that just ran on it is a candidate like any other.
-        * Remaining times are given, from the pilot and then as measured, where Algorithm 2 multiplies minibatches by
-          the time of one.
+        * Slack. Algorithm 2 always takes the longest job, so shards of nearly equal jobs chase each other over the
+          devices. A delay of some steps costs the makespan at most those steps. Where all state fits the devices
+          together, units then travel to their shards and almost nothing is loaded.
+        * Staying with a job. A device goes on with its job until the slack is used up. The longest job at hand would be
+          another job after every unit: the device would go through all of them in turn, and never hold the next shard.
+          Half the slack for all other jobs lets a device change only to a job that can go on for some time.
+        * Measure of the slack. The slack counts against the jobs at hand, not against other devices' jobs. Devices go
+          through their jobs at their own pace. A device ahead of the others by half the slack would otherwise change
+          jobs twice as often as the others, and move twice the bytes.
+        * Late binding. The paper chooses for the buffer while another unit still computes, among "Idle Models"; the
+          longest job is usually running then, and is passed over again and again. Here the choice falls when the device
+          is free, and the job that just ran is a candidate like any other.
+        * Remaining times come from the pilot and then from measurements, where Algorithm 2 multiplies the number of
+          minibatches by the time of one.
     """
 
     slack_steps: float = 2.0
@@ -62,9 +66,10 @@ class ShardedLRTF(IncrementalPolicy):
 
 
 class _LRTFSelection:
-    """Jobs by remaining time, all together and by the place of their next shard, and by the device they ran on last.
+    """Jobs by remaining time: all together, by the place of their next shard, and by their last device.
 
-    Each question is the top of a heap. The heaps share one table of what is in them, and forget lazily, as `ViewHeap`.
+    Each question is answered by the top of a heap. All heaps share a table of live views, and remove lazily, like
+    `ViewHeap`.
     """
 
     def __init__(self, slack_steps: float) -> None:
@@ -74,12 +79,12 @@ class _LRTFSelection:
         self._clear()
 
     def add(self, view: JobView) -> None:
-        """Put the job where it belongs by length, by place and by last device."""
+        """Add the job to the heaps by length, by place and by last device."""
         self._live[view.job] = view
         self._push(view)
 
     def remove(self, view: JobView) -> None:
-        """Take the job out."""
+        """Remove the job."""
         del self._live[view.job]
         if self._num_pushed > 4 * len(self._live) + _SPARE:
             self._clear()
@@ -93,6 +98,7 @@ class _LRTFSelection:
         slack_seconds = self._slack_steps * longest.step_seconds
         here, nowhere = self._first(self._at.get(device)), self._first(self._at.get(None))
         last = self._first(self._ran_on.get(device))
+        # The job that ran here last has its next shard on another device, so it is not at hand.
         if last is not None and last.shard_device not in (device, None):
             last = None
         at_hand = max((view.remaining_seconds for view in (here, nowhere) if view is not None), default=None)
@@ -107,12 +113,13 @@ class _LRTFSelection:
 
     def _push(self, view: JobView) -> None:
         self._num_pushed += 1
-        self._num_added += 1  # entries never compare by view, which has no order
+        self._num_added += 1  # breaks all ties, because views cannot be compared
         _, order, _, remaining_seconds, _, shard_device, _, _, turn, last_device = view
         entry = (-remaining_seconds, order, self._num_added, view)
         heappush(self._all, entry)
         heappush(self._at[shard_device], entry)
         if last_device is not None:
+            # Ordered by turn, so the top is the job that ran last on the device.
             heappush(self._ran_on[last_device], (-turn, order, self._num_added, view))
 
     def _first(self, heap: list[_Entry] | None) -> JobView | None:

@@ -1,4 +1,4 @@
-"""`LRTFPaper`: Sharded-LRTF as the paper prints it, to compare with."""
+"""`LRTFPaper`: Sharded-LRTF as printed in the paper, for comparison."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +12,24 @@ from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Scan, Selecti
 
 @dataclass(frozen=True, kw_only=True)
 class LRTFPaper(IncrementalPolicy):
-    """The job with the longest remaining time, wherever its shards are; of equals the earliest submitted.
+    """The job with the longest remaining time, wherever its shards are; among equals the earliest submitted.
 
     Args:
-        structure: `"scan"` is Algorithm 2's loop over all models. `"heap"` is the structure of the footnote "an alternate
-            data structure to record shard references can enable even constant-time selection": the choice is the top of
-            a heap, and what it costs is to put a job back into the heap when its unit is finished, a logarithm. Both
-            choose the same.
-        idle_only: choose as section 5.2 does, for the buffer: when a unit starts on a device, the one that follows it
-            there is chosen, among the models that are idle then. See `EarlyBinding`.
+        structure: `"scan"` is Algorithm 2's loop over all models. `"heap"` is the structure of the footnote "an
+            alternate data structure to record shard references can enable even constant-time selection": the choice is
+            the top of a heap, and the cost is O(log n) to put a job back when its unit is finished. Both choose the
+            same job.
+        idle_only: choose for the buffer, as in section 5.2: when a unit starts on a device, choose the device's next
+            unit among the models that are idle then. See `EarlyBinding`.
 
     Source:
         HYDRA (Nagrecha and Kumar), sections 5.2 and 5.3, Algorithm 2 and footnote 4.
 
     Differs:
-        * The formula, printed as `((m_e - 1) x m_b + m_ce - 1) x` and cut off there, must be the total remaining time,
-          `... x m_t + m_cm`; that is what `remaining_seconds` is.
-        * The loop begins with a longest time of 0 and so chooses nothing where nothing is left; here the earliest
-          submitted is chosen then.
+        * The printed formula, cut off after `((m_e - 1) x m_b + m_ce - 1) x`, must be the total remaining time, `... x
+          m_t + m_cm`; `remaining_seconds` is that time.
+        * The paper's loop begins with a longest time of 0, and so chooses nothing when no time remains; the policy then
+          chooses the earliest submitted job.
 
     Raises:
         ConfigError: another structure.
@@ -49,7 +49,7 @@ class LRTFPaper(IncrementalPolicy):
 
 
 def _shortness(view: JobView) -> float:
-    return min(-view.remaining_seconds, 0.0)  # where nothing is left all are equal, as for the paper's loop
+    return min(-view.remaining_seconds, 0.0)  # jobs with no time left are equal, as in the paper's loop
 
 
 class _Algorithm2:

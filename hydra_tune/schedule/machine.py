@@ -1,24 +1,28 @@
 """`Scheduler`: events in, commands out.
 
-A pure state machine: no threads, no clock, no tensors, nothing waited for. Whoever drives it, a pool of real devices or
-a simulated one, tells it what happened and does what it says; the same events give the same commands.
+A pure state machine: no threads, no clock, no tensors, no waiting. A driver, a real or simulated pool, reports events
+and carries out the commands; equal events give equal commands.
 
-What it promises:
-    * each unit runs once; one that was lost with its device runs again;
-    * a job that runs nothing is given one device, for the first of its ready units; its others are *offered*: a device
-      takes one only if there is no job that runs nothing and could be fed, so no job waits because another has several;
-    * a device that could be fed is fed, in the very call that makes it possible, the fastest first; but of the units that a
-      device could be given, one that is meant for an idle device (`near`) goes there. No unit waits for the device that it
-      is meant for while another could have it;
-    * a job is never fed or admitted before one of a higher priority that could be;
-    * of one priority, jobs are admitted in submission order, while fewer than `max_concurrent` are preparing, ready or
-      running;
-    * where admission is staggered, no job beyond the front is fed before one of the front, of its priority, that could be;
-    * where a job begins to wait and every device is busy, one burst of steps, of a job of no higher priority, is asked to end
-      after its present step, if any is there: the one whose job has the least left;
-    * a job that is stopped, or one of whose units fails, gets no further unit, and is released once nothing of it runs;
-    * a job that is paused gets no further unit until it is unpaused, and takes no slot once nothing of it is under way;
-    * of a job that is over nothing is kept.
+Guarantees:
+
+* Each unit runs once; a unit lost with its device runs again.
+* A job without a running unit gets a device for the first of its ready units. The job's other ready units are
+  *offered*: a device takes an offer only if no job without a running unit could use the device. So no job waits because
+  another job has several units.
+* An idle device with a possible unit gets a unit in the very call that makes the unit possible, the fastest device
+  first. A unit meant for an idle device (`near`) goes there. No unit waits for its preferred device while another
+  device is free.
+* No job gets a device or is admitted before a job of higher priority that could be.
+* Within a priority, jobs are admitted in submission order, while fewer than `max_concurrent` jobs are preparing, ready
+  or running.
+* Under staggered admission, within a priority, no job beyond the front gets a device before a job of the front that
+  could use the device.
+* When a job begins to wait and every device is busy, the scheduler asks one burst, of a job of no higher priority, to
+  end after its present step, if there is such a burst: the burst whose job has the least time left, among the jobs of
+  the lowest priority.
+* A job that is stopped, or has a failed unit, gets no further unit, and is released once none of its units runs.
+* A paused job gets no further unit until unpaused, and takes no slot once nothing of the job is under way.
+* The scheduler keeps nothing of a job that is over.
 """
 
 from collections import deque
@@ -48,22 +52,28 @@ from hydra_tune.schedule.transitions import ImpossibleEventError, apply
 from hydra_tune.schedule.units import Unit
 
 _STORY_LENGTH = 20
-_RUNNING = Phase.RUNNING  # looked up for every unit, and an enum's members are slow to look up
+_RUNNING = Phase.RUNNING  # used for every unit, and enum members are slow to look up
 _DEVICE_EVENTS = (DeviceAdded, DeviceLost, DeviceSlowed)
-_CALLS = (JobAdmitted, JobResumed, JobUnpaused, PriorityChanged)  # after which a job may wait that did not wait before
+_CALLS = (
+    JobAdmitted,
+    JobResumed,
+    JobUnpaused,
+    PriorityChanged,
+)  # events after which a job may begin to wait for a device
 
 
 class Scheduler:
     """Decides what each device does next, and when a job starts and ends.
 
-    Not thread-safe: one thread hands in the events.
+    Not thread-safe: the driver hands in events from a single thread, or under a lock.
 
     Args:
         policy: chooses among eligible jobs.
-        max_concurrent: how many jobs may be admitted at once. A job that waits at a report, or is paused, takes no slot;
-            when it goes on it does so at once, even beyond this number, and the next job is admitted only below it again.
-        admission: "eager" leaves the choice among all admitted jobs to the policy; "staggered" has the oldest go first, as
-            many as there are devices (note in `schedule/front.py`).
+        max_concurrent: how many jobs may be admitted at the same time. A job that waits at a report, or is paused,
+            takes no slot. Such a job resumes at once, even beyond `max_concurrent`; the next job is admitted only when
+            a slot is free again.
+        admission: "eager" leaves the choice among all admitted jobs to the policy; "staggered" lets the oldest jobs go
+            first, as many as there are devices (note in `schedule/front.py`).
 
     Raises:
         ConfigError: `max_concurrent` below 1, or an unknown admission.
@@ -77,27 +87,29 @@ class Scheduler:
         self._max_concurrent = max_concurrent
         front = Front() if admission == "staggered" else None
         self._state = State(levels=Levels(lambda: start_selection(policy)), front=front)
-        self._stories: dict[str, deque[Event | Command]] = {}  # of each job that is not over; made text when asked for
+        self._stories: dict[str, deque[Event | Command]] = {}  # by live job; formatted only on request
 
     def handle(self, *events: Event) -> list[Command]:
-        """Take what happened and say what to do.
+        """Take events and return the resulting commands.
 
-        The events are taken in order; what to do is decided once, after the last. All are taken or none is.
+        Events are taken in order; the scheduler decides once, after the last event. Either all events are taken or
+        none.
 
         Args:
-            *events: what happened since the last call.
+            *events: events since the last call.
 
         Returns:
-            What to do, in this order: memory to give back, units to run, bursts to end, jobs to prepare.
+            Commands in this order: memory to give back, units to run, bursts to end, jobs to prepare.
 
         Raises:
-            ScheduleError: an event that is impossible here, with the state found and the job's story. Nothing changed.
-                Also a policy that returned something else than a candidate; this, like an exception from the policy,
-                leaves the events taken and their commands lost: the scheduler is not to be used further.
+            ScheduleError: an event is impossible here; the message has the state found and the job's story, and nothing
+                has changed. Also raised if the policy returned something other than a candidate. In that case, as after
+                an exception of the policy, the events are taken and their commands lost: the scheduler must not be used
+                any more.
         """
-        if len(events) == 1:  # one that is refused has changed nothing
+        if len(events) == 1:  # no draft: a refused event changes nothing (`transitions.py`)
             released, victims = self._take(self._state, events[0], 0, events)
-        else:  # the earlier ones of several must leave no trace either
+        else:  # a refused event must also undo the events before it
             draft, released, victims = Draft(self._state), [], {}
             for position, event in enumerate(events):
                 over, lost = self._take(draft, event, position, events)
@@ -105,6 +117,7 @@ class Scheduler:
                 victims |= lost
             draft.commit()
         commands = self._feed(released)
+        # After feeding, so a job that has just got a device does not count as waiting.
         self._end_bursts([event.job for event in events if isinstance(event, _CALLS)] + [*victims.values()], commands)
         self._admit(commands)
         self._remember(events, victims, commands)
@@ -113,7 +126,7 @@ class Scheduler:
     def _take(
         self, tables: Tables, event: Event, position: int, events: tuple[Event, ...]
     ) -> tuple[list[Command], dict[int, str]]:
-        """Apply one event; what it releases, and the job whose unit was lost with a device, by the event's position."""
+        """Apply an event; return the releases, and by event position the job whose unit was lost with a device."""
         victims: dict[int, str] = {}
         if type(event) is DeviceLost and (lost := tables.find_device(event.device)) is not None and lost.job:
             victims[position] = lost.job
@@ -124,35 +137,35 @@ class Scheduler:
         return [] if over is None else [Release(job=over)], victims
 
     def check(self) -> None:
-        """Verify every invariant; meant for tests and for whoever suspects the scheduler.
+        """Verify every invariant; meant for tests and for debugging.
 
         Raises:
-            ScheduleError: names each invariant that does not hold.
+            ScheduleError: names each violated invariant.
         """
         wrong = list(violations(self._state, max_concurrent=self._max_concurrent))
         if wrong:
             raise ScheduleError(f"the scheduler's state is inconsistent: {'; '.join(wrong)}; please report this")
 
     def story(self, job: str) -> list[str]:
-        """The last events and commands of a job, oldest first; empty if it is unknown or over."""
+        """The last events and commands of a job, the oldest first; empty if the job is unknown or over."""
         return [repr(entry) for entry in self._stories.get(job, ())]
 
     def view(self, job: str) -> JobView | None:
-        """What the policy has been told of a job; None if that is nothing, because the job is not eligible."""
+        """Return the view given to the policy for a job; None if the job is not eligible."""
         record = self._state.jobs.get(job)
         return None if record is None else record.view
 
     def view_after(
         self, job: str, *, unit: Unit, seconds: float, remaining_seconds: float, shard_device: str | None
     ) -> JobView:
-        """What the policy will be told of a job that runs now, if its unit goes as expected.
+        """Return the view of a running job as of the end of its unit, if the unit goes as expected.
 
         Args:
-            job: the job; one of its units runs.
-            unit: the one that follows.
-            seconds: how long the one that runs takes, on a device of speed 1.
-            remaining_seconds: predicted time of what is left then, `unit` included.
-            shard_device: where the shard of `unit` will be.
+            job: the job, with a running unit.
+            unit: the unit that follows.
+            seconds: time of the running unit, on a device of speed 1.
+            remaining_seconds: predicted remaining time after the running unit, `unit` included.
+            shard_device: the place of the shard of `unit` at that time.
         """
         record = self._state.jobs[job]
         return JobView(
@@ -169,21 +182,21 @@ class Scheduler:
         )
 
     def step_seconds(self, alike: str) -> float | None:
-        """What policies are shown as the time of a step of all jobs that are alike; None where there is no such job."""
+        """Return the step time shown to policies for all jobs of a kind; None if there is no such job."""
         job = next(iter(self._state.kinds.get(alike, ())), None)
         return None if job is None else self._state.jobs[job].step_seconds
 
     def jobs_alike(self, alike: str) -> tuple[str, ...]:
-        """The jobs that have this in common."""
+        """Return the jobs of a kind."""
         return tuple(self._state.kinds.get(alike, ()))
 
     def bound_to(self, device: str) -> str | None:
-        """The job that a policy which binds early (`EarlyBinding`) has chosen for the device already; None if none."""
+        """Return the job that an early-binding policy (`EarlyBinding`) has bound to the device, or None."""
         return self._state.levels.bound_to(device)
 
     @property
     def idle_devices(self) -> tuple[str, ...]:
-        """Devices that run nothing, in the order in which they would be fed: the fastest, then the first added."""
+        """Idle devices in the order of assignment: the fastest first, then the first added."""
         return tuple(device for _, _, device in self._state.idle)
 
     @property
@@ -193,33 +206,33 @@ class Scheduler:
 
     @property
     def eligible_jobs(self) -> tuple[str, ...]:
-        """Jobs with a unit ready to run."""
+        """Jobs without a running unit, and with a unit ready to run."""
         return tuple(job for job, record in self._state.jobs.items() if record.view is not None)
 
     @property
     def offering_jobs(self) -> tuple[str, ...]:
-        """Running jobs with further units that are ready."""
+        """Running jobs with further ready units."""
         return tuple(self._state.offering)
 
     @property
     def front(self) -> tuple[str, ...]:
-        """Under staggered admission the jobs that go first, the oldest first; else none."""
+        """Under staggered admission the jobs of the front, the oldest first; otherwise empty."""
         front = self._state.front
         return () if front is None else tuple(front.jobs)
 
     @property
     def running(self) -> dict[str, str]:
-        """The job whose unit runs, for each device that runs one."""
+        """The job of the running unit, by busy device."""
         return {name: device.job for name, device in self._state.devices.items() if device.job is not None}
 
     @property
     def phases(self) -> Mapping[str, Phase]:
-        """Where each job that is not over stands, in submission order."""
+        """Phase of each live job, in submission order."""
         return MappingProxyType({job: record.phase for job, record in self._state.jobs.items()})
 
     @property
     def num_slots_taken(self) -> int:
-        """Jobs that are preparing, ready or running."""
+        """Number of jobs that are preparing, ready or running."""
         return self._state.num_slots_taken
 
     def _feed(self, commands: list[Command]) -> list[Command]:
@@ -237,7 +250,7 @@ class Scheduler:
         state, device = self._state, self._state.devices[place]
         state.num_runs += 1
         record.phase, record.turn, record.last_device = _RUNNING, state.num_runs, place
-        if len(record.ready) == 1 and not record.running:  # as nearly always
+        if len(record.ready) == 1 and not record.running:  # the common case, without a loop
             record.ready, record.running = (), {place: unit}
         else:
             record.ready = tuple(other for other in record.ready if other is not unit)
@@ -248,10 +261,12 @@ class Scheduler:
         return Run(job=record.job, device=place, unit=unit)
 
     def _lend(self) -> Run:
-        """Give a device that no job could have a further unit of a running job: the one with the longest time left."""
+        """Give an otherwise idle device a further unit of a running job, the job with the longest time left."""
         state = self._state
         records = [state.jobs[job] for job in state.offering]
         record = max(records, key=lambda r: (r.priority, r.remaining_seconds, -r.order))
+        # A unit whose inputs are on an idle device goes there, even before a unit of lower rank, because it moves the
+        # least.
         for unit in record.ready:
             near = state.devices.get(unit.near) if unit.near is not None else None
             if near is not None and near.idle_place is not None:
@@ -263,6 +278,7 @@ class Scheduler:
         highest = levels.highest
         view = levels.choose(device)
         record = self._state.jobs.get(view.job) if isinstance(view, JobView) else None
+        # Identity, because a policy may return an outdated view of a job that is still eligible.
         if record is None or record.view is not view or (view.priority, record.is_front) != highest:
             others = [other for other in self._state.jobs.values() if other.view is not None]
             raise ScheduleError(
@@ -273,9 +289,10 @@ class Scheduler:
         return view
 
     def _place(self, view: JobView) -> str:
-        """The idle device that runs the chosen unit: the one it is meant for, or of the fastest that where least is moved.
+        """Choose the idle device for the chosen unit.
 
-        A job that begins goes to the one where the fewest others have run last.
+        First choice is the unit's preferred device. Otherwise, among the fastest idle devices: the device with the
+        unit's shard, then the job's last device. A new job goes to the device that the fewest other jobs ran on last.
         """
         state = self._state
         speed, _, asked = state.idle[0]
@@ -283,18 +300,19 @@ class Scheduler:
         if near is not None and near.idle_place is not None:
             return near.device
         for name in (view.shard_device, view.last_device):
-            # That one is idle too, so the job is served at once either way, and the device that asked is asked again.
+            # The other device is idle, too, so the job runs at once either way, and the asking device is asked about
+            # again.
             place = state.devices[name].idle_place if name is not None else None
             if name is not None and place is not None and place[0] == speed:
                 return name
         if view.shard_device is None and view.last_device is None and len(state.idle) > 1:
-            # What a job loads when it begins is likely to stay where that is.
+            # A new job's shards are likely to stay where they are first loaded, so new jobs are spread evenly.
             equals = takewhile(lambda place: place[0] == speed, state.idle)
             return min((name for _, _, name in equals), key=lambda name: state.homes[name])
         return asked
 
     def _end_bursts(self, beginning: list[str], commands: list[Command]) -> None:
-        """For each of these jobs that waits now, and has not before, ask one burst to end."""
+        """Ask a burst to end for each of the given jobs that waits for a device now."""
         state = self._state
         if state.idle:
             return
@@ -311,6 +329,7 @@ class Scheduler:
                 and state.jobs[device.job].running[name].may_end_early
             ]
             if found:
+                # The job that longest-remaining-time-first would choose last gives way.
                 least, device = min(found, key=lambda one: (one[0].priority, one[0].remaining_seconds, -one[0].order))
                 device.is_asked = True
                 commands.append(EndBurst(job=least.job, device=device.device))
@@ -326,6 +345,7 @@ class Scheduler:
         for position, event in enumerate(events):
             if not isinstance(event, _DEVICE_EVENTS):
                 self._remember_one(event.job, event)
+            # The loss of a device belongs to the story of the job whose unit was lost.
             elif position in victims:
                 self._remember_one(victims[position], event)
         for command in commands:

@@ -1,15 +1,16 @@
-"""`Policy`: which job an idle device works on next.
+"""`Policy`: chooses which job an idle device works on next.
 
-A policy is asked once for every unit, at the moment the device is free and not before: bytes may have been sent ahead,
-but no choice has. It sees only what `JobView` shows, so that the same policy can drive a real pool and a simulated one.
+The scheduler asks the policy once for every unit, when the device is free and not earlier: bytes may have been
+prefetched, but no choice was made. The policy sees only `JobView` objects, so the same policy can drive a real pool and
+a simulated one.
 
-Note: two ways to write one. `Policy` is a single method that is given every eligible job, each time: enough for a few
-hundred jobs, and the clearest statement of what is chosen. `IncrementalPolicy` makes a `Selection`, which is told of each
-job that becomes eligible and of each that is no longer, and so can keep them in order: its choice need not cost more with
-more jobs. All policies of this package are of the second kind, and `choose` of the first comes with it.
+Note: two ways to write a policy. `Policy` is a single method that receives every eligible job on each call. A single
+method is enough for a few hundred jobs, and states the rule most clearly. `IncrementalPolicy` makes a `Selection`. A
+selection hears of each job that becomes eligible or ceases to be, and so can keep the jobs in order: the cost of a
+choice need not grow with the number of jobs. All policies of this package are incremental, and offer `choose`, too.
 
-Note: priorities. Jobs of a lower priority are kept from a policy as long as there are eligible ones of a higher
-(`schedule/levels.py`); no policy needs to look at them.
+Note: priorities. A policy never sees a job of lower priority while a job of higher priority is eligible
+(`schedule/levels.py`), so no policy needs to look at priorities.
 """
 
 from abc import ABC, abstractmethod
@@ -20,21 +21,22 @@ from hydra_tune.schedule.units import Unit
 
 
 class JobView(NamedTuple):
-    """An eligible job: it has a ready unit, none of its units runs, and it is not stopped, waiting or paused.
+    """An eligible job: a unit is ready, none of the job's units runs, and the job is not stopped, waiting or paused.
 
-    A tuple, because one is made for every unit.
+    A tuple, because the scheduler makes a view for every unit, and tuples are fast to make.
 
     Args:
-        job: its name.
-        order: its place in the order of submission; unique, the earliest is the smallest.
-        unit: what would run.
-        remaining_seconds: predicted time of all its units, `unit` included.
-        step_seconds: predicted time of one training step.
-        shard_device: the device that holds the parameters of `unit.shard`; None if none does.
+        job: name of the job.
+        order: place in the order of submission; unique, the earliest job has the smallest.
+        unit: the unit that would run.
+        remaining_seconds: predicted time of all remaining units, `unit` included.
+        step_seconds: predicted time of a training step.
+        shard_device: the device that holds the parameters of `unit.shard`; None if no device does.
         priority: higher goes first.
-        done_seconds: time that its finished units took, on a device of speed 1.
-        turn: how many units had been started when its last one was, that one included; 0 if none of its units was yet.
-        last_device: the device of its last unit; None if none was started yet, or if that device is lost.
+        done_seconds: time of the finished units, on a device of speed 1.
+        turn: number of units started by the scheduler up to and including this job's last unit; 0 before the job's
+            first unit.
+        last_device: device of the job's last unit; None before the first unit, or if that device is lost.
     """
 
     job: str
@@ -51,7 +53,7 @@ class JobView(NamedTuple):
 
 @runtime_checkable
 class Policy(Protocol):
-    """Chooses among eligible jobs. Anything with this one method will do.
+    """Chooses among eligible jobs. Any object with this method is a policy.
 
     Example, shortest unit first:
 
@@ -59,14 +61,14 @@ class Policy(Protocol):
             def choose(self, device, candidates):
                 return min(candidates, key=lambda view: (view.unit.seconds, view.order))
 
-    Break ties by `order`, so that the same events give the same schedule.
+    Break ties by `order`, so that equal events give equal schedules.
     """
 
     def choose(self, device: str, candidates: Sequence[JobView]) -> JobView:
-        """Choose what `device` does next.
+        """Choose the next job of `device`.
 
-        The choice is a job, not yet a place: where the chosen job's shard is on another device that is idle too, the
-        unit goes there, and this device is asked about again.
+        The policy chooses a job, not a place: if the chosen job's shard is on another idle device, the unit goes there,
+        and the scheduler asks about `device` again.
 
         Args:
             device: an idle device.
@@ -79,38 +81,38 @@ class Policy(Protocol):
 
 
 class Selection(Protocol):
-    """The eligible jobs of one priority in one scheduler, in whatever structure makes the choice quick."""
+    """The eligible jobs of a priority in a scheduler, in any structure that makes the choice quick."""
 
     def add(self, view: JobView) -> None:
-        """A job has become eligible, or is so with a new view after `remove` of the old one."""
+        """Add a job that has become eligible, or has a new view after `remove` of the old view."""
         ...
 
     def remove(self, view: JobView) -> None:
-        """A job is no longer eligible: it runs now, was stopped or paused.
+        """Remove a job that is no longer eligible, because it runs or was stopped or paused.
 
         Args:
-            view: the object that was given to `add`.
+            view: the object given to `add`.
         """
         ...
 
     def choose(self, device: str) -> JobView:
-        """Choose what `device` does next; `remove` of the choice follows.
+        """Choose the next job of `device`; the scheduler then calls `remove` with the choice.
 
         Args:
             device: an idle device.
 
         Returns:
-            One of the views that were added and not removed; there is at least one.
+            One of the views added and not removed; there is at least one.
         """
         ...
 
 
 @runtime_checkable
 class SpeedAware(Protocol):
-    """A `Selection` with this method as well is told how fast devices are."""
+    """A `Selection` with this additional method hears of the devices' speeds."""
 
     def set_speed(self, device: str, speed: float) -> None:
-        """A device was added, has changed its speed, or is lost.
+        """Handle a device that was added, changed its speed, or was lost.
 
         Args:
             device: the device.
@@ -121,25 +123,25 @@ class SpeedAware(Protocol):
 
 @runtime_checkable
 class BindsEarly(Protocol):
-    """A `Selection` with this method as well chooses what follows on a device before the device is free."""
+    """A `Selection` with this additional method chooses a device's next job before the device is free."""
 
     def bound_to(self, device: str) -> str | None:
-        """The job chosen for a device already.
+        """Return the job already bound to a device.
 
         Args:
             device: the device.
 
         Returns:
-            The job's name, if it is eligible; None if none is chosen.
+            The job's name, if the job is eligible; None if no job is bound.
         """
         ...
 
 
 class IncrementalPolicy(ABC):
-    """A policy that keeps the eligible jobs in order as they come and go. Subclass it and write `start`.
+    """A policy that keeps the eligible jobs in order as they come and go. Subclasses implement `start`.
 
-    The policy itself holds options only; what changes is in the selections it starts, one for each scheduler and
-    priority. So one policy object may be given to several schedulers.
+    The policy object holds options only; all mutable state is in the selections, one for each scheduler and priority.
+    So the same policy object may serve several schedulers.
     """
 
     @abstractmethod
@@ -147,26 +149,27 @@ class IncrementalPolicy(ABC):
         """Make an empty selection."""
 
     def choose(self, device: str, candidates: Sequence[JobView]) -> JobView:
-        """Choose from scratch, as a `Policy` does: what a selection chooses that was told of just these jobs."""
+        """Choose from scratch, like a `Policy`: ask a new selection that holds just the candidates."""
         selection = self.start()
+        # In submission order, so that a selection's tie-breaks and draws do not depend on the caller's order.
         for view in sorted(candidates, key=lambda view: view.order):
             selection.add(view)
         return selection.choose(device)
 
 
 class Scan:
-    """The selection of a one-method policy: shows it every job, every time."""
+    """The selection of a single-method policy: passes every job on each call."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._views: dict[str, JobView] = {}
 
     def add(self, view: JobView) -> None:
-        """Keep the job."""
+        """Add the job."""
         self._views[view.job] = view
 
     def remove(self, view: JobView) -> None:
-        """Let go of the job."""
+        """Remove the job."""
         del self._views[view.job]
 
     def choose(self, device: str) -> JobView:
@@ -175,5 +178,5 @@ class Scan:
 
 
 def start_selection(policy: Policy) -> Selection:
-    """Make an empty selection of either kind of policy."""
+    """Make an empty selection for either kind of policy."""
     return policy.start() if isinstance(policy, IncrementalPolicy) else Scan(policy)

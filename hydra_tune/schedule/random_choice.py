@@ -1,4 +1,4 @@
-"""`RandomChoice`: any eligible job. What every policy has to beat."""
+"""`RandomChoice`: any eligible job. The baseline that every policy has to beat."""
 
 import random
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
 
 @dataclass(frozen=True, kw_only=True)
 class RandomChoice(IncrementalPolicy):
-    """An eligible job, all equally likely, drawn from a stream that the seed and the events determine.
+    """An eligible job, all equally likely, drawn from a stream determined by the seed and the events.
 
     Args:
-        seed: of the stream.
+        seed: seed of the stream.
     """
 
     seed: int = 0
@@ -28,17 +28,18 @@ class _RandomSelection:
         self._places: dict[str, int] = {}
 
     def add(self, view: JobView) -> None:
-        """Put the job at the end."""
+        """Append the job."""
         self._places[view.job] = len(self._views)
         self._views.append(view)
 
     def remove(self, view: JobView) -> None:
-        """Take the job out; the last one takes its place."""
+        """Remove the job; the last job moves to the vacant place."""
+        # O(1): the order of the list does not matter for a uniform draw.
         place, last = self._places.pop(view.job), self._views.pop()
         if last is not view:
             self._views[place] = last
             self._places[last.job] = place
 
     def choose(self, device: str) -> JobView:  # noqa: ARG002 - every device is served alike
-        """Draw one."""
+        """Draw a job."""
         return self._views[int(self._stream.random() * len(self._views))]

@@ -1,4 +1,4 @@
-"""What the scheduler knows of one job and of one device."""
+"""The scheduler's records of a job and of a device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ RecordT = TypeVar("RecordT")
 
 
 def copied(record: RecordT) -> RecordT:
-    """Another record with the same fields, for classes with slots; `dataclasses.replace` takes five times as long."""
+    """Return a copy of a record with slots; `dataclasses.replace` takes five times as long."""
     other = object.__new__(type(record))
     for name in type(record).__slots__:  # type: ignore[attr-defined]
         setattr(other, name, getattr(record, name))
@@ -22,7 +22,7 @@ def copied(record: RecordT) -> RecordT:
 
 
 class Phase(StrEnum):
-    """Where a job stands. A job that is over has no phase: it is forgotten."""
+    """Phase of a job's life. A job that is over has no phase: the scheduler has forgotten the job."""
 
     QUEUED = "queued"
     """Submitted; holds nothing."""
@@ -48,31 +48,33 @@ _TAKE_SLOT = (Phase.RUNNING, Phase.READY, Phase.PREPARING)
 
 @dataclass(slots=True, kw_only=True)
 class JobRecord:
-    """What is known of one job. Changed by `transitions.py` and the scheduler, then given to `put` of the state.
+    """The scheduler's facts about a job. `transitions.py` and the scheduler change a record, then call `State.put`.
 
     Args:
-        job: its name.
-        order: its place in the order of submission.
+        job: name of the job.
+        order: place in the order of submission.
         priority: higher goes first.
-        phase: where it stands.
-        stopped: it is to end with what it does now; only while preparing or running.
-        paused: the user holds it back; takes effect once nothing of it is under way.
-        ready: units that are ready or held back, in the order in which they go; beside running ones they are offered to
-            devices that would have nothing else to do.
-        running: the unit on each device that runs one of its.
-        estimate: predicted time of what is left, and of what was done.
-        step_seconds: predicted time of one training step; the same for all jobs that are alike.
-        told_step_seconds: the same as it was told of this job last, by which its remaining time goes.
-        alike: what it has in common with jobs whose steps take equally long; None if nothing is known of that.
-        shard_devices: for each shard that is on a device, that device.
-        turn: the number of its last `Run` among all; 0 before the first.
-        last_device: where a unit of it last began or ended; None before the first, and once that device is lost.
-        view: what the policy was told of it; None if it was told nothing. Kept by `State.put`.
-        is_counted: whether it is in `num_slots_taken`. Kept by `State.put`.
-        age: under staggered admission, its place among the jobs in flight; None while it is not. Kept by `State.put`.
-        is_front: whether it is in the front, which only staggered admission has. Kept by `State`.
-        home: the device at which it is counted in `homes`. Kept by `State.put`.
-        kind: what it is listed under in `kinds`. Kept by `State.put`.
+        phase: present phase.
+        stopped: whether the job ends with its present work; only while preparing or running.
+        paused: whether the user holds the job back; takes effect once nothing of the job is under way.
+        ready: units that are ready or held back, in the order of execution; while other units of the job run, ready
+            units are offered to otherwise idle devices.
+        running: the running unit by device.
+        estimate: predicted remaining time, and time done.
+        step_seconds: predicted time of a training step; the same for all jobs that are alike.
+        told_step_seconds: step time of this job's last event; the job's remaining time is based on this step time.
+        alike: name shared by jobs whose steps take equally long; None if unknown.
+        shard_devices: device by shard, for each shard on a device.
+        turn: number of the job's last `Run` among all; 0 before the first.
+        last_device: the device where a unit of the job last began or ended; None before the first unit, and after the
+            loss of that device.
+        view: the view given to the policy; None if the policy does not know the job. Kept by `State.put`.
+        is_counted: whether the job counts in `num_slots_taken`. Kept by `State.put`.
+        age: under staggered admission, the job's place among the jobs in flight; None if not in flight. Kept by
+            `State.put`.
+        is_front: whether the job is in the front, which exists only under staggered admission. Kept by `State`.
+        home: the device at which the job counts in `homes`. Kept by `State.put`.
+        kind: the job's entry in `kinds`. Kept by `State.put`.
     """
 
     job: str
@@ -99,22 +101,22 @@ class JobRecord:
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether it holds more than a place in the queue, and nobody holds it back."""
+        """Whether the job is neither queued nor paused."""
         return self.phase is not Phase.QUEUED and not self.paused
 
     @property
     def remaining_seconds(self) -> float:
-        """Predicted time of what is left, with steps as long as those of all jobs that are alike."""
+        """Predicted remaining time, with the common step time of all jobs that are alike."""
         return self.rescaled(self.estimate.remaining_seconds)
 
     def rescaled(self, seconds: float) -> float:
-        """A time that goes by the steps it was told of, with steps as long as those of all jobs that are alike."""
+        """Convert a time based on the job's own step time to the common step time of all jobs that are alike."""
         if self.step_seconds == self.told_step_seconds:
             return seconds
-        return seconds / self.told_step_seconds * self.step_seconds  # in this order infinity never meets 0
+        return seconds / self.told_step_seconds * self.step_seconds  # division first: inf * 0 would give NaN
 
     def make_view(self) -> JobView:
-        """What a policy sees of this job; it must be ready."""
+        """Make the policy's view of a ready job."""
         unit, estimate = self.ready[0], self.estimate
         return JobView(
             self.job,
@@ -131,29 +133,30 @@ class JobRecord:
 
     @property
     def offers(self) -> bool:
-        """Whether it has units for devices that would have nothing else to do."""
+        """Whether the job has units to offer to otherwise idle devices."""
         return bool(self.ready) and self.phase is Phase.RUNNING and not (self.paused or self.stopped)
 
     def copy(self) -> "JobRecord":
-        """Another record that says the same and changes on its own."""
+        """Return an independent copy."""
         other = copied(self)
+        # The only field with mutable contents: mappings and tuples are replaced by new objects, never changed.
         other.estimate = copied(self.estimate)
         return other
 
 
 @dataclass(slots=True, kw_only=True)
 class DeviceRecord:
-    """What is known of one device.
+    """The scheduler's facts about a device.
 
     Args:
-        device: its name.
-        index: its place in the order of adding.
+        device: name of the device.
+        index: place in the order of adding.
         speed: 1 is nominal.
-        job: the job whose unit it runs; None if it is idle.
-        is_asked: whether that unit, a burst, was asked to end early; without meaning while it is idle.
-        idle_place: its entry among the idle devices, which are fed in this order, the fastest first; None if it is not
-            idle. Kept by `State.put_device`.
-        told_speed: what the policy was told. Kept by `State.put_device`.
+        job: the job of the running unit; None if the device is idle.
+        is_asked: whether the running burst was asked to end early; meaningless on an idle device.
+        idle_place: entry among the idle devices, which get units in this order, the fastest first; None on a busy
+            device. Kept by `State.put_device`.
+        told_speed: speed last given to the policy. Kept by `State.put_device`.
     """
 
     device: str

@@ -35,7 +35,7 @@ ENTRY_POINTS = "hydra_tune.policies"
 
 
 def make_policy(policy: str | Policy) -> Policy:
-    """Make a policy from its name, or take one that is made already.
+    """Make a policy from its name, or accept a policy object.
 
     Args:
         policy: a name in `POLICIES`, the name of an entry point in the group `ENTRY_POINTS`, or any object with the
@@ -59,7 +59,7 @@ def make_policy(policy: str | Policy) -> Policy:
 
 
 def check_policy_name(name: str) -> None:
-    """Refuse what is no policy's name. Runs no code of an installed package.
+    """Refuse an unknown policy name, without running code of an installed package.
 
     Args:
         name: a name in `POLICIES`, or of an entry point in the group `ENTRY_POINTS`.

@@ -8,9 +8,9 @@ from hydra_tune.schedule.policy import IncrementalPolicy, Selection
 
 @dataclass(frozen=True)
 class RoundRobin(IncrementalPolicy):
-    """The eligible job whose last unit was started longest ago; first those without one, in order of submission.
+    """The eligible job whose last unit started longest ago.
 
-    All jobs get equally many units, so long as none waits.
+    Jobs without a unit so far come first, in order of submission. All jobs get equally many units while no job waits.
     """
 
     def start(self) -> Selection:

@@ -1,4 +1,4 @@
-"""`SRTF`: shortest remaining time first. What an operating system would do for short waits."""
+"""`SRTF`: shortest remaining time first, the rule of operating systems for short waits."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from hydra_tune.schedule.policy import IncrementalPolicy, Selection
 class SRTF(IncrementalPolicy):
     """The eligible job with the shortest remaining time, then the earliest submitted.
 
-    Results come as early as they can on average; the longest jobs are left to run side by side at the end, and where
-    they are fewer than the devices, devices stand idle.
+    Results come as early as possible on average. The longest jobs are left to run side by side at the end; if there are
+    fewer of them than devices, devices idle.
     """
 
     def start(self) -> Selection:

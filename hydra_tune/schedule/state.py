@@ -1,7 +1,7 @@
-"""`State`: everything the scheduler remembers, and the one place where it changes; `Draft`: changes not yet taken.
+"""`State`: the scheduler's memory, changed only through the methods here; `Draft`: uncommitted changes to a state.
 
-`put` and `drop` keep what only repeats the records (the queue, the idle devices, the slots taken, what the policy was
-told) in step with them; `invariants.py` recomputes each.
+`put` and `drop` also update everything derived from the records: the queue, the idle devices, the slots taken, and the
+policy's views. `invariants.py` recomputes each derived table.
 """
 
 from bisect import bisect_left, insort
@@ -16,28 +16,28 @@ from hydra_tune.schedule.levels import Levels
 from hydra_tune.schedule.policy import JobView
 from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase, copied
 
-# Looked up for every unit, and an enum's members are slow to look up.
+# Bound here, because these names are used for every unit, and enum members are slow to look up.
 _QUEUED, _PREPARING, _READY, _RUNNING = Phase.QUEUED, Phase.PREPARING, Phase.READY, Phase.RUNNING
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """All jobs that are not over, and all devices.
+    """All live jobs and all devices.
 
     Args:
-        levels: the policy's side: what it was told of each ready job.
+        levels: the policy's side: the view of each ready job.
         jobs: every job by name, in submission order.
-        devices: every device, in the order added.
-        idle: the places of the idle devices, rising: the first is fed first.
-        num_eligible: ready jobs.
-        offering: running jobs that have further units ready.
-        num_slots_taken: jobs that count against `max_concurrent`.
-        num_submitted: jobs ever submitted: the next one's order.
-        num_devices_added: devices ever added: the next one's index.
-        num_runs: units ever started.
-        front: the jobs in flight by age; None where admission is not staggered.
-        homes: by device, the jobs of which a unit last ran there.
-        kinds: the jobs that are alike, by what they have in common.
+        devices: every device by name, in the order of adding.
+        idle: places of the idle devices in rising order: the first gets a unit first.
+        num_eligible: number of ready jobs.
+        offering: running jobs with further ready units.
+        num_slots_taken: number of jobs that count against `max_concurrent`.
+        num_submitted: number of jobs ever submitted, and so the order of the next job.
+        num_devices_added: number of devices ever added, and so the index of the next device.
+        num_runs: number of units ever started.
+        front: the jobs in flight by age; None without staggered admission.
+        homes: by device, the number of jobs whose last unit ran there.
+        kinds: the jobs that are alike, by their shared name.
     """
 
     levels: Levels = field(repr=False)
@@ -53,26 +53,26 @@ class State:
     num_runs: int = 0
     homes: Counter[str] = field(default_factory=Counter)
     kinds: dict[str, dict[str, None]] = field(default_factory=dict)
-    _queue: list[tuple[int, int, str]] = field(default_factory=list)  # a heap; jobs that left are dropped when on top
+    _queue: list[tuple[int, int, str]] = field(default_factory=list)  # a heap with lazy removal, at the top
 
     def find(self, job: str) -> JobRecord | None:
-        """What is known of a job. To change it, change the record and `put` it."""
+        """Return a job's record. To change a job, change the record and `put` it."""
         return self.jobs.get(job)
 
     def find_device(self, device: str) -> DeviceRecord | None:
-        """What is known of a device. To change it, change the record and `put_device` it."""
+        """Return a device's record. To change a device, change the record and `put_device` it."""
         return self.devices.get(device)
 
     def all_jobs(self) -> list[JobRecord]:
-        """What is known of every job."""
+        """Return the records of all jobs."""
         return list(self.jobs.values())
 
     def others_alike(self, record: JobRecord) -> Iterator[JobRecord]:
-        """What is known of each other job that is like this one."""
+        """Return the records of all other jobs that are like the given job."""
         return (self.jobs[job] for job in self.kinds.get(record.alike or "", ()) if job != record.job)
 
     def put(self, record: JobRecord) -> None:
-        """Add a job, or take the changes to its record, which may be another object than before."""
+        """Add a job, or accept changes to a job's record, which may be a new object."""
         old = self.jobs.get(record.job)
         if old is not record:
             self._replace(record, old)
@@ -81,7 +81,7 @@ class State:
         phase, told = record.phase, record.view
         if phase is _READY:
             view = record.make_view()
-            if view != told:  # if it is equal, the policy keeps the very object that it has
+            if view != told:  # an equal view is kept, because selections compare by identity
                 if told is not None:
                     self._withdraw(record)
                 self._offer(record, view)
@@ -96,11 +96,13 @@ class State:
             heappush(self._queue, (-record.priority, record.order, record.job))
 
     def _replace(self, record: JobRecord, old: JobRecord | None) -> None:
-        """Take a record in, for a new job or in place of another record of the same one."""
+        """Enter a record for a new job, or in place of the job's previous record."""
         if old is not None and old.order != record.order:
-            self.drop(old.job)  # over and submitted again within one call: its place is behind the others
+            self.drop(old.job)  # over and resubmitted within one call: goes to the end of the order
             old = None
         if old is not None:
+            # Derived fields come from the old record: `record` may be a draft's copy, made before another `put` of the
+            # same commit changed them.
             record.view, record.is_counted = old.view, old.is_counted
             record.age, record.is_front, record.home, record.kind = old.age, old.is_front, old.home, old.kind
         self.jobs[record.job] = record
@@ -118,7 +120,7 @@ class State:
             self._cross(self.front.leave(old.age))
 
     def put_device(self, record: DeviceRecord) -> None:
-        """Add a device, or take the changes to its record, which may be another object than before."""
+        """Add a device, or accept changes to a device's record, which may be a new object."""
         old = self.devices.get(record.device)
         if old is not record:
             if old is not None and old.index != record.index:
@@ -138,7 +140,7 @@ class State:
             insort(self.idle, record.idle_place)
 
     def drop_device(self, device: str) -> None:
-        """Forget a device that is lost."""
+        """Forget a lost device."""
         old = self.devices.pop(device)
         if old.idle_place is not None:
             self._take_from_idle(old.idle_place)
@@ -147,18 +149,20 @@ class State:
             self._cross(self.front.resize(-1))
 
     def number_job(self) -> int:
-        """The order of a job that is submitted now."""
+        """Return the order for a job submitted now."""
         self.num_submitted += 1
         return self.num_submitted - 1
 
     def number_device(self) -> int:
-        """The index of a device that is added now."""
+        """Return the index for a device added now."""
         self.num_devices_added += 1
         return self.num_devices_added - 1
 
     def next_queued(self) -> JobRecord | None:
-        """The job to be admitted next; None if none is queued."""
+        """Return the job to admit next; None if no job is queued."""
         queue = self._queue
+        # Each `put` of a queued job pushes an entry. Entries of jobs admitted, paused or reprioritized since are stale,
+        # and dropped here.
         while queue:
             negative, order, job = queue[0]
             record = self.jobs.get(job)
@@ -168,7 +172,7 @@ class State:
         return None
 
     def _note(self, record: JobRecord) -> None:
-        """Keep what is offered, where jobs ran last, and who is alike in step with a record that is being put."""
+        """Update offers, homes and kinds for a record being put."""
         if record.home != record.last_device:
             self._count_at(record, record.last_device)
         if record.kind != record.alike:
@@ -184,20 +188,23 @@ class State:
         self.num_eligible += 1
 
     def _withdraw(self, record: JobRecord) -> None:
-        """The policy forgets the job; what it was told, and at which level, is in the record still."""
+        """Remove the job's view from the policy.
+
+        The record still holds the old view and level, which the selection needs for the removal.
+        """
         assert record.view is not None
         self.levels.remove(record.view, (record.view.priority, record.is_front))
         record.view = None
         self.num_eligible -= 1
 
     def _place_by_age(self, front: Front, record: JobRecord) -> None:
-        """Keep the front in step with a record that is being put."""
+        """Update the front for a record being put."""
         before = record.age
         age: Age | None = (-record.priority, record.order, record.job) if record.is_in_flight else None
         if age == before:
             return
         if record.view is not None:
-            self._withdraw(record)  # it is told of anew, at another level
+            self._withdraw(record)  # `put` adds the view again, at the new level
         if before is not None:
             self._cross(front.leave(before))
         if age is not None:
@@ -205,19 +212,20 @@ class State:
         record.age, record.is_front = age, age is not None and front.holds(age)
 
     def _cross(self, job: str | None) -> None:
-        """A job comes into the front, or leaves it, by what happened elsewhere."""
+        """Move a job into or out of the front because of a change elsewhere."""
         if job is None:
             return
         record = self.jobs[job]
         view = record.view
         if view is not None:
+            # Withdrawn before `is_front` changes, because the level of the old view depends on `is_front`.
             self._withdraw(record)
         record.is_front = not record.is_front
         if view is not None:
             self._offer(record, view)
 
     def _count_at(self, record: JobRecord, device: str | None) -> None:
-        """A job has another home now, or none."""
+        """Change the device at which a job counts in `homes`; None: no device."""
         if record.home is not None:
             self.homes[record.home] -= 1
         if device is not None:
@@ -225,7 +233,7 @@ class State:
         record.home = device
 
     def _list_under(self, record: JobRecord, kind: str | None) -> None:
-        """A job is like others now, or like none."""
+        """Change the kind under which a job is listed; None: no kind."""
         if record.kind is not None:
             del self.kinds[record.kind][record.job]
             if not self.kinds[record.kind]:
@@ -239,9 +247,10 @@ class State:
 
 
 class Draft:
-    """Changes to a state that are not taken yet: a call of several events is refused as a whole.
+    """Copy-on-write view of a `State`, for refusing a call of several events as a whole.
 
-    Looks like the state it is made from, which is as it was until `commit`. Costs what was looked at, not what there is.
+    Behaves like the state, which stays unchanged until `commit`. Records are copied on first access, so a draft costs
+    O(records touched), not O(jobs).
 
     Args:
         state: the state.
@@ -249,7 +258,7 @@ class Draft:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._jobs: dict[str, JobRecord | None] = {}  # own copies of what was looked at; None is over
+        self._jobs: dict[str, JobRecord | None] = {}  # copies of the records touched; None: the job is over
         self._devices: dict[str, DeviceRecord | None] = {}
         self._num_submitted = state.num_submitted
         self._num_devices_added = state.num_devices_added
@@ -274,7 +283,7 @@ class Draft:
 
     @property
     def devices(self) -> list[str]:
-        """The names of all devices."""
+        """Names of all devices."""
         names = dict.fromkeys([*self._state.devices, *self._devices])
         return [name for name in names if self._devices.get(name, self._state.devices.get(name)) is not None]
 
@@ -295,7 +304,7 @@ class Draft:
     def put(self, record: JobRecord) -> None:
         """As `State.put`."""
         if self._jobs.get(record.job) is None:
-            self._jobs.pop(record.job, None)  # over and submitted again: behind the others
+            self._jobs.pop(record.job, None)  # over and resubmitted: goes to the end of the order
         self._jobs[record.job] = record
 
     def drop(self, job: str) -> None:
@@ -323,7 +332,7 @@ class Draft:
         return self._num_devices_added - 1
 
     def commit(self) -> None:
-        """Take all changes into the state."""
+        """Apply all changes to the state."""
         state = self._state
         state.num_submitted, state.num_devices_added = self._num_submitted, self._num_devices_added
         for device, device_record in self._devices.items():

@@ -1,7 +1,7 @@
-"""What each event changes, and when it is impossible.
+"""State transitions: the changes of each event, and the conditions under which an event is impossible.
 
-Each function looks at everything it needs before it changes anything, so an event that is refused has changed nothing.
-Choosing what runs next is not done here.
+Each function checks all conditions before the first change, so a refused event changes nothing. The choice of the next
+unit is made elsewhere (`machine.py`).
 """
 
 import math
@@ -32,21 +32,21 @@ from hydra_tune.schedule.units import Unit
 
 
 class ImpossibleEventError(Exception):
-    """An event that cannot have happened in this state; the message says what was found and what was expected."""
+    """An event that cannot have happened in the present state; the message has the finding and the expectation."""
 
 
 def apply(tables: Tables, event: Event) -> str | None:
-    """Take one event into the state.
+    """Apply an event to the state.
 
     Args:
-        tables: changed in place.
-        event: what happened.
+        tables: the state, changed in place.
+        event: the event.
 
     Returns:
-        The job that is over by this event and already forgotten, if any.
+        The job that ends with this event, already forgotten, if any.
 
     Raises:
-        ImpossibleEventError: the state is as it was.
+        ImpossibleEventError: the event is impossible; the state is unchanged.
     """
     return _TRANSITIONS[type(event)](tables, event)
 
@@ -72,6 +72,7 @@ def _lose_device(tables: Tables, event: DeviceLost) -> str | None:
     device = _expect_device(tables, event.device)
     tables.drop_device(event.device)
     over = None
+    # O(jobs), which is acceptable because devices are rarely lost.
     for record in tables.all_jobs():
         if record.job == device.job and record.stopped and len(record.running) == 1:
             tables.drop(record.job)
@@ -143,6 +144,7 @@ def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
     tables.put_device(device)
     if record.stopped:
         return _end_with_unit(tables, record, place)
+    # Estimates are in seconds of a device of speed 1.
     record.estimate.finish(expected.seconds, seconds * device.speed, remaining_seconds)
     if step_seconds != record.told_step_seconds or alike != record.alike:
         _take_pace(tables, record, step_seconds, alike)
@@ -199,6 +201,7 @@ def _move_shard(tables: Tables, event: ShardMoved) -> None:
         record.shard_devices = {shard: place for shard, place in record.shard_devices.items() if shard != event.shard}
     else:
         _expect_device(tables, event.device)
+        # A new mapping, because a draft's record shares the mapping with the original (`JobRecord.copy`).
         record.shard_devices = {**record.shard_devices, event.shard: event.device}
     tables.put(record)
 
@@ -225,9 +228,9 @@ _TRANSITIONS: dict[type[Event], Callable[[Tables, Any], str | None]] = {
 # What several of them share.
 
 
-_SAME_PACE = 1.2  # a step that is thought to take up to so much more or less than before is shown as before
+_SAME_PACE = 1.2  # a smaller change of the step time is ignored
 
-# Looked up for every unit, and an enum's members are slow to look up.
+# Bound here, because these names are used for every unit, and enum members are slow to look up.
 _PAUSED, _READY, _RUNNING = Phase.PAUSED, Phase.READY, Phase.RUNNING
 
 
@@ -241,12 +244,13 @@ def _make_ready(tables: Tables, record: JobRecord, *units: Unit) -> None:
 
 
 def _take_pace(tables: Tables, record: JobRecord, step_seconds: float, alike: str | None) -> None:
-    """A job was told how long a step takes, which is true of all jobs that are alike.
+    """Take a job's new step time, which applies to all jobs that are alike.
 
-    They are told at different times, and what a step is thought to take goes up and down. Where that is little, it stays as
-    it is for all; else all are shown the new one at once.
+    Jobs report at different times, and a predicted step time fluctuates. A small change is ignored, for all jobs; a
+    large change applies to all jobs at once.
     """
     record.told_step_seconds = record.step_seconds = step_seconds
+    # A step time of 0 allows no ratio of step times.
     record.alike = alike = alike if step_seconds else None
     other = None if alike is None else next(tables.others_alike(record), None)
     if other is None:
@@ -260,8 +264,8 @@ def _take_pace(tables: Tables, record: JobRecord, step_seconds: float, alike: st
 
 
 def _take_off(record: JobRecord, device: str, fresh: tuple[Unit, ...]) -> None:
-    """A device has a unit of the job no more; others may have become ready."""
-    if len(record.running) == 1:  # as nearly always
+    """Remove the job's unit from a device, and add units that became ready."""
+    if len(record.running) == 1:  # the common case, without a loop
         record.running = {}
     else:
         record.running = {place: unit for place, unit in record.running.items() if place != device}
@@ -275,7 +279,7 @@ def _rank(unit: Unit) -> int:
 
 
 def _end_with_unit(tables: Tables, record: JobRecord, device: str) -> str | None:
-    """A unit of a job that gets no other has ended; returns the job if that was its last."""
+    """Handle the end of a stopped job's unit; return the job if no other unit of the job runs."""
     if len(record.running) == 1:
         tables.drop(record.job)
         return record.job

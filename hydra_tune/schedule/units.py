@@ -1,7 +1,7 @@
-"""`Unit`: one shard unit as the scheduler sees it.
+"""`Unit`: a shard unit as the scheduler sees it.
 
-What runs, on which shard, and about how long. The scheduler never looks inside: what a kind
-means is the pool's business.
+A unit says which kind of work runs on which shard, and about how long. The scheduler never interprets a unit's kind;
+the meaning of a kind is up to the pool.
 """
 
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One indivisible piece of a job's work on one device.
+    """An indivisible piece of a job's work on a device.
 
     Args:
-        kind: what is done: `"forward"`, `"backward"`, `"update"`, `"evaluate"`, ...; carried along, never interpreted.
-        shard: the shard whose parameters it needs, from 0.
-        seconds: how long it is predicted to take, without transfers.
-        rank: of a job's ready units the one of the lowest rank goes first.
-        near: the device that has what it works on, or is home to its shard; None if none has, or none is known to. It runs
-            there if that one is idle when it gets a device.
-        may_end_early: whether it is made of steps, and ends after the next of them when the scheduler asks for that.
+        kind: kind of work: `"forward"`, `"backward"`, `"update"`, `"evaluate"`, ...; passed on, never interpreted.
+        shard: the shard whose parameters the unit needs, from 0.
+        seconds: predicted time, without transfers.
+        rank: among a job's ready units, the lowest rank goes first.
+        near: the preferred device, which has the unit's inputs or is home to its shard; None if there is none, or none
+            is known. The unit runs there if that device is idle when the unit is assigned.
+        may_end_early: whether the unit consists of steps, and ends after the next step on the scheduler's request.
     """
 
     kind: str
