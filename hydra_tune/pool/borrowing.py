@@ -64,11 +64,13 @@ class DeviceTurn:
         """
         with self._changed:
             self._asking += 1
-            is_free = self._changed.wait_for(lambda: not self._units and not self._is_borrowed, _PATIENCE_SECONDS)
-            # Also after a timeout, because new units wait for this request.
-            self._asking -= 1
+            try:
+                is_free = self._changed.wait_for(lambda: not self._units and not self._is_borrowed, _PATIENCE_SECONDS)
+            finally:
+                # Also after a timeout or Ctrl-C, because new units wait for this request.
+                self._asking -= 1
+                self._changed.notify_all()
             self._is_borrowed |= is_free
-            self._changed.notify_all()
         if not is_free:
             raise HydraTuneError(f"device {name} has been busy with one unit for {_PATIENCE_SECONDS:g} s")
         try:

@@ -168,7 +168,11 @@ class Checkpoints:
             return None
         if self._buffer is None or not nbytes <= self._buffer.numel() <= 2 * nbytes:
             self._buffer = None  # freed first: both buffers together would exceed the granted room
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            try:
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            except RuntimeError:
+                self.give_room_back(nbytes)
+                raise
         return self._buffer
 
     def give_room_back(self, nbytes: int) -> None:
@@ -351,6 +355,7 @@ class TrialKeeper:
 
     def _save(self, trial: Snapshots, steps: int, files: list[Future[Path]]) -> None:
         """Copy the state and queue the write, or write in place; the caller holds the slot."""
+        buffer, nbytes = None, 0
         try:
             snapshot = trial.snapshot()
             nbytes = snapshot.nbytes
@@ -358,6 +363,8 @@ class TrialKeeper:
             # In place means without a copy: the trial must not move on before the write ends, so this thread writes.
             saved = snapshot.in_place(self._labels) if buffer is None else snapshot.copied(self._labels, buffer)
         except BaseException:
+            if buffer is not None:
+                self._all.give_room_back(nbytes)
             self._all.give_slot_back()
             raise
         self._steps, self._seconds, self.has_any = max(steps, 0), time.monotonic(), True

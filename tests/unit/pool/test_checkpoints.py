@@ -17,6 +17,7 @@ from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_che
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, ConfigError
 from hydra_tune.train.capture import decoded
+from hydra_tune.train.snapshot import Snapshot
 from tests.parity.exact import differences
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
 
@@ -115,6 +116,28 @@ def test_with_little_host_memory_a_trial_is_written_from_where_it_lies(tmp_path)
         assert pool.stats().disk.bytes_written > 0
     with running() as pool:
         assert against_plain(described, finished(pool.submit(described, resume_from=path))) == []
+
+
+def test_a_copy_that_fails_gives_its_host_memory_back(tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("copying failed")
+
+    (tmp_path / "spill").mkdir()
+    options = {"host_memory": "64MiB", "spill_dir": tmp_path / "spill", "checkpoint_dir": tmp_path / "saved"}
+    with running(**options) as pool:
+        job = at_report(pool, task(**REPORTS), 2)
+        ledger, checkpoints = pool._pool._host.ledger, pool._pool.checkpoints
+        assert checkpoints.take_slot(waits=True), "once the report's own checkpoint is written"
+        before = ledger.used_bytes
+        checkpoints.give_slot_back()
+        with monkeypatch.context() as during:
+            during.setattr(Snapshot, "copied", broken)
+            with pytest.raises(RuntimeError, match="copying failed"):
+                job.checkpoint(PATIENCE_SECONDS)
+        assert ledger.used_bytes == before
+        assert generations(job.checkpoint(PATIENCE_SECONDS))
+        job.proceed()
+        job.cancel()
 
 
 def test_a_running_job_is_saved_after_its_step(tmp_path):

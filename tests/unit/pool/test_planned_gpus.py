@@ -235,6 +235,20 @@ def test_a_unit_that_does_not_end_is_not_waited_for_without_end(monkeypatch):
         pass
 
 
+def test_a_borrower_that_is_interrupted_keeps_no_unit_waiting(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    turn = DeviceTurn()
+    with monkeypatch.context() as during:
+        during.setattr(turn._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), turn.borrowed("cuda:0"):
+            pass
+    monkeypatch.setattr(turn._changed, "wait", lambda *_: pytest.fail("the next unit waits"))
+    with turn.unit():
+        pass
+
+
 class OtherKind(StandInGpu):
     """Of another kind."""
 
