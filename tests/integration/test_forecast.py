@@ -323,8 +323,8 @@ def test_what_is_remembered_is_what_is_run(monkeypatch, case):
     with running(**options) as pool:
         quick = pool.plan([task, task])
     monkeypatch.setattr("hydra_tune.train.rehearsal.Remembered", lambda: compute)
-    for module in ("stage", "update_pilot"):
-        monkeypatch.setattr(f"hydra_tune.shard.{module}.overwritten", lambda func, args: None)
+    for module in ("hydra_tune.shard.stage", "hydra_tune.shard.update_pilot"):
+        monkeypatch.setattr(f"{module}.overwritten", lambda func, args: None)
     with running(**options) as pool:
         assert pool.plan([task, task]) == quick
     assert quick.bytes_by_kind["optimizer" if case != "updates on the host" else "parameters"] > 0
