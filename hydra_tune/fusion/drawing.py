@@ -17,6 +17,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from typing_extensions import override
 
 from hydra_tune.devices.device import RandomGenerator
 from hydra_tune.devices.own_generator import drawing_from, own_generator
@@ -97,18 +98,18 @@ class TurnsGenerator(GroupGenerator):
         made.states, made._default = list(states), default
         return made
 
+    @override
     def get_state(self) -> Tensor:
-        """As of `GroupGenerator`."""
         return torch.stack(self.states)
 
+    @override
     def set_state(self, state: Tensor) -> "TurnsGenerator":
-        """As of `GroupGenerator`."""
         self.states = [row.clone() for row in state]
         return self
 
     @contextmanager
+    @override
     def turn(self, index: int) -> Iterator[None]:
-        """As of `GroupGenerator`."""
         self._default.set_state(self.states[index])
         try:
             yield

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from typing_extensions import override
 
 from hydra_tune.fusion.flat import Flat, Layout, runs
 from hydra_tune.fusion.rates import Rates
@@ -192,8 +193,8 @@ class OptimizerAtOnce(StackedOptimizer):
     # Torch sets `hooked` on a step once wrapped to call hooks. `is_stackable` refuses hooks, so skip the wrapper.
     step.hooked = True  # type: ignore[attr-defined]
 
+    @override
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
-        """As of `StackedOptimizer`."""
         state = self.state.get(p, {})
         if not state or not state["steps"][index]:
             return {}
@@ -207,18 +208,18 @@ class OptimizerAtOnce(StackedOptimizer):
             found["step"] = torch.tensor(float(state["steps"][index]), dtype=torch.get_default_dtype())
         return found
 
+    @override
     def admits(self, optimizer: Optimizer) -> bool:
-        """As of `StackedOptimizer`."""
         return all(r.admits(group) for r, group in zip(self._rates, optimizer.param_groups, strict=True))
 
+    @override
     def replace(self, index: int, optimizer: Optimizer) -> None:
-        """As of `StackedOptimizer`."""
         super().replace(index, optimizer)
         for rates, group in zip(self._rates, optimizer.param_groups, strict=True):
             rates.replace(index, group)
 
+    @override
     def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
-        """As of `StackedOptimizer`."""
         state = self.state.get(p, {})
         if not state:
             return {}
@@ -229,8 +230,8 @@ class OptimizerAtOnce(StackedOptimizer):
         # The bytes may be on a device or the host; the caller writes them block by block.
         return {id(value): own[name] if name in own else value.new_zeros(()) for name, value in tensors.items()}
 
+    @override
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """As of `StackedOptimizer`."""
         steps, state = [_steps_of(own) for own in owns], self.state.get(p, {})
         if not any(steps):
             return {}

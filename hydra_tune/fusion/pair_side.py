@@ -4,6 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from typing_extensions import override
+
 from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.measured import Measured
@@ -63,24 +65,24 @@ class Side(Desk):
 
     # Desk of the group.
 
+    @override
     def ended(self, seat: Seat) -> None:
-        """As of `Desk`."""
         self._desk.ended(seat)
 
+    @override
     def reported(self, seat: Seat) -> None:
-        """As of `Desk`."""
         self._desk.reported(seat)
 
+    @override
     def left(self, seat: Seat) -> None:
-        """As of `Desk`."""
         self._desk.left(seat)
 
+    @override
     def waiting(self) -> int:
-        """As of `Desk`."""
         return self._desk.waiting()
 
+    @override
     def joining(self, free: int, *, ends: bool) -> Sequence[Seat]:
-        """As of `Desk`."""
         # A group with no members ends the job only if the other group has ended too.
         return self._desk.joining(free, ends=ends and self.other.is_over)
 
@@ -88,6 +90,6 @@ class Side(Desk):
         """As of `Desk`; while both groups run, each keeps its size."""
         return self.other.is_over and self._desk.make_ready(size)
 
+    @override
     def measured(self, found: Measured, like: Wanted) -> None:
-        """As of `Desk`."""
         self._desk.measured(found, like)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, OutOfMemoryError, UnfusableError
@@ -100,8 +101,8 @@ class PlannedRound(Round):
         self._began_seconds = self._planned.seconds
         self._workspace_bytes = self._planned.planned.workspace_bytes
 
+    @override
     def measured(self, seconds: float) -> None:
-        """As of `Round`."""
         super().measured(seconds)
         if self.steps:
             self._ways.took((self._planned.seconds - self._began_seconds) / self.steps)

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from hydra_tune.fusion.measured import Measured
 from hydra_tune.fusion.member import Member, NoMore, Wanted
@@ -111,15 +112,15 @@ class Desk(Protocol):
 class ClosedDesk(Desk):
     """Desk of a group that no member joins and no observer watches."""
 
-    def ended(self, seat: Seat) -> None:
-        """As of `Desk`."""
+    @override
+    def ended(self, seat: Seat) -> None: ...
 
     def reported(self, seat: Seat) -> None:
         """As of `Desk`; answers at once, so the group continues."""
         seat.is_answered = True
 
-    def left(self, seat: Seat) -> None:
-        """As of `Desk`."""
+    @override
+    def left(self, seat: Seat) -> None: ...
 
     def waiting(self) -> int:
         """Return 0: no member waits."""
@@ -135,5 +136,5 @@ class ClosedDesk(Desk):
         del size
         return False
 
-    def measured(self, found: Measured, like: Wanted) -> None:
-        """As of `Desk`."""
+    @override
+    def measured(self, found: Measured, like: Wanted) -> None: ...

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from hydra_tune.fusion.optimizers import OptimizerAtOnce, StackedOptimizer, is_stackable
 
@@ -40,8 +41,8 @@ class SlicedOptimizer(StackedOptimizer):
                 member.step()
             self._note(index, member, present)
 
+    @override
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
-        """As of `StackedOptimizer`."""
         prefix = _name(index, "")
         return {
             name.removeprefix(prefix): value.clone() if isinstance(value, Tensor) else value
@@ -49,8 +50,8 @@ class SlicedOptimizer(StackedOptimizer):
             if name.startswith(prefix)
         }
 
+    @override
     def replace(self, index: int, optimizer: Optimizer) -> None:
-        """As of `StackedOptimizer`."""
         super().replace(index, optimizer)
         self._own[index] = self._parts_of(optimizer)
 
@@ -65,8 +66,8 @@ class SlicedOptimizer(StackedOptimizer):
             del state[name]
         return {}
 
+    @override
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """As of `StackedOptimizer`."""
         made = {_name(index, name): value for index, own in enumerate(owns) for name, value in own.items()}
         return {name: value for name, value in made.items() if name not in self.state.get(p, {})}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.devices.own_generator import drawing_from
@@ -56,8 +57,8 @@ class GroupStreams(RandomStreams):
         """Return the generator for the start of a recompute, while members draw on a device."""
         return device.generator if self._turns is None else _Rewound(self._turns)
 
+    @override
     def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
-        """As of `RandomStreams`."""
         if device is None or device.shares_generator:
             return self._drawing(keep=keep)
         return self._drawing_in_turns(device, keep=keep)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from typing_extensions import override
+
 from hydra_tune.errors import OutOfMemoryError, first_line
 from hydra_tune.memory.pressure import NotRepeatableError
 from hydra_tune.pool.faults import is_not_its_own
@@ -145,8 +147,8 @@ class Ends(Carried, Keeping):
         # On the timer's thread, because an event may arrive under the pool's lock.
         self._table.timer.do(partial(self._carrying.carry_anew, entry))
 
+    @override
     def send_back(self, entries: Sequence[Entry]) -> None:
-        """As of `Keeping`."""
         for entry in entries:
             self._carrying.carry_anew(entry)
 
@@ -173,8 +175,8 @@ class Ends(Carried, Keeping):
         self._table.over(entry, result)
         self._carrying.look_later()
 
+    @override
     def seat_left(self, entry: Entry) -> None:
-        """As of `Keeping`."""
         entry.is_seated, entry.is_taken, entry.carrier = False, False, None
         self._table.timer.do(partial(self.go_on, entry))
         self._table.timer.do(self._carrying.look_later)

@@ -9,6 +9,8 @@ that hangs in a system call blocks its whole group.
 from collections.abc import Iterable
 from typing import Protocol
 
+from typing_extensions import override
+
 from hydra_tune.pool.fusion_entry import Entry
 from hydra_tune.pool.fusion_table import FusionTable
 from hydra_tune.pool.job import Job, Result
@@ -36,16 +38,16 @@ class MemberLoaders(Members):
         self._table = table
         self._looking = looking
 
+    @override
     def clock(self, record: Record) -> DrawClock | None:
-        """As of `Members`."""
         with self._table.pool.changed:
             for entry in self._table.entries.values():
                 if entry.carrier is record.job and entry.is_forming and entry.trial is not None:
                     return entry.trial.clock
         return None
 
+    @override
     def drawing(self) -> Iterable[Drawing]:
-        """As of `Members`."""
         with self._table.pool.changed:
             entries = [one for one in self._table.entries.values() if not one.is_forming]
         return [_Member(one, self._table, self._looking) for one in entries if one.seat or one.candidate]
@@ -60,19 +62,19 @@ class _Member(Drawing):
         self._table = table
         self._looking = looking
 
+    @override
     def fails_with(self, error: BaseException) -> None:
-        """As of `Drawing`."""
         self._entry.loader_error = error
 
     @property
+    @override
     def clock(self) -> DrawClock | None:
-        """As of `Drawing`."""
         member = self._entry.candidate or self._entry.trial
         return None if member is None else member.clock
 
     @property
+    @override
     def is_stopped(self) -> bool:
-        """As of `Drawing`."""
         return self._entry.stop is not None
 
     def abandon(self) -> bool:

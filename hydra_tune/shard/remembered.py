@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from hydra_tune.memory.block import Geometry, storage_identity
 from hydra_tune.shard import compute
@@ -187,11 +188,12 @@ class _RememberedTape(Tape):
         self._numbers = tuple(flats)
         self._tape = tape
 
+    @override
     def settle(self) -> dict[int, Tensor]:
-        """As of `Tape`."""
         flats, self._flats = self._flats, {}
         return flats
 
+    @override
     def backward(
         self,
         shard: ShardGraph,
@@ -200,7 +202,6 @@ class _RememberedTape(Tape):
         kept: Callable[[int], Tensor],
         on_free: Callable[[int], None],
     ) -> Gradients:
-        """As of `Tape`."""
         flats = {number: kept(number) for number in self._numbers}
         return self._remembered.played(shard, operands, incoming, flats, on_free, self._tape)
 

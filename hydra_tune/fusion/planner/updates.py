@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.clipping import clip_
@@ -76,8 +77,8 @@ class _OneRun(Run):
             )
         return _flat(self._states[0][name])
 
+    @override
     def like(self, whole: Tensor) -> Flat:
-        """As of `Run`."""
         nothing: Any = whole
         return Flat(whole, [] if isinstance(nothing, _Nothing) else self._layout.parts(whole))
 
@@ -96,8 +97,8 @@ class _FirstRun(Run):
         self.initial: dict[str, Tensor] = {}
         super().__init__(*given)
 
+    @override
     def state(self, name: str, first: Callable[[], Numbers] = float) -> Flat:
-        """As of `Run`."""
         found = super().state(name, first)
         self.initial.setdefault(name, found.parts[0].clone())
         return found
