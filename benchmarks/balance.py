@@ -20,6 +20,7 @@ unit depends on times. Exits with 1 if peaks or bytes moved of the eight trials 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -39,6 +40,7 @@ from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED  # noqa: E402
 WIDTH, LAYERS, SHARDS, TRIALS, STEPS = 96, 8, 4, 8, 12
 STATE_BYTES = 3 * 4 * LAYERS * (WIDTH * WIDTH + WIDTH)  # of one trial: parameters, and two moments of each
 MOST = 0.10
+PARALLEL = {None: "auto", DATA_PARALLEL: "data", PIPELINED: "pipeline"}
 
 
 def task(seed: int, batches: int = 1, steps: int = STEPS) -> TrainTask:
@@ -61,9 +63,8 @@ def run(
 ) -> list[DeviceStats]:
     """Train; returns what each device has done."""
     executor = HydraExecutor(f"cpu:{num_devices}", memory, num_shards=shards, max_concurrent=len(tasks))
-    executor._only_way = way  # noqa: SLF001 - an option for measurements alone
     with executor as pool:
-        for result in pool.run(tasks):
+        for result in pool.run([replace(task, parallel=PARALLEL[way]) for task in tasks]):
             if result.error is not None:
                 raise result.error
         return list(pool.stats().devices.values())

@@ -28,7 +28,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -156,13 +156,13 @@ class Arm:
         devices: of the pool.
         trials: how many.
         lends: whether devices are lent to running trials.
-        way: in which steps are split; None: as the pool chooses.
+        parallel: of the tasks, how their steps are split.
     """
 
     devices: str
     trials: int = 1
     lends: bool = True
-    way: str | None = None
+    parallel: str = "auto"
 
 
 ARMS = {
@@ -173,8 +173,8 @@ ARMS = {
 }
 WAYS = {
     "one": Arm("cpu:1"),
-    "data-parallel": Arm("cpu:2", way="data-parallel"),
-    "pipelined": Arm("cpu:2", way="pipelined"),
+    "data-parallel": Arm("cpu:2", parallel="data"),
+    "pipelined": Arm("cpu:2", parallel="pipeline"),
     "chosen": Arm("cpu:2"),
 }
 
@@ -189,9 +189,8 @@ def run(name: str, arm: Arm, setting: str) -> dict:
         options["device_memory"] = TIGHT[name]
     lending = mock.patch.object(Lender, "offer", Lender.offer if arm.lends else lambda *_: None)
     executor = HydraExecutor(devices=arm.devices, instrument=meter, **options)
-    executor._only_way = arm.way  # noqa: SLF001 - an option for measurements alone
     with lending, executor as pool:
-        results = pool.run([task for task, _ in made])
+        results = pool.run([replace(task, parallel=arm.parallel) for task, _ in made])
         stats = pool.stats()
     for result in results:
         if result.error is not None:

@@ -36,6 +36,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -58,6 +59,7 @@ from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED  # noqa: E402
 WIDTH, LAYERS, STEPS = 96, 48, 3
 MEMORY = "272KiB"
 PARAMETER_BYTES = 4 * LAYERS * (WIDTH * WIDTH + WIDTH)
+PARALLEL = {DATA_PARALLEL: "data", PIPELINED: "pipeline"}
 KINDS = ("parameters", "gradients", "optimizer", "activations", "boundaries")
 ROWS = ("all", "updates on the host", "no groups", "no updates in time", "no dropping")
 MOST, LEAST = 1.02, 0.9
@@ -118,9 +120,8 @@ def split(way: str, batches: int, num_devices: int) -> dict[str, Counter[str]]:
     totals: list[dict[str, Counter[str]]] = []
     for steps in (2, 2 + STEPS):
         executor = HydraExecutor(f"cpu:{num_devices}", MEMORY, num_shards=LAYERS)
-        executor._only_way = way  # noqa: SLF001 - an option for measurements alone
         with executor as pool:
-            (result,) = pool.run([task(batches, steps)])
+            (result,) = pool.run([replace(task(batches, steps), parallel=PARALLEL[way])])
             if result.error is not None:
                 raise result.error
             stats = pool.stats()

@@ -220,8 +220,6 @@ class HydraExecutor:
         self._fusion: Fusion | None = None
         self._width = 0
         self._is_shut_down, self._watches = False, list[Watch]()
-        # Forces one way of splitting steps; set by tests and measurements before the start.
-        self._only_way: str | None = None
 
     @property
     def width(self) -> int:
@@ -812,7 +810,7 @@ class HydraExecutor:
             return self._pool
 
     def _start(self) -> Pool:
-        pool, self._fusion, self._width = self._settings.open_pool(self._only_way)
+        pool, self._fusion, self._width = self._settings.open_pool()
         _shut_down_at_exit(pool)
         return pool
 

@@ -26,6 +26,8 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 Activations = Literal["auto", "keep", "recompute", "spill"]
 
+Parallel = Literal["auto", "data", "pipeline", "none"]
+
 _LOGGER = logging.getLogger(__name__)
 _PREFIX = "val_"
 
@@ -93,6 +95,11 @@ class TrainTask(_Noting):
             the host; `"spill"` spills at once; `"auto"` keeps or recomputes, shard by shard, by the time of copies and
             of the shard's forward. Numbers are the same, to the last bit. Activations are always recomputed under
             `compile`, and where a unit would not fit its device.
+        parallel: how the batches of an optimizer step (`accumulate`, `split_batches`) use devices that have nothing else to
+            do: `"data"` runs batches side by side, each device with all shards; `"pipeline"` gives each device some of
+            the shards; `"none"` keeps a step on one device; `"auto"` takes what costs the least by the trial's own
+            measured times. Results are the same bits. A step that cannot be split this way runs on one device. Source:
+            Harmony, section 3, whose users choose the scheme.
         on_bad_loss: whether a NaN or infinite training loss makes the trial `"fail"`, or ends the trial as if pruned
             (`"prune"`). The step is not taken.
         scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
@@ -123,6 +130,7 @@ class TrainTask(_Noting):
     precision: Precision = "float32"
     compile: str | None = None
     activations: Activations = "auto"
+    parallel: Parallel = "auto"
     on_bad_loss: Literal["fail", "prune"] = "fail"
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     scheduler_interval: Literal["epoch", "step"] = "epoch"
@@ -148,6 +156,12 @@ class TrainTask(_Noting):
         _check_choice("precision", self.precision, ("float32", "bfloat16", "float16"))
         _check_backend(self.compile)
         _check_choice("activations", self.activations, ("auto", "keep", "recompute", "spill"))
+        _check_choice("parallel", self.parallel, ("auto", "data", "pipeline", "none"))
+        if self.splits_steps and (self.accumulate, self.split_batches) == (1, 1):
+            raise TaskError(
+                f"parallel={self.parallel!r} runs the batches of an optimizer step on several devices, and a step has one "
+                "batch; give accumulate= or split_batches= of at least 2, or leave parallel out"
+            )
         _check_choice("on_bad_loss", self.on_bad_loss, ("fail", "prune"))
         _check_choice("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
         _check_choice("result", self.result, ("last", "best"))
@@ -182,6 +196,11 @@ class TrainTask(_Noting):
         """Pieces that each batch is cut into; defined only once chosen, so not while `split_batches` is "auto"."""
         assert self.split_batches != "auto", "nobody has chosen the number of pieces yet"
         return self.split_batches
+
+    @property
+    def splits_steps(self) -> bool:
+        """Whether the task itself asks for steps on several devices, whatever they cost."""
+        return self.parallel in ("data", "pipeline")
 
     def __float__(self) -> float:
         """Refuse the conversion that a stock Optuna study tries on the value of an objective.

@@ -33,6 +33,8 @@ def check_task(task: TrainTask) -> None:
     for name, value in wanted.items():
         if getattr(task, name) != value:
             raise UnfusableError(f"it has {name}={getattr(task, name)!r}, and a group takes each batch whole")
+    if task.splits_steps:
+        raise UnfusableError(f"it has parallel={task.parallel!r}, and a group computes on one device")
     if task.precision != "float32":
         raise UnfusableError(f"it has precision={task.precision!r}, and groups run without autocast")
 

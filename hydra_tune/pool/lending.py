@@ -20,7 +20,6 @@ class Lender:
         records: live jobs of the pool.
         scheduler: scheduler of the pool.
         capacity_bytes: returns host memory for all jobs in bytes, the disk included.
-        only_way: the only allowed way to split steps, for tests and measurements; None: the fastest way.
         changed: lock of the pool, notified when host memory is given back.
     """
 
@@ -32,7 +31,6 @@ class Lender:
         scheduler: Scheduler,
         *,
         capacity_bytes: Callable[[], int],
-        only_way: str | None,
         changed: threading.Condition,
     ) -> None:
         self.steps_by_way: Counter[str] = Counter()
@@ -41,7 +39,6 @@ class Lender:
         self._records = records
         self._scheduler = scheduler
         self._capacity_bytes = capacity_bytes
-        self._only_way = only_way
         self._changed = changed
 
     def offer(self, record: Record) -> Offer | None:
@@ -59,7 +56,6 @@ class Lender:
             budget_bytes=min(self._devices[name].budget_bytes for name in names),
             bytes_per_second=bytes_per_second(self._pagers[name].link for name in names),
             most_devices=len(self._devices),
-            only=self._only_way,
         )
 
     def lend(self, record: Record, way: str, nbytes: int, most: int) -> int:

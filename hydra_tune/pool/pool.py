@@ -80,7 +80,6 @@ class Pool:
         instrument: returns a context manager; a worker enters the context manager around every unit.
         admission: see `Scheduler`.
         recorder: records decisions and units; None: nothing is recorded.
-        only_way: the only allowed way to split steps, for tests and measurements; None: the fastest way.
         host: host tier that sends state beyond `host_bytes` to disk; None: the host has to hold all state.
         sends_ahead: whether a device prefetches blocks of the next unit during compute.
         log: receives all events and is closed at shutdown; None: no log.
@@ -102,7 +101,6 @@ class Pool:
         instrument: Instrument | None,
         admission: str = "eager",
         recorder: Recorder | None = None,
-        only_way: str | None = None,
         host: HostTier | None = None,
         sends_ahead: bool = True,
         log: EventLog | None = None,
@@ -145,7 +143,6 @@ class Pool:
             core.records,
             core.scheduler,
             capacity_bytes=lambda: host_bytes if host is None else host.capacity_bytes,
-            only_way=only_way,
             changed=core.changed,
         )
         self._losses = Losses(core, self._devices, self._pagers, self._lost)

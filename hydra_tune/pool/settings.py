@@ -140,11 +140,8 @@ class Settings:
         """Give the event log a file of its own, in a process that follows crashed processes."""
         self._log_path = numbered(self._log_path, crashes)
 
-    def open_pool(self, only_way: str | None) -> tuple[Pool, Fusion | None, int]:
+    def open_pool(self) -> tuple[Pool, Fusion | None, int]:
         """Open the devices and start a pool.
-
-        Args:
-            only_way: the only allowed way to split steps; None: the best way.
 
         Returns:
             The pool; the former of fused groups, or None; and the number of trials in flight, a group counted as one.
@@ -178,7 +175,6 @@ class Settings:
             instrument=self.instrument,
             admission=self.admission,
             recorder=Recorder(devices, self._policy_name, width, self.admission) if self.record else None,
-            only_way=only_way,
             host=host,
             # Prefetched blocks need the reserved buffer.
             sends_ahead=self.buffer_fraction != 0,

@@ -165,6 +165,8 @@ def _asked_for_capture(task: TrainTask, budget: Budget) -> str | None:
     for name in ("compile", "split_operators"):
         if getattr(task, name) is not None:
             return f"{name}={getattr(task, name)!r} asks for a captured step"
+    if task.splits_steps:
+        return f"parallel={task.parallel!r} runs the batches of a captured step on several devices"
     if task.split_batches == "auto":
         return "split_batches='auto' is chosen by what a captured step needs"
     return None

@@ -1,6 +1,7 @@
 """Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer."""
 
 from hydra_tune.shard.plan import Plan
+from hydra_tune.task import Parallel
 from hydra_tune.train import grouped
 from hydra_tune.train.helpers import Arrangement, Helpers, lane_bytes
 from hydra_tune.train.pipeline import may_pipeline
@@ -9,7 +10,7 @@ from hydra_tune.train.state import ModelState
 from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, ONE_DEVICE, PIPELINED, fastest, shard_facts
 
 
-def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int) -> Arrangement | None:
+def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int, parallel: Parallel) -> Arrangement | None:
     """Arrange how batches of a plan run together; None: one after the other.
 
     Args:
@@ -17,13 +18,14 @@ def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int) -> Arra
         state: the trial's long-lived tensors.
         helpers: grants devices and host memory.
         count: batches of the step, pieces counted as batches.
+        parallel: the task's choice among the ways.
     """
     plan = kept.plan
     if kept.ways is None:
         kept.ways = _ways(plan, state)
-    offer = helpers.offer() if set(kept.ways) - {GROUPED} else None
+    offer = helpers.offer() if parallel != "none" and set(kept.ways) - {GROUPED} else None
     if offer is not None:
-        best = fastest(shard_facts(plan, kept.times), count, offer, kept.ways)
+        best = fastest(shard_facts(plan, kept.times), count, offer, kept.ways, parallel)
         if best.way != ONE_DEVICE:
             most = offer.most_devices if best.way == DATA_PARALLEL else 2 * len(offer.devices)
             together = best.is_dealt or best.teams > 0

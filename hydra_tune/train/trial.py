@@ -758,7 +758,7 @@ class Trial:
         """Arrange how the batches of the next step run together; None: one after the other."""
         if self._helpers is None or not self._has_several_parts or kept.draws is None:
             return None
-        how = arrange(kept, state, self._helpers, self._parts_per_step)
+        how = arrange(kept, state, self._helpers, self._parts_per_step, self.task.parallel)
         drawn = 0 if how is None else (how.width - 1) * drawn_bytes(kept.plan, how.drawn_for_each)
         if how is not None and not self._share.change([state.layout.plan, *self._plans.all, kept.plan], drawn):
             self._leave_helpers()

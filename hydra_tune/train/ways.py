@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hydra_tune.shard.plan import Plan
+from hydra_tune.task import Parallel
 from hydra_tune.train.clock import UnitTimes
 
 ONE_DEVICE = "one device"
@@ -44,6 +45,7 @@ PIPELINED = "pipelined"
 # Shards for each device from which teams pay: with fewer, teams mostly wait for each other.
 _SHARDS_FOR_EACH = 2
 WAYS = (ONE_DEVICE, GROUPED, DATA_PARALLEL, PIPELINED)
+_CHOSEN = {"data": DATA_PARALLEL, "pipeline": PIPELINED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +57,12 @@ class Offer:
         budget_bytes: memory of the smallest device.
         bytes_per_second: bandwidth of a link.
         most_devices: largest number of devices that may be free before the step is over.
-        only: the only way to consider beside `ONE_DEVICE`, whatever its cost; None: the fastest way.
     """
 
     devices: tuple[str, ...]
     budget_bytes: int
     bytes_per_second: float
     most_devices: int
-    only: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,13 @@ def shard_facts(plan: Plan, times: UnitTimes) -> list[ShardFacts]:
     ]
 
 
-def fastest(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ways: Sequence[str] = WAYS) -> Estimate:
+def fastest(
+    shards: Sequence[ShardFacts],
+    num_batches: int,
+    offer: Offer,
+    ways: Sequence[str] = WAYS,
+    parallel: Parallel = "auto",
+) -> Estimate:
     """Return the way that takes the least time; of equal ways, the first in `WAYS`.
 
     Args:
@@ -134,6 +140,7 @@ def fastest(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ways: 
         num_batches: batches of the step.
         offer: the devices.
         ways: the ways that are exact for the trial; `GROUPED` among them means that batches on one device run grouped.
+        parallel: the task's choice; other than "auto", the chosen way is taken whatever the cost, where exact.
     """
     alone = on_one_device(shards, num_batches, offer, grouped=GROUPED in ways)
     found = [alone]
@@ -141,8 +148,8 @@ def fastest(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ways: 
         found.append(data_parallel(shards, num_batches, offer))
     if PIPELINED in ways and num_batches > 1 and len(shards) > 1:
         found.append(pipelined(shards, num_batches, offer))
-    if offer.only is not None:
-        return next((estimate for estimate in found if estimate.way == offer.only), alone)
+    if parallel != "auto":
+        return next((estimate for estimate in found if estimate.way == _CHOSEN.get(parallel)), alone)
     return min(found, key=lambda estimate: estimate.seconds)
 
 

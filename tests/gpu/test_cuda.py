@@ -22,6 +22,7 @@ from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import run_unit
 from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
+from tests.support.parallel import PARALLEL
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -432,10 +433,9 @@ def test_a_block_moves_between_devices_without_the_host(text):
 @pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
 @pytest.mark.parametrize("model", [Net, Noisy])
 def test_a_step_split_over_two_devices_gives_the_plain_numbers(text, way, model):
-    described = task(model=model, train=lambda: batches() * 4, accumulate=NUM_BATCHES)
+    described = task(model=model, train=lambda: batches() * 4, accumulate=NUM_BATCHES, parallel=PARALLEL[way])
     _, state = plain_losses(described)
     pool = HydraExecutor(devices=text, device_memory="1GiB", num_shards=3)
-    pool._only_way = way
     with pool:
         (result,) = pool.run([described])
         stats = pool.stats()

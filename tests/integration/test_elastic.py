@@ -12,6 +12,7 @@ from hydra_tune import HydraExecutor
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
+from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -75,9 +76,8 @@ def test_a_device_that_is_added_gets_its_part_of_the_work(name):
 
 @pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
 def test_a_device_that_helps_a_trial_may_be_taken_away(way):
-    described = long(accumulate=3)
+    described = long(accumulate=3, parallel=PARALLEL[way])
     with running(devices="cpu:3", num_shards=4) as pool:
-        pool._only_way = way
         job = pool.submit(described)
         wait_for_units(pool, "cpu:2", 5)
         pool.remove_device("cpu:2")

@@ -14,6 +14,7 @@ from hydra_tune import Failed, Reported
 from hydra_tune.errors import ConfigError, LoaderTimeoutError
 from hydra_tune.pool import loaders
 from hydra_tune.pool.job import OVER
+from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, task
 
 pytestmark = pytest.mark.timeout(120)
@@ -310,9 +311,8 @@ class Slow(IterableDataset):
 
 @pytest.mark.parametrize("way", ["data-parallel", pytest.param("pipelined", marks=pytest.mark.slow)])
 def test_batches_side_by_side_that_come_late_change_no_bit(way):
-    described = task(train=DataLoader(Slow(), batch_size=None), accumulate=4, epochs=2)
+    described = task(train=DataLoader(Slow(), batch_size=None), accumulate=4, epochs=2, parallel=PARALLEL[way])
     with running(devices="cpu:2", num_shards=2) as pool:
-        pool._only_way = way
         result = pool.submit(described).result(PATIENCE_SECONDS)
         assert pool.stats().steps_by_way[way]
     assert against_plain(described, result) == []

@@ -12,6 +12,7 @@ from hydra_tune.errors import ConfigError, DeviceLostError, HydraTuneError, Load
 from hydra_tune.observe.runlog import read_log
 from tests.integration.test_elastic import TIGHT, long, wait_for_units
 from tests.support.losable import losable
+from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, short, task
 
 pytestmark = pytest.mark.timeout(120)
@@ -185,11 +186,11 @@ def test_the_loss_of_the_last_device_fails_every_job_and_leaves_none_waiting(dev
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["one", "data-parallel", "pipelined"])
 def test_wherever_a_device_is_lost_the_numbers_are_the_same(devices, way):
-    described = [long(seed, epochs=4, accumulate=3) for seed in range(1 if way != "one" else 3)]
+    parallel = PARALLEL[None if way == "one" else way]
+    described = [long(seed, epochs=4, accumulate=3, parallel=parallel) for seed in range(1 if way != "one" else 3)]
     losses = 0
     for after in range(0, 120, 5):
         with running(devices="cpu:2", max_concurrent=3, **TIGHT) as pool:
-            pool._only_way = None if way == "one" else way
             assert pool.width
             devices[1].lose_at(after)
             results = [job.result(PATIENCE_SECONDS) for job in [pool.submit(one) for one in described]]

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 from hydra_tune import train_plain
 from hydra_tune.errors import OutOfMemoryError
 from tests.parity.exact import differences
+from tests.support.parallel import PARALLEL
 from tests.support.shortage import Shortage
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, one_batch, running, short, task
 
@@ -199,9 +201,9 @@ def test_memory_that_runs_out_beside_other_batches_of_the_step(way):
     described = awkward(accumulate=4, epochs=3, train=lambda: one_batch() * 4)
     if way == "data-parallel":
         described = short(accumulate=4, epochs=3, train=lambda: one_batch() * 4)
+    described = replace(described, parallel=PARALLEL[way])
     expected, shortage, exact = plain(described), Shortage(), 0
     with running(devices="cpu:2", num_shards=NUM_SHARDS, instrument=shortage) as pool:
-        pool._only_way = way
         for unit in range(28, 84, 9):
             shortage.arm(unit, 3)
             result = pool.submit(described, name="it").result(PATIENCE_SECONDS)

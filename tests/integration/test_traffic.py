@@ -16,6 +16,7 @@ from hydra_tune.pool.worker import Worker
 from hydra_tune.schedule.machine import Scheduler
 from hydra_tune.train import grouped
 from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
+from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import against_plain, running, task
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -83,9 +84,8 @@ def moved_on_two(way: str, accumulate: int) -> tuple[float, float]:
     Counted between the reports of the second and the fourth step: before the second, shards are where the first, on one device,
     has left them.
     """
-    described, found = wide(accumulate, 4, MANY, optimizer=STEEP, report_every=1), []
+    described, found = wide(accumulate, 4, MANY, optimizer=STEEP, report_every=1, parallel=PARALLEL[way]), []
     with running(devices="cpu:2", num_shards=MANY, device_memory=TIGHT) as pool:
-        pool._only_way = way
         events = pool.events()
         job = pool.submit(described, events=events)
         while isinstance(event := events.get(60.0), Reported):
@@ -138,8 +138,7 @@ def test_a_unit_waits_for_the_device_of_its_shard_that_is_about_to_be_idle(monke
     monkeypatch.setattr(Scheduler, "_start", noted)
     monkeypatch.setattr(Worker, "_finish_unit", late)
     with running(devices="cpu:2", num_shards=MANY, device_memory=TIGHT) as pool:
-        pool._only_way = PIPELINED
-        assert pool.submit(wide(2, 3, MANY, optimizer=STEEP)).result(60.0).status == "completed"
+        assert pool.submit(wide(2, 3, MANY, optimizer=STEEP, parallel="pipeline")).result(60.0).status == "completed"
     meant = [(near, place) for near, place in placed if near is not None]
     assert len(meant) > 100
     assert set(meant) == {("cpu:0", "cpu:0"), ("cpu:1", "cpu:1")}
@@ -163,8 +162,9 @@ def copied(monkeypatch):
 def test_what_goes_between_devices_is_counted_apart_and_passes_no_host(copied, way):
     """Where all fits: gradients' sums and values go from device to device, and parameters come and go once."""
     with running(devices="cpu:2", num_shards=LAYERS) as pool:
-        pool._only_way = way
-        described = wide(4, 3, optimizer=STEEP, activations="recompute")  # which no copies are tried for
+        described = wide(
+            4, 3, optimizer=STEEP, activations="recompute", parallel=PARALLEL[way]
+        )  # which no copies are tried for
         assert pool.submit(described).result(60.0).status == "completed"
         devices = pool.stats().devices.values()
     assert sum(device.bytes_in + device.bytes_out + device.bytes_across for device in devices) == sum(copied)

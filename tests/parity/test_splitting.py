@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hydra_tune import HydraExecutor, Result, TrainTask, train_plain
+from hydra_tune import Result, TrainTask, train_plain
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Reported
 from hydra_tune.train import training, ways
 from hydra_tune.train.queues import Queued
 from hydra_tune.train.spread import LaneUnit
 from hydra_tune.train.ways import DATA_PARALLEL, ONE_DEVICE, PIPELINED
 from tests.parity import models
+from tests.support.parallel import PARALLEL
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, mlp, running, task
 
@@ -161,19 +162,11 @@ IN_ORDER = {
 }
 
 
-@contextmanager
-def splitting(way: str | None, **options: Any) -> Iterator[HydraExecutor]:
-    """A pool that splits steps this way only, where it does at all."""
-    with running(**options) as pool:
-        pool._only_way = way
-        yield pool
-
-
 def run(described: TrainTask, way: str | None = None, **options: Any) -> tuple[Result, int]:
     """Train alone, steps split this way only; returns the result and how many devices had a part in it."""
     tracker = StorageTracker()
-    with splitting(way, instrument=tracker, **options) as pool:
-        result = pool.submit(described).result(PATIENCE_SECONDS)
+    with running(instrument=tracker, **options) as pool:
+        result = pool.submit(replace(described, parallel=PARALLEL[way])).result(PATIENCE_SECONDS)
         stats = pool.stats()
     devices = list(stats.devices.values())
     assert way is None or set(stats.steps_by_way) <= {way, ONE_DEVICE}
@@ -268,8 +261,10 @@ def loaded(way: str, **options: Any) -> list[int]:
     """Bytes of parameters that came to a device until the end of the second step, and in the two after it."""
     found = []
     for epochs in (2, 4):
-        with splitting(way, devices="cpu:2", **options) as pool:
-            result = pool.submit(accumulating(model=deep, epochs=epochs, **wide())).result(PATIENCE_SECONDS)
+        with running(devices="cpu:2", **options) as pool:
+            result = pool.submit(accumulating(model=deep, epochs=epochs, parallel=PARALLEL[way], **wide())).result(
+                PATIENCE_SECONDS
+            )
             stats = pool.stats()
         assert result.num_shards > 2
         assert stats.steps_by_way == {way: epochs - 1}
@@ -403,8 +398,10 @@ def wide() -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", [pytest.param(DATA_PARALLEL, marks=pytest.mark.slow), PIPELINED])
 def test_a_second_trial_in_the_middle_changes_no_bit_of_either(way):
-    first, second = accumulating(model=noisy, epochs=6), accumulating(model=noisy, seed=8)
-    with splitting(way, devices="cpu:2", num_shards=3) as pool:
+    parallel = PARALLEL[way]
+    first = accumulating(model=noisy, epochs=6, parallel=parallel)
+    second = accumulating(model=noisy, seed=8, parallel=parallel)
+    with running(devices="cpu:2", num_shards=3) as pool:
         events = EventStream()
         one, other = pool.submit(first, events=events), None
         while one.state not in ("completed", "failed"):
@@ -464,8 +461,8 @@ CUT = {DATA_PARALLEL: 1, PIPELINED: 2}
 def test_a_trial_that_is_stopped_while_two_of_its_units_run_leaves_nothing(way, end):
     meeting, jobs = Meeting(skip=ONE_STEP[way]), list[Job]()
     meeting.inside = lambda: [end(job) for job in jobs]
-    with splitting(way, devices="cpu:2", instrument=meeting, num_shards=CUT[way]) as pool:
-        jobs.append(pool.submit(accumulating(epochs=50)))
+    with running(devices="cpu:2", instrument=meeting, num_shards=CUT[way]) as pool:
+        jobs.append(pool.submit(accumulating(epochs=50, parallel=PARALLEL[way])))
         result = jobs[0].result(PATIENCE_SECONDS)
         after = pool.submit(accumulating(seed=9)).result(PATIENCE_SECONDS)
     assert meeting.was_held
@@ -482,9 +479,9 @@ def test_a_unit_that_fails_beside_another_ends_its_trial_alone(way):
             raise RuntimeError("the device has a fault")
 
     meeting.inside = fail
-    with splitting(way, devices="cpu:2", instrument=meeting, num_shards=CUT[way]) as pool:
+    with running(devices="cpu:2", instrument=meeting, num_shards=CUT[way]) as pool:
         events = EventStream()
-        failing = pool.submit(accumulating(report_every="epoch", epochs=50), events=events)
+        failing = pool.submit(accumulating(report_every="epoch", epochs=50, parallel=PARALLEL[way]), events=events)
         told = []
         while not any(isinstance(event, Failed | Finished) for event in told):
             event = events.get(PATIENCE_SECONDS)
@@ -500,9 +497,10 @@ def test_a_unit_that_fails_beside_another_ends_its_trial_alone(way):
 
 @pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
 def test_a_paused_trial_goes_on_with_all_its_batches(way):
-    meeting, jobs, described = Meeting(skip=ONE_STEP[way]), list[Job](), accumulating(model=noisy)
+    meeting, jobs = Meeting(skip=ONE_STEP[way]), list[Job]()
+    described = accumulating(model=noisy, parallel=PARALLEL[way])
     meeting.inside = lambda: [job.pause() for job in jobs]
-    with splitting(way, devices="cpu:2", instrument=meeting, num_shards=CUT[way]) as pool:
+    with running(devices="cpu:2", instrument=meeting, num_shards=CUT[way]) as pool:
         jobs.append(pool.submit(described))
         other = accumulating(seed=4, epochs=1)
         assert against_plain(other, pool.submit(other).result(PATIENCE_SECONDS)) == []
@@ -546,9 +544,11 @@ def bad(scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_a_bad_loss_ends_the_trial_where_a_plain_loop_ends_it(way, batch):
     def described(on_bad_loss: str) -> TrainTask:
-        return accumulating(train=broken_in(2, batch, bad(float("nan"))), on_bad_loss=on_bad_loss)
+        return accumulating(
+            train=broken_in(2, batch, bad(float("nan"))), on_bad_loss=on_bad_loss, parallel=PARALLEL[way]
+        )
 
-    with splitting(way, devices="cpu:2", num_shards=2) as pool:
+    with running(devices="cpu:2", num_shards=2) as pool:
         failed, pruned = (pool.submit(described(way)).result(PATIENCE_SECONDS) for way in ("fail", "prune"))
         units = [device.units for device in pool.stats().devices.values()]
     assert min(units) > 0
@@ -619,8 +619,8 @@ def test_validation_between_helped_steps(way):
 @pytest.mark.parametrize("way", [DATA_PARALLEL, pytest.param(PIPELINED, marks=pytest.mark.slow)])
 def test_helped_and_unhelped_steps_take_turns(way):
     """Each report waits for an answer, and another trial comes and goes: steps are split or not as devices are free."""
-    described = accumulating(model=noisy, epochs=8)
-    with splitting(way, devices="cpu:2", num_shards=2) as pool:
+    described = accumulating(model=noisy, epochs=8, parallel=PARALLEL[way])
+    with running(devices="cpu:2", num_shards=2) as pool:
         events = EventStream()
         job = pool.submit(described, events=events)
         others = []

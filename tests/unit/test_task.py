@@ -155,3 +155,19 @@ def test_nothing_is_built_before_it_is_needed():
             model=explode, optimizer=explode, scheduler=explode, param_groups=explode, train=explode, batch_size=...
         )
     )
+
+
+@pytest.mark.parametrize("parallel", ["data", "pipeline"])
+def test_a_parallel_that_could_do_nothing_is_refused(parallel):
+    with pytest.raises(
+        TaskError, match=f"parallel='{parallel}' runs the batches .* give accumulate= or split_batches="
+    ):
+        TrainTask(**arguments(parallel=parallel))
+    for several in ({"accumulate": 2}, {"split_batches": 2}, {"split_batches": "auto"}):
+        assert TrainTask(**arguments(parallel=parallel, **several)).splits_steps
+    assert not TrainTask(**arguments(parallel="none")).splits_steps
+
+
+def test_parallel_is_one_of_four():
+    with pytest.raises(TaskError, match="parallel must be one of 'auto', 'data', 'pipeline', 'none', not 'tensor'"):
+        TrainTask(**arguments(parallel="tensor"))

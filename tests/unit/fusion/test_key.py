@@ -97,6 +97,7 @@ def test_nesterov_is_no_rate():
     ("changes", "told"),
     [
         ({"split_batches": 2}, "split_batches=2"),
+        ({"parallel": "pipeline", "accumulate": 2}, "parallel='pipeline'"),
         ({"split_operators": "1MiB"}, "split_operators"),
         ({"compile": "eager"}, "compile='eager'"),
         ({"precision": "bfloat16"}, "precision='bfloat16'"),

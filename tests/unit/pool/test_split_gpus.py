@@ -4,6 +4,7 @@ Those devices are of `tests/support/stand_in_gpu.py`. There a trial draws from a
 the reference is the trial on one device, batch after batch.
 """
 
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -15,6 +16,7 @@ from hydra_tune.train import grouped
 from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, ONE_DEVICE, PIPELINED
 from tests.parity.exact import differences, without_seconds
 from tests.parity.test_splitting import accumulating, noisy, normed_and_dropped
+from tests.support.parallel import PARALLEL
 from tests.support.stand_in_gpu import StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, mlp, one_batch, running, task
 
@@ -35,8 +37,7 @@ def opening(monkeypatch, kinds):
 def trained(described, way, cut, **options):
     """What came of it, the ways in which its steps were split, and on how many devices."""
     with running(num_shards=cut, **options) as pool:
-        pool._only_way = way
-        result = pool.submit(described).result(PATIENCE_SECONDS)
+        result = pool.submit(replace(described, parallel=PARALLEL[way])).result(PATIENCE_SECONDS)
         stats = pool.stats()
     if result.error is not None:
         raise result.error

@@ -256,6 +256,7 @@ def budget(nbytes: int, **options: Any) -> Budget:
         ({"num_shards": "layer"}, {}, "num_shards='layer' asks for a cut"),
         ({"optimizer_placement": "host"}, {}, "optimizer_placement='host' asks for updates on the host"),
         ({}, {"compile": "eager"}, "compile='eager' asks for a captured step"),
+        ({}, {"parallel": "data", "accumulate": 2}, "parallel='data' runs the batches of a captured step"),
         ({}, {"split_batches": "auto"}, "split_batches='auto'"),
     ],
 )

@@ -23,9 +23,9 @@ from hydra_tune.train.ways import (
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def offer(count=2, *, budget=10 * GIB, link=2e9, only=None):
+def offer(count=2, *, budget=10 * GIB, link=2e9):
     names = tuple(f"cpu:{index}" for index in range(count))
-    return Offer(devices=names, budget_bytes=budget, bytes_per_second=link, most_devices=count, only=only)
+    return Offer(devices=names, budget_bytes=budget, bytes_per_second=link, most_devices=count)
 
 
 def shards(count=4, *, seconds=0.1, weights=MIB, values=MIB, optimizer=0):
@@ -58,13 +58,13 @@ def test_values_that_take_longer_than_the_work_are_not_sent_away():
 def test_a_way_that_is_not_exact_is_not_chosen_and_one_that_is_forced_is():
     heavy = shards(weights=200 * MIB)
     assert fastest(heavy, 4, offer(link=2e8), [DATA_PARALLEL]).way == ONE_DEVICE
-    assert fastest(heavy, 4, offer(link=2e8, only=DATA_PARALLEL)).way == DATA_PARALLEL
-    assert fastest(heavy, 4, offer(link=2e8, only=PIPELINED), [DATA_PARALLEL]).way == ONE_DEVICE
+    assert fastest(heavy, 4, offer(link=2e8), parallel="data").way == DATA_PARALLEL
+    assert fastest(heavy, 4, offer(link=2e8), [DATA_PARALLEL], "pipeline").way == ONE_DEVICE
 
 
-@pytest.mark.parametrize("only", [None, DATA_PARALLEL, PIPELINED])
-def test_one_batch_has_nothing_to_share(only):
-    assert fastest(shards(), 1, offer(only=only)).way == ONE_DEVICE
+@pytest.mark.parametrize("parallel", ["auto", "data", "pipeline"])
+def test_one_batch_has_nothing_to_share(parallel):
+    assert fastest(shards(), 1, offer(), parallel=parallel).way == ONE_DEVICE
 
 
 def test_one_shard_is_no_pipeline():
