@@ -1,6 +1,6 @@
-"""What the planner knows of a sub-array: its operators and storages, their times and sizes. Tables A and B of the paper.
+"""The planner's model of a sub-array: operators and storages, with times and sizes (Tables A and B of the paper).
 
-Pure Python; `profiler.py` makes it of graphs, tests make it by hand.
+The module is pure Python. `profiler.py` builds an `Array` from a step's graph, and tests build arrays by hand.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,17 +11,17 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """A node of a graph (Table A); its place in the graph is its rank.
+    """Node of a graph (Table A); the position in the graph is the node's rank.
 
     Attributes:
         name: of the node.
-        seconds: how long it runs.
-        reads: the storages it reads.
-        makes: the storages it makes.
-        writes: those it overwrites, which were there before.
-        repeated_writes: those of `writes` that it leaves alone when it is computed again.
-        workspace_bytes: what it needs while it runs, beyond what it reads and makes.
-        is_random: it moves a random generator, and is never computed again.
+        seconds: duration of a run.
+        reads: storages that the operator reads.
+        makes: storages that the operator makes.
+        writes: existing storages that the operator overwrites.
+        repeated_writes: storages of `writes` that a recomputation leaves untouched.
+        workspace_bytes: memory needed during the run, beyond the storages read and made.
+        is_random: whether the operator advances a random generator; a random operator is never recomputed.
     """
 
     name: str
@@ -36,16 +36,16 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeatureMap:
-    """A storage that the forward makes and the backward uses (Table B).
+    """Storage that the forward makes and the backward uses (Table B).
 
     Attributes:
         name: of the storage.
-        num_bytes: its size.
-        made: rank of the forward operator that makes it.
-        last_forward: rank of the last forward operator that uses it.
-        first_backward: rank of the first backward operator that uses it.
-        last_backward: rank of the last one.
-        inactive_seconds: between `last_forward` and `first_backward`, when they run one after the other.
+        num_bytes: size of the storage.
+        made: rank of the forward operator that makes the map.
+        last_forward: rank of the last forward operator that uses the map.
+        first_backward: rank of the first backward operator that uses the map.
+        last_backward: rank of the last backward operator that uses the map.
+        inactive_seconds: between `last_forward` and `first_backward`, when the backward directly follows the forward.
         out_seconds: of a copy to the host.
         in_seconds: of a copy back.
     """
@@ -63,20 +63,21 @@ class FeatureMap:
 
 @dataclass(frozen=True, kw_only=True)
 class Array:
-    """A sub-array's step.
+    """Step of a sub-array.
 
     Attributes:
         name: for people.
-        forward: its operators in order.
-        backward: of its backward, updates included, in order.
-        sizes: bytes of each storage that they make.
-        static_bytes: parameters, buffers, optimizer state and batch, which stay where they are.
-        out_seconds: of copying a storage to the host; those without are never swapped.
-        in_seconds: of copying it back.
-        at_once: storages whose copies the thread that computes makes itself, for handing them over would take longer.
-        hand_seconds: that handing over any other copy takes of that thread.
-        results: storages that the step leaves behind (the losses), which are kept to the segment's end.
-        returning: feature maps that may be brought back several times in a backward, for it leaves them as they are.
+        forward: operators of the forward, in order.
+        backward: operators of the backward, updates included, in order.
+        sizes: bytes of each storage that the operators make.
+        static_bytes: of parameters, buffers, optimizer state and batch, all of which stay on the device.
+        out_seconds: to copy a storage to the host; storages without an entry are never swapped.
+        in_seconds: to copy a storage back.
+        at_once: storages that the computing thread copies itself, because a hand-over would take longer.
+        hand_seconds: time of the computing thread to hand over any other copy.
+        results: storages that the step leaves behind (the losses), kept to the segment's end.
+        returning: feature maps that may be copied back several times in a backward, because the backward leaves them as
+            they are.
     """
 
     name: str
@@ -93,7 +94,7 @@ class Array:
 
     @property
     def seconds(self) -> float:
-        """What its operators take."""
+        """Seconds of all operators."""
         return sum(op.seconds for op in (*self.forward, *self.backward))
 
     @cached_property
@@ -135,7 +136,7 @@ class Array:
 
     @cached_property
     def maps(self) -> Mapping[str, FeatureMap]:
-        """Its feature maps, in the order in which they are made."""
+        """Feature maps, in the order in which the forward makes them."""
         made = {name: rank for rank, op in enumerate(self.forward) for name in op.makes}
         after = _after([op.seconds for op in self.forward])
         before = _before([op.seconds for op in self.backward])
@@ -159,17 +160,17 @@ class Array:
 
     @cached_property
     def forward_ends(self) -> Mapping[int, tuple[str, ...]]:
-        """Storages of the forward alone that end with each forward operator."""
+        """Storages that only the forward uses, by the rank of their last user."""
         return _ends(self.forward, self.forward_uses, self.maps.keys() | self.results)
 
     @cached_property
     def backward_ends(self) -> Mapping[int, tuple[str, ...]]:
-        """Storages of the backward alone that end with each backward operator."""
+        """Storages that only the backward uses, by the rank of their last user."""
         return _ends(self.backward, self.backward_uses, self.results)
 
     @cached_property
     def all_backward_ends(self) -> Mapping[int, tuple[str, ...]]:
-        """Storages that end with each backward operator, feature maps behind the others."""
+        """Storages whose last user is each backward operator, feature maps behind the others."""
         ends: dict[int, list[str]] = {rank: list(names) for rank, names in self.backward_ends.items()}
         for name, one in self.maps.items():
             ends.setdefault(one.last_backward, []).append(name)
@@ -177,17 +178,19 @@ class Array:
 
     @cached_property
     def order(self) -> Mapping[str, int]:
-        """The place of each feature map among them."""
+        """Position of each feature map in `maps`."""
         return {name: place for place, name in enumerate(self.maps)}
 
     @cached_property
     def kept_bytes(self) -> int:
-        """Of all its feature maps."""
+        """Bytes of all feature maps."""
         return sum(one.num_bytes for one in self.maps.values())
 
     @cached_property
     def lowered(self) -> dict[int, dict[Any, Any]]:
-        """Instructions that have been made for it, by the side of a schedule that it is on (`lowering.py`)."""
+        """Cache of instructions for the sub-array, by side of the schedule (`lowering.py`)."""
+        # Kept on the array, so that all schedules of a search share the instructions, and the cache ends with the
+        # array.
         return {}
 
 
@@ -210,7 +213,7 @@ def _ends(ops: Iterable[Op], uses: Mapping[str, tuple[int, int]], kept: Iterable
 
 
 def _after(seconds: list[float]) -> list[float]:
-    """Of each operator, what those behind it take."""
+    """Seconds of all operators behind each operator."""
     found = [0.0] * len(seconds)
     for rank in range(len(seconds) - 2, -1, -1):
         found[rank] = found[rank + 1] + seconds[rank + 1]
@@ -218,7 +221,7 @@ def _after(seconds: list[float]) -> list[float]:
 
 
 def _before(seconds: list[float]) -> list[float]:
-    """Of each operator, what those before it take."""
+    """Seconds of all operators before each operator."""
     found = [0.0] * len(seconds)
     for rank in range(1, len(seconds)):
         found[rank] = found[rank - 1] + seconds[rank - 1]

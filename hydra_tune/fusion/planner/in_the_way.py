@@ -1,4 +1,7 @@
-"""What stands in the way of a step's graph, by name: operators that draw by values or fail, tensors on several devices."""
+"""Reasons why a step cannot be planned: draws that depend on values, failing operators, tensors on several devices.
+
+The error messages name the operator or the tensors, so the user knows what to change in the model.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +16,12 @@ from hydra_tune.shard.compute import Operands
 
 
 def value_draws(run: Any, operands: Operands, place: torch.device | None = None) -> list[str]:
-    """The operators whose random numbers depend on values.
+    """Return the operators whose random numbers depend on values.
 
     Args:
         run: the stacked model with its loss.
-        operands: of it; only their geometry counts.
-        place: where it runs; None: where they are.
+        operands: of the model; only the geometry counts.
+        place: where the model runs; None: where the operands lie.
     """
     mode, calls = FakeTensorMode(), Calls()
     with mode:
@@ -32,13 +35,13 @@ def value_draws(run: Any, operands: Operands, place: torch.device | None = None)
 
 
 def told(error: BaseException) -> str:
-    """An error in a line."""
+    """Return an error as a single line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which operators are called, where something is wrong with one of them."""
+    """Records the called operators, to name the operator that fails or draws."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,7 +63,7 @@ def check_devices(names: Sequence[str], operands: Operands) -> None:
         operands: of the step.
 
     Raises:
-        UnfusableError: they are; with one tensor on each.
+        UnfusableError: the tensors lie on several devices; the message names a tensor on each device.
     """
     kinds = {"constant": operands.constants, "tensor of the batch": operands.inputs}
     each = [*zip(names, operands.state, strict=True)]

@@ -1,8 +1,9 @@
-"""How results of operators lie in memory, found by a run on the device: kernels do not always do what tracing says.
+"""Memory layouts of operator results, found by a run on the device: kernels do not always follow the trace.
 
-On channels-last images, for instance, torch's `hardtanh_backward` traced without bytes keeps the strides, and on a CPU gives
-contiguous ones. Bytes that come back from the host are read by their traced strides, and the operators behind are traced with
-them. So a traced step is run once, and where something lies otherwise, what its nodes make is looked at anew with that.
+On channels-last images, for instance, torch's `hardtanh_backward` keeps the strides when traced without bytes, and
+gives contiguous strides on a CPU. A plan reads bytes that come back from the host by their traced strides, and the
+operators behind are traced on the same strides. So a traced step runs once on the device. Where a result lies
+otherwise, the storages of the step's nodes are found again with the device's layout.
 """
 
 from dataclasses import replace
@@ -19,22 +20,26 @@ from hydra_tune.shard.gate import GATE
 
 
 def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
-    """A step as its results lie on a device.
+    """Return a step whose results have the layouts that they have on a device.
 
     Args:
         step: traced.
-        device: where it runs.
+        device: where the step runs.
 
     Raises:
-        UnfusableError: an operator fails on numbers made up, or with what lies otherwise than traced.
+        UnfusableError: an operator fails on made-up numbers or on the device's layout, or a layout differs from run to
+            run.
     """
     layouts: dict[str, Layout] = {}
     while True:
+        # The run computes, and so shares the gate. Finding the storages again is part of tracing, which has the gate alone.
         with GATE.shared():
             maps = array_of("", step, Profile()).maps
             found = ProfiledRun(step, maps, device, CpuClock()).otherwise_laid()
         if not found:
             return step
+        # A run stops before bytes of a wrongly traced layout are read, so later nodes show up only in the next round. A
+        # node that shows up again after its correction has no fixed layout.
         if found.keys() <= layouts.keys():
             names = ", ".join(sorted({str(node.target) for node in step.ops if node.name in found}))
             raise UnfusableError(f"results of {names} lie in memory differently each time; it runs unplanned")

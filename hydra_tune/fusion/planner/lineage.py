@@ -1,11 +1,12 @@
-"""How a feature map can be computed again: from which sources, by which operators (§A.4, after Capuchin and Spark's lineage).
+"""Lineage of a feature map: the sources and forward operators that compute the map again (§A.4).
 
-A random operator is never run again. Nor is one that overwrites what others see, but for running statistics, which it
-leaves alone the second time; and nothing is computed from a storage that has been overwritten since.
+The idea follows Capuchin and Spark's lineage. A random operator never runs again. Nor does an operator that overwrites
+storages which others see; running statistics are the exception, because a recomputation leaves them untouched. No map
+is computed from a storage that has been overwritten since the operator read it.
 
-Differs from Table B: `recomp_graph` is not extracted, but the ranks of its operators, which `lowering.py` and `rewrite.py`
-look up in the forward; and there is no `recomp_memory`, for what a recomputation makes and frees on the way is in
-the instructions whose memory is simulated.
+Differs from Table B: instead of an extracted `recomp_graph`, a lineage holds the ranks of the operators, and
+`lowering.py` and `rewrite.py` look the operators up in the forward. There is no `recomp_memory`, because the memory
+simulation sees everything that a recomputation makes and frees as instructions.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from hydra_tune.fusion.planner.arrays import Array
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Where a feature map comes from.
+    """Origin of a feature map.
 
     Attributes:
-        sources: other feature maps that it is computed from (`recomp_srcs`).
-        ops: ranks of the forward operators that make it from them (`recomp_graph`).
+        sources: other feature maps that the recomputation reads (`recomp_srcs`).
+        ops: ranks of the forward operators that compute the map from the sources (`recomp_graph`).
     """
 
     sources: frozenset[str]
@@ -27,10 +28,10 @@ class Lineage:
 
 
 def lineage(array: Array, name: str) -> Lineage | None:
-    """The lineage of a feature map, with all others kept; None where it cannot be computed again.
+    """Return the lineage of a feature map if all other maps are kept; None where the map cannot be computed again.
 
     Args:
-        array: of the sub-array.
+        array: the sub-array.
         name: of the feature map.
     """
     sources: set[str] = set()
@@ -40,6 +41,8 @@ def lineage(array: Array, name: str) -> Lineage | None:
         storage = wanted.pop()
         for rank in array.forward_writers[storage]:
             op = array.forward[rank]
+            # Writes into the storage that is being computed are part of computing it; other writes would be visible
+            # elsewhere.
             made = {*op.makes, storage}
             if op.is_random or not set(op.writes) <= made | set(op.repeated_writes):
                 return None
@@ -51,6 +54,8 @@ def lineage(array: Array, name: str) -> Lineage | None:
                     return None
                 if read in array.maps:
                     sources.add(read)
+                # Used by the forward alone, so freed by the time of the backward: compute this storage again as well.
+                # Static tensors have no size here, and are always on the device.
                 elif read in array.sizes and read not in known:
                     known.add(read)
                     wanted.append(read)
@@ -59,9 +64,10 @@ def lineage(array: Array, name: str) -> Lineage | None:
 
 
 def holds(array: Array, ops: frozenset[int], at_rank: int) -> bool:
-    """Whether operators can be run again before the backward operator at a rank: what they read is as it was.
+    """Whether forward operators can run again before the backward operator at a rank, on unchanged inputs.
 
-    What one of them makes again for another is so only with all that was written to it in between.
+    The backward must not have overwritten their inputs by then. An input that the recomputation makes again needs every
+    write that came before the read in the forward.
     """
     for rank in ops:
         for read in array.forward[rank].reads:

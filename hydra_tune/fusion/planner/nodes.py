@@ -1,4 +1,8 @@
-"""Nodes of planned graphs that are no operators: what is drawn, moved, deleted. They are names for an interpreter."""
+"""Placeholders for the nodes of planned graphs that are not operators: draws, copies and deletions.
+
+A merged graph (`rewrite.py`) names each placeholder as a node's target, and `interpreter.py` maps the name to an
+action. Calling a placeholder directly raises `AssertionError`. Only `view_of` is a function that runs as written.
+"""
 
 from typing import Any, NoReturn
 
@@ -7,51 +11,54 @@ from torch import Tensor
 
 
 def draw(number: int) -> Tensor:
-    """A step's random numbers.
+    """Random numbers of a step.
 
     Args:
-        number: of `StepGraph.noise`.
+        number: index in `StepGraph.noise`.
     """
     _not_called(draw, number)
 
 
 def offload(value: Tensor, storage: str) -> Any:
-    """Begin to copy a storage to the host, behind what has been computed; gives a handle."""
+    """Begin the copy of a storage to the host, after the computation queued so far; return a handle."""
     _not_called(offload, value, storage)
 
 
 def offload_at_once(value: Tensor, storage: str) -> Any:
-    """As `offload`, by the thread that computes: the copy has ended when the next node runs."""
+    """Copy as `offload`, but on the computing thread: the copy has ended when the next node runs."""
     _not_called(offload_at_once, value, storage)
 
 
 def release(handle: Any) -> Any:
-    """Wait for the copy to the host and free the device's memory; gives the copy."""
+    """Wait for the copy to the host, free the device memory and return the host copy."""
     _not_called(release, handle)
 
 
 def prefetch(copy: Any) -> Any:
-    """Take device memory and begin to copy a storage back; gives a handle."""
+    """Allocate device memory and begin the copy of a storage back; return a handle."""
     _not_called(prefetch, copy)
 
 
 def prefetch_at_once(copy: Any) -> Any:
-    """As `prefetch`, by the thread that computes."""
+    """Copy as `prefetch`, but on the computing thread."""
     _not_called(prefetch_at_once, copy)
 
 
 def arrived(handle: Any) -> Tensor:
-    """Wait for the copy back; gives the storage's bytes."""
+    """Wait for the copy back and return the bytes of the storage."""
     _not_called(arrived, handle)
 
 
 def view_of(storage: Tensor, dtype: torch.dtype, size: list[int], stride: list[int], offset: int) -> Tensor:
-    """A tensor in bytes that have come back."""
+    """Return a tensor of the given dtype and geometry on the bytes of a storage."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage.untyped_storage(), offset, size, stride)
 
 
 def delete(*values: Tensor) -> None:
-    """Free a storage that will be recomputed; `values` are all tensors in it."""
+    """Mark where the device memory of a storage ends that will be recomputed; `values` are tensors in the storage.
+
+    The interpreter does nothing here. The memory is freed because no later node uses the storage's tensors.
+    """
     _not_called(delete, values)
 
 

@@ -1,10 +1,10 @@
-"""Algorithm D: what recomputing a candidate costs in a step: all of its recomputations, on its own account and on others'."""
+"""Algorithm D: cost of recomputing a candidate in a step, for the candidate's own sake and for other recomputations."""
 
 from hydra_tune.fusion.planner.schedule import Candidate
 
 
 def recompute_overhead(candidate: Candidate) -> float:
-    """Seconds (`total_recomp_time`).
+    """Return the seconds of all recomputations of a candidate in a step (`total_recomp_time`).
 
     Args:
         candidate: with its present sources.

@@ -1,12 +1,13 @@
-"""A sub-array's step as one flat graph: forward, backward, and each parameter's update as soon as nothing needs it any more.
+"""A sub-array's step as a single flat graph: forward, backward and the update of each parameter.
 
-Where gradients are clipped by the norm of all of them, the updates come behind that norm (`clipped.py`), those of the smallest
-parameters first: all gradients are there then, and an update has a copy of its own beside them.
+Each parameter is updated as soon as no later operator needs the old value. When gradients are clipped by their common
+norm, all updates follow the norm (`clipped.py`), smallest parameters first: all gradients are alive at that point, and
+each update holds a copy of its own gradient beside them.
 
-The graph is traced on tensors without bytes (§3.2, step 3, and appendix B.1.2, B.1.3), so it may be of any size.
-Random numbers are drawn by nodes of their own, just before they are used, in the order in which the step draws them.
-Differs: the paper has two graphs per sub-array; here they are one, with the place where it divides, and `rewrite.py`
-puts the halves of two together.
+The graph is traced on tensors without bytes (§3.2, step 3, and appendix B.1.2, B.1.3), so a step of any size can be
+traced. Random numbers have nodes of their own, placed just before the first use, in the order in which the step draws.
+Differs: the paper has two graphs per sub-array. Here a single graph stores where forward and backward divide, and
+`rewrite.py` merges the halves of two graphs.
 """
 
 from collections.abc import Sequence
@@ -34,13 +35,13 @@ _LIMITS = "limits"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:
-    """An argument of a graph: a rate of the optimizer.
+    """Graph argument that carries a rate of the optimizer.
 
     Attributes:
-        group: the parameter group.
-        number: which of the group's rates.
-        dimensions: of the parameters that it multiplies.
-        dtype: of it.
+        group: index of the parameter group.
+        number: index of the rate within the group.
+        dimensions: number of dimensions of the parameters that the rate multiplies.
+        dtype: of those parameters.
     """
 
     group: int
@@ -51,22 +52,22 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True)
 class StepGraph:
-    """What a sub-array computes in a step.
+    """Computation of a sub-array in a step.
 
     Attributes:
         graph: returns the losses; overwrites parameters, buffers and optimizer state.
-        owner: the module of its constants.
-        num_forward: how many of its operators are of the forward.
-        geometry: argument -> a tensor of its geometry, without bytes.
-        inputs: arguments that are the batch, in order.
+        owner: module that holds the graph's constants.
+        num_forward: number of operators that belong to the forward.
+        geometry: argument -> a tensor of the argument's geometry, without bytes.
+        inputs: arguments that hold the batch, in order.
         state: parameter or buffer -> argument.
-        constants: arguments that are constants of the model, in order.
-        moments: parameter, name of a tensor of its optimizer state -> argument.
-        rates: argument -> what it is.
-        limits: the argument that has the norm to which each member's gradients are clipped, in float64, without end for one
-            that does not clip; None where nobody does.
-        noise: what it draws.
-        seen: what its nodes make, read and overwrite.
+        constants: arguments that hold constants of the model, in order.
+        moments: (parameter, name of an optimizer-state tensor) -> argument.
+        rates: argument -> the rate that the argument carries.
+        limits: argument with the norm to which each member's gradients are clipped, (members,) in float64, infinite for
+            a member that does not clip; None when no member clips.
+        noise: the random draws of the step.
+        seen: storages that the nodes make, read and overwrite.
     """
 
     graph: fx.Graph
@@ -84,7 +85,7 @@ class StepGraph:
 
     @property
     def ops(self) -> list[fx.Node]:
-        """Its operators in order."""
+        """Operators of the graph, in order."""
         return [node for node in self.graph.nodes if node.op == "call_function"]
 
 
@@ -103,25 +104,27 @@ def step_graph(
     """Trace the step of a sub-array.
 
     Args:
-        run: the stacked model with its loss: a shard that is all of the model.
-        names: of its parameters and buffers.
-        operands: tensors of the sizes to trace for; only their geometry counts.
-        trains: for each of the names, whether its gradient is wanted.
-        count: members.
-        tracer: of their updates.
-        groups: parameter -> its parameter group, in the optimizer's order.
-        place: the device to trace for, wherever the operands are now; None: theirs.
-        is_clipped: whether gradients are clipped by the norm of all of a member's.
+        run: the stacked model with its loss, as a single shard.
+        names: names of the parameters and buffers.
+        operands: tensors of the sizes to trace for; only the geometry counts.
+        trains: for each name, whether a gradient is wanted.
+        count: number of members.
+        tracer: traces the members' updates.
+        groups: parameter -> index of its parameter group, keys in the optimizer's order.
+        place: the device to trace for, wherever the operands lie now; None: the device of the operands.
+        is_clipped: whether each member's gradients are clipped by their common norm.
 
     Raises:
         UnfusableError: the step has an operator that cannot be planned, or tensors on several devices; the message
-            names it.
+            names the operator or the tensors.
     """
     if place is None:
         check_devices(names, operands)
     try:
         joint = traced(run, names, operands, trains, "loss", count, place=place)
     except Exception as error:
+        # The error rarely names the operator. A second trace under `Calls` fails in the same place, and the last call
+        # is the culprit.
         calls = Calls()
         with suppress(Exception), calls:
             traced(run, names, operands, trains, "loss", count, place=place)
@@ -137,7 +140,7 @@ def step_graph(
 
 
 class _Builder:
-    """Makes one graph of a traced forward and backward, and the updates."""
+    """Builds a single graph from a traced forward and backward and the traced updates."""
 
     def __init__(
         self,
@@ -168,12 +171,13 @@ class _Builder:
         self._clipped: ClippedGradients | None = None
 
     def built(self) -> StepGraph:
-        """The graph."""
+        """Return the graph of the step."""
         arguments = [
             *(f"state_{place}" for place in range(len(self._names))),
             *(f"constant_{place}" for place in range(self._num_constants)),
             *(f"input_{place}" for place in range(self._num_inputs)),
         ]
+        # Not strict: behind these, `_old` holds the noise, which becomes draw nodes instead of arguments.
         for old, name, fake in zip(self._old, arguments, self._fakes, strict=False):
             self._new[old] = self._argument(name, fake)
         self._trace_updates()
@@ -210,6 +214,7 @@ class _Builder:
             if name not in self._groups:
                 continue  # has a gradient, and no optimizer
             fake, group = self._fakes[list(self._names).index(name)], self._groups[name]
+            # Parameters of equal geometry in the same group update alike, so a single trace serves all of them.
             key = (group, fake.shape, fake.stride(), fake.dtype)
             if key not in known:
                 known[key] = self._tracer.traced(group, fake, self._mode, is_clipped=self._is_clipped)
@@ -222,6 +227,8 @@ class _Builder:
                 self._argument(argument, like)
             for number in range(update.num_rates):
                 rate = Rate(group=group, number=number, dimensions=fake.dim(), dtype=fake.dtype)
+                # Parameters of the same group, dimension count and dtype share an argument: the rate broadcasts to
+                # their shapes.
                 if rate not in self._rates.values():
                     with self._mode:
                         like = torch.empty(
@@ -246,7 +253,7 @@ class _Builder:
         return self._old[len(self._fakes) :]
 
     def _emit(self) -> fx.Node:
-        """Copy the traced nodes, with draws before their uses and updates after their parameters' last uses; the losses."""
+        """Copy the traced nodes, insert draws, norms and updates, and return the traced node of the losses."""
         body = [node for node in self._joint.pure.graph.nodes if node.op not in ("placeholder", "output")]
         place = {node: position for position, node in enumerate(body)}
         (output,) = (node for node in self._joint.pure.graph.nodes if node.op == "output")
@@ -271,9 +278,11 @@ class _Builder:
         return found
 
     def _draws_before(self, place: dict[fx.Node, int]) -> dict[int, list[int]]:
-        """Where each noise is drawn: before its first use, and no earlier noise later."""
+        """Position -> numbers of the draws emitted there: before the first use, and never after a later draw."""
         found: dict[int, list[int]] = {}
         soonest = len(place)
+        # Walk backwards, so that a draw used late still comes before all later draws: the generators have to move in the
+        # order in which the step draws, or members get other numbers.
         for number in range(len(self._noise()) - 1, -1, -1):
             users = [place[user] for user in self._noise()[number].users if user in place]
             soonest = min([soonest, *users])
@@ -281,7 +290,7 @@ class _Builder:
         return found
 
     def _facts(self) -> Seen:
-        """What the nodes of the traced forward and backward do."""
+        """Storages that the nodes of the traced forward and backward make, read and overwrite."""
         geometry = {node.name: fake for node, fake in zip(self._old, self._fakes, strict=False)}
         geometry |= {n.name: drawn for n, drawn in zip(self._noise(), self._drawn(), strict=True)}
         return seen(self._joint.pure.graph, self._joint.pure, geometry, [], self._mode)
@@ -289,7 +298,10 @@ class _Builder:
     def _norms_after(
         self, place: dict[fx.Node, int], losses: int, gradients: dict[str, fx.Node]
     ) -> dict[int, list[str]]:
-        """Where the norms of each gradient are taken, if they are: when it is there, in the backward."""
+        """Position -> parameters whose gradient norms are taken there; empty without clipping.
+
+        A norm follows its gradient, and lies in the backward even if the gradient exists before the losses.
+        """
         found: dict[int, list[str]] = {}
         for name in self._updates if self._clipped is not None else ():
             found.setdefault(max(losses, place[gradients[name]]), []).append(name)
@@ -298,13 +310,16 @@ class _Builder:
     def _updates_after(
         self, body: list[fx.Node], place: dict[fx.Node, int], gradients: dict[str, fx.Node], facts: Seen
     ) -> dict[int, list[tuple[str, fx.Node]]]:
-        """Where each parameter is updated: when its gradient is there and nothing reads the parameter any more.
+        """Position -> updates emitted there, as pairs of parameter and gradient.
 
-        Or, where gradients are clipped, when all of them are there.
+        An update follows its gradient and the last read of the parameter. With clipping, all updates follow the last
+        operator.
         """
         if self._clipped is not None:
+            # An update copies its gradient. The large copies come last, when most gradients are already freed.
             small = sorted(self._updates, key=lambda name: self._fakes[list(self._names).index(name)].nbytes)
             return {len(body) - 1: [(name, gradients[name]) for name in small]}
+        # The update overwrites the parameter in place, so it waits for all readers of the storage, views included.
         last = {storage: place[node] for node in body for storage in facts.storages.get(node.name, ())}
         for node in body:
             for storage in facts.reads.get(node.name, ()):

@@ -1,4 +1,8 @@
-"""Which storages the nodes of a graph make, read and overwrite, found by a run on tensors without bytes."""
+"""Storages that the nodes of a graph make, read and overwrite, found by a run on tensors without bytes.
+
+The planner keeps, swaps and recomputes whole storages, so every pass has to know which tensors share memory. A run on
+fake tensors shows aliasing that operator schemas do not declare.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from hydra_tune.fusion.planner.nodes import draw
 
 _RUNNING_STATISTICS = {
-    # Operators that overwrite arguments without saying so in their schema, if they train: places of these, and of the switch.
+    # Operators that overwrite arguments in training, although their schema does not declare the write: positions of the
+    # overwritten arguments, and of the training switch.
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
 }
@@ -24,14 +29,14 @@ Layout = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """How a tensor lies in its storage.
+    """Position of a tensor in its storage.
 
     Attributes:
-        storage: which.
-        dtype: of its elements.
-        size: of its dimensions.
-        stride: of its dimensions, in elements.
-        offset: of its first element, in elements.
+        storage: name of the storage.
+        dtype: of the elements.
+        size: of each dimension.
+        stride: of each dimension, in elements.
+        offset: of the first element, in elements.
     """
 
     storage: str
@@ -43,16 +48,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the run showed, by the nodes' names; a storage bears the name of the node that makes it.
+    """Findings of the run, by node name; a storage bears the name of the node that makes it.
 
     Attributes:
-        storages: the storages of a node's values.
-        makes: those of them that are new.
-        reads: the storages of its arguments.
-        writes: those of its arguments that it overwrites.
+        storages: storages of a node's results.
+        makes: new storages among the results.
+        reads: storages of a node's arguments.
+        writes: storages of the arguments that a node overwrites.
         sizes: bytes of each storage.
-        places: how a node's value lies in its storage, where it is one tensor.
-        layouts: strides of all that a node gives.
+        places: position of a node's result in its storage, where the result is a single tensor.
+        layouts: strides of all results of a node.
     """
 
     storages: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -72,15 +77,15 @@ def seen(
     mode: FakeTensorMode,
     layouts: Mapping[str, Layout] | None = None,
 ) -> Seen:
-    """Run a graph and note what its nodes do.
+    """Run a graph on tensors without bytes and record the storages of each node.
 
     Args:
         graph: of operators alone.
-        owner: the module of its constants.
+        owner: module that holds the graph's constants.
         arguments: by name, made under `mode`.
-        drawn: what the nodes that draw give, by number.
+        drawn: results of the draw nodes, by number.
         mode: for tensors without bytes.
-        layouts: of nodes whose results lie otherwise than operators on such tensors say.
+        layouts: strides of nodes whose results lie otherwise on the device than the traced operators say.
     """
     found = Seen()
     named: dict[int, str] = {}
@@ -93,7 +98,9 @@ def seen(
                 values[node] = arguments[node.name]
             elif node.op == "get_attr":
                 constant = getattr(owner, str(node.target))
-                place = next(iter(arguments.values())).device  # where it is when the graph runs
+                place = next(
+                    iter(arguments.values())
+                ).device  # where the graph runs; the constant may lie elsewhere now
                 values[node] = torch.empty_strided(
                     constant.size(), constant.stride(), dtype=constant.dtype, device=place
                 )
@@ -109,7 +116,7 @@ def seen(
 
 
 def layout_of(value: Any) -> Layout:
-    """The strides of what a node gives.
+    """Return the strides of a node's results.
 
     Args:
         value: a tensor, or several.
@@ -118,22 +125,25 @@ def layout_of(value: Any) -> Layout:
 
 
 def is_like(layout: Layout, other: Layout) -> bool:
-    """Whether tensors lie alike; where there is one in one of them alone, which nobody uses then, nothing is compared.
+    """Whether the results of two runs of a node lie alike in memory.
+
+    A result that is a tensor in only one of the runs is not compared, because no node uses such a result.
 
     Args:
-        layout: of what a node gives.
-        other: of the same node.
+        layout: of a node's results.
+        other: of the same node's results in another run.
     """
     return all(a is None or b is None or a == b for a, b in zip(layout, other, strict=False))
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
+    # The stride of a dimension of at most one element places nothing, and kernels and fake tensors disagree there.
     each = zip(tensor.stride(), tensor.size(), strict=True)
     return tuple(stride if size > 1 and tensor.numel() else 0 for stride, size in each)
 
 
 def _laid(value: Any, layout: Layout) -> Any:
-    """What a node gives, with its tensors of other strides made anew."""
+    """Return a node's results, with tensors made anew where their strides differ from a layout."""
     leaves, structure = tree_flatten(value)
     for place, strides in enumerate(layout[: len(leaves)]):
         one = leaves[place]
@@ -143,7 +153,7 @@ def _laid(value: Any, layout: Layout) -> Any:
 
 
 def overwritten(node: fx.Node) -> tuple[list[fx.Node], bool]:
-    """The arguments that a node overwrites, and whether it leaves them alone if it is given none in their place."""
+    """Return the arguments that a node overwrites, and whether None in their place leaves them untouched."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return [], False
@@ -160,7 +170,11 @@ def overwritten(node: fx.Node) -> tuple[list[fx.Node], bool]:
 
 
 def without_statistics(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a node that is computed again, which leaves running statistics as they are."""
+    """Return a node's arguments for a recomputation, with None in place of running statistics.
+
+    The first run has updated the statistics already, and a second update would make them differ from the unplanned
+    step.
+    """
     schema = getattr(node.target, "_schema", None)
     if schema is None or schema.name not in _RUNNING_STATISTICS:
         return args
@@ -173,7 +187,7 @@ def _note(found: Seen, named: dict[int, str], node: fx.Node, values: dict[fx.Nod
     made: list[str] = []
     own: list[str] = []
     for number, tensor in enumerate(tensors):
-        key = tensor.untyped_storage()._cdata  # noqa: SLF001 - what tells storages apart; all are alive until the end
+        key = tensor.untyped_storage()._cdata  # noqa: SLF001 - unique as long as all values are alive
         if key not in named:
             named[key] = node.name if len(tensors) == 1 else f"{node.name}.{number}"
             found.sizes[named[key]] = tensor.untyped_storage().nbytes()

@@ -1,9 +1,9 @@
-"""The sub-array constructor: into which sub-arrays the trials of a device may be divided, and which of them make pairs.
+"""Sub-array constructor: the ways to divide a device's trials into sub-arrays, and to pair the sub-arrays.
 
-Source: §3.2 of the paper, step 1. Differs: the paper lists four partitions of eight trials, in which pairs are of
-equal size. Its rule, an even number of sub-arrays, admits twelve, and all are tried, as far as they can be better
-than the best one known. Pairs may join sub-arrays of different architectures, which is the paper's future work. A
-single trial is a pair without a partner.
+Source: §3.2 of the paper, step 1. Differs: the paper lists four partitions of eight trials, with pairs of equal size.
+The paper's rule, an even number of sub-arrays, admits twelve. The planner tries all admitted partitions, as far as they
+can beat the best known partition. Pairs may join sub-arrays of different architectures, which is the paper's future
+work. A single trial is a pair without a partner.
 """
 
 import itertools
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class SubArray:
-    """Trials fused into one.
+    """Trials fused into a single model.
 
     Attributes:
-        architecture: what they have in common.
-        size: how many they are.
+        architecture: common to the trials.
+        size: number of trials.
     """
 
     architecture: str
@@ -26,11 +26,11 @@ class SubArray:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Sub-arrays that are run in turn: the backward of one with the forward of the other.
+    """Sub-arrays that run in turn: the backward of one with the forward of the other.
 
     Attributes:
-        first: one of them.
-        second: the other; None for one that is left over.
+        first: a sub-array.
+        second: its partner; None for a sub-array without a partner.
     """
 
     first: SubArray
@@ -38,12 +38,14 @@ class Pair:
 
     @property
     def sub_arrays(self) -> tuple[SubArray, ...]:
-        """One or two."""
+        """The sub-arrays of the pair, 1 or 2."""
         return (self.first,) if self.second is None else (self.first, self.second)
 
 
 def partitions(num_trials: int) -> Iterator[tuple[int, ...]]:
-    """The sizes of an even number of sub-arrays of so many trials, largest first; of one trial, the trial alone.
+    """Yield the sizes of sub-arrays, largest first, for each division of the trials into an even number of sub-arrays.
+
+    A single trial is yielded alone, as `(1,)`.
 
     Raises:
         ValueError: fewer than one trial.
@@ -59,10 +61,12 @@ def partitions(num_trials: int) -> Iterator[tuple[int, ...]]:
 
 
 def mixed_partitions(trials: Mapping[str, int]) -> Iterator[tuple[SubArray, ...]]:
-    """Sub-arrays of several architectures; an even number of them in all wherever there are two trials or more.
+    """Yield divisions of trials of several architectures into sub-arrays.
+
+    The number of sub-arrays is even wherever there are two trials or more.
 
     Args:
-        trials: how many there are, by architecture.
+        trials: number of trials, by architecture.
 
     Raises:
         ValueError: an architecture without trials.
@@ -78,16 +82,18 @@ def mixed_partitions(trials: Mapping[str, int]) -> Iterator[tuple[SubArray, ...]
 
 
 def pairs(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) -> list[Pair]:
-    """Pair the sub-arrays whose iterations take the closest times; of an odd number, the one that fits worst stays alone.
+    """Pair the sub-arrays whose iterations take the closest times.
+
+    Of an odd number of sub-arrays, the sub-array that fits worst stays without a partner.
 
     Args:
-        sub_arrays: of one partition.
-        seconds: what an iteration of a sub-array takes.
+        sub_arrays: of a single partition.
+        seconds: sub-array -> seconds of an iteration.
     """
     in_order = sorted(sub_arrays, key=lambda one: (seconds(one), one))
     if len(in_order) % 2 == 0:
         return [Pair(a, b) for a, b in zip(in_order[::2], in_order[1::2], strict=True)]
-    # Neighbours in order are the closest pairs, so whoever is left out has an even number on either side.
+    # Neighbours in order are the closest pairs, so the sub-array left out has an even number of others on either side.
     ways = [(in_order[:at] + in_order[at + 1 :], in_order[at]) for at in range(0, len(in_order), 2)]
     rest, left = min(ways, key=lambda way: _apart(way[0], seconds))
     return [*pairs(rest, seconds), Pair(left, None)]
@@ -96,20 +102,22 @@ def pairs(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) 
 def within(
     num_trials: int, seconds: Callable[[int], float], best_seconds: Callable[[], float]
 ) -> Iterator[tuple[int, ...]]:
-    """Partitions that may be faster than the best one known when they come; others are left out unseen.
+    """Yield the partitions that may still beat the best known time when the search reaches them.
 
-    A partition takes at least what its sub-arrays compute, one after the other. Sub-arrays are added largest first,
-    so that a beginning which takes too long already ends all partitions that begin so.
+    A partition takes at least the compute time of its sub-arrays, one after the other. The search adds sub-arrays
+    largest first, so a prefix that is too slow already rules out all partitions with the same prefix.
 
     Args:
         num_trials: to divide.
-        seconds: what the operators of an iteration take in a sub-array of this size.
-        best_seconds: what the best one known takes; asked again and again.
+        seconds: size of a sub-array -> seconds that the operators of an iteration take.
+        best_seconds: returns the best known time; called again for each prefix, since the time falls during the search.
     """
     if num_trials == 1:
         if seconds(1) < best_seconds():
             yield (1,)
         return
+    # Least seconds per trial in sub-arrays of at most so many trials. Later parts are never larger than earlier ones,
+    # so this bounds the rest of a partition from below.
     each = [min(seconds(size) / size for size in range(1, largest + 1)) for largest in range(1, num_trials + 1)]
 
     def added(parts: tuple[int, ...], rest: int, so_far: float) -> Iterator[tuple[int, ...]]:
