@@ -1,7 +1,7 @@
-"""What a sub-array takes where each storage is an allocation of its own, of whole units of the allocator's.
+"""Memory of a sub-array whose storages are allocations of their own, in whole units of the allocator.
 
-A GPU's allocator gives 512 bytes for a number, and steps of several trials have hundreds of small storages. On a CPU budgets
-are held by ledgers alone, which count bytes.
+A GPU's allocator gives 512 bytes for a single number, and steps of several trials have hundreds of small storages. On a
+CPU only the ledgers hold budgets, and the ledgers count bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from hydra_tune.fusion.planner.step_graph import StepGraph
 
 
 def allocated(array: Array, step: StepGraph, rounding: int) -> Array:
-    """A sub-array with its storages as large as they lie in memory.
+    """Return a sub-array with storages as large as their allocations.
 
-    Parameters, buffers and optimizer state stay as they are: several lie in one allocation, which others count.
+    Parameters, buffers and optimizer state stay as they are: several share an allocation, which is counted elsewhere.
 
     Args:
-        array: profiled; what its operators work in holds the rounding of what they make.
-        step: its graph.
-        rounding: bytes to which the allocator rounds; 1 leaves all as it is.
+        array: profiled; an operator's workspace includes the rounding of the storages that the operator makes.
+        step: graph of the sub-array.
+        rounding: unit of the allocator in bytes; 1 leaves everything as it is.
     """
     if rounding == 1:
         return array
@@ -37,15 +37,15 @@ def allocated(array: Array, step: StepGraph, rounding: int) -> Array:
 
 
 def _without(op: Op, beyond: Mapping[str, int]) -> Op:
-    """An operator that does not work in what its results are rounded by."""
+    """Return an operator whose workspace excludes the rounding of its results."""
     return replace(op, workspace_bytes=max(0, op.workspace_bytes - sum(beyond[name] for name in op.makes)))
 
 
 def on_all(arrays: Sequence[Array]) -> Array:
-    """A sub-array as it was profiled on several kinds of devices: with the first's times, and room on any of them.
+    """Return a sub-array with the times of the first profile, and with enough workspace for all profiled devices.
 
     Args:
-        arrays: of one graph.
+        arrays: profiles of a single graph on several kinds of devices.
     """
     first = arrays[0]
     if len(arrays) == 1:

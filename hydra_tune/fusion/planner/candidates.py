@@ -1,14 +1,16 @@
-"""Algorithm F: the candidates, and what a decision changes for those that are left.
+"""Algorithm F: the candidates, and the effect of a decision on the remaining candidates.
 
 Differs from the algorithm as printed:
-* Not every feature map is a candidate: those of less than a 512th of the largest one's bytes are kept.
-* A candidate whose source has been swapped, and which cannot be computed from that one's own sources (they are
-  random, or overwritten by then), keeps it as its source, and the swapped map comes back sooner.
-* Line 8: a candidate takes over the operators of what was its source, and one that both need counts once; the times
-  are not added up.
-* Lines 17 and 18: how often a source of what was decided on would be computed is counted over all recomputations, as
-  lines 9 to 14 do: once for itself and once for each that has it as a source and needs it while it is not there. The
-  `recomp_cnt` of what was decided on leaves out the source's own recomputation, and others that have it as a source.
+* Not every feature map is a candidate: a map with less than a 512th of the largest map's bytes is kept.
+* A candidate may keep a swapped map as its source, although the swapped map's own sources would replace the map. This
+  happens if those cannot compute the candidate (random, or overwritten by then). The swapped map then comes back
+  sooner.
+* Line 8: a candidate takes over the operators of its former source. An operator that both need counts once, so the
+  times are not simply added up.
+* Lines 17 and 18: for a source of the decided map, the number of computations is counted over all recomputations, as
+  lines 9 to 14 do: once for the source itself, and once for each recomputation that reads the source while the source
+  is away. The `recomp_cnt` of the decided map would leave out the source's own recomputation, and other maps with the
+  same source.
 """
 
 from hydra_tune.fusion.planner.arrays import Array
@@ -21,11 +23,11 @@ SMALLEST_SHARE = 512
 
 
 def candidates_of(array: Array, side: int) -> dict[str, Candidate]:
-    """The feature maps of a sub-array that may be swapped or recomputed.
+    """Return the feature maps of a sub-array that may be swapped or recomputed, by name.
 
     Args:
-        array: of the sub-array.
-        side: which of the schedule's it is.
+        array: the sub-array.
+        side: index of the sub-array in the schedule.
     """
     found = {}
     largest = max((one.num_bytes for one in array.maps.values()), default=0)
@@ -43,21 +45,21 @@ def candidates_of(array: Array, side: int) -> dict[str, Candidate]:
 
 
 def seconds_of(array: Array, ops: frozenset[int]) -> float:
-    """What running forward operators again takes."""
+    """Seconds to run forward operators again."""
     return sum(array.forward[rank].seconds for rank in ops)
 
 
 def updated_candidates(
     array: Array, decisions: Decisions, decided: Candidate, count: int, candidates: dict[str, Candidate]
 ) -> None:
-    """Take a decision into account.
+    """Update the remaining candidates after a decision.
 
     Args:
-        array: of the sub-array.
-        decisions: for it, with the new one.
-        decided: what has been decided on.
-        count: how many times it is recomputed in a step; 0 if it is swapped.
-        candidates: of the same sub-array, without the decided one; changed.
+        array: the sub-array.
+        decisions: for the sub-array, with the new decision.
+        decided: the candidate that the decision is about.
+        count: number of recomputations of the decided map in a step; 0 after a swap.
+        candidates: of the same sub-array, without the decided candidate; changed.
     """
     for one in candidates.values():
         if decided.name in one.sources and not is_there(decided, one):
@@ -79,6 +81,9 @@ def _replace_source(
 
 
 def _times(decisions: Decisions, one: Candidate) -> int:
-    """How often it would be computed in a step: for itself, and for each recomputation whose source it is."""
+    """Number of computations of a candidate in a step.
+
+    The candidate is computed once for itself, and once for each recomputation that reads the map while the map is away.
+    """
     others = decisions.recomputes.values()
     return 1 + sum(one.name in other.sources and not is_there(one, other) for other in others)

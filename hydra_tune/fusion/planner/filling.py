@@ -1,4 +1,4 @@
-"""Arguments of nodes with places in a list of values: quick to fill in, in one way for whoever runs graphs."""
+"""Arguments of nodes as places in a list of values: quick to fill in, and in the same way for all who run graphs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class _At:
-    """Stands for a node's value."""
+    """Place of a node's value."""
 
     place: int
 
 
 def located(value: Any, places: Mapping[fx.Node, int]) -> Any:
-    """Arguments, or one of them, with places.
+    """Return arguments, or an element of them, with places instead of nodes.
 
     Args:
-        value: a tuple, a dict, or whatever is in them.
+        value: a tuple, a dict, or an element.
         places: of the nodes' values.
     """
     if isinstance(value, fx.Node):
@@ -31,12 +31,13 @@ def located(value: Any, places: Mapping[fx.Node, int]) -> Any:
 
 
 def filled(value: Any, values: list[Any]) -> Any:
-    """Arguments with values.
+    """Return arguments with values instead of places.
 
     Args:
-        value: as `located` gives it.
+        value: from `located`.
         values: by place.
     """
+    # Exact types are quicker than `isinstance`, and suffice because `located` makes plain tuples, lists and dicts.
     kind = type(value)
     if kind is _At:
         return values[value.place]

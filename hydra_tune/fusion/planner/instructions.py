@@ -1,8 +1,8 @@
-"""Instructions: what is run, moved, recomputed and freed; and operators that follow one another, added up at once.
+"""Instructions of a segment (runs, copies, recomputations, deletions), and prefix sums over consecutive operators.
 
-Note: speed. A plan takes thousands of simulations of its segments, and between the few places where something is decided
-operators only follow one another. What they take and need is added up once for a sub-array (`Line`); a simulation looks it
-up for a whole stretch of them. Times are whole picoseconds there, so that sums do not depend on where a stretch is cut.
+Note: speed. Planning simulates each segment thousands of times, and between the few places with a decision, operators
+just follow each other. `Line` adds up the time and memory of a sub-array's operators once, and a simulation looks up a
+whole stretch of them. A line counts time in whole picoseconds, so that a sum does not depend on where a stretch is cut.
 """
 
 from bisect import bisect_left
@@ -17,12 +17,12 @@ TICKS = 10**12
 
 
 def ticks(seconds: float) -> int:
-    """Picoseconds, rounded."""
+    """Convert seconds to picoseconds, rounded."""
     return round(seconds * TICKS)
 
 
 class Kind(StrEnum):
-    """What an instruction does."""
+    """Action of an instruction."""
 
     RUN = "run"
     RERUN = "recompute"
@@ -35,22 +35,22 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """One of a segment's.
+    """An action of a segment.
 
     Attributes:
-        kind: what it does.
-        side: for which sub-array.
-        is_backward: whether it belongs to that one's backward.
-        rank: of the operator; of the next one, where it is none.
-        storage: what is moved or deleted; what is recomputed.
+        kind: the action.
+        side: index of the sub-array.
+        is_backward: whether the instruction belongs to the sub-array's backward.
+        rank: of the operator; of the next operator, where the instruction is none.
+        storage: moved, deleted or recomputed.
         seconds: of the operator or the copy.
-        hand_seconds: that a copy takes of the thread that computes.
-        is_at_once: whether that thread makes the copy.
-        makes: storages that are there from its beginning.
-        frees: storages that are not there after its end.
+        hand_seconds: time of the computing thread that a copy takes.
+        is_at_once: whether the computing thread makes the copy itself.
+        makes: storages that are on the device from the beginning of the instruction.
+        frees: storages that leave the device with the end of the instruction.
         made_bytes: bytes of `makes`.
         freed_bytes: bytes of `frees`.
-        workspace_bytes: what the operator needs while it runs.
+        workspace_bytes: memory that the operator needs while running.
     """
 
     kind: Kind
@@ -69,18 +69,18 @@ class Instruction:
 
 
 class Line:
-    """The operators of a sub-array's forward or backward in order, or those that recompute a map, with sums.
+    """Consecutive operators with prefix sums: a sub-array's forward or backward, or the recomputation of a map.
 
     Args:
-        instructions: one for each operator, all of one kind.
+        instructions: for each operator, all of the same kind.
 
     Attributes:
-        instructions: these.
-        is_again: whether they recompute.
-        is_backward: whether they are of the backward otherwise.
-        before: bytes before each operator, and behind the last, beyond those at the beginning.
-        during: bytes while each operator runs, likewise.
-        clock: ticks until each operator begins, and the last ends.
+        instructions: as given.
+        is_again: whether the operators recompute.
+        is_backward: whether the operators are of the backward, and do not recompute.
+        before: bytes before each operator, and behind the last, relative to the beginning.
+        during: bytes while each operator runs, relative to the beginning.
+        clock: ticks until each operator begins, and until the last ends.
     """
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
@@ -91,18 +91,20 @@ class Line:
         needs = (one.made_bytes + one.workspace_bytes for one in instructions)
         self.during = [before + need for before, need in zip(self.before, needs, strict=False)]
         self.clock = list(accumulate((ticks(one.seconds) for one in instructions), initial=0))
-        self._tops = [list(range(len(self.during)))]  # place of the most in so many operators, by powers of two
+        self._tops = [list(range(len(self.during)))]  # see `top`
         while len(shorter := self._tops[-1]) > (half := 1 << len(self._tops) - 1):
             self._tops.append([self._higher(left, right) for left, right in zip(shorter, shorter[half:], strict=False)])
 
     def top(self, begin: int, end: int) -> int:
-        """The first place of the most bytes in a stretch, which is not empty."""
+        """Return the first place of the most bytes in a stretch, which must not be empty."""
+        # A sparse table: row `power` has the place of the maximum of every `2**power` operators, and two such ranges
+        # cover the stretch. On a tie the first place wins, as in a simulation operator by operator.
         power = (end - begin).bit_length() - 1
         row = self._tops[power]
         return self._higher(row[begin], row[end - (1 << power)])
 
     def first_above(self, begin: int, end: int, num_bytes: int) -> int:
-        """The first operator of a stretch that needs more than so many bytes; the stretch's end if none does."""
+        """Return the first operator of a stretch that needs more than so many bytes; the stretch's end if none does."""
         if self.during[self.top(begin, end)] <= num_bytes:
             return end
         while end - begin > 1:
@@ -114,7 +116,7 @@ class Line:
         return begin
 
     def first_after(self, begin: int, end: int, num_ticks: int) -> int:
-        """The first operator of a stretch at whose end so many ticks have gone by since its beginning; its end if none."""
+        """Return the first operator of a stretch by whose end so many ticks have passed; the stretch's end if none."""
         return bisect_left(self.clock, self.clock[begin] + num_ticks, begin + 1, end + 1) - 1
 
     def _higher(self, left: int, right: int) -> int:
@@ -122,12 +124,12 @@ class Line:
 
 
 class Stretch(NamedTuple):
-    """Operators that follow one another, with nothing between.
+    """Consecutive operators of a line, with no other instruction between.
 
     Attributes:
-        line: whose they are.
-        begin: the first one's rank.
-        end: the rank behind the last.
+        line: of the operators.
+        begin: rank of the first operator.
+        end: rank behind the last operator.
     """
 
     line: Line

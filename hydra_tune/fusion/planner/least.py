@@ -1,9 +1,10 @@
-"""What bounds the memory of all plans from below: the operator that needs most beside what no plan takes away.
+"""Lower bound of the memory of all plans: the operator that needs most beside the storages that no plan takes away.
 
-A plan takes feature maps away between their last use in the forward and their first in the backward, and those that it may
-bring back several times also between their uses there. So there are at each operator, whatever is decided: what only the
-forward or only the backward uses, while it is used; feature maps from making to last use in the forward, and from first to
-last use in the backward, or at their uses alone; and maps that are never moved, for they are small, always.
+A plan takes a feature map away between the last use in the forward and the first use in the backward. A map that may
+come back several times is away between its uses in the backward as well. So every plan has on the device, at each
+operator: storages that only the forward or only the backward uses, while in use; feature maps from making to last use
+in the forward, and from first to last use in the backward, or at the uses alone; and at all times the maps that are
+never moved because they are small.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +17,14 @@ from hydra_tune.fusion.planner.candidates import candidates_of
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The bound of a sub-array; a pair's is that of the one that needs more, for they need not be there together.
+    """Memory bound of a sub-array.
+
+    The bound of a pair is the larger bound of its sub-arrays, because the two needs do not have to coincide.
 
     Attributes:
         num_bytes: beside static tensors.
-        op: the operator that needs it.
-        used_bytes: of what that one reads, makes and works in.
+        op: the operator that needs them.
+        used_bytes: of the storages that the operator reads and makes, and of its workspace.
     """
 
     num_bytes: int
@@ -30,7 +33,7 @@ class Least:
 
 
 def least(array: Array) -> Least:
-    """Less than this no plan needs.
+    """Return the memory that every plan of a sub-array needs at least.
 
     Args:
         array: the sub-array.
@@ -58,7 +61,7 @@ def _needs(
     returns: Mapping[int, Sequence[str]],
     there: set[str],
 ) -> Iterator[Least]:
-    """What each operator needs; `there` is what is there before the first, and then behind the last."""
+    """Yield the need of each operator, and update `there`, the storages that stay on the device before and after."""
     for rank, op in enumerate(ops):
         there.update(op.makes, returns.get(rank, ()))
         used = {name for name in (*op.reads, *op.writes, *op.makes) if name in array.sizes}
@@ -71,7 +74,7 @@ def _needs(
 
 
 def _forward_ends(array: Array, kept: AbstractSet[str]) -> dict[int, list[str]]:
-    """What need not be there any more behind each forward operator."""
+    """Storages that may leave the device behind each forward operator."""
     ends = {rank: list(names) for rank, names in array.forward_ends.items()}
     for name, one in array.maps.items():
         if name not in kept:

@@ -1,13 +1,13 @@
-"""A schedule's segment as a list of instructions: what is run, moved, recomputed and freed, in order.
+"""Lowering of a schedule's segment to a list of instructions: runs, copies, recomputations and deletions, in order.
 
 Note: room. A swapped storage is freed when its copy to the host has ended, not when the copy begins (Algorithm G as
-printed frees it at once). Where that is depends on time, so it is an instruction of its own: it is put where the copy
-will have ended, or sooner, before an operator for which there would be no room, which then waits. So the bytes on the
-device are a function of the list.
+printed frees the storage at once). The end depends on time, so the release is an instruction of its own. The lowering
+puts the release where the copy will have ended. If an operator would find no room before then, the release comes
+sooner, and the operator waits. The bytes on the device are therefore a function of the list.
 
-Schedules that are compared differ in a few decisions. Instructions do not depend on decisions, but for which of them
-there are and what sources of recomputations are freed late; each is made once for a sub-array (`Array.lowered`) and used
-again. So are those that follow one another, whole stretches at a time (note on speed in `instructions.py`).
+Note: reuse. A search compares schedules that differ in a few decisions. Decisions change which instructions there are,
+and which sources of recomputations are freed late, but no instruction otherwise. So each instruction is made once for a
+sub-array (`Array.lowered`) and used again, as are whole stretches of operators (note on speed in `instructions.py`).
 """
 
 from bisect import bisect_left
@@ -22,11 +22,11 @@ from hydra_tune.fusion.planner.schedule import Decisions, Schedule, Segment
 
 
 def lowered(schedule: Schedule, segment: Segment) -> list[Instruction]:
-    """The instructions of a segment.
+    """Return the instructions of a segment.
 
     Args:
-        schedule: what has been decided.
-        segment: one of its segments or ends.
+        schedule: the decisions.
+        segment: a segment or an end of the schedule.
     """
     found: list[Instruction] = []
     for one in stretched(schedule, segment):
@@ -38,11 +38,11 @@ def lowered(schedule: Schedule, segment: Segment) -> list[Instruction]:
 
 
 def stretched(schedule: Schedule, segment: Segment) -> list[Instruction | Stretch]:
-    """The same, with operators that follow one another as stretches.
+    """Return the instructions of a segment, with consecutive operators as stretches.
 
     Args:
-        schedule: what has been decided.
-        segment: one of its segments or ends.
+        schedule: the decisions.
+        segment: a segment or an end of the schedule.
     """
     return _Lowering(schedule, segment).pieces()
 
@@ -54,12 +54,12 @@ def kept_bytes(array: Array, decisions: Decisions) -> int:
 
 
 def copied(storage: str, made_for: str) -> str:
-    """What a storage is called that is made again on the way to another."""
+    """Return the name of a storage that is made again on the way to another storage."""
     return f"{storage}@{made_for}"
 
 
 class _Side:
-    """What the lowering asks of one sub-array: what is the same for all schedules, and what decisions change of it."""
+    """A sub-array as the lowering sees it: instructions common to all schedules, and the changes by decisions."""
 
     def __init__(self, schedule: Schedule, side: int) -> None:
         self.array, self.decisions, self.side = schedule.arrays[side], schedule.decisions[side], side
@@ -114,12 +114,12 @@ class _Side:
             self.recomputed.setdefault(one.first_backward, []).append(one)
 
     def _returns(self, one: FeatureMap, each: Mapping[int, int]) -> set[int]:
-        """Send for a map again before the uses behind its absences; ranks behind which it is taken away for them."""
+        """Add the copies back after a map's absences; return the ranks behind which the map is freed for an absence."""
         uses, found = self.decisions.uses(one, self.array.backward_ranks[one.name]), set[int]()
         for left, prompt in each.items():
             next_use = bisect_left(uses, left + 1)
             if not 0 < next_use < len(uses) or uses[next_use - 1] in found:
-                continue  # a recomputation that needed it there has been undone, or needs it now
+                continue  # a recomputation that needed the map there has been undone, or needs the map only now
             last, need = uses[next_use - 1], uses[next_use]
             found.add(last)
             if one.name not in self.array.at_once:
@@ -128,7 +128,10 @@ class _Side:
         return found
 
     def _change_ends(self, needs: Mapping[str, tuple[int, int]], away: Mapping[str, set[int]]) -> None:
-        """Sources of recomputations are freed where the last of those has used them, and maps where they are taken away."""
+        """Change the backward operators that free feature maps.
+
+        A source of recomputations is freed behind the last of them, and a returning map is freed before each absence.
+        """
         maps, base = self.array.maps, self.array.all_backward_ends
         later = {name: last for name, (_, last) in needs.items() if last != maps[name].last_backward}
         for rank in {*later.values(), *(maps[name].last_backward for name in later), *chain(*away.values())}:
@@ -137,13 +140,14 @@ class _Side:
             left += [name for name, last in later.items() if last == rank]
             left += [name for name, ranks in away.items() if rank in ranks]
             ends = (*own, *sorted(left, key=self.array.order.__getitem__))
+            # The key holds the freed storages, so all decisions that free the same storages here share the instruction.
             key = ("ends", rank, ends)
             if key not in self.known:
                 self.known[key] = self._run(rank, self.array.backward[rank], ends, "backward")
             self.changed[rank] = self.known[key]
 
     def move(self, kind: Kind, one: FeatureMap, rank: int) -> Instruction:
-        """A copy, its end, or a deletion, when so many operators have run."""
+        """Return a copy, the end of a copy, or a deletion, after `rank` operators have run."""
         key = (kind, one.name, rank)
         if key not in self.known:
             freed = (one.name,) if kind in (Kind.DELETE, Kind.RELEASE) else ()
@@ -169,7 +173,7 @@ class _Side:
         return found
 
     def again(self, one: FeatureMap) -> Line:
-        """What recomputes a feature map."""
+        """Return the operators that recompute a feature map."""
         how = self.decisions.recomputes[one.name]
         key = ("again", one.name, how.ops)
         if key not in self.known:
@@ -185,6 +189,8 @@ class _Side:
             op = ops[rank]
             made.update(op.makes)
             ended = sorted(storage for storage in made if last[storage] == rank and storage != one.name)
+            # Storages made on the way get names of their own, since the originals, or copies for other maps, may exist
+            # too.
             yield Instruction(
                 kind=Kind.RERUN,
                 side=self.side,
@@ -232,6 +238,8 @@ class _Lowering:
                 self._run(side.move(Kind.PREFETCH, sent, rank))
             if rank in multiplexed:
                 self._forward_to(multiplexed[rank])
+            # Recomputations wait for their sources alone, and run beside the copies of the other maps (Algorithm H,
+            # lines 11 to 18).
             wanted = sorted(side.recomputed.get(rank, ()), key=lambda one: one.made)
             sources = {source for one in wanted for source in side.decisions.recomputes[one.name].sources}
             self._arrive(side, [one for one in side.arrivals.get(rank, ()) if one.name in sources], rank)
@@ -244,7 +252,7 @@ class _Lowering:
         self._run_all(line, done, len(line.instructions))
 
     def _arrive(self, side: _Side, maps: Sequence[FeatureMap], rank: int) -> None:
-        """Wait for copies back: what is recomputed is beside those that are not its sources (Algorithm H, lines 11 to 18)."""
+        """Wait for copies back; small maps are copied only here, by the computing thread."""
         for one in maps:
             if one.name in side.array.at_once:
                 self._run(side.move(Kind.PREFETCH, one, rank))
@@ -268,14 +276,18 @@ class _Lowering:
         if one.name in side.array.at_once:
             self._release(side.side, one)
             return
+        # All copies to the host share a link, so a copy begins when the previous copy has ended.
         self._link_free = max(self._link_free, self._now) + ticks(one.out_seconds)
         self._leaving.append((self._link_free, side.side, one))
 
     def _run_all(self, line: Line, begin: int, end: int) -> None:
-        """Add operators of a line: as `_run` each of them."""
+        """Add a stretch of a line, with the same result as `_run` for each operator."""
         while begin < end:
             stop = end
             if self._leaving:
+                # Only a copy to the host can free memory here. Stop before the first operator without room, so that the
+                # oldest copy ends first, and behind the operator during which the oldest copy ends, so that its release
+                # follows.
                 stop = line.first_above(begin, end, self._limit - self._live + line.before[begin])
                 if stop == begin:
                     self._end_copy()
@@ -290,7 +302,7 @@ class _Lowering:
             begin = stop
 
     def _run(self, one: Instruction) -> None:
-        """Add an instruction: behind the ends of copies whose room it needs, before those of copies that have ended."""
+        """Add the releases whose room an instruction needs, the instruction, and then the releases that are due."""
         while self._leaving and self._live + one.made_bytes + one.workspace_bytes > self._limit:
             self._end_copy()
         self._live += one.made_bytes - one.freed_bytes
@@ -317,7 +329,7 @@ class _Lowering:
 
 
 def start_bytes(schedule: Schedule, segment: Segment) -> int:
-    """What is on the device when a segment begins."""
+    """Bytes on the device when a segment begins."""
     side = segment.backward
     return schedule.static_bytes + (0 if side is None else kept_bytes(schedule.arrays[side], schedule.decisions[side]))
 

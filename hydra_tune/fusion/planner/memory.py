@@ -1,8 +1,8 @@
-"""Algorithm G: how many bytes are on the device, instruction by instruction.
+"""Algorithm G: the bytes on the device, instruction by instruction.
 
-Differs: the paper adds up five sums over tensors, of which `static_mem` and, in line 3, what is swapped or recomputed
-are counted twice; here every storage is counted once, from the instruction that makes it to the one that frees it. A
-swapped storage is freed where its copy has ended (`lowering.py`), not where it begins.
+Differs: the paper adds up five sums over tensors, and counts `static_mem` and, in line 3, swapped and recomputed
+tensors twice. Here every storage is counted once, from the instruction that makes the storage to the instruction that
+frees the storage. A swapped storage is freed where its copy has ended (`lowering.py`), not where the copy begins.
 """
 
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ from hydra_tune.fusion.planner.schedule import Schedule, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a segment needs.
+    """Memory that a segment needs.
 
     Attributes:
-        peak_bytes: the most that is there at once.
-        peak_backward: rank that the backward has come to there.
-        peak_forward: rank that the forward has come to.
-        by_rank: the most that is there before and while each backward operator runs; the last of them, after all.
+        peak_bytes: most bytes on the device at once.
+        peak_backward: rank that the backward has reached at the peak.
+        peak_forward: rank that the forward has reached at the peak.
+        by_rank: most bytes before and during each backward operator; the last entry is for the time after all of them.
     """
 
     peak_bytes: int
@@ -31,21 +31,21 @@ class Memory:
 
 
 def simulated(schedule: Schedule, segment: Segment) -> Memory:
-    """The memory of a segment.
+    """Return the memory that a segment needs.
 
     Args:
-        schedule: what has been decided.
-        segment: of it.
+        schedule: the decisions.
+        segment: of the schedule.
     """
     return followed(stretched(schedule, segment), start_bytes(schedule, segment))
 
 
 def followed(pieces: Iterable[Instruction | Stretch], start: int) -> Memory:
-    """The memory of a list of instructions.
+    """Return the memory that a list of instructions needs.
 
     Args:
         pieces: in order.
-        start: bytes that are there before.
+        start: bytes on the device at the beginning.
     """
     state = _Followed(start)
     for one in pieces:
@@ -57,11 +57,11 @@ def followed(pieces: Iterable[Instruction | Stretch], start: int) -> Memory:
 
 
 def curve(schedule: Schedule, segment: Segment) -> tuple[int, ...]:
-    """Bytes during each instruction of a segment.
+    """Return the bytes on the device during each instruction of a segment.
 
     Args:
-        schedule: what has been decided.
-        segment: of it.
+        schedule: the decisions.
+        segment: of the schedule.
     """
     live, found = start_bytes(schedule, segment), []
     for one in lowered(schedule, segment):
@@ -73,13 +73,13 @@ def curve(schedule: Schedule, segment: Segment) -> tuple[int, ...]:
 
 class _Followed:
     def __init__(self, start: int) -> None:
-        self._live = self._peak = self._most = start  # the most since the last backward operator
+        self._live = self._peak = self._most = start  # `_most`: since the last backward operator
         self._backward = self._forward = 0
         self._at = (0, 0)
         self._by_rank: list[int] = []
 
     def does(self, one: Instruction) -> None:
-        """An instruction by itself."""
+        """Account for a single instruction."""
         self._live += one.made_bytes
         if not one.is_backward:
             self._forward = one.rank
@@ -95,7 +95,7 @@ class _Followed:
             self._forward = one.rank + 1
 
     def runs(self, one: Stretch) -> None:
-        """Operators that follow one another."""
+        """Account for consecutive operators."""
         line, begin, end = one
         beyond = self._live - line.before[begin]
         top = line.top(begin, end)
@@ -114,7 +114,7 @@ class _Followed:
             self._most = self._live
 
     def memory(self) -> Memory:
-        """What has been found."""
+        """Return the memory found so far."""
         backward, forward = self._at
         by_rank = (*self._by_rank, self._most)
         return Memory(peak_bytes=self._peak, peak_backward=backward, peak_forward=forward, by_rank=by_rank)
@@ -127,6 +127,6 @@ class _Followed:
 
 
 def peak_of(schedule: Schedule) -> tuple[Segment, Memory]:
-    """The segment of a schedule that needs the most memory."""
+    """Return the segment of a schedule that needs the most memory, with its memory."""
     each = [(segment, simulated(schedule, segment)) for segment in schedule.segments]
     return max(each, key=lambda found: found[1].peak_bytes)

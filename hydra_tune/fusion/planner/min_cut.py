@@ -1,12 +1,12 @@
-"""Recomputing alone, by a minimum cut: which feature maps are kept so that the others can be computed from fewest bytes.
+"""Recomputation alone, by a minimum cut: keep the fewest bytes of feature maps from which the others can be computed.
 
 Source: torch's min-cut partitioner with an activation memory budget, on the planner's own storages and measured times.
-Among the forward's storages the cut is looked for that separates what cannot be computed again from what the backward
-uses; what is kept is what it cuts. Where that recomputes more than the limit asks for, maps are kept beside, those that
-take longest to compute for their bytes first (torch's `greedy_knapsack`), as many as there is room for.
+The cut separates storages that cannot be computed again from storages that the backward uses, and the plan keeps the
+maps on the cut. Where the cut recomputes more than the limit asks for, further maps are kept, as many as there is room
+for. Maps that take longest to compute for their bytes are kept first (torch's `greedy_knapsack`).
 
-Differs: storages that only the forward uses are never kept in place of what is made of them, for a plan keeps none but
-feature maps.
+Differs: a storage that only the forward uses is never kept in place of the maps made from the storage, because a plan
+keeps feature maps alone.
 """
 
 from collections.abc import Collection
@@ -25,12 +25,12 @@ _SOURCE, _SINK = "source", "sink"
 
 
 def min_cut(array: Array) -> frozenset[str]:
-    """The feature maps to keep for least memory: all others can be computed again from these.
+    """Return the feature maps to keep for least memory; all others can be computed again from the kept maps.
 
     Args:
         array: the sub-array.
     """
-    import networkx as nx  # noqa: PLC0415 - takes a fifth of a second, and few pools plan anything
+    import networkx as nx  # noqa: PLC0415 - the import takes a fifth of a second, and few pools plan
 
     candidates = candidates_of(array, 0)
     graph = nx.DiGraph()
@@ -38,6 +38,8 @@ def min_cut(array: Array) -> frozenset[str]:
         for name in (*op.makes, *op.writes):
             if name not in array.sizes:
                 continue
+            # Each storage is an edge from "in" to "out", and its capacity is the cost of keeping the storage. A plan
+            # can keep only feature maps, so other edges have infinite capacity.
             is_map = name in array.maps
             graph.add_edge(("in", name), ("out", name), capacity=float(array.sizes[name]) if is_map else inf)
             if is_map:
@@ -54,20 +56,22 @@ def min_cut(array: Array) -> frozenset[str]:
 
 
 def min_cut_planned(schedule: Schedule) -> Schedule:
-    """Recompute what a minimum cut does not keep, and no more of it than the limit asks for.
+    """Recompute maps that a minimum cut does not keep, and no more of them than the limit asks for.
 
     Args:
         schedule: to begin with; left as it is.
 
     Returns:
-        The schedule, which may be above the limit still.
+        The schedule, which may still exceed the limit.
     """
     again: list[Candidate] = []
     for side, array in enumerate(schedule.arrays):
         kept = min_cut(array)
         again += [one for name, one in candidates_of(array, side).items() if one.can_recompute and name not in kept]
+    # The knapsack divides by sizes.
     again = [one for one in again if one.map.num_bytes]
     low, high = 0.0, 1.0
+    # Find the largest share of the bytes that can be kept: a larger share recomputes less and raises the peak.
     for _ in range(_HALVINGS):
         share = (low + high) / 2
         if peak_of(_with(schedule, again, share))[1].peak_bytes <= schedule.limit_bytes:
@@ -82,7 +86,7 @@ def _can_be_computed(candidates: dict[str, Candidate], name: str) -> bool:
 
 
 def _with(schedule: Schedule, again: Collection[Candidate], budget: float, *, is_polished: bool = False) -> Schedule:
-    """All of `again` recomputed, but for what a share of their bytes can keep."""
+    """Recompute all of `again`, except for maps that fit into a share of the bytes of all."""
     each = list(again)
     sizes = [float(one.map.num_bytes) for one in each]
     _, _, wanted = greedy_knapsack(sizes, [one.seconds for one in each], budget * sum(sizes))

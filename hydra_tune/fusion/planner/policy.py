@@ -1,19 +1,19 @@
-"""Algorithm B: which feature maps are swapped and which recomputed, until what is on the device is within the limit.
+"""Algorithm B: swap or recompute feature maps, until the bytes on the device are within the limit.
 
-The candidate that lies idle longest would be swapped, the one that saves most bytes per second would be recomputed;
-whichever delays the step less is done.
+Each round compares two candidates. The candidate that lies idle longest would be swapped, and the candidate that saves
+the most bytes per second would be recomputed. The algorithm takes the choice that delays the step less.
 
 Differs from the algorithm as printed:
-* Line 17: in the recomputing branch it is the recomputed candidate that is taken out.
-* Candidates of both sub-arrays of a pair are decided on together, for what is decided for one shows in both segments.
-* Candidates are those that lie idle at the peak: no other one brings it down.
-* A recomputed source that the update would have overwritten, or that is random, makes a candidate one for swapping
-  alone.
-* Where nothing is left that would bring the peak down, forward operators that were multiplexed there are taken out.
-* Where that does not help either, swapped maps that the backward uses on both sides of the peak are taken away there once
-  more (`returns.py`).
-* When all is decided, swaps that were timed while memory was short everywhere are timed again, and what has proved
-  needless is undone.
+* Line 17: the recomputing branch takes out the recomputed candidate.
+* Candidates of both sub-arrays of a pair are decided on together, because each decision shows in both segments.
+* Candidates are the maps that lie idle at the peak: no other map brings the peak down.
+* A candidate remains for swapping alone, if a source of the candidate is recomputed, and is random or would have been
+  overwritten by the update.
+* Where no candidate is left to bring the peak down, the forward operators multiplexed in the segment are taken out.
+* If the peak is still too high, swapped maps that the backward uses on both sides of the peak leave the device there
+  once more (`returns.py`).
+* At the end, swaps that were timed while memory was short everywhere are timed again, and needless decisions are
+  undone.
 """
 
 from collections.abc import Container, Iterator
@@ -33,11 +33,11 @@ from hydra_tune.fusion.planner.timeline import Times, timed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What may be done.
+    """Actions that a plan may use.
 
     Attributes:
         swaps: whether feature maps may be swapped.
-        recomputes: whether they may be recomputed.
+        recomputes: whether feature maps may be recomputed.
         interleaves: whether forward operators may be multiplexed into a backward.
         is_duplex: whether copies in both directions go side by side.
     """
@@ -50,12 +50,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A step of the algorithm, for people and tests.
+    """A decision of the algorithm, for people and tests.
 
     Attributes:
-        side: of which sub-array.
+        side: index of the sub-array.
         name: of the feature map.
-        case: of the swap; None if it is recomputed.
+        case: of the swap; None for a recomputation.
         seconds: the estimated delay.
     """
 
@@ -66,14 +66,14 @@ class Decided:
 
 
 def planned(schedule: Schedule, policy: Policy | None = None) -> tuple[Schedule, list[Decided]]:
-    """Decide until memory is within the limit, or nothing is left that could help.
+    """Decide until memory is within the limit, or no decision is left that could help.
 
     Args:
         schedule: to begin with; left as it is.
-        policy: what may be done.
+        policy: the allowed actions.
 
     Returns:
-        The schedule, which may be above the limit still, and the decisions in order.
+        The schedule, which may still exceed the limit, and the decisions in order.
     """
     search = _Search(schedule.copy(), policy or Policy())
     search.run()
@@ -83,12 +83,12 @@ def planned(schedule: Schedule, policy: Policy | None = None) -> tuple[Schedule,
 
 
 def recomputed(schedule: Schedule, wanted: Container[tuple[int, str]], *, is_polished: bool) -> Schedule:
-    """Recompute what others have chosen, as far as it can be.
+    """Recompute the feature maps that another algorithm has chosen, as far as possible.
 
     Args:
         schedule: to begin with; left as it is.
-        wanted: sides and feature maps.
-        is_polished: whether what is not needed is undone.
+        wanted: pairs of side and feature map.
+        is_polished: whether needless recomputations are undone.
     """
     search = _Search(schedule.copy(), Policy(swaps=False, interleaves=False))
     search.recompute(wanted)
@@ -105,7 +105,7 @@ class _Search:
         self._candidates = [candidates_of(array, side) for side, array in enumerate(schedule.arrays)]
 
     def run(self) -> None:
-        """Lines 5 to 27."""
+        """Run lines 5 to 27 of the algorithm."""
         while True:
             self._memories = {segment: simulated(self.schedule, segment) for segment in self.schedule.segments}
             segment, memory = max(self._memories.items(), key=lambda found: found[1].peak_bytes)
@@ -132,14 +132,14 @@ class _Search:
                 self._recompute(again)
 
     def recompute(self, wanted: Container[tuple[int, str]]) -> None:
-        """Recompute these, in the order in which they are made."""
+        """Recompute the wanted maps, in the order in which the forward makes them."""
         for candidates in self._candidates:
             for one in list(candidates.values()):
                 if (one.side, one.name) in wanted and self._may_recompute(one):
                     self._recompute(one)
 
     def polish(self) -> None:
-        """Time swaps again, and undo what is not needed; each change is kept if the step is not slower and memory suffices."""
+        """Time swaps again and undo needless decisions, as long as the step does not slow down and memory suffices."""
         seconds = self._seconds(self.schedule)
         for there in self._without_returns():
             found = self._seconds(there)
@@ -151,6 +151,8 @@ class _Search:
                 if changed is None:
                     continue
                 found = self._seconds(changed)
+                # At equal time an undone decision is kept, since the map then moves less; a swap timed again has to be
+                # faster.
                 if found <= seconds and (found < seconds or one.name not in changed.decisions[one.side].swaps):
                     self.schedule, seconds = changed, found
                     break
@@ -158,7 +160,7 @@ class _Search:
                 self.decided.remove(one)
 
     def _without_returns(self) -> Iterator[Schedule]:
-        """The schedule as it is when each comes, without one of the absences between uses."""
+        """Yield the current schedule without one of its absences between uses, for each absence in turn."""
         each = [
             (side, name, left)
             for side, d in enumerate(self.schedule.decisions)
@@ -198,7 +200,7 @@ class _Search:
         return changed
 
     def _seconds(self, schedule: Schedule) -> float:
-        """What a schedule takes; without end if it is above the limit."""
+        """Seconds of a step of a schedule; infinite above the limit."""
         found = Times()
         for segment in schedule.segments:
             pieces = stretched(schedule, segment)
@@ -208,14 +210,14 @@ class _Search:
         return found.seconds
 
     def _unmultiplexed(self, segment: Segment) -> bool:
-        """Take forward operators out of the backward that is above the limit; whether there were any."""
+        """Take the forward operators out of a segment's backward; return whether there were any."""
         if segment.backward is None or not self.schedule.decisions[segment.backward].slots:
             return False
         self.schedule.decisions[segment.backward].slots = {}
         return True
 
     def _returned(self, segment: Segment, memory: Memory) -> bool:
-        """Have a map that is used on both sides of the peak be away there; whether there was one."""
+        """Let a map leave the device at the peak, between two uses; return whether there was such a map."""
         if segment.backward is None or not self._policy.swaps:
             return False
         left = self._candidates[segment.backward]
@@ -223,6 +225,7 @@ class _Search:
         if changed is None:
             return False
         self.schedule = changed
+        # A returning map may not have been swapped before: take such a map off the candidates, as for any other swap.
         for name in left.keys() & changed.decisions[segment.backward].swaps.keys():
             one = left[name]
             self._take(one, 0)
@@ -230,7 +233,7 @@ class _Search:
         return True
 
     def _idle(self, segment: Segment, memory: Memory) -> list[Candidate]:
-        """Candidates that are on the device at the peak, and are not used there."""
+        """Candidates that are on the device at the peak and unused there."""
         found: list[Candidate] = []
         if segment.backward is not None:
             decisions = self.schedule.decisions[segment.backward]
@@ -278,14 +281,18 @@ class _Search:
         updated_candidates(array, self.schedule.decisions[one.side], one, count, left)
 
     def _update_prompts(self, recomputed: Candidate) -> None:
-        """Line 22: sources come back before they are recomputed from; what hides a copy now lets it begin later."""
+        """Move the copies back after a new recomputation (line 22).
+
+        A source comes back before the recomputation. Other copies may begin later, since the recomputation hides part
+        of them.
+        """
         decisions = self.schedule.decisions[recomputed.side]
         array = self.schedule.arrays[recomputed.side]
         at = recomputed.map.first_backward
         for name, prompt in list(decisions.swaps.items()):
             need = decisions.first_need(array.maps[name])
             decisions.swaps[name] = min(prompt, need)
-            later = 0.0 if name in recomputed.sources else recomputed.seconds  # which waits for its sources
+            later = 0.0 if name in recomputed.sources else recomputed.seconds  # a recomputation waits for its sources
             while decisions.swaps[name] < at <= need and array.backward[decisions.swaps[name]].seconds <= later:
                 later -= array.backward[decisions.swaps[name]].seconds
                 decisions.swaps[name] += 1

@@ -1,9 +1,10 @@
-"""Algorithm E: what a decision changes for the recomputations that were decided before.
+"""Algorithm E: the effect of a new recomputation on the recomputations decided before.
 
-Where the map that is now recomputed is a source of them, its own sources and operators take its place, and it is
-computed once more for each. Differs: not where it is on the device anyhow, between its own first and last use in the
-backward (what Algorithm F asks in its line 3). An operator that both need is run once (line 6 adds up their times).
-Recomputations are not changed by a swap: the swapped source comes back before the first of them.
+Where the newly recomputed map is a source of an earlier recomputation, the map's own sources and operators take the
+map's place, and the map is computed once more for each such recomputation. Differs: a map that is on the device anyway,
+between its first and last use in the backward, stays a source (the question in line 3 of Algorithm F). An operator that
+both recomputations need runs once (line 6 adds up the times). A swap changes no recomputation, because the swapped
+source comes back before the first use.
 """
 
 from hydra_tune.fusion.planner.arrays import Array
@@ -12,12 +13,12 @@ from hydra_tune.fusion.planner.schedule import Candidate, Decisions
 
 
 def can_join(array: Array, decisions: Decisions, candidate: Candidate) -> bool:
-    """Whether a candidate can be recomputed wherever recomputations decided before need it.
+    """Whether a candidate can be recomputed wherever earlier recomputations need the candidate.
 
     Args:
-        array: of the sub-array.
-        decisions: for it.
-        candidate: of it.
+        array: the sub-array.
+        decisions: for the sub-array.
+        candidate: of the sub-array.
     """
     return all(
         holds(array, _joined(decisions, one, candidate)[1], one.map.first_backward)
@@ -27,15 +28,15 @@ def can_join(array: Array, decisions: Decisions, candidate: Candidate) -> bool:
 
 
 def updated_recomputations(array: Array, decisions: Decisions, candidate: Candidate) -> int:
-    """Put a candidate's lineage in its place in the recomputations decided before.
+    """Put a candidate's lineage in the candidate's place in the recomputations decided before.
 
     Args:
-        array: of the sub-array.
+        array: the sub-array.
         decisions: changed; the candidate is not yet among them.
-        candidate: that is recomputed from now on.
+        candidate: recomputed from now on.
 
     Returns:
-        How many times it is computed again in a step (`recomp_cnt`).
+        Number of recomputations of the candidate in a step (`recomp_cnt`).
     """
     count = 1
     for one in decisions.recomputes.values():
@@ -49,20 +50,20 @@ def updated_recomputations(array: Array, decisions: Decisions, candidate: Candid
 
 
 def is_there(source: Candidate, other: Candidate) -> bool:
-    """Whether a map that is not kept is on the device when another is first used in the backward (`active_bw_interval`)."""
+    """Whether a map that is not kept is on the device at another's first use in the backward (`active_bw_interval`)."""
     return source.map.first_backward <= other.map.first_backward <= source.map.last_backward
 
 
 def settled(
     decisions: Decisions, one: Candidate, sources: frozenset[str], ops: frozenset[int]
 ) -> tuple[frozenset[str], frozenset[int]]:
-    """A lineage with those of its sources that are recomputed, and not there when it is needed, replaced by theirs.
+    """Return a lineage in which recomputed sources that are away when needed are replaced by their own lineages.
 
     Args:
         decisions: for the sub-array.
-        one: whose lineage it is.
-        sources: of it.
-        ops: of it.
+        one: the map that the lineage computes.
+        sources: of the lineage.
+        ops: of the lineage.
     """
     while True:
         away = (decisions.recomputes[name] for name in sorted(sources) if name in decisions.recomputes)

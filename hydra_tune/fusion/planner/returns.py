@@ -1,7 +1,8 @@
-"""Swapped feature maps that the backward uses twice or more: taken away once more between two uses, where nothing else helps.
+"""Swapped feature maps that leave the device once more between two uses in the backward, where nothing else helps.
 
-Not in the paper, whose maps stay from their first use in the backward to the last. The copy on the host is still there, and
-what the backward leaves as it is need not be sent away again: it is freed behind one use, and copied back before the next.
+The paper has no such step: its maps stay from the first use in the backward to the last. The copy on the host still
+exists, so a map that the backward leaves unchanged need not be copied out again. The map is freed behind a use, and
+copied back before the next use.
 """
 
 from bisect import bisect_left
@@ -13,11 +14,13 @@ from hydra_tune.fusion.planner.schedule import Schedule, Segment
 
 
 def absence(schedule: Schedule, side: int, one: FeatureMap, rank: int) -> tuple[int, int] | None:
-    """The uses of a feature map around a backward operator, where it may be away between them and is not yet.
+    """Return the uses of a feature map before and after a backward operator, if the map may leave in between.
+
+    None where the map may not leave, where the operator uses the map, and where the map is away already.
 
     Args:
-        schedule: what has been decided.
-        side: of which sub-array.
+        schedule: the decisions.
+        side: index of the sub-array.
         one: the feature map.
         rank: of the operator.
     """
@@ -34,13 +37,13 @@ def absence(schedule: Schedule, side: int, one: FeatureMap, rank: int) -> tuple[
 
 
 def returned(schedule: Schedule, segment: Segment, memory: Memory, may_swap: Container[str]) -> Schedule | None:
-    """The schedule with one map more that is away at its peak; None where there is none.
+    """Return the schedule with one more map away at the peak; None where no map qualifies.
 
     Args:
-        schedule: what has been decided; left as it is.
-        segment: of it.
-        memory: of that.
-        may_swap: feature maps of its backward's sub-array that are not swapped and may be.
+        schedule: the decisions; left as it is.
+        segment: of the schedule.
+        memory: of the segment.
+        may_swap: feature maps of the backward's sub-array that are not swapped and may be.
     """
     side = segment.backward
     if side is None:
@@ -50,6 +53,7 @@ def returned(schedule: Schedule, segment: Segment, memory: Memory, may_swap: Con
     for name, one in array.maps.items():
         around = absence(schedule, side, one, memory.peak_backward)
         if around is not None and one.num_bytes and (name in swaps or name in may_swap):
+            # Prefer the map that frees the most bytes for each second of copying back.
             found.append((one.num_bytes / max(one.in_seconds, 1e-12), one, *around))
     if not found:
         return None
@@ -57,13 +61,17 @@ def returned(schedule: Schedule, segment: Segment, memory: Memory, may_swap: Con
     changed = schedule.copy()
     decided = changed.decisions[side]
     decided.swaps.setdefault(one.name, decided.first_need(one))
+    # First without a head start: `_prompt` looks for room in the memory without the map.
     decided.returns.setdefault(one.name, {})[last] = need
     decided.returns[one.name][last] = _prompt(changed, segment, one, last, need)
     return changed
 
 
 def _prompt(schedule: Schedule, segment: Segment, one: FeatureMap, last: int, need: int) -> int:
-    """As in Algorithm C, where the copy begins: as many operators before the use as hide it and leave room for the map."""
+    """Return the rank before which the copy back begins, as in Algorithm C.
+
+    The copy begins as many operators before the use as are needed to hide the copy, and as leave room for the map.
+    """
     assert segment.backward is not None, "it is used there"
     ops, memory = schedule.arrays[segment.backward].backward, simulated(schedule, segment)
     rest, prompt = one.in_seconds, need

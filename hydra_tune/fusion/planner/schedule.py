@@ -1,7 +1,7 @@
-"""What has been decided for the sub-arrays of a device: swaps, recomputations, and where forward operators are multiplexed.
+"""Decisions for a device's sub-arrays: swaps, recomputations, and the places of multiplexed forward operators.
 
-One state for both segments of a pair, for what is decided for a sub-array shows in both: in one its backward gets
-back what in the other its forward gave away.
+A single state covers both segments of a pair, because a decision for a sub-array shows in both: the forward in one
+segment gives a map away, and the backward in the other gets the map back.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,14 +17,14 @@ class Candidate:
     """A feature map that may be swapped or recomputed (Table B).
 
     Attributes:
-        side: whose it is.
-        map: what is known of it.
-        sources: feature maps that it would be recomputed from (`recomp_srcs`).
-        ops: ranks of the forward operators that would (`recomp_graph`).
-        seconds: of one recomputation (`recomp_time`).
-        total_seconds: of all in a step (`total_recomp_time`).
-        can_swap: whether it may be swapped.
-        can_recompute: whether it may be recomputed.
+        side: index of the map's sub-array in the schedule.
+        map: the feature map.
+        sources: feature maps from which the candidate would be recomputed (`recomp_srcs`).
+        ops: ranks of the forward operators that would recompute the candidate (`recomp_graph`).
+        seconds: of a single recomputation (`recomp_time`).
+        total_seconds: of all recomputations in a step (`total_recomp_time`).
+        can_swap: whether the map may be swapped.
+        can_recompute: whether the map may be recomputed.
     """
 
     side: int
@@ -38,7 +38,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of the storage."""
+        """Name of the storage."""
         return self.map.name
 
     @property
@@ -49,14 +49,14 @@ class Candidate:
 
 @dataclass(slots=True)
 class Decisions:
-    """For one sub-array.
+    """Decisions for a single sub-array.
 
     Attributes:
-        swaps: feature map -> rank of the backward operator before which it is sent for (`prefetch_prompt`).
-        recomputes: feature map -> how it is recomputed, before its first use in the backward.
-        slots: rank of a backward operator -> seconds of the other sub-array's forward that are run before it.
-        returns: swapped feature map -> ranks of backward operators behind which it is taken away once more, until its next
-            use -> ranks before which it is sent for again.
+        swaps: feature map -> rank of the backward operator before which the copy back begins (`prefetch_prompt`).
+        recomputes: feature map -> how the map is recomputed, before its first use in the backward.
+        slots: rank of a backward operator -> seconds of the other sub-array's forward that run before the operator.
+        returns: swapped feature map -> rank of a backward operator behind which the map leaves the device once more,
+            until its next use -> rank before which the next copy back begins.
     """
 
     swaps: dict[str, int] = field(default_factory=dict)
@@ -65,17 +65,17 @@ class Decisions:
     returns: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def copy(self) -> "Decisions":
-        """One that may be changed."""
+        """Return a copy that may be changed."""
         recomputes = {name: replace(one) for name, one in self.recomputes.items()}
         returns = {name: dict(each) for name, each in self.returns.items()}
         return Decisions(dict(self.swaps), recomputes, dict(self.slots), returns)
 
     def first_need(self, one: FeatureMap) -> int:
-        """Rank of the first backward operator that needs a feature map, itself or for a recomputation."""
+        """Rank of the first backward operator that needs a feature map, directly or for a recomputation."""
         return min([one.first_backward, *self._recomputed_from(one)])
 
     def changed_needs(self, maps: Mapping[str, FeatureMap]) -> dict[str, tuple[int, int]]:
-        """First and last need of the feature maps that others are recomputed from."""
+        """First and last need of each feature map that is a source of recomputations."""
         found: dict[str, tuple[int, int]] = {}
         for other in self.recomputes.values():
             at = other.map.first_backward
@@ -85,20 +85,20 @@ class Decisions:
         return found
 
     def uses(self, one: FeatureMap, ranks: Sequence[int]) -> list[int]:
-        """Ranks of the backward operators that need a feature map, themselves or for a recomputation.
+        """Ranks of the backward operators that need a feature map, directly or for a recomputation.
 
         Args:
             one: the feature map.
-            ranks: of those that use it.
+            ranks: of the operators that use the map directly.
         """
         return sorted({*ranks, *self._recomputed_from(one)})
 
     def recompute_seconds(self, rank: int, source: str = "") -> float:
-        """How long is recomputed before a backward operator.
+        """Seconds of the recomputations before a backward operator.
 
         Args:
             rank: of the operator.
-            source: what is made of this feature map is left out.
+            source: recomputations from this feature map are left out.
         """
         each = (one for one in self.recomputes.values() if one.map.first_backward == rank and source not in one.sources)
         return sum(one.seconds for one in each)
@@ -112,8 +112,8 @@ class Segment:
     """A merged graph.
 
     Attributes:
-        backward: whose backward is in it, if any.
-        forward: whose forward.
+        backward: index of the sub-array whose backward is in the graph, if any.
+        forward: index of the sub-array whose forward is in the graph, if any.
     """
 
     backward: int | None
@@ -122,11 +122,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Sub-arrays of a device and what has been decided for them.
+    """Sub-arrays that run in turn on a device, and the decisions for each.
 
     Attributes:
-        arrays: one, or a pair.
-        decisions: for each.
+        arrays: a single sub-array, or a pair.
+        decisions: for each sub-array.
         limit_bytes: of the device's memory.
     """
 
@@ -136,34 +136,36 @@ class Schedule:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """What is run over and over: of a pair `[BW_0, FW_1]` and `[BW_1, FW_0]`, of one sub-array its two halves."""
+        """Segments that repeat: `[BW_0, FW_1]` and `[BW_1, FW_0]` of a pair, FW and BW of a single sub-array."""
         if len(self.arrays) == 1:
             return (Segment(None, 0), Segment(0, None))
         return (Segment(0, 1), Segment(1, 0))
 
     @property
     def ends(self) -> tuple[Segment, ...]:
-        """What a pair is begun and ended with: the first forward and the last backward of each, alone."""
+        """Segments that begin and end a run: the first forward and the last backward of each sub-array, alone."""
         return tuple(Segment(*ends) for side in range(len(self.arrays)) for ends in ((None, side), (side, None)))
 
     @property
     def static_bytes(self) -> int:
-        """Of what stays on the device."""
+        """Bytes that stay on the device."""
         return sum(array.static_bytes for array in self.arrays)
 
     def segment_of(self, side: int) -> Segment:
-        """That with a sub-array's backward."""
+        """Return the segment with a sub-array's backward."""
         return next(segment for segment in self.segments if segment.backward == side)
 
     def copy(self) -> "Schedule":
-        """One whose decisions may be changed."""
+        """Return a copy whose decisions may be changed."""
         return replace(self, decisions=tuple(one.copy() for one in self.decisions))
 
     def timed_by(self, arrays: tuple[Array, ...]) -> "Schedule":
-        """The same decisions for arrays that differ in their times alone; the same operators are in the slots.
+        """Return the same decisions for arrays that differ only in their times.
+
+        The slots keep their forward operators and get the new seconds.
 
         Args:
-            arrays: in place of its own.
+            arrays: in place of the schedule's own.
         """
         found = replace(self.copy(), arrays=arrays)
         for segment in self.segments:
@@ -178,15 +180,16 @@ class Schedule:
         return found
 
     def multiplexed(self, segment: Segment) -> dict[int, int] | None:
-        """For the backward operators of a segment before which forward operators are run, how many have run by then.
+        """Rank of each backward operator with a slot -> number of forward operators that have run by then.
 
-        None where there are not enough of them for what the slots want.
+        None where the forward has too few operators to fill the slots.
         """
         assert segment.backward is not None, "no backward"
         found: dict[int, int] = {}
         if segment.forward is None:
             return found
         ops, done = self.arrays[segment.forward].forward, 0
+        # Slots hold seconds, not ranks: a new slot moves the operators of later slots back instead of taking them away.
         for rank, wanted in sorted(self.decisions[segment.backward].slots.items()):
             rest = wanted
             while rest > _EPSILON:
@@ -198,7 +201,7 @@ class Schedule:
         return found
 
     def forward_before(self, segment: Segment) -> list[int] | None:
-        """For each backward operator of a segment, how many forward operators are run before it; None as above."""
+        """For each backward operator, the number of forward operators that run before it; None as in `multiplexed`."""
         multiplexed = self.multiplexed(segment)
         if multiplexed is None or segment.backward is None:
             return None
@@ -211,10 +214,10 @@ class Schedule:
 
 
 def undecided(arrays: tuple[Array, ...], limit_bytes: int) -> Schedule:
-    """Everything kept, and no forward operator multiplexed.
+    """Return a schedule that keeps everything and multiplexes no forward operator.
 
     Args:
-        arrays: one, or a pair.
+        arrays: a single sub-array, or a pair.
         limit_bytes: of the device's memory.
     """
     return Schedule(arrays=arrays, decisions=tuple(Decisions() for _ in arrays), limit_bytes=limit_bytes)

@@ -1,25 +1,27 @@
-"""Algorithm C: by how much a swap would delay the step, and where its way back would begin.
+"""Algorithm C: the delay that a swap would cause, and the place where the copy back would begin.
 
-The swap is added to a copy of the schedule, and forward operators of the other sub-array are multiplexed before the
-feature map's first use in the backward, as long as they hide more of the copy and memory allows; then the copy begins
-as many backward operators earlier as are needed and as there is room for it.
+The swap is added to a copy of the schedule. Forward operators of the other sub-array are multiplexed before the feature
+map's first use in the backward, as long as they hide more of the copy and memory allows. The copy then begins as many
+backward operators earlier as are needed to hide the rest and as leave room for the map.
 
 Differs from the algorithm as printed:
-* A forward operator that proves unsafe is taken out again, and so are all of them if the map is recomputed instead:
-  what is found is a proposal, which `policy.py` takes or leaves.
-* It ends with the forward graph.
-* An operator is safe if the segment's peak falls below what it was, or is within the limit, and no place comes above
-  the limit that was not: as long as there are maps to be decided the peak is above it whatever is done with this one.
-* Forward operators that earlier swaps count on are not taken from them (`adjust_graph`): later slots take the
-  operators behind, and where there are none left the addition is unsafe.
-* Whether the peak interval is reached is read off the simulated memory, not off a flag (line 7 of Algorithm B forgets
-  to pass it).
-* There is no `last_prompt` (lines 8 and 33 to 37): candidates do not come in the order of their uses, so the last
-  swap's prompt need not be the first. A conflict is a swap that is on its way at the access, whichever that is; what
-  remains of it (line 13) is its copy without the backward operators and recomputations that it has had beside it.
-* What a swap takes of the thread that computes is added, and small maps that this thread copies itself hide nothing.
-* What is recomputed of this map at the access (line 4) waits for its copy, and hides none of it.
-* The link may be busy with several other swaps: an operator hides this copy only where no other swap is on its way.
+* The result is a proposal, and `policy.py` takes or leaves the proposal. An unsafe forward operator is taken out again,
+  and so are all of them if the map is recomputed instead.
+* Multiplexing ends with the forward graph.
+* An operator is safe if the segment's peak falls or is within the limit, and no place rises above the limit that was
+  below. As long as maps are undecided the peak exceeds the limit anyway, so a stricter rule would reject every
+  operator.
+* Forward operators of earlier swaps stay with those swaps (`adjust_graph`). Later slots take the operators behind, and
+  where none are left the addition is unsafe.
+* The simulated memory shows whether the peak interval is reached, in place of a flag (line 7 of Algorithm B forgets to
+  pass the flag).
+* There is no `last_prompt` (lines 8 and 33 to 37). Candidates do not come in the order of their uses, so the last
+  swap's prompt need not be the first. Any swap under way at the access is a conflict. The rest of such a swap (line 13)
+  is its copy without the backward operators and recomputations that have run beside the copy.
+* The time that a swap takes of the computing thread is added, and small maps that the computing thread copies itself
+  hide nothing.
+* Recomputations from this map at the access (line 4) wait for the map's copy, and hide none of the copy.
+* The link may be busy with several other swaps: an operator hides this copy only where no other swap is under way.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +35,7 @@ _EPSILON = 1e-12
 
 
 class Case(StrEnum):
-    """The paper's cases (§4.2.2)."""
+    """Cases of the paper (§4.2.2)."""
 
     NO_OVERLAP = "1a"
     NO_OVERLAP_CONFLICT = "1b"
@@ -44,13 +46,13 @@ class Case(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """A swap as it would be.
+    """A swap that the policy may take.
 
     Attributes:
-        seconds: that it delays the step (`s_overhead`).
+        seconds: delay of the step (`s_overhead`).
         prompt: rank of the backward operator before which the copy back begins (`prefetch_prompt`).
         slots: as of `Decisions`.
-        case: which of the paper's.
+        case: of the paper.
     """
 
     seconds: float
@@ -62,13 +64,13 @@ class Proposal:
 def swap_overhead(
     schedule: Schedule, candidate: Candidate, *, is_interleaved: bool = True, before: Memory | None = None
 ) -> Proposal:
-    """What swapping a candidate would cost.
+    """Return the proposal to swap a candidate, with its cost.
 
     Args:
-        schedule: what has been decided before; left as it is.
-        candidate: of it.
+        schedule: the decisions so far; left as it is.
+        candidate: of the schedule.
         is_interleaved: whether forward operators may be multiplexed.
-        before: the memory of the segment with the candidate's backward as it is, if that is known.
+        before: memory of the segment with the candidate's backward, without the swap, if known.
     """
     return _Search(schedule, candidate, before).proposal(is_interleaved=is_interleaved)
 
@@ -94,9 +96,11 @@ class _Search:
 
     def proposal(self, *, is_interleaved: bool) -> Proposal:
         if self._candidate.name in self._array.at_once:
+            # The computing thread makes both copies itself, so nothing runs beside them.
             both = self._candidate.map.out_seconds + self._candidate.map.in_seconds
             return Proposal(seconds=both, prompt=self._access, slots=self._decided.slots, case=Case.NO_OVERLAP)
         found = self._beside(is_interleaved=is_interleaved)
+        # A swap hands over two copies: to the host and back.
         return replace(found, seconds=found.seconds + 2 * self._array.hand_seconds)
 
     def _beside(self, *, is_interleaved: bool) -> Proposal:
@@ -122,13 +126,13 @@ class _Search:
         return self._known
 
     def _without_overlap(self, rest: float) -> Proposal:
-        """Case 1: the copy begins when the map is needed, or when another that is on its way has come."""
+        """Case 1: the copy begins when the map is needed, or when another copy under way has ended."""
         in_flight = sum(self._remaining(prompt, need, name) for prompt, need, name in self._flights)
         case = Case.NO_OVERLAP_CONFLICT if in_flight > _EPSILON else Case.NO_OVERLAP
         return Proposal(seconds=max(rest, 0.0) + in_flight, prompt=self._access, slots=self._decided.slots, case=case)
 
     def _remaining(self, prompt: int, need: int, name: str) -> float:
-        """What is left at this map's first use of a swap that has begun before."""
+        """Seconds that another swap's copy still needs at this map's first use; 0 if that swap is not under way."""
         if not prompt <= self._access < need:
             return 0.0
         ranks = range(prompt, self._access)
@@ -136,7 +140,7 @@ class _Search:
         return max(0.0, self._array.maps[name].in_seconds - done)
 
     def _add_forward(self, rest: float) -> float:
-        """Cases 2 and 3: multiplex forward operators before the access, one by one."""
+        """Cases 2 and 3: multiplex forward operators before the access, one by one; return the seconds left to hide."""
         if self._segment.forward is None:
             return rest
         ops = self._trial.arrays[self._segment.forward].forward
@@ -144,6 +148,7 @@ class _Search:
             before = self._trial.forward_before(self._segment)
             assert before is not None, "slots that were found before"
             end, added = before[self._access], 0.0
+            # Operators without duration hide nothing. They come along with the next operator that has some.
             while end < len(ops) and added <= _EPSILON:
                 added += ops[end].seconds
                 end += 1
@@ -171,10 +176,11 @@ class _Search:
         return all(now <= max(limit, before) for now, before in pairs)
 
     def _walk_back(self, rest: float) -> tuple[float, int]:
-        """Begin the copy earlier, as long as there is room for the map; what is left then, and where it begins."""
+        """Begin the copy earlier, as far as there is room for the map; return the seconds left and the prompt."""
         prompt = self._access
         while rest > _EPSILON and prompt > 0 and self._has_room(self._now, prompt - 1):
             prompt -= 1
+            # While another swap occupies the link, this operator hides that swap's copy, not this one.
             if not any(begin <= prompt < need for begin, need, _ in self._flights):
                 rest -= self._array.backward[prompt].seconds + self._decided.recompute_seconds(prompt)
         return rest, prompt

@@ -1,9 +1,10 @@
-"""How long a segment takes: operators one after the other, copies beside them on one link or on one in each direction.
+"""Duration of a segment: operators run one after the other, and copies beside them on one or two links.
 
-What hands copies over, and makes the small ones itself, is the thread that computes: that is in its way as waiting is.
+The computing thread hands copies over, and makes small copies itself. Both delay operators as much as waiting does, so
+both count as stalls.
 
-The swap overheads that Algorithm C estimates decide what is done; what a finished schedule takes is simulated here,
-copy by copy.
+Algorithm C estimates swap overheads to make decisions. The duration of a finished schedule is simulated here, copy by
+copy.
 """
 
 from collections.abc import Iterable
@@ -16,13 +17,14 @@ from hydra_tune.fusion.planner.schedule import Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Where the time goes (the paper's Figure 9).
+    """Breakdown of the time of a step (the paper's Figure 9).
 
     Attributes:
         compute: seconds of the operators that any schedule runs.
-        recompute: of those that are run again.
-        stall: that are waited for copies, or spent on handing them over or making them at once.
-        copies: of all copies.
+        recompute: seconds of the operators that run again.
+        stall: seconds of the computing thread that go into waiting for copies, handing copies over, or making small
+            copies.
+        copies: seconds of all copies.
     """
 
     compute: float = 0.0
@@ -32,7 +34,7 @@ class Times:
 
     @property
     def seconds(self) -> float:
-        """All in all."""
+        """Seconds in all."""
         return self.compute + self.recompute + self.stall
 
     @property
@@ -50,11 +52,11 @@ class Times:
 
 
 def timed(pieces: Iterable[Instruction | Stretch], *, is_duplex: bool) -> Times:
-    """The times of a list of instructions.
+    """Return the times of a list of instructions.
 
     Args:
         pieces: in order.
-        is_duplex: whether copies to the host and back go side by side.
+        is_duplex: whether copies to the host and copies back go side by side.
     """
     now = compute = recompute = stall = copies = 0
     free = {Kind.OFFLOAD: 0, Kind.PREFETCH: 0}
@@ -78,6 +80,7 @@ def timed(pieces: Iterable[Instruction | Stretch], *, is_duplex: bool) -> Times:
             copies += took
             end = now
             if not one.is_at_once:
+                # Without duplex, copies of both directions queue on a single link.
                 link = one.kind if is_duplex else Kind.OFFLOAD
                 free[link] = end = max(free[link], now) + took
             ends[one.kind is Kind.PREFETCH, one.side, one.storage] = end
@@ -89,7 +92,7 @@ def timed(pieces: Iterable[Instruction | Stretch], *, is_duplex: bool) -> Times:
 
 
 def times_of(schedule: Schedule, *, is_duplex: bool) -> Times:
-    """The times of a step of all sub-arrays of a schedule."""
+    """Return the times of a step of all sub-arrays of a schedule."""
     found = Times()
     for segment in schedule.segments:
         found += timed(stretched(schedule, segment), is_duplex=is_duplex)
