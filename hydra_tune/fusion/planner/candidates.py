@@ -2,9 +2,8 @@
 
 Differs from the algorithm as printed:
 * Not every feature map is a candidate: a map with less than a 512th of the largest map's bytes is kept.
-* A candidate may keep a swapped map as its source, although the swapped map's own sources would replace the map. This
-  happens if those cannot compute the candidate (random, or overwritten by then). The swapped map then comes back
-  sooner.
+* A candidate normally replaces a swapped source by the sources of that source. Where those cannot compute the candidate
+  (random, or overwritten by then), the candidate keeps the swapped source, and the swapped map comes back sooner.
 * Line 8: a candidate takes over the operators of its former source. An operator that both need counts once, so the
   times are not simply added up.
 * Lines 17 and 18: for a source of the decided map, the number of computations is counted over all recomputations, as

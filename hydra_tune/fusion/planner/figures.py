@@ -1,7 +1,7 @@
-"""What the paper's Figures 3 and 9 show, of the trials of a device: where a step's memory is, and what less would cost.
+"""Data of the paper's Figures 3 and 9 for a device's trials: the memory of a step, and the cost of using less.
 
-Figure 3: how long feature maps lie idle, the memory over a step, and the peak against the number of trials fused.
-Figure 9: what each way of the portfolio computes, computes again, waits for and hides, and what memory it needs.
+Figure 3: how long feature maps lie idle, the memory over a step, and the peak against the number of fused trials.
+Figure 9: the seconds that each way of the portfolio computes, recomputes, waits and hides, and its memory.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _PAPER = {
     "interleaved": "μ-TWO",
     "kept": "smaller sub-arrays, nothing moved",
 }
-_ALL_SIZES = 8  # up to so many trials the peak is shown for every number of them
+_ALL_SIZES = 8  # up to so many trials, every number of trials has its peak
 _ENDLESS = 1 << 62
 
 
@@ -38,12 +38,12 @@ class IdleMap:
     """A feature map (Figure 3a).
 
     Attributes:
-        name: of the storage: of the operator that makes it.
-        num_bytes: its size.
-        inactive_seconds: between its last use in the forward and its first in the backward.
-        out_seconds: of a copy to the host; None if it is never swapped.
-        in_seconds: of the copy back; None if it is never swapped.
-        recompute_seconds: of computing it again from what is kept; None if that cannot be.
+        name: of the storage, after the operator that makes it.
+        num_bytes: size of the map.
+        inactive_seconds: between the last use in the forward and the first use in the backward.
+        out_seconds: of a copy to the host; None if the map is never swapped.
+        in_seconds: of the copy back; None if the map is never swapped.
+        recompute_seconds: of computing the map again from kept maps; None if that is impossible.
     """
 
     name: str
@@ -60,9 +60,9 @@ class Moment:
 
     Attributes:
         name: of the operator.
-        is_backward: whether it belongs to the backward, updates included.
-        seconds: from the step's beginning to its end.
-        num_bytes: on the device while it runs, static tensors included.
+        is_backward: whether the operator belongs to the backward, updates included.
+        seconds: from the beginning of the step to the end of the operator.
+        num_bytes: on the device while the operator runs, static tensors included.
     """
 
     name: str
@@ -73,13 +73,13 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedPeak:
-    """So many trials fused into one sub-array, with everything kept (Figure 3c).
+    """Trials fused into a single sub-array, with everything kept (Figure 3c).
 
     Attributes:
-        num_trials: how many.
-        static_bytes: of their parameters, buffers, optimizer state and batches.
-        peak_bytes: the most memory that their step needs, static tensors included.
-        seconds: that its operators take.
+        num_trials: number of trials.
+        static_bytes: of the trials' parameters, buffers, optimizer state and batches.
+        peak_bytes: most memory that a step needs, static tensors included.
+        seconds: of the operators of a step.
     """
 
     num_trials: int
@@ -90,22 +90,22 @@ class FusedPeak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A way to train all trials (Figure 9); seconds are of a step of all of them.
+    """A way to train all trials (Figure 9); seconds are of a step of all trials.
 
     Attributes:
         name: in the portfolio.
-        stands_for: what the paper calls it; "" where it has none.
-        sub_arrays: trials of each sub-array; those that are run in turn, as a pair, are together.
-        ways: how each pair is run.
-        seconds: all in all.
+        stands_for: name in the paper; "" where the paper has none.
+        sub_arrays: number of trials of each sub-array; sub-arrays that run in turn, as a pair, are together.
+        ways: how each pair runs.
+        seconds: in all.
         compute_seconds: of operators that any way runs.
-        recompute_seconds: of operators that are run again.
-        stall_seconds: waited for copies.
+        recompute_seconds: of operators that run again.
+        stall_seconds: of waiting for copies, handing copies over, and making small copies.
         copy_seconds: of all copies.
-        overlapped_seconds: of those, what goes on beside operators.
-        peak_bytes: the most memory that it needs.
-        fits: whether that is within the limit.
-        is_chosen: whether it is the fastest that fits.
+        overlapped_seconds: of the copies' time that is hidden beside operators.
+        peak_bytes: most memory that the system needs.
+        fits: whether the peak is within the limit.
+        is_chosen: whether the system is the fastest that fits.
     """
 
     name: str
@@ -125,17 +125,18 @@ class System:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """All of it, for trials of one kind on one device.
+    """All figures of trials of a single kind on a device.
 
     Attributes:
-        num_trials: of which the systems are made.
+        num_trials: number of trials in each system.
         device_bytes: the device's memory.
-        limit_bytes: what the systems were planned for: the device's memory, or less, where all trials fit with everything kept.
-        static_bytes: of one trial's parameters, buffers, optimizer state and batch.
-        maps: the feature maps of one trial, those that lie idle longest first.
-        curve: a step of one trial.
+        limit_bytes: limit that the systems were planned for: the device's memory, or less, where all trials fit with
+            everything kept.
+        static_bytes: of a single trial's parameters, buffers, optimizer state and batch.
+        maps: the feature maps of a single trial, the longest idle first.
+        curve: a step of a single trial.
         peaks: by the number of trials.
-        systems: the fastest that fits first, those that do not fit last.
+        systems: the fastest that fits first, systems that do not fit last.
     """
 
     num_trials: int
@@ -149,16 +150,16 @@ class StepFigures:
 
     @property
     def fits(self) -> bool:
-        """Whether all trials fit the device in one sub-array with everything kept."""
+        """Whether all trials fit the device in a single sub-array with everything kept."""
         return self.limit_bytes < self.device_bytes
 
 
 def figures_of(array: Callable[[int], Array], num_trials: int, device_bytes: int, *, is_duplex: bool) -> StepFigures:
-    """Profile trials of one kind.
+    """Return the figures of trials of a single kind.
 
     Args:
-        array: the profiled sub-array of a number of trials; asked once for each number.
-        num_trials: of which the systems are made.
+        array: number of trials -> profiled sub-array; called once for each number.
+        num_trials: number of trials in each system.
         device_bytes: the device's memory.
         is_duplex: whether copies in both directions go side by side.
     """
@@ -173,6 +174,7 @@ def figures_of(array: Callable[[int], Array], num_trials: int, device_bytes: int
     limit = device_bytes
     if peaks[-1].peak_bytes <= device_bytes * (1 - MARGIN):
         limit = ceil((peaks[-1].static_bytes + SHARE * (peaks[-1].peak_bytes - peaks[-1].static_bytes)) / (1 - MARGIN))
+        # `StepFigures.fits` reads off the limit that it was lowered.
         limit = min(limit, device_bytes - 1)
     portfolio = Planner(array=of, limit_bytes=limit, is_duplex=is_duplex).portfolio(num_trials)
     first = portfolio.members[0]

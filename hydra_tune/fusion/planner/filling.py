@@ -1,4 +1,4 @@
-"""Arguments of nodes as places in a list of values: quick to fill in, and in the same way for all who run graphs."""
+"""Arguments of nodes as places in a list of values: quick to fill in, and alike in all code that runs graphs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

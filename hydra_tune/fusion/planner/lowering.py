@@ -285,9 +285,9 @@ class _Lowering:
         while begin < end:
             stop = end
             if self._leaving:
-                # Only a copy to the host can free memory here. Stop before the first operator without room, so that the
-                # oldest copy ends first, and behind the operator during which the oldest copy ends, so that its release
-                # follows.
+                # Memory gets free when the copies to the host end. Stop before the first operator without room, so that
+                # the oldest copy ends first; otherwise behind the operator during which the oldest copy ends, so that
+                # the release follows.
                 stop = line.first_above(begin, end, self._limit - self._live + line.before[begin])
                 if stop == begin:
                     self._end_copy()

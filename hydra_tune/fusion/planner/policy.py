@@ -7,7 +7,7 @@ Differs from the algorithm as printed:
 * Line 17: the recomputing branch takes out the recomputed candidate.
 * Candidates of both sub-arrays of a pair are decided on together, because each decision shows in both segments.
 * Candidates are the maps that lie idle at the peak: no other map brings the peak down.
-* A candidate remains for swapping alone, if a source of the candidate is recomputed, and is random or would have been
+* A candidate can only be swapped, if a source of the candidate is recomputed, and is random or would have been
   overwritten by the update.
 * Where no candidate is left to bring the peak down, the forward operators multiplexed in the segment are taken out.
 * If the peak is still too high, swapped maps that the backward uses on both sides of the peak leave the device there

@@ -1,17 +1,17 @@
-"""The portfolio: several ways to train the trials of a device within its memory, of which the fastest that fits is taken.
+"""Portfolio: several ways to train a device's trials within its memory, of which the fastest that fits is taken.
 
-The paper has one way, its greedy choice over all partitions (§3.2, step 5). That choice is fragile: times of a few
-microseconds flip it, and it can miss a limit that a simpler plan meets. So it is one of several, each simulated by
-the same passes:
+The paper has a single way, a greedy choice over all partitions (§3.2, step 5). The greedy choice is fragile: times of a
+few microseconds flip the result, and the choice can miss a limit that a simpler plan meets. So the greedy choice is one
+of several members, and the same passes simulate every member:
 
-* `fits, one after another`: sub-arrays as large as fit with everything kept, each by itself (what HFTA does);
-* `full fusion`: all trials in one sub-array, with swaps and recomputations (Capuchin on HFTA);
-* for all pairs of a partition: `kept`, `no interleaving`, `swaps alone`, `recomputations alone`, `min-cut` (these by
-  a minimum cut with a budget), and `interleaved`, the paper's;
-* `each pair's best` of these.
+* `fits, one after another`: sub-arrays as large as fit with everything kept, each run alone (as HFTA does);
+* `full fusion`: all trials in a single sub-array, with swaps and recomputations (Capuchin on HFTA);
+* for all pairs of a partition: `kept`, `no interleaving`, `swaps alone`, `recomputations alone`, `min-cut`
+  (recomputations by a minimum cut with a budget), and `interleaved`, the paper's way;
+* `each pair's best` of these ways.
 
-Sub-arrays that do not run are not on the device: their static tensors are spilled, and what that takes is not in the
-times.
+Sub-arrays that do not run are not on the device: their static tensors are spilled. The predicted times do not include
+the time to spill and load static tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,14 +42,14 @@ _WAYS = {
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Sub-arrays that are run together, and how.
+    """Sub-arrays that run together, and how.
 
     Attributes:
-        sizes: trials of each.
-        way: how they are run.
-        schedule: what has been decided.
-        times: of a step of all of them.
-        peak_bytes: the most memory that they need.
+        sizes: number of trials in each sub-array.
+        way: how the sub-arrays run.
+        schedule: the decisions.
+        times: of a step of all the sub-arrays.
+        peak_bytes: most memory that the sub-arrays need.
     """
 
     sizes: tuple[int, ...]
@@ -61,12 +61,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One of the portfolio.
+    """A plan of the portfolio for all trials.
 
     Attributes:
-        name: of it.
+        name: of the plan.
         parts: run one after the other in each step of all trials.
-        limit_bytes: that it was planned for.
+        limit_bytes: the limit that the member was planned for.
     """
 
     name: str
@@ -75,41 +75,41 @@ class Member:
 
     @property
     def seconds(self) -> float:
-        """What a step of all trials takes."""
+        """Seconds of a step of all trials."""
         return sum(part.times.seconds for part in self.parts)
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that it needs."""
+        """Most memory that the member needs."""
         return max(part.peak_bytes for part in self.parts)
 
     @property
     def static_bytes(self) -> int:
-        """Of parameters, buffers, optimizer state and batches of the part that needs most memory."""
+        """Bytes of parameters, buffers, optimizer state and batches of the part that needs the most memory."""
         return max(self.parts, key=lambda part: part.peak_bytes).schedule.static_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether it is within the limit."""
+        """Whether the peak is within the limit."""
         return self.peak_bytes <= self.limit_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Portfolio:
-    """All members that were planned.
+    """All planned members.
 
     Attributes:
-        members: the fastest that fits first, those that do not fit last.
+        members: the fastest that fits first, members that do not fit last.
     """
 
     members: tuple[Member, ...]
 
     @property
     def best(self) -> Member:
-        """The fastest that fits.
+        """The fastest member that fits.
 
         Raises:
-            BudgetError: none does; with the smallest limit that would do.
+            BudgetError: no member fits; with the smallest limit that would do.
         """
         if self.members[0].fits:
             return self.members[0]
@@ -123,7 +123,7 @@ class Portfolio:
         )
 
     def table(self) -> str:
-        """All members as text: predicted seconds, what they are made of, and peak."""
+        """Return all members as text: predicted times, sub-arrays, and peak."""
         head = ("plan", "sub-arrays", "ms", "computed again", "waiting", "hidden", "peak", "fits")
         rows = [head, *(_row(member) for member in self.members)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -133,13 +133,13 @@ class Portfolio:
 
 @dataclass(slots=True, kw_only=True)
 class Planner:
-    """Plans the trials of one device.
+    """Plans the trials of a device.
 
     Attributes:
-        array: the profiled sub-array of a number of trials; asked once for each number.
+        array: number of trials -> profiled sub-array; called once for each number.
         limit_bytes: of the device's memory.
         is_duplex: whether copies in both directions go side by side.
-        max_size: the most trials in a sub-array.
+        max_size: most trials in a sub-array; None: any number.
     """
 
     array: Callable[[int], Array]
@@ -150,10 +150,10 @@ class Planner:
     _parts: dict[tuple[int, ...], dict[str, Part]] = field(default_factory=dict)
 
     def portfolio(self, num_trials: int) -> Portfolio:
-        """Plan so many trials in every way.
+        """Plan trials in every way.
 
         Args:
-            num_trials: of one architecture.
+            num_trials: of a single architecture.
         """
         members: list[Member] = []
         if self.max_size is None or num_trials <= self.max_size:
@@ -163,47 +163,48 @@ class Planner:
         return Portfolio(tuple(sorted(members, key=_rank)))
 
     def corrected(self, correct: Callable[[int, Array], Array]) -> "Planner":
-        """One that plans with other arrays.
+        """Return a planner that plans with other arrays.
 
         Args:
-            correct: a number of trials and their sub-array -> what is planned with.
+            correct: (number of trials, their sub-array) -> sub-array to plan with.
         """
         arrays = {size: correct(size, one) for size, one in self._arrays.items()}
         array = self.array
         return replace(self, array=lambda size: correct(size, array(size)), _arrays=arrays, _parts={})
 
     def told(self, member: Member) -> Member:
-        """What would be predicted for a member that was planned with other arrays of the same trials.
+        """Return a member with this planner's predictions, where the member was planned with other arrays.
 
         Args:
-            member: whose instructions stay what they are, but for where copies to the host end.
+            member: of the same trials. Its instructions stay the same, except for the places where copies to the host
+                end.
         """
         parts = [self.timed(part, tuple(map(self._of, part.sizes))) for part in member.parts]
         return self._member(member.name, parts)
 
     def alone(self, size: int) -> Part:
-        """The best way to run one sub-array of so many trials, or the one that needs least memory if none fits."""
+        """Return the best way to run a single sub-array, or the way that needs the least memory if none fits."""
         return self._alone(size)
 
     def ways(self, sizes: tuple[int, ...], arrays: tuple[Array, ...]) -> dict[str, Part]:
-        """All ways to run one sub-array, or two in turn, which need not be of one kind; by their names.
+        """Return all ways, by name, to run a single sub-array, or two in turn, possibly of different kinds.
 
         Args:
-            sizes: trials of each.
-            arrays: what is known of them.
+            sizes: number of trials in each sub-array.
+            arrays: the profiled sub-arrays.
         """
         return self._ways(sizes, arrays)
 
     def timed(self, part: Part, arrays: tuple[Array, ...]) -> Part:
-        """A part as it is, with what is predicted for it by other arrays of the same trials."""
+        """Return a part with the predictions of other arrays of the same trials."""
         return self._part(part.sizes, part.way, part.schedule.timed_by(arrays))
 
     def best(self, ways: Mapping[str, Part]) -> Part:
-        """The fastest of some ways that fits, or the one that needs least memory."""
+        """Return the fastest way that fits, or the way that needs the least memory."""
         return self._best(ways)
 
     def kept(self, size: int) -> Part:
-        """One sub-array of so many trials with everything kept, whether or not it fits."""
+        """Return a single sub-array with everything kept, whether or not the sub-array fits."""
         return self._kept(size)
 
     def _of(self, size: int) -> Array:
@@ -212,11 +213,12 @@ class Planner:
         return self._arrays[size]
 
     def _paired(self, num_trials: int, others: Sequence[Member]) -> list[Member]:
-        """The best way of each pair, for every partition that may be faster than what is known."""
+        """Return the best member of each way, over all partitions that may be faster than the known members."""
         best = [min((one.seconds for one in others if one.fits), default=float("inf"))]
         found: list[Member] = []
         halves = ((num_trials + 1) // 2, num_trials // 2)
-        first = [halves] if num_trials > 1 else []  # planned whether or not it can win, for people to compare with
+        first = [halves] if num_trials > 1 else []  # planned in any case, for people to compare with
+        # The loop below adds to `best` while the generator runs, so each fast partition prunes the partitions after it.
         rest = within(num_trials, lambda size: self._of(size).seconds, partial(min, best))
         for sizes in (*first, *(one for one in rest if one != halves)):
             if self.max_size is not None and sizes[0] > self.max_size:
@@ -255,17 +257,18 @@ class Planner:
         return self._best(self._pair(Pair(SubArray("", size), None)))
 
     def _best(self, ways: Mapping[str, Part]) -> Part:
-        """The fastest that fits, or what needs least."""
+        """Return the fastest way that fits, or the way that needs the least memory."""
         fitting = [part for part in ways.values() if part.peak_bytes <= self._limit]
         if fitting:
             return min(fitting, key=lambda part: part.times.seconds)
         return min(ways.values(), key=lambda part: part.peak_bytes)
 
     def _kept_one_after_another(self, num_trials: int) -> Member:
-        """As many trials in each sub-array as fit, and the rest after them."""
+        """Put as many trials in each sub-array as fit, and the remaining trials in a last sub-array."""
         largest = 1
         most = num_trials if self.max_size is None else min(num_trials, self.max_size)
         for size in range(2, most + 1):
+            # Memory grows with the size, so the first size that does not fit ends the search.
             if self._kept(size).peak_bytes > self._limit:
                 break
             largest = size
@@ -288,7 +291,7 @@ class Planner:
 
 
 def _best_of_each_way(members: Sequence[Member]) -> list[Member]:
-    """The fastest member of each name that fits, or the one that needs least."""
+    """Return the fastest member of each name that fits, or the member that needs the least memory."""
     found: dict[str, Member] = {}
     for one in members:
         known = found.get(one.name)

@@ -1,13 +1,14 @@
-"""Measured instead of believed: the best few of a portfolio are run, the model is corrected by that, and planned again.
+"""Choice of a plan by measurement: run the best few members of a portfolio, correct the model, and plan again.
 
-What a profile says of an operator is not what it takes in every plan: the machine is at another speed, other
-things lie in its caches, and the thread that computes has to do with copies as well. So plans are compared by steps that
-are really made. Where what was predicted is off by more than a fifth, what has been measured corrects the arrays, and the
-trials are planned once more with those (§3.2 has no such step).
+An operator does not take its profiled time in every plan: the machine changes its speed, other data lies in the caches,
+and the computing thread is busy with copies as well. So plans are compared by steps that really run. Where a prediction
+is off by more than a fifth, the measurements correct the arrays, and the trials are planned once more with the
+corrected arrays (§3.2 has no such step).
 
     settled(planner, num_trials, measure).member
 
-takes `measure` from the caller, who alone can run plans: members -> what a step of each takes, in turns (`RunOff`).
+The caller passes `measure`, because only the caller can run plans: members -> seconds of a step of each, in turns
+(`RunOff`).
 """
 
 import statistics
@@ -32,12 +33,13 @@ Measure = Callable[[Sequence[Member]], Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What was measured, over what profiles say.
+    """Measured times relative to profiled times.
 
     Attributes:
-        compute: by the trials of a sub-array: what its operators take, over what they were said to.
-        others: the same of sub-arrays of other sizes.
-        swap_seconds: that a swap costs the computing thread beside what it was said to; less than nothing, if it was too much.
+        compute: number of trials in a sub-array -> time of the operators, measured over profiled.
+        others: the same ratio for sub-arrays of other sizes.
+        swap_seconds: time of the computing thread for each swap, beyond the prediction; negative if the prediction was
+            too high.
     """
 
     compute: Mapping[int, float] = field(default_factory=dict)
@@ -45,12 +47,14 @@ class Correction:
     swap_seconds: float = 0.0
 
     def array(self, size: int, array: Array) -> Array:
-        """A sub-array as it has proved to be.
+        """Return a sub-array with corrected times.
 
         Args:
-            size: its trials.
-            array: as it was profiled, or corrected before.
+            size: number of trials.
+            array: as profiled, or as corrected before.
         """
+        # A swap has two copies. The extra time of a copy counts as hand-over, or as copying where the computing thread
+        # copies.
         ratio, half = self.compute.get(size, self.others), self.swap_seconds / 2
         own = dict.fromkeys(array.at_once, half)
 
@@ -67,7 +71,7 @@ class Correction:
         )
 
     def seconds(self, part: Part) -> float:
-        """What a part would take, but for what its swaps cost beside.
+        """Return the seconds that a part would take, without the extra time of its swaps.
 
         Args:
             part: as planned before the correction.
@@ -81,11 +85,11 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A member that was run.
+    """A member that ran.
 
     Attributes:
-        member: with what is predicted for it by the last correction.
-        seconds: that a step of all trials took.
+        member: with the predictions after the last correction.
+        seconds: measured, of a step of all trials.
     """
 
     member: Member
@@ -93,18 +97,18 @@ class Trial:
 
     @property
     def is_off(self) -> bool:
-        """Whether it differs from what was predicted by more than is tolerated."""
+        """Whether the measured time differs from the prediction by more than the tolerance."""
         return abs(self.seconds / self.member.seconds - 1) > TOLERANCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """What came of it.
+    """Result of the choice.
 
     Attributes:
-        trials: all that were run, the fastest first.
-        portfolio: as last planned.
-        corrections: one for each time that was planned again.
+        trials: all members that ran, the fastest first.
+        portfolio: as planned last.
+        corrections: in order, each followed by a new portfolio.
     """
 
     trials: tuple[Trial, ...]
@@ -113,21 +117,22 @@ class Settled:
 
     @property
     def member(self) -> Member:
-        """The fastest."""
+        """The fastest member."""
         return self.trials[0].member
 
 
 def settled(
     planner: Planner, num_trials: int, measure: Measure, *, most: int = MOST, max_corrections: int = 1
 ) -> Settled:
-    """The fastest plan of some trials, by steps that were made.
+    """Return the fastest plan of some trials, by measured steps.
 
     Args:
-        planner: of their device.
-        num_trials: of one architecture.
-        measure: runs members, all of which fit. Those that were fastest so far come again with new ones, to compare.
-        most: of them are run in a round, as of `contenders`.
-        max_corrections: how many times they are planned again.
+        planner: of the device.
+        num_trials: of a single architecture.
+        measure: runs members, all of which fit. The fastest member so far runs again beside new members, for
+            comparison.
+        most: number of members to run in a round, as of `contenders`.
+        max_corrections: how often the trials are planned again.
 
     Raises:
         BudgetError: no plan fits.
@@ -149,14 +154,15 @@ def settled(
 
 
 def contenders(portfolio: Portfolio, most: int = MOST) -> list[Member]:
-    """The members that are worth measuring, the fastest by prediction first; of those that do the same, the first.
+    """Return the members worth measuring, the fastest by prediction first.
 
-    A profile that was disturbed is wrong by the same for all that has its sub-arrays, so each partition is there.
+    Of members that do the same, only the first is returned. A disturbed profile misjudges all members with its
+    sub-arrays alike, so each partition is represented.
 
     Args:
         portfolio: of plans.
-        most: of them; beside these are the fastest of each other partition, the fastest without swaps, and the fastest
-            that moves nothing.
+        most: number of fastest members; beside these come the fastest of each other partition, the fastest without
+            swaps, and the fastest that moves nothing.
     """
     different: dict[Hashable, Member] = {}
     for one in portfolio.members:
@@ -172,10 +178,10 @@ def contenders(portfolio: Portfolio, most: int = MOST) -> list[Member]:
 
 
 def fitted(trials: Sequence[Trial]) -> Correction:
-    """The correction under which what was predicted is nearest to what was measured.
+    """Return the correction that brings the predictions nearest to the measurements.
 
-    What operators take is seen in members without swaps, and what swaps cost in others of the same sub-arrays, if there are
-    any. What is left of sub-arrays that are run with swaps alone is laid to their operators.
+    Members without swaps show how long operators take. Other members of the same sub-arrays, if there are any, show how
+    much swaps cost. For sub-arrays that run only with swaps, the remaining difference is attributed to the operators.
 
     Args:
         trials: at least one.
@@ -190,30 +196,31 @@ def fitted(trials: Sequence[Trial]) -> Correction:
 
 
 def _with_compute(correction: Correction, trials: Sequence[Trial]) -> Correction:
-    """What operators of sub-arrays take of which nothing is known yet."""
+    """Add the operators' ratio of each sub-array that has no known ratio yet."""
     ratios = [(_ratio(correction, trial), _sizes(trial.member)) for trial in trials]
     compute = dict(correction.compute)
     for size in {size for _, sizes in ratios for size in sizes} - correction.compute.keys():
+        # Prefer members of this size alone: the ratio of a member with several sizes mixes the sizes.
         own = [ratio for ratio, sizes in ratios if sizes == {size}]
         compute[size] = statistics.median(own or [ratio for ratio, sizes in ratios if size in sizes])
     return replace(correction, compute=compute, others=statistics.median(compute.values()))
 
 
 def _ratio(correction: Correction, trial: Trial) -> float:
-    """What operators took over what they were said to, if what is known of swaps is right."""
+    """Time of the operators, measured over predicted, if the known cost of swaps is right."""
     stall = sum(part.times.stall for part in trial.member.parts)
     swaps = _num_swaps(trial.member) * correction.swap_seconds
     return max(trial.seconds - stall - swaps, 0.0) / max(trial.member.seconds - stall, _EPSILON)
 
 
 def _rest(correction: Correction, trial: Trial) -> float:
-    """What each swap of a member cost beyond what it was said to."""
+    """Seconds that each swap of a member cost beyond the prediction."""
     seconds = sum(correction.seconds(part) for part in trial.member.parts)
     return (trial.seconds - seconds) / _num_swaps(trial.member)
 
 
 def key_of(member: Member) -> Hashable:
-    """What has been decided for a member: the same of members that do the same.
+    """Return the decisions of a member; members that do the same have equal keys.
 
     Args:
         member: of a portfolio.
@@ -222,7 +229,10 @@ def key_of(member: Member) -> Hashable:
 
 
 def _run(fresh: Sequence[Member], known: dict[Hashable, Trial], measure: Measure) -> None:
-    """Measure members that have not been; the fastest so far with them, for the machine may be at another speed than then."""
+    """Measure members that have not run yet, together with the fastest so far.
+
+    The machine may have changed its speed since the earlier rounds. The repeated member gives the ratio of the speeds.
+    """
     if not fresh:
         return
     best = min(known.values(), key=lambda trial: trial.seconds, default=None)

@@ -1,11 +1,11 @@
-"""The graph rewriter (§3.2, step 6): merged graphs of the halves of two steps, in which all that was decided is nodes.
+"""Graph rewriter (§3.2, step 6): merged graphs of the halves of two steps, with every decision as a node.
 
-What is drawn, sent to the host, sent back, waited for and deleted are nodes of their own (`nodes.py`), and what is
-recomputed is there a second time, just before its use. So a merged graph says all that happens, and in which order.
+Draws, copies to the host, copies back, waits and deletions are nodes of their own (`nodes.py`). A recomputed operator
+appears a second time, just before its use. So a merged graph says everything that happens, and in which order.
 
-Note: names. `a0_` is of the first sub-array and `a1_` of the second. What a forward leaves for its backward are
-outputs of the one merged graph and arguments of the other, of the same names: `a0_relu` a value that was kept,
-`a0_relu_on_host` a copy.
+Note: names. `a0_` marks the first sub-array, and `a1_` the second. Values that a forward leaves for its backward are
+outputs of one merged graph and arguments of the other, under the same names: `a0_relu` is a kept value, and
+`a0_relu_on_host` is a copy.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,14 @@ from hydra_tune.fusion.planner.verify import verify_graph
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """The graph of a segment.
+    """Graph of a segment.
 
     Attributes:
-        segment: which.
-        graph: its arguments are those of its sub-arrays' steps, as far as it uses them, and what their forwards left.
-        outputs: names of its outputs, in order.
-        owner: the module of its constants.
+        segment: of the graph.
+        graph: takes the arguments of the sub-arrays' steps, as far as it uses them, and the values that the forwards
+            left.
+        outputs: names of the outputs, in order.
+        owner: module that holds the constants.
     """
 
     segment: Segment
@@ -41,24 +42,25 @@ class Merged:
     owner: nn.Module
 
     def text(self) -> str:
-        """The graph as text, one node a line."""
+        """Return the graph as text, with a node on each line."""
         return "\n".join(_told(node) for node in self.graph.nodes) + "\n"
 
 
 def losses_of(side: int) -> str:
-    """The name under which a merged graph gives a sub-array's losses."""
+    """Return the name under which a merged graph gives a sub-array's losses."""
     return f"a{side}_losses"
 
 
 def rewritten(schedule: Schedule, steps: Sequence[StepGraph]) -> dict[Segment, Merged]:
-    """The merged graphs of a schedule's segments and ends.
+    """Return the merged graphs of a schedule's segments and ends.
 
     Args:
-        schedule: what has been decided.
-        steps: the graphs of its sub-arrays' steps, in its order.
+        schedule: the decisions.
+        steps: the graphs of the sub-arrays' steps, in the schedule's order.
     """
     left: dict[int, list[fx.Node]] = {}
     for side in range(len(steps)):
+        # A backward alone shows the kept values that it needs; these become outputs of the forwards below.
         backward = _Rewriter(schedule, steps, Segment(side, None), {})
         backward.merged()
         left[side] = backward.needed
@@ -80,7 +82,7 @@ class _Rewriter:
         self._last_argument: fx.Node | None = None
         self._new: dict[int, dict[fx.Node, fx.Node]] = {side: {} for side in range(len(steps))}
         self._again: dict[tuple[int, str], dict[fx.Node, fx.Node]] = {}
-        self._moving: dict[tuple[int, str], fx.Node] = {}  # what stands for a storage on its way or back
+        self._moving: dict[tuple[int, str], fx.Node] = {}  # node of a storage under way or back
         self._on_host: dict[str, fx.Node] = {}
         self.needed: list[fx.Node] = []
 
@@ -128,7 +130,7 @@ class _Rewriter:
         again[node] = self._copy(
             node, one.side, f"_for_{one.storage}", lambda n: self._value_again(one.side, one.storage, n)
         )
-        # The parts of what is several tensors, so that the rest of it is free to go.
+        # A node can have several tensors. Take the needed tensors right away, so that the others can be freed.
         wanted = self._schedule.decisions[one.side].recomputes[one.storage].ops
         for part in node.users:
             if node.name not in step.seen.places and part in step.ops[: step.num_forward]:
@@ -149,7 +151,7 @@ class _Rewriter:
         return made
 
     def _value(self, side: int, node: fx.Node) -> fx.Node:
-        """What stands for a node's value: what has been run here, an argument, or what the forward has left."""
+        """Return the node that stands for a value: an operator run here, an argument, or a forward value."""
         new = self._new[side]
         if node in new:
             return new[node]
@@ -163,7 +165,7 @@ class _Rewriter:
             new[node] = self._graph.get_attr(name)
             return new[node]
         (storage,) = step.seen.storages[node.name]
-        has_run = step.ops.index(node) < step.num_forward or storage in decided.returns  # what views it is made anew
+        has_run = step.ops.index(node) < step.num_forward or storage in decided.returns  # its views are made anew
         assert has_run, f"{node} is used before it has run"
         if storage not in self._schedule.arrays[side].maps:
             new[node] = self._of_static(side, node)
@@ -179,7 +181,10 @@ class _Rewriter:
         return new[node]
 
     def _of_static(self, side: int, node: fx.Node) -> fx.Node:
-        """A value of the forward in a parameter, buffer or batch: a view made anew, or what has been overwritten, as it is."""
+        """Return the node of a forward value that lies in a parameter, buffer or batch.
+
+        A view is made anew. An overwritten tensor is passed as it is, because the write must not happen twice.
+        """
         step = self._steps[side]
         if step.seen.writes[node.name]:
             assert not step.seen.makes[node.name], f"{node} would run a second time"
@@ -188,7 +193,7 @@ class _Rewriter:
         return self._copy(node, side, "", lambda n: self._value(side, n))
 
     def _value_again(self, side: int, storage: str, node: fx.Node) -> fx.Node:
-        """What stands for a node's value where a storage is recomputed."""
+        """Return the node that stands for a value in the recomputation of a storage."""
         again = self._again[side, storage]
         if node in again:
             return again[node]
@@ -204,13 +209,13 @@ class _Rewriter:
         return again[node]
 
     def _forget(self, one: Instruction) -> None:
-        """What stood for values in a storage is of no use any more when it comes back once more."""
+        """Drop the nodes of a storage's values, because the storage comes back once more and needs new views."""
         places, new = self._steps[one.side].seen.places, self._new[one.side]
         for node in [node for node in new if node.name in places and places[node.name].storage == one.storage]:
             del new[node]
 
     def _latest(self, one: Instruction) -> fx.Node:
-        """A tensor in a storage: the last that the forward has made."""
+        """Return a node of a tensor in a storage: the last that has been made."""
         step = self._steps[one.side]
         found = [
             new
@@ -225,6 +230,7 @@ class _Rewriter:
     def _argument(self, name: str) -> fx.Node:
         if name not in self._arguments:
             first = next(iter(self._graph.nodes), None)
+            # An argument can turn up late, but fx wants placeholders before all other nodes.
             if self._last_argument is not None:
                 place = self._graph.inserting_after(self._last_argument)
             elif first is not None:
@@ -237,7 +243,7 @@ class _Rewriter:
 
 
 def _through_views(step: StepGraph, node: fx.Node) -> list[fx.Node]:
-    """Operators of the forward that use a value, itself or a view of it."""
+    """Operators of the forward that use a value, directly or through a view."""
     found: list[fx.Node] = []
     ops = set(step.ops[: step.num_forward])
     for user in (user for user in node.users if user in ops):

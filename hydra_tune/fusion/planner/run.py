@@ -1,9 +1,9 @@
-"""A planned pair at work: its prologue, steps in turn, and epilogue.
+"""Execution of a planned pair: prologue, steps in turn, and epilogue.
 
-A pair begins with the first forward of its first sub-array. From then on the two merged graphs take turns, `[BW_0,
-FW_1]` and `[BW_1, FW_0]`; what ends it is a last backward of whichever has had its forward. When one of a pair has no
-more steps to make, the other goes on alone, forward and backward one after the other, with its own swaps and
-recomputations.
+A pair begins with the first forward of its first sub-array. From then on the two merged graphs alternate, `[BW_0,
+FW_1]` and `[BW_1, FW_0]`. The last backward of the sub-array that has had its forward ends the run. When a sub-array
+has no more steps to make, its partner goes on alone, forward and backward one after the other, with the partner's own
+swaps and recomputations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,16 +23,16 @@ _Arguments = Callable[[int], Mapping[str, Tensor]]
 
 
 class PlannedRun:
-    """Runs a schedule's merged graphs.
+    """Runs the merged graphs of a schedule.
 
     Args:
-        schedule: what has been decided.
-        steps: the graphs of its sub-arrays' steps.
-        device: where they compute.
-        arguments: of each sub-array: the number of a step -> its graph's arguments, rates for that step among them.
-            What they give is asked for once for the forward and once for the backward, and must be the same batch.
-        draw: a sub-array's side and the number of its noise -> random numbers.
-        merged: its graphs, where they are there already; they are of no device.
+        schedule: the decisions.
+        steps: the graphs of the sub-arrays' steps.
+        device: where the graphs compute.
+        arguments: for each sub-array, number of a step -> arguments of the graph, including the rates for the step.
+            Called once for the forward and once for the backward, and must give the same batch both times.
+        draw: (side of a sub-array, number of the noise) -> random numbers.
+        merged: the merged graphs, where they exist already; merged graphs belong to no device.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class PlannedRun:
         merged: Mapping[Segment, Merged] | None = None,
     ) -> None:
         self.merged = rewritten(schedule, steps) if merged is None else merged
+        # Host memory is looked up by the names that the rewriter writes into the offload nodes.
         sizes = {
             f"a{side}_{name}": step.seen.sizes[name]
             for side, step in enumerate(steps)
@@ -60,7 +61,7 @@ class PlannedRun:
 
     @property
     def seconds(self) -> float:
-        """That graphs have taken in all, as of `stopwatch.py`."""
+        """Seconds that graphs have taken in all, as of `stopwatch.py`."""
         return self._watch.seconds
 
     def close(self) -> None:
@@ -71,8 +72,8 @@ class PlannedRun:
         """Make steps of all sub-arrays, to their ends.
 
         Args:
-            num_steps: of each.
-            take: given a side, the number of a step and its losses when its forward has run.
+            num_steps: number of steps of each sub-array.
+            take: called with the side, the number of the step and the losses when a forward has run.
         """
         wanted = [done + more for done, more in zip(self._ended, num_steps, strict=True)]
         while self._ended != wanted:
@@ -81,10 +82,10 @@ class PlannedRun:
             self.segment(Segment(backward, self._next(ready, backward)), take)
 
     def segment(self, segment: Segment, take: Callable[[int, int, Tensor], None] | None = None) -> None:
-        """Run one merged graph; of one that fails nothing is left, neither values nor copies under way.
+        """Run a merged graph; a graph that fails leaves neither values nor copies under way.
 
         Args:
-            segment: which.
+            segment: of the merged graph.
             take: as of `run`.
         """
         graph = self._graphs[segment]
@@ -96,8 +97,10 @@ class PlannedRun:
                 given |= {f"a{side}_{name}": tensor for name, tensor in own.items()}
         try:
             with self._watch.running():
+                # Popped, so that the interpreter holds the last reference and frees each value after its last use.
                 found = graph.run({name: given.pop(name) for name in graph.arguments})
         except BaseException:
+            # The traceback keeps this frame alive, and would keep the values' memory with the frame.
             given.clear()
             self._copies.give_up()
             raise
@@ -112,5 +115,5 @@ class PlannedRun:
 
     @staticmethod
     def _next(ready: list[int], backward: int | None) -> int | None:
-        """Whose forward is next: with a backward its partner's, and else the first's."""
+        """Return the sub-array of the next forward: the partner beside a backward, otherwise the first ready."""
         return ready[0] if ready and (backward is None or len(ready) == 1) else None

@@ -1,7 +1,8 @@
-"""A run-off: candidates make steps in turns, so that each finds the machine as the others do; who is clearly slower leaves.
+"""Run-off: candidates make steps in turns, and a candidate that is clearly slower leaves.
 
-A state, without a clock: whoever asks runs what is next and says what it took. What a step takes is told relative to
-what those that stay to the end take in the same turn, for a machine that others use as well changes its speed between turns.
+In turns, each candidate finds the machine in the same state as the others. The run-off is a state without a clock: the
+caller runs the next step and reports the seconds. A step counts relative to the steps of the remaining candidates in
+the same turn, because a machine with other users changes its speed between turns.
 """
 
 import statistics
@@ -20,7 +21,7 @@ _LEAST_TURNS = 3
 
 
 class RunOff(Generic[Key]):
-    """Whose step is next, until the fastest is known.
+    """State of a run-off: the candidate that is next, until the fastest is known.
 
         race = RunOff(["a", "b"])
         while (name := race.next) is not None:
@@ -28,10 +29,10 @@ class RunOff(Generic[Key]):
         race.best, race.seconds
 
     Args:
-        candidates: in the order in which they take turns; all different.
+        candidates: in the order of their turns; all different.
         warm_ups: turns that do not count.
         turns: turns that count.
-        leaves_at: how many times what the fastest takes one may take that stays.
+        leaves_at: a candidate leaves above so many times the seconds of the fastest.
 
     Raises:
         ValueError: there are no candidates.
@@ -55,14 +56,14 @@ class RunOff(Generic[Key]):
 
     @property
     def next(self) -> Key | None:
-        """Whose step is next; None when all turns are over."""
+        """Candidate that makes the next step; None when all turns are over."""
         return None if len(self._found) >= self._turns else self._in[self._place]
 
     def took(self, seconds: float) -> None:
-        """The step that was next has been made.
+        """Report the step of the next candidate.
 
         Args:
-            seconds: that it took.
+            seconds: duration of the step.
         """
         self._turn[self._in[self._place]] = seconds
         self._place += 1
@@ -71,9 +72,11 @@ class RunOff(Generic[Key]):
 
     @property
     def seconds(self) -> dict[Key, float]:
-        """What a step of each takes, by its turns so far; of those that have had none that counts, nothing."""
+        """Seconds of a step of each candidate, by the turns so far; without candidates that have no counted turn."""
         if not self._found:
             return {}
+        # Shares of a turn's mean cancel the speed of the machine in that turn. Only remaining candidates have a step in
+        # every turn, so only they make up the means.
         means = [statistics.fmean(turn[one] for one in self._in) for turn in self._found]
         usual = statistics.median(means)
         found: dict[Key, float] = {}
@@ -85,7 +88,7 @@ class RunOff(Generic[Key]):
 
     @property
     def best(self) -> Key:
-        """The fastest of those that are left, by their turns so far; the first, before any."""
+        """The fastest remaining candidate, by the turns so far; the first candidate before any counted turn."""
         seconds = self.seconds
         return min(self._in, key=lambda one: seconds.get(one, 0.0))
 

@@ -1,4 +1,7 @@
-"""What holds for every list of instructions and every merged graph, after each pass; a failure is a pass's defect."""
+"""Invariants of all lists of instructions and all merged graphs, checked after each pass.
+
+A failed check is a defect of a pass, and says nothing about the user's model.
+"""
 
 from collections.abc import Sequence
 
@@ -14,25 +17,25 @@ def verify_schedule(schedule: Schedule) -> None:
     """Verify all segments and ends of a schedule.
 
     Args:
-        schedule: what has been decided.
+        schedule: the decisions.
 
     Raises:
-        AssertionError: what does not hold.
+        AssertionError: an invariant does not hold.
     """
     for segment in (*schedule.segments, *schedule.ends):
         verify_instructions(schedule, segment, lowered(schedule, segment))
 
 
 def verify_instructions(schedule: Schedule, segment: Segment, instructions: Sequence[Instruction]) -> None:
-    """Verify that operators run once and in order, and that what each reads is on the device.
+    """Verify that operators run once and in order, and read only storages that are on the device.
 
     Args:
-        schedule: what has been decided.
-        segment: of it.
+        schedule: the decisions.
+        segment: of the schedule.
         instructions: of the segment.
 
     Raises:
-        AssertionError: what does not hold.
+        AssertionError: an invariant does not hold.
     """
     state = _State(schedule, segment)
     for one in instructions:
@@ -45,7 +48,7 @@ def verify_instructions(schedule: Schedule, segment: Segment, instructions: Sequ
 
 
 class _State:
-    """What is where, instruction by instruction."""
+    """Storages on the device and copies under way, instruction by instruction."""
 
     def __init__(self, schedule: Schedule, segment: Segment) -> None:
         self._schedule, self._segment = schedule, segment
@@ -58,7 +61,7 @@ class _State:
             self._there = {(segment.backward, name) for name in kept}
 
     def runs(self, one: Instruction) -> None:
-        """An operator: in its turn, and on what is there."""
+        """Check an operator: in its turn, and on storages that are on the device."""
         array = self._schedule.arrays[one.side]
         op = array.backward[one.rank] if one.kind is Kind.RUN and one.is_backward else array.forward[one.rank]
         if one.kind is Kind.RUN:
@@ -75,7 +78,7 @@ class _State:
             assert not is_coming, f"{one.kind} {one.rank} of {array.name} uses {name}, which is on its way"
 
     def moves(self, one: Instruction) -> None:
-        """A copy, or its end."""
+        """Check a copy, or the end of a copy."""
         key = (one.side, one.storage)
         if one.kind in self._moving:
             assert one.kind is Kind.PREFETCH or key in self._there, f"{key} is sent away and is not there"
@@ -86,7 +89,7 @@ class _State:
             begun.remove(key)
 
     def changes(self, one: Instruction) -> None:
-        """What an instruction makes and frees."""
+        """Apply the storages that an instruction makes and frees."""
         made, freed = {(one.side, name) for name in one.makes}, {(one.side, name) for name in one.frees}
         assert not made & self._there, f"{made & self._there} are made while they are there"
         self._there |= made
@@ -94,7 +97,7 @@ class _State:
         self._there -= freed
 
     def ends(self) -> None:
-        """Everything has run, and nothing is on its way."""
+        """Check that everything has run, and no copy is under way."""
         assert not any(self._moving.values()), f"{self._moving} are on their way at the end"
         for side, is_backward in ((self._segment.backward, True), (self._segment.forward, False)):
             if side is not None:
@@ -103,13 +106,13 @@ class _State:
 
 
 def verify_graph(graph: fx.Graph) -> None:
-    """Verify that copies begun are waited for, and nothing that left the device is used there.
+    """Verify that every copy is waited for, and no node uses a tensor that has left the device.
 
     Args:
         graph: merged.
 
     Raises:
-        AssertionError: what does not hold.
+        AssertionError: an invariant does not hold.
     """
     graph.lint()
     for node in graph.nodes:
