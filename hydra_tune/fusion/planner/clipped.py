@@ -1,7 +1,7 @@
-"""Clipping as nodes of a step's graph: the norms of gradients as they come, and what each member's are multiplied with.
+"""Clipping as nodes of a step's graph: the norms of gradients as they come, and the factors of each member.
 
-The arithmetic is that of `fusion/clipping.py`, traced. No gradient is overwritten: each is multiplied where its parameter's
-update has copied it (`updates.py`), so until then all of them stay where they are.
+The arithmetic is that of `fusion/clipping.py`, traced. No gradient is overwritten: the factors multiply the copy that
+the parameter's update makes (`updates.py`), so all gradients stay in memory until then.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from hydra_tune.fusion.planner.storages import Place
 
 
 class ClippedGradients:
-    """Emits the nodes of one step.
+    """Emits the clipping nodes of a step.
 
     Args:
-        graph: where to.
-        limits: the argument that has the members' limits.
+        graph: to append to.
+        limits: the argument that holds the members' limits.
         order: the optimizer's parameters.
         mode: for tensors without bytes.
     """
@@ -33,12 +33,12 @@ class ClippedGradients:
         self._factors: dict[torch.dtype, fx.Node] = {}
 
     def take(self, name: str, gradient: fx.Node, place: Place) -> None:
-        """The norms of a gradient.
+        """Emit the norms of a gradient.
 
         Args:
             name: of the parameter.
-            gradient: it.
-            place: how it lies.
+            gradient: node of the gradient.
+            place: position of the gradient in its storage.
         """
         key = place.dtype, place.size, place.stride
         if key not in self._traced:
@@ -47,12 +47,13 @@ class ClippedGradients:
         self._norms[name] = self._emitted(self._traced[key], [gradient])
 
     def factors(self, dtype: torch.dtype) -> fx.Node:
-        """What gradients of a dtype are multiplied with, when the norms of all have been taken.
+        """Return the factors for gradients of a dtype, once the norms of all gradients have been taken.
 
         Args:
             dtype: of the gradients.
         """
         if torch.float64 not in self._factors:
+            # In the optimizer's order, as in steps without a plan: the norm of the norms rounds by its order.
             norms = [self._norms[name] for name in self._order if name in self._norms]
             like = self._tensor(self._limits.meta["val"].shape, (1,), torch.float64)
 
@@ -62,7 +63,7 @@ class ClippedGradients:
             traced = make_fx(factors, tracing_mode="fake")(like, *[like.clone() for _ in norms]).graph
             self._factors[torch.float64] = self._emitted(traced, [self._limits, *norms])
         if dtype not in self._factors:
-            cast = torch.ops.aten._to_copy.default  # noqa: SLF001 - what `Tensor.to` comes to
+            cast = torch.ops.aten._to_copy.default  # noqa: SLF001 - the operator behind `Tensor.to`
             self._factors[dtype] = self._graph.call_function(cast, (self._factors[torch.float64],), {"dtype": dtype})
         return self._factors[dtype]
 
@@ -75,12 +76,12 @@ class ClippedGradients:
 
 
 def emitted(graph: fx.Graph, traced: fx.Graph, given: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """Append the operators of a traced function to a graph; what it gives.
+    """Append the operators of a traced function to a graph, and return the nodes of the results.
 
     Args:
         graph: appended to.
         traced: of operators alone.
-        given: its arguments.
+        given: arguments of the function.
     """
     arguments = iter(given)
     new: dict[fx.Node, fx.Node] = {}

@@ -1,10 +1,10 @@
-"""Copies between a device and the host beside the computing: a thread on a CPU, a stream in each direction on a GPU.
+"""Copies between a device and the host beside the computation: a thread on a CPU, a stream per direction on a GPU.
 
 Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the
-host waits for what was computed before it (an event), and its memory is given back behind the copy's end on the
-compute stream, not when the copy is queued; a copy to the device waits, too, for whatever used its memory before; and
-who uses what has come back waits for its end on the compute stream. The allocator then needs to know of no other
-stream, and nothing waits on the host.
+host waits, by an event, for the computation queued before. The source's memory is given back behind the copy's end on
+the compute stream, not when the copy is queued. A copy to the device also waits for all earlier users of its target's
+memory. Readers of the returned bytes wait on the compute stream for the copy's end. The allocator then needs to know of
+no other stream, and the host waits for nothing.
 """
 
 import queue
@@ -26,45 +26,45 @@ _MAKING = threading.Lock()
 
 
 class Copies(Protocol):
-    """What an interpreter has done in the background.
+    """Copies that an interpreter starts in the background.
 
     Attributes:
-        waited_seconds: that the host has waited for copies.
+        waited_seconds: seconds that the host has waited for copies.
     """
 
     waited_seconds: float
 
     def offload(self, value: Tensor, storage: str) -> Any:
-        """Begin to copy a value's storage to the host; gives a handle."""
+        """Begin the copy of a value's storage to the host; return a handle."""
 
     def offload_at_once(self, value: Tensor, storage: str) -> Any:
-        """As `offload`, for a copy that takes less than it does to hand it over."""
+        """Copy as `offload`, where the copy takes less time than the hand-over."""
 
     def release(self, handle: Any) -> Tensor:
-        """Wait for that; gives the copy. What held the device's memory is dropped."""
+        """Wait for a copy to the host, let go of the device memory, and return the host copy."""
 
     def prefetch(self, copy: Tensor) -> Any:
-        """Begin to copy back to the device; gives a handle."""
+        """Begin the copy back to the device; return a handle."""
 
     def prefetch_at_once(self, copy: Tensor) -> Any:
-        """As `prefetch`, for a copy that takes less than it does to hand it over."""
+        """Copy as `prefetch`, where the copy takes less time than the hand-over."""
 
     def arrived(self, handle: Any) -> Tensor:
-        """Wait for that; gives the bytes."""
+        """Wait for a copy back, and return the bytes."""
 
     def give_up(self) -> None:
-        """Have what is under way over, and let go of it: whoever began it will not come for it."""
+        """Let all copies under way end, and drop their memory: no caller will wait for them any more."""
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End the background work."""
 
 
 def copies_for(device: torch.device, sizes: Mapping[str, int]) -> Copies:
-    """Those of a device.
+    """Return the copies of a device.
 
     Args:
-        device: of the computing.
-        sizes: bytes of each storage that will be offloaded, by the name that its node gives it.
+        device: of the computation.
+        sizes: bytes of each storage that will be offloaded, by the name in the offload node.
     """
     if device.type == "cuda":
         return CudaCopies(device, sizes)
@@ -78,7 +78,7 @@ class _Flight:
 
     to: Tensor
     source: Tensor | None
-    is_done: threading.Event | None  # None: it was copied at once
+    is_done: threading.Event | None  # None: copied at once
     error: BaseException | None = None
 
     def wait(self) -> Tensor:
@@ -87,12 +87,13 @@ class _Flight:
         self.is_done.wait()
         if self.error is not None:
             raise self.error
+        # The handle may live on; the source's memory must not.
         self.source = None
         return self.to
 
 
 class ThreadCopies:
-    """One thread that copies in the order in which it is asked; host memory is there from the beginning.
+    """A single thread that copies in the order of the requests; host memory is allocated at the beginning.
 
     Args:
         sizes: bytes of each storage that will be offloaded.
@@ -132,7 +133,7 @@ class ThreadCopies:
     def give_up(self) -> None:
         """As of `Copies`."""
         nothing = torch.empty(0)
-        self._ask(nothing, nothing).wait()  # behind all that was asked for before
+        self._ask(nothing, nothing).wait()  # the thread copies in order, so all earlier copies have ended
 
     def close(self) -> None:
         """As of `Copies`."""
@@ -160,7 +161,9 @@ class ThreadCopies:
             except BaseException as error:  # noqa: BLE001 - raised where the copy is waited for
                 flight.error = error
             assert flight.is_done is not None, "handed over"
+            # Set last: the waiting thread reads `error` without a lock.
             flight.is_done.set()
+            # Otherwise the loop variable keeps both buffers alive until the next request comes.
             del flight
 
 
@@ -173,11 +176,13 @@ class CudaCopies:
     """
 
     def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
-        self.waited_seconds = 0.0  # the host never does
+        self.waited_seconds = 0.0  # the host never waits
         self._device = device
         self._host = {name: torch.empty(size, dtype=torch.uint8, pin_memory=True) for name, size in sizes.items()}
         self._out, self._in = _streams(device)
-        self._held: dict[int, Tensor] = {}  # under way; if nobody comes to wait for them, until all streams have ended
+        # Buffers of copies under way. Buffers that no caller has waited for stay until `give_up` has synchronized all
+        # streams.
+        self._held: dict[int, Tensor] = {}
 
     def offload(self, value: Tensor, storage: str) -> tuple[Tensor, Tensor, torch.cuda.Event]:
         """As of `Copies`."""
@@ -223,13 +228,15 @@ class CudaCopies:
 
     def close(self) -> None:
         """As of `Copies`."""
-        with suppress(RuntimeError):  # of a GPU that is lost, whose memory is nobody's any more
+        with suppress(RuntimeError):  # a lost GPU raises, and its memory is gone in any case
             self.give_up()
 
     def _copied(self, storage: str, source: Tensor) -> Tensor:
         return self._host[storage].copy_(source, non_blocking=True)
 
     def _queued(self, stream: torch.cuda.Stream, action: Callable[[], Any]) -> torch.cuda.Event:
+        # The copy waits for everything queued on the compute stream: the computation of its source, and earlier users
+        # of the target's memory, which the allocator may have given out again without waiting.
         begin, end = _event(), _event()
         begin.record(torch.cuda.current_stream(self._device))
         stream.wait_event(begin)
@@ -244,7 +251,11 @@ def _bytes_of(value: Tensor) -> Tensor:
 
 
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Those of a GPU, outward and inward: torch gives its few streams out again and again, that of the computing as well."""
+    """Return the outward and the inward stream of a GPU, made once.
+
+    torch gives its few streams out in rotation, so streams made for every run would sooner or later be the compute
+    stream.
+    """
     with _MAKING:
         if device not in _STREAMS:
             _STREAMS[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

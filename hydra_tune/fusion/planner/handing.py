@@ -1,9 +1,10 @@
-"""What it takes of the thread that computes to have another one copy (`copies.py`), beside what the copy itself takes.
+"""Time that the computing thread needs to hand a copy to another thread (`copies.py`), beside the copy itself.
 
-Two threads of Python take turns: the copying one wakes up, waits for the interpreter to be let go, and the computing one
-for it to come back, while both want memory. That takes longer than small copies do: of four fused DLRMs, six swaps of
-200 KiB that take 0.2 ms in all made a step of 7.6 ms 1.4 ms longer when they were handed over, and nothing to speak of
-when the computing thread made them itself. So it is measured, and plans count it.
+Two Python threads take turns. The copying thread wakes up and waits for the interpreter lock, and the computing thread
+waits to get the lock back, while both compete for memory. For small copies, all this takes longer than copying. With
+four fused DLRMs, six swaps of 200 KiB, which take 0.2 ms in all, made a step of 7.6 ms 1.4 ms longer when handed over,
+and hardly longer when the computing thread made the copies itself. So the time of a hand-over is measured, and plans
+count it.
 """
 
 import statistics
@@ -18,16 +19,16 @@ from hydra_tune.fusion.planner.copies import ThreadCopies
 _BYTES = 1 << 20  # about where handing over begins to pay
 _COPIES = 3  # each there and back
 _TURNS = 9
-_OPERATORS = 120  # beside each copy, small ones: together they take longer than it does
-_LEAST_SECONDS = 2e-5  # what a thread needs to wake up, where noise has it as nothing
+_OPERATORS = 120  # small ones beside each copy, which take longer than the copy
+_LEAST_SECONDS = 2e-5  # about what a thread needs to wake up, in case noise hides the hand-over
 
 
 def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds of the computing thread for each copy that goes on beside; of a GPU, whose host is not in the way, none.
+    """Return the computing thread's seconds for each copy made beside; 0 on a GPU, whose host is not in the way.
 
     Args:
-        device: of the computing.
-        now: seconds.
+        device: of the computation.
+        now: returns seconds.
     """
     if device.type != "cpu":
         return 0.0
@@ -37,7 +38,7 @@ def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_coun
         found: list[float] = []
         for turn in range(_TURNS + 1):
             alone = _seconds(now, None, source, other)
-            if turn:  # the first has memory to take and a thread to start
+            if turn:  # the first turn takes memory and starts the thread
                 found.append((_seconds(now, copies, source, other) - alone) / (2 * _COPIES))
             else:
                 _seconds(now, copies, source, other)
@@ -47,7 +48,7 @@ def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_coun
 
 
 def _seconds(now: Callable[[], float], copies: ThreadCopies | None, source: Tensor, other: Tensor) -> float:
-    """What it takes to make a map, compute something else, and use the map; with copies, it is away meanwhile."""
+    """Seconds to make a map, compute, and use the map; with `copies`, the map is on the host meanwhile."""
     begin = now()
     for _ in range(_COPIES):
         source.add_(1)

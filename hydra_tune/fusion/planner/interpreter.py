@@ -1,8 +1,8 @@
-"""Algorithm H: runs merged graphs, node by node; what is copied goes on beside (`copies.py`).
+"""Algorithm H: run merged graphs node by node, with copies beside the computation (`copies.py`).
 
-Differs: what the algorithm reads off attributes of nodes (`to_prefetch`, `to_recompute`, `to_delete`, `to_ofload`)
-are nodes of the graph, so that here is nothing but their meaning; and memory of what was sent away is given back
-where its copy has ended.
+Differs: the algorithm reads attributes of nodes (`to_prefetch`, `to_recompute`, `to_delete`, `to_ofload`). Here the
+attributes are nodes of the graph, so the interpreter only maps nodes to actions. The memory of an offloaded storage is
+given back where the copy has ended.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from hydra_tune.shard.placing import moved
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A node as it runs: what, on which values, and whose values nobody needs afterwards."""
+    """A node, prepared to run; `ends` are the places of the values that nobody needs afterwards."""
 
     place: int
     run: Callable[..., Any]
@@ -31,13 +31,14 @@ class _Call:
 
 
 class Interpreter:
-    """Runs one merged graph again and again.
+    """Runs a merged graph again and again.
 
     Args:
         merged: the graph.
-        copies: of its device.
-        draw: a sub-array's side and the number of its noise -> the random numbers.
-        place: the device, which stands for any that the graph names: it may have been traced for another one of its kind.
+        copies: of the device.
+        draw: (side of a sub-array, number of the noise) -> random numbers.
+        place: the device, in place of any device that the graph names: the graph may have been traced for another
+            device of the same kind.
     """
 
     def __init__(self, merged: Merged, copies: Copies, draw: Callable[[int, int], Tensor], place: torch.device) -> None:
@@ -60,21 +61,22 @@ class Interpreter:
 
     @property
     def arguments(self) -> list[str]:
-        """What it is to be given."""
+        """Names of the arguments, in order."""
         return [name for name, _ in self._arguments]
 
     def run(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Run the graph; what it is given and needs no more is freed on the way, unless others hold it.
+        """Run the graph, and free each argument and value behind its last use, unless others hold it.
 
         Args:
             given: a value for each argument; emptied.
 
         Returns:
-            Its outputs: losses, and what its forward leaves for its backward.
+            Outputs of the graph: losses, and the values that the forward leaves for its backward.
         """
         values: list[Any] = [None] * len(self._places)
         for name, place in self._arguments:
             values[place] = given.pop(name)
+        # The caller's dict must not keep any value alive.
         given.clear()
         for place, constant in self._constants:
             values[place] = constant
@@ -98,6 +100,7 @@ class Interpreter:
             nodes.prefetch: self._copies.prefetch,
             nodes.prefetch_at_once: self._copies.prefetch_at_once,
             nodes.arrived: self._copies.arrived,
+            # Nothing to do: the node is the last user of its values, and `ends` frees them.
             nodes.delete: lambda *_values: None,
         }
         if node.target is nodes.draw:
@@ -107,7 +110,7 @@ class Interpreter:
         return meanings.get(node.target, node.target)
 
     def _ends(self, graph: fx.Graph) -> dict[fx.Node, tuple[int, ...]]:
-        """For each node, whose values are not needed after it."""
+        """For each node, the places of values that no later node needs."""
         last: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             last[node] = node

@@ -1,6 +1,6 @@
-"""Sub-arrays of trials that are all like one task: traced and profiled from that one's own plan, and nothing of it is trained.
+"""Sub-arrays of trials that are all like a given task, traced and profiled from the task's own plan, without training.
 
-What no plan is made of is refused here, with the reason.
+A task whose steps cannot be planned is refused here, with the reason.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ from hydra_tune.task import TrainTask
 
 
 def check_plannable(task: TrainTask, prepared: Prepared) -> None:
-    """Refuse a task of whose steps no plan is made.
+    """Refuse a task whose steps cannot be planned.
 
     Args:
-        task: the trial's.
-        prepared: its plan.
+        task: of the trial.
+        prepared: plan of the trial.
 
     Raises:
-        UnfusableError: with the reason, and what is done instead.
+        UnfusableError: with the reason, and the alternative.
     """
     check_task(task)
     plan = prepared.plan
@@ -56,19 +56,19 @@ def check_plannable(task: TrainTask, prepared: Prepared) -> None:
 
 
 class TaskArrays:
-    """The sub-arrays of one task's kind, by size; each is traced and profiled once, when it is first asked for.
+    """Sub-arrays of a task's kind, by size, each traced and profiled on first use.
 
     Args:
-        task: any trial's of the kind.
-        built: its module and optimizer; only read.
-        prepared: its plan.
-        leaves: its first batch; only its geometry is read.
-        library: where the plan is from.
+        task: of any trial of the kind.
+        built: the trial's module and optimizer; only read.
+        prepared: the trial's plan.
+        leaves: the trial's first batch; only the geometry is read.
+        library: source of the plan.
         profiles: measures graphs.
-        device: where they would run.
+        device: where the graphs would run.
 
     Raises:
-        UnfusableError: no plan is made of it; with the reason.
+        UnfusableError: the task cannot be planned; with the reason.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class TaskArrays:
         self._steps: dict[int, StepGraph] = {}
 
     def step(self, size: int) -> StepGraph:
-        """The graph of a step of so many trials.
+        """Return the graph of a step of so many trials.
 
         Raises:
-            UnfusableError: it cannot be traced; the message names what is in the way.
+            UnfusableError: the step cannot be traced; the message names the obstacle.
         """
         if size not in self._steps:
             with GATE.exclusive():
@@ -108,7 +108,7 @@ class TaskArrays:
         return self._steps[size]
 
     def array(self, size: int) -> Array:
-        """The profiled sub-array of so many trials.
+        """Return the profiled sub-array of so many trials.
 
         Raises:
             UnfusableError: as `step`.
@@ -141,5 +141,5 @@ class TaskArrays:
         )
 
     def _stacked(self, size: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of the geometry that so many stacked have; nobody writes to their bytes, so they take no memory."""
+        """Return tensors of the stacked geometry; nobody writes to their bytes, so they take no memory."""
         return [torch.empty((size, *one.shape), dtype=one.dtype, device="cpu") for one in tensors]

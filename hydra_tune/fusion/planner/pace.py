@@ -1,14 +1,15 @@
-"""The pace of the machine: what the same few operators take at the moment.
+"""Pace of the machine: the seconds that a fixed set of operators takes at the moment.
 
-A core that others have a part in is faster in one second than in the next, by the clock and in CPU time alike: on a virtual
-machine with nothing else to do, small operators took 0.72 ms or 1.3 ms, and went from one to the other within a second; steps
-of DLRMs took 3.3 ms or 5.4 ms. A profile takes less than a second, sub-arrays are profiled one after another, and plans compare
-them. So the pace is looked at beside each pass, and what a pass took is told relative to that.
+A core that others use as well changes its speed from second to second, by the clock and in CPU time alike. On a virtual
+machine with nothing else to do, small operators took 0.72 ms or 1.3 ms, and went from one to the other within a second;
+steps of DLRMs took 3.3 ms or 5.4 ms. A profile takes less than a second, sub-arrays are profiled one after another, and
+plans compare the profiles. So the pace is measured beside each pass, and the time of a pass is reported relative to the
+pace.
 
-Operators of microseconds, most of which is calling them, are slowed down more than long ones are. Steps are made of both, so
-the pace is the geometric mean of small ones and of products of larger matrices. In CPU time, while others used the machine,
-small operators that were timed again and again varied by 14% by themselves and by 9% beside this mean, long products by 11% and
-8%, and convolutions by 8% both ways.
+Operators of microseconds, which consist mostly of the call, slow down more than long operators. Steps have both, so the
+pace is the geometric mean of small operators and products of larger matrices. In CPU time, while others used the
+machine, small operators that were timed again and again varied by 14% by themselves and by 9% relative to the pace,
+long products by 11% and 8%, and convolutions by 8% both ways.
 """
 
 import math
@@ -21,24 +22,26 @@ from torch import Tensor
 _TIMES, _LARGE_TIMES = 30, 6
 _SIDES = (8, 64), (64, 64), (128, 128)
 _SHARE, _MOST_LOOKS = 0.03, 64
-_LEAST_SECONDS = 1e-6  # where a clock goes on in greater steps
+_LEAST_SECONDS = 1e-6  # in case a clock advances in larger steps
 
 
 class Pace:
-    """Of the computing of a CPU.
+    """Pace of a CPU.
 
     Args:
-        now: seconds.
+        now: returns seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
 
     def seconds(self, beside: float = 0.0) -> float:
-        """What they take now, about half a millisecond, the mean of several looks beside what takes longer.
+        """Return the seconds that the operators take now, about half a millisecond.
+
+        For an action that takes longer, the result is the mean of several looks.
 
         Args:
-            beside: seconds of what they are timed beside; looks go on for a small share of it.
+            beside: seconds of the action; looks go on for a small share of these.
         """
         few, one, many = (torch.zeros(*sides, dtype=torch.float32, device="cpu") for sides in _SIDES)
         found: list[float] = []
@@ -60,7 +63,7 @@ class Pace:
 
 
 class Paced:
-    """What something takes that is done again and again, relative to the pace before and after each time.
+    """Times a repeated action relative to the pace before and after each run.
 
     Args:
         pace: of the machine.
@@ -71,12 +74,12 @@ class Paced:
         self._found: list[tuple[float, float]] = []
 
     def time(self, action: Callable[[], float], times: int, *, counts: bool) -> None:
-        """Do it some times.
+        """Run the action some times.
 
         Args:
-            action: gives the seconds it took.
-            times: how often.
-            counts: whether these times count.
+            action: returns the seconds of a run.
+            times: number of runs.
+            counts: whether these runs count.
         """
         before = self._pace.seconds()
         for _ in range(times):
@@ -88,12 +91,12 @@ class Paced:
 
     @property
     def pace_seconds(self) -> float:
-        """What the pace's operators took, the median; 0 before anything."""
+        """Median seconds of the pace's operators; 0 before any run that counts."""
         return statistics.median(beside for _, beside in self._found) if self._found else 0.0
 
     @property
     def seconds(self) -> float:
-        """What it takes at that pace; 0 before anything."""
+        """Seconds of the action at the median pace; 0 before any run that counts."""
         if not self._found:
             return 0.0
         return statistics.median(seconds / beside for seconds, beside in self._found) * self.pace_seconds

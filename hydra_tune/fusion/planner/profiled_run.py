@@ -1,4 +1,7 @@
-"""A step's graph run node by node for its profile (Algorithm A), its feature maps away between forward and backward."""
+"""Run of a step's graph, node by node, for its profile (Algorithm A).
+
+Feature maps are on the host between the forward and the backward, so a step larger than the device can be profiled.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -22,34 +25,34 @@ from hydra_tune.shard.placing import moved
 
 
 class Clock(Protocol):
-    """Times what is done on a device."""
+    """Times actions on a device."""
 
     def timed(self, name: str, action: Callable[[], Any]) -> Any:
-        """Do something and note how long the device takes; gives what it gives."""
+        """Run an action, record how long the device takes, and return the result."""
 
     def seconds(self) -> dict[str, float]:
-        """What was noted since the last call."""
+        """Return the seconds recorded since the last call, by name."""
 
     def whole(self) -> float | None:
-        """The host's time in seconds, if that is what nodes take; None where they are timed on the device."""
+        """Return the host's time in seconds; None where nodes are timed on the device."""
 
     def peak_beyond(self, made_bytes: int) -> int:
-        """Bytes that the last action needed at once beyond what it has left and so many."""
+        """Return the peak bytes of the last action, beyond the memory in use before and `made_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A node as it runs.
+    """A node, prepared to run.
 
     Attributes:
-        node: it.
-        place: of its value.
-        run: what it calls.
+        node: the node.
+        place: of the node's value.
+        run: function that the node calls.
         args: located.
         kwargs: located.
         ends: places of values that nobody needs afterwards.
-        back: feature maps that come back before it.
-        away: feature maps that go to the host after it.
+        back: feature maps that come back before the node.
+        away: feature maps that go to the host after the node.
     """
 
     node: fx.Node
@@ -63,13 +66,13 @@ class _Call:
 
 
 class ProfiledRun:
-    """Runs a graph on numbers made up.
+    """Runs a graph on made-up numbers.
 
     Args:
         step: the graph.
-        maps: its feature maps.
-        device: where it runs.
-        clock: of that device.
+        maps: feature maps of the graph.
+        device: where the graph runs.
+        clock: of the device.
     """
 
     def __init__(self, step: StepGraph, maps: Mapping[str, FeatureMap], device: torch.device, clock: Clock) -> None:
@@ -95,13 +98,14 @@ class ProfiledRun:
         self._calls = self._made(maps)
 
     def once(self, workspace: dict[str, int]) -> None:
-        """Run the graph node by node; note the most that each has needed.
+        """Run the graph node by node, and record the largest workspace of each node.
 
         Args:
-            workspace: bytes by node, taken up where a node needs more.
+            workspace: bytes by node, raised where a node needs more.
 
         Raises:
-            UnfusableError: an operator fails on numbers made up, or its result lies in memory otherwise than the step says.
+            UnfusableError: an operator fails on made-up numbers, or a result lies in memory otherwise than the step
+                says.
         """
         self._begin()
         sizes, makes = self._step.seen.sizes, self._step.seen.makes
@@ -122,10 +126,13 @@ class ProfiledRun:
         self._values.clear()
 
     def otherwise_laid(self) -> dict[str, Layout]:
-        """Run the graph, as far as what has come back from the host can be read; nodes whose results lie otherwise than traced.
+        """Run the graph, and return the layouts of the nodes whose results lie otherwise than traced.
+
+        The run ends before such a result would go to the host, because its bytes could not be read by the traced
+        strides.
 
         Raises:
-            UnfusableError: an operator fails on numbers made up, or a view lies otherwise than traced.
+            UnfusableError: an operator fails on made-up numbers, or a view lies otherwise than traced.
         """
         self._begin()
         found: dict[str, Layout] = {}
@@ -135,6 +142,8 @@ class ProfiledRun:
                     self._back(storage)
                 value = self._values[call.place] = self._call(call)
                 if not is_like(layout := layout_of(value), self._step.seen.layouts[call.node.name]):
+                    # A view makes no storage, so no corrected layout can describe this one, unless an earlier result
+                    # explains it.
                     if not found and not self._step.seen.makes[call.node.name]:
                         self._refuse(call)
                     found[call.node.name] = layout
@@ -155,7 +164,7 @@ class ProfiledRun:
         )
 
     def whole(self) -> float:
-        """Run the graph, timing what is between copies alone; the host's seconds, which have to be what counts."""
+        """Run the graph, and return the host's seconds between copies; the clock must be the host's."""
         self._begin()
         seconds = 0.0
         with torch.no_grad():
@@ -189,7 +198,7 @@ class ProfiledRun:
             self._values[place] = value
 
     def _call(self, call: _Call) -> Any:
-        """As an interpreter does it; the handler costs no time where nothing is raised."""
+        """Run a node as an interpreter does; the handler costs no time where nothing is raised."""
         try:
             return call.run(*filled(call.args, self._values), **filled(call.kwargs, self._values))
         except torch.OutOfMemoryError:
@@ -228,13 +237,13 @@ class ProfiledRun:
         return node.target
 
     def _draw(self, number: int) -> Tensor:
-        """As members' numbers are drawn on the device, in its memory and with its kernels."""
+        """Draw as members do: on the device, in its memory and with its kernels."""
         turn = CudaGenerator(self._device).in_turn() if self._device.type == "cuda" else nullcontext()
         with turn:
             return self._step.noise[number].draw(self._generators, self._device)
 
     def _away(self, storage: str) -> None:
-        """Stage 3."""
+        """Copy a feature map to the host (stage 3)."""
         size = self._step.seen.sizes[storage]
         tensor = next(
             leaf
@@ -249,12 +258,14 @@ class ProfiledRun:
         self._clock.timed(
             f"out {storage}", lambda: host.copy_(view_of(tensor, torch.uint8, [size], [1], 0), non_blocking=True)
         )
+        # Drop the tensors, so that the device frees the storage. Several tensors of a single node cannot be viewed
+        # anew, and stay.
         for node in self._holders[storage]:
             if node.name in self._step.seen.places:
                 self._values[self._places[node]] = None
 
     def _back(self, storage: str) -> None:
-        """Stage 1."""
+        """Copy a feature map back to the device (stage 1)."""
         size, host = self._step.seen.sizes[storage], self._host[storage]
         flat: Tensor = self._clock.timed(
             f"in {storage}",
@@ -269,7 +280,7 @@ class ProfiledRun:
 
 
 def _generators(step: StepGraph, device: torch.device, count: int) -> GroupGenerator:
-    """Members' generators of no trial; those that drop with probabilities of their own have some."""
+    """Return generators that belong to no trial, with probabilities for draws whose members have their own."""
     probabilities = {one.slot: [0.5] * count for one in step.noise if one.slot is not None}
     if device.type != "cuda":
         return GroupGenerator([torch.Generator(device) for _ in range(count)], probabilities=probabilities)
@@ -278,9 +289,12 @@ def _generators(step: StepGraph, device: torch.device, count: int) -> GroupGener
 
 
 def made_up(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor of some geometry with numbers that no operator minds: small ones, and the first of each table."""
+    """Return a tensor of some geometry with small numbers that no operator rejects.
+
+    Integers are 0, a valid row of every table.
+    """
     made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
     if not like.is_floating_point():
         return made.zero_()
-    # Not from the default generator: on a GPU another thread may have it stand where a trial's stream does.
+    # Not from the default generator: on a GPU another thread may have set that to the state of a trial's stream.
     return made.uniform_(0.25, 0.75, generator=torch.Generator(device))

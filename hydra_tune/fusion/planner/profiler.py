@@ -1,18 +1,18 @@
-"""Algorithm A: how long each node of a step's graph takes, what memory it needs, and how long each feature map's copies take.
+"""Algorithm A: the seconds and memory of each node of a step's graph, and the seconds of each feature map's copies.
 
-The graph is run node by node on numbers made up, with one warm-up and three runs, of which medians are taken. Every
-feature map goes to the host after its last use in the forward and comes back before its first in the backward (stages
-1 and 3), so that the graph of a sub-array which does not fit the device can be profiled; only what one node needs has
-to fit beside the static tensors. On CUDA a node's time is that of its kernels: they are launched behind a pause that
-is longer than the launching.
+The graph runs node by node on made-up numbers, with a single warm-up and three measured runs, of which medians are
+taken. Every feature map goes to the host after its last use in the forward, and comes back before its first use in the
+backward (stages 1 and 3). So a sub-array that does not fit the device can be profiled: only the storages of a single
+node have to fit beside the static tensors. On CUDA a node's time is the time of its kernels, which are launched behind
+a pause that is longer than the launches.
 
-Differs: where the host computes, looking at the clock takes as long as a small node, and nodes that follow each other at
-once find more in its caches. So each run is followed by passes in which only whole stretches between copies are timed,
-and the nodes' times are made to add up to those. The pace of the machine is looked at beside each pass (`pace.py`), and
-graphs that are profiled one after another are told as if it had always been as at the first.
+Differs: where the host computes, reading the clock takes as long as a small node, and a node right behind another finds
+more in the caches. So each run is followed by passes that time only whole stretches between copies, and the nodes'
+times are scaled to add up to the passes. The pace of the machine is measured beside each pass (`pace.py`). Graphs that
+are profiled one after another are all reported at the pace of the first.
 
-Where another thread copies, what handing over takes of the computing one is measured once (`handing.py`), and smaller
-copies than that are left to the computing thread.
+Where another thread copies, the time that the computing thread needs for a hand-over is measured once (`handing.py`).
+Copies that take less time are left to the computing thread.
 """
 
 import statistics
@@ -42,10 +42,10 @@ _LOOKS = 31
 
 
 class CpuClock:
-    """Host time.
+    """Time of the host.
 
     Args:
-        now: seconds; the calling thread's own would leave out what other threads of the process do.
+        now: returns seconds; the calling thread's CPU time would leave out the work of other threads of the process.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -69,7 +69,7 @@ class CpuClock:
         return self._now()
 
     def peak_beyond(self, made_bytes: int) -> int:
-        """Nothing tells on a CPU."""
+        """Return 0, because a CPU does not report peaks."""
         del made_bytes
         return 0
 
@@ -93,7 +93,7 @@ class CudaClock:
         begin, end, stream = _event(), _event(), torch.cuda.current_stream(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
-        with torch.cuda.device(self._device):  # the thread's own may be another
+        with torch.cuda.device(self._device):  # the thread's current device may differ
             torch.cuda._sleep(self._PAUSE_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch's own tests use it so
         begin.record(stream)
         made = action()
@@ -103,7 +103,7 @@ class CudaClock:
 
     def seconds(self) -> dict[str, float]:
         """As of `Clock`."""
-        torch.cuda.current_stream(self._device).synchronize()  # not all of the GPU, of which others may have a part
+        torch.cuda.current_stream(self._device).synchronize()  # not the whole GPU, which others may use as well
         found = {name: begin.elapsed_time(end) / 1000 for name, (begin, end) in self._events.items()}
         self._events = {}
         return found
@@ -119,15 +119,15 @@ class CudaClock:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What was measured, by node or storage name.
+    """Measurements, by node or storage name.
 
     Attributes:
         seconds: of each node.
         workspace_bytes: of each node.
         out_seconds: of each feature map's copy to the host.
-        in_seconds: of its copy back.
-        hand_seconds: of the computing thread, for each copy that another makes.
-        pace_seconds: what `Pace` took meanwhile; 0 where nodes are not timed by the host.
+        in_seconds: of each feature map's copy back.
+        hand_seconds: of the computing thread, for each copy that another thread makes.
+        pace_seconds: of `Pace` during the profile; 0 where the host does not time the nodes.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -138,7 +138,10 @@ class Profile:
     pace_seconds: float = 0.0
 
     def at_pace(self, pace_seconds: float) -> "Profile":
-        """What it would be while `Pace` takes so long: copies as they are, for they wait for memory instead."""
+        """Return the profile at the pace at which `Pace` takes so many seconds.
+
+        Copies keep their times, because they wait for memory and not for the processor.
+        """
         if not (pace_seconds and self.pace_seconds):
             return self
         ratio = pace_seconds / self.pace_seconds
@@ -148,11 +151,11 @@ class Profile:
 
 
 class Profiles:
-    """Measures each graph once for each device; seconds of all are at the pace that the device had at the first.
+    """Measures each graph once for each device, and reports all seconds at the pace of the device's first graph.
 
     Args:
-        clock: of a device; by its kind, unless given.
-        hand: seconds that handing over a copy takes on a device; measured once, unless given.
+        clock: device -> clock; None: chosen by the kind of the device.
+        hand: device -> seconds to hand over a copy; called once for each device.
     """
 
     def __init__(
@@ -167,14 +170,16 @@ class Profiles:
         self._lock = threading.Lock()
 
     def array(self, name: str, step: StepGraph, device: torch.device) -> Array:
-        """A sub-array as the planner knows it.
+        """Return the profiled sub-array of a step's graph.
 
         Args:
             name: for people.
-            step: its graph.
-            device: where it runs.
+            step: the graph.
+            device: where the graph runs.
         """
         with self._lock:
+            # The lock is held while measuring, so that no graph is measured twice and profiles do not disturb each
+            # other.
             key = _text_of(step), str(device)
             if key not in self._known:
                 if str(device) not in self._hands:
@@ -185,20 +190,20 @@ class Profiles:
             return array_of(name, step, self._known[key])
 
     def knows(self, step: StepGraph, device: torch.device) -> bool:
-        """Whether a graph has been measured there.
+        """Whether a graph has been measured on a device.
 
         Args:
-            step: its graph.
-            device: where it runs.
+            step: the graph.
+            device: where the graph runs.
         """
         with self._lock:
             return (_text_of(step), str(device)) in self._known
 
     def pace_seconds(self, device: torch.device) -> float:
-        """What `Pace` took at the pace at which all seconds of a device are; 0 where the host times nothing, and before all.
+        """Seconds of `Pace` to which a device's times refer; 0 before any graph, and where the host times nothing.
 
         Args:
-            device: where graphs ran.
+            device: where the graphs ran.
         """
         return self._paces.get(str(device), 0.0)
 
@@ -207,22 +212,23 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
     """Profile a graph.
 
     Args:
-        step: its graph.
-        device: where it runs.
-        clock: of that device.
+        step: the graph.
+        device: where the graph runs.
+        clock: of the device.
     """
     if device.type == "cpu":
-        keep_freed_memory(PLAN_BYTES)  # as those who run what is planned do
+        keep_freed_memory(PLAN_BYTES)  # as planned runs do
     run = ProfiledRun(step, array_of("", step, Profile()).maps, device, clock)
     workspace: dict[str, int] = {}
     each: list[dict[str, float]] = []
     passes = Paced(Pace(lambda: clock.whole() or 0.0))
     for number in range(WARM_UPS + RUNS):
-        # What a warm-up leaves to a library for good (cuBLAS's workspace of a stream) no node needs again.
+        # A warm-up does not count: memory that a library takes for good (cuBLAS's workspace of a stream) is taken once.
         run.once(workspace if number >= WARM_UPS else {})
         found = clock.seconds()
         if clock.whole() is not None:
             passes.time(run.whole, WHOLE_PASSES, counts=number >= WARM_UPS)
+        # The passes have timed their copies as well: drop those.
         clock.seconds()
         if number >= WARM_UPS:
             each.append(found)
@@ -241,12 +247,12 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
 
 
 def array_of(name: str, step: StepGraph, profile: Profile) -> Array:
-    """A sub-array as the planner knows it.
+    """Return the sub-array of a step's graph with the times of a profile.
 
     Args:
         name: for people.
-        step: its graph.
-        profile: of it.
+        step: the graph.
+        profile: of the graph.
     """
     facts = step.seen
     ops = [
@@ -280,29 +286,30 @@ def array_of(name: str, step: StepGraph, profile: Profile) -> Array:
 
 
 def copied_at(array: Array, bytes_per_second: float, seconds: float = 0.0) -> Array:
-    """The same sub-array on a link of another bandwidth.
+    """Return the same sub-array on a link of another bandwidth.
 
     Args:
-        array: of it.
+        array: the sub-array.
         bytes_per_second: of the link, in each direction.
-        seconds: what each copy takes beside.
+        seconds: fixed time of each copy, beside the time by bandwidth.
     """
     times = {name: one.num_bytes / bytes_per_second + seconds for name, one in array.maps.items()}
     return replace(array, out_seconds=times, in_seconds=times, at_once=_at_once(times, times, array.hand_seconds))
 
 
 def _at_once(out: Mapping[str, float], back: Mapping[str, float], hand_seconds: float) -> frozenset[str]:
-    """Storages whose copies take no longer than handing them over does."""
+    """Storages whose copies take no longer than their hand-overs."""
     return frozenset(name for name, seconds in out.items() if seconds + back[name] <= 2 * hand_seconds)
 
 
 def _scaled(seconds: dict[str, float], clock: Clock, whole: float) -> dict[str, float]:
-    """Nodes' times without that of looking at the clock, so that they add up to what all of them take."""
+    """Return the nodes' times without the time to read the clock, scaled to add up to `whole`."""
     looks: list[float] = []
     for _ in range(_LOOKS):
         clock.timed("nothing", _nothing)
         looks.append(clock.seconds()["nothing"])
     look = statistics.median(looks)
+    # A node as short as a look at the clock keeps a quarter of its time: nothing takes no time at all.
     own = {name: max(one - look, one / 4) for name, one in seconds.items()}
     ratio = whole / sum(own.values())
     return {name: one * ratio for name, one in own.items()}
@@ -313,7 +320,7 @@ def _nothing() -> None:
 
 
 def _returning(step: StepGraph) -> frozenset[str]:
-    """Storages that the backward does not overwrite, of which it makes nothing but single tensors, which can be viewed anew."""
+    """Storages that the backward neither overwrites nor puts into tuples, so that their views can be made anew."""
     facts = step.seen
     backward = step.ops[step.num_forward :]
     written = {storage for node in backward for storage in facts.writes[node.name]}
@@ -323,7 +330,7 @@ def _returning(step: StepGraph) -> frozenset[str]:
 
 
 def _is_view(step: StepGraph, node: fx.Node) -> bool:
-    """Whether a node makes and overwrites nothing, and so costs a GPU no time."""
+    """Whether a node makes and overwrites nothing, and so takes no time on a GPU."""
     return not step.seen.makes[node.name] and not step.seen.writes[node.name]
 
 

@@ -1,4 +1,4 @@
-"""How long a planned step's graphs take where they run: on a CPU by the computing thread's time, on a GPU by its events."""
+"""Time of a planned step's graphs where they run: the computing thread's time on a CPU, events on a GPU."""
 
 import time
 from collections.abc import Iterator
@@ -12,31 +12,31 @@ from hydra_tune.fusion.planner.copies import Copies
 
 
 class Stopwatch(Protocol):
-    """Adds up what it is running for."""
+    """Adds up the time of graphs."""
 
     def running(self) -> AbstractContextManager[None]:
-        """Around one graph; one that fails does not count."""
+        """Return a context around a graph; a graph that fails does not count."""
 
     @property
     def seconds(self) -> float:
-        """All in all."""
+        """Seconds in all."""
 
 
 def stopwatch_for(device: torch.device, copies: Copies) -> Stopwatch:
-    """That of a device.
+    """Return the stopwatch of a device.
 
     Args:
-        device: of the computing.
-        copies: of that device, for which the host may wait.
+        device: of the computation.
+        copies: of the device, for which the host may wait.
     """
     return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(copies)
 
 
 class HostStopwatch:
-    """CPU time of the calling thread, and what that waits for copies.
+    """CPU time of the calling thread, with the time that the thread waits for copies.
 
     Args:
-        copies: that are made beside.
+        copies: made beside the computation.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -48,6 +48,7 @@ class HostStopwatch:
         """As of `Stopwatch`."""
         began = time.thread_time() + self._copies.waited_seconds
         yield
+        # Not in a `finally`: a graph that fails must not count.
         self._seconds += time.thread_time() + self._copies.waited_seconds - began
 
     @property

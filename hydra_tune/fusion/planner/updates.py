@@ -1,9 +1,9 @@
-"""The update of a stacked parameter as a graph: the arithmetic of `fusion/updates.py`, with the members' rates as arguments.
+"""The update of a stacked parameter as a graph: the arithmetic of `fusion/updates.py`, with rates as arguments.
 
-Rates change from step to step, and some depend on the step's number. They are numbers on the host, which the
-arithmetic works out from the members' options; here it is asked for them without tensors, once for each parameter
-group. Options that nobody changes, and that all members have begun with alike, are constants of the graph, for they
-round as such.
+Rates change from step to step, and some depend on the step number. They are numbers on the host, which the arithmetic
+derives from the members' options. To ask for the rates of a step, this module runs the arithmetic without tensors, once
+for each parameter group. Options that nobody changes, and that all members have begun with alike, are constants of the
+graph, because they round as constants do.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -30,7 +30,7 @@ _SOME_NUMBER = 1.5  # stands for a rate where nothing is computed
 
 
 class _Nothing:
-    """Stands for a tensor whose numbers nobody looks at: whatever is done with it gives it again."""
+    """Stands for a tensor whose values nobody reads: every operation returns the same object."""
 
     def __getattr__(self, name: str) -> Callable[..., Self]:
         if name.startswith("__"):
@@ -49,7 +49,7 @@ _NOTHING: Any = _Nothing()
 
 
 class _OneRun(Run):
-    """A step of one parameter whose rates are whatever `ask` makes of the members' numbers; state is there already."""
+    """Step of a single parameter with existing state; `ask` turns the members' numbers into rates."""
 
     def __init__(self, ask: Callable[[Sequence[float], Any], Any], *given: Any) -> None:
         self._ask = ask
@@ -91,7 +91,7 @@ class _OneRun(Run):
 
 
 class _FirstRun(Run):
-    """A first step, which notes the state that it begins with."""
+    """First step, which records the initial state."""
 
     def __init__(self, *given: Any) -> None:
         self.initial: dict[str, Tensor] = {}
@@ -106,14 +106,14 @@ class _FirstRun(Run):
 
 @dataclass(frozen=True, slots=True)
 class TracedUpdate:
-    """How one parameter is updated.
+    """Update of a single parameter.
 
     Attributes:
-        module: takes the parameter, its gradient, what that is multiplied with if it is clipped, its state and its rates;
-            overwrites the parameter and the state.
-        state: the names of its state's tensors.
-        group: its parameter group.
-        num_rates: how many rates there are.
+        module: takes the parameter, its gradient, the clipping factors if the gradient is clipped, the state and the
+            rates; overwrites the parameter and the state.
+        state: names of the state's tensors.
+        group: index of the parameter group.
+        num_rates: number of rates.
     """
 
     module: fx.GraphModule
@@ -123,14 +123,14 @@ class TracedUpdate:
 
 
 class UpdateTracer:
-    """Traces the steps of stacked parameters, and says what their rates are.
+    """Traces the updates of stacked parameters, and computes the rates of each step.
 
     Args:
-        members: the members' own optimizers, alike but for their rates; they are read, and never stepped.
-        rates: of each parameter group, if somebody keeps them already; they follow a member that takes another's place.
+        members: the members' own optimizers, alike but for their rates; only read, never stepped.
+        rates: of each parameter group, if they exist already; they follow a member that takes another member's place.
 
     Raises:
-        UnfusableError: they have no form for all members at once.
+        UnfusableError: the optimizers have no form for all members at once.
     """
 
     def __init__(self, members: Sequence[Optimizer], rates: Sequence[Rates] | None = None) -> None:
@@ -151,18 +151,18 @@ class UpdateTracer:
 
     @property
     def key(self) -> Hashable:
-        """Tracers with equal keys trace the same updates."""
+        """Key of the updates: tracers with equal keys trace the same updates."""
         groups = [(rates.key, self._state_names(number)) for number, rates in enumerate(self._rates)]
         return self._update, str(self._switches), tuple(groups)
 
     def traced(self, group: int, like: Tensor, mode: FakeTensorMode, *, is_clipped: bool = False) -> TracedUpdate:
-        """The update of a parameter.
+        """Trace the update of a parameter.
 
         Args:
-            group: its parameter group.
-            like: a dense tensor of its geometry, made under `mode`.
+            group: index of the parameter group.
+            like: a dense tensor of the parameter's geometry, made under `mode`.
             mode: for tensors without bytes.
-            is_clipped: whether its gradient is multiplied with each member's factor first (`fusion/clipping.py`).
+            is_clipped: whether the gradient is multiplied with each member's factor first (`fusion/clipping.py`).
         """
         names = self._state_names(group)
         num_rates = len(self.rates(group, [1] * self.count))
@@ -173,12 +173,13 @@ class UpdateTracer:
             factors, rest = rest[:num_factors], rest[num_factors:]
             given = iter(rest[len(names) :])
             layout = _layout(p)
-            whole = gradient.new_empty(layout.size)  # a copy: the step overwrites it
+            whole = gradient.new_empty(layout.size)  # a copy, because the step overwrites its gradient
             flat = Flat(whole, layout.parts(whole))
             flat.parts[0].copy_(gradient)
             for factor in factors:
                 clip_(flat.parts[0], factor)
             state = dict(zip(names, rest, strict=False))
+            # As if every member had made a step: the state exists, and the operators are those of all later steps.
             self._step(group, layout, _flat(p), flat, state, [1] * self.count, lambda _values, _part: [next(given)])
             return []
 
@@ -191,25 +192,25 @@ class UpdateTracer:
         return TracedUpdate(module, names, group, num_rates)
 
     def initial_state(self, group: int, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter that has not been stepped, with all tensors that it will ever have.
+        """Return the state of a parameter before its first step, with all tensors that the state will ever have.
 
         Args:
-            group: its parameter group.
-            parameter: it, dense; only its geometry counts.
+            group: index of the parameter group.
+            parameter: dense; only the geometry counts.
         """
         with torch.no_grad():
             return self._first(group, parameter.detach().clone(memory_format=torch.preserve_format))
 
     def rates(self, group: int, steps: Sequence[int], begun: Sequence[bool] | None = None) -> list[tuple[float, ...]]:
-        """The rates of a step: for each of them one number per member.
+        """Return the rates of a step: for each rate, a number per member.
 
         Args:
-            group: the parameter group.
-            steps: how many steps each member has made before.
-            begun: whether the momentum of each has begun, if that is not so from its first step on.
+            group: index of the parameter group.
+            steps: number of steps that each member has made before.
+            begun: whether each member's momentum has begun; None: begun with the member's first step.
 
         Raises:
-            UnfusableError: the step is of another form than the one that was traced.
+            UnfusableError: the step has another form than the traced step.
         """
         asked: list[tuple[float, ...]] = []
 
@@ -218,6 +219,7 @@ class UpdateTracer:
             return _SOME_NUMBER
 
         self._rates[group].read()
+        # The stand-ins make the tensor arithmetic free, and only the requests for rates remain.
         state = dict.fromkeys(self._state_names(group), _NOTHING)
         self._step(group, _NOTHING, _flat(_NOTHING), _flat(_NOTHING), state, steps, ask, begun)
         if len(asked) != self._num_rates.get(group, len(asked)):
@@ -282,10 +284,10 @@ def _layout(p: Tensor) -> Layout:
 
 
 def _flat(tensor: Any) -> Flat:
-    """A dense tensor as its numbers in the order in which they lie."""
+    """Return a dense tensor as its numbers in the order in which they lie."""
     if isinstance(tensor, _Nothing):
         nothing: Any = tensor
         return Flat(nothing, [nothing])
-    # Not `as_strided`: where in their storage parameters begin would be a number of the graph, and blocks move.
+    # Not `as_strided`: the offset of a parameter in its storage would become a number of the graph, and blocks move.
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return Flat((tensor if tensor.is_contiguous() else tensor.permute(order)).view(-1), [tensor])
