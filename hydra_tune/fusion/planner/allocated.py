@@ -14,7 +14,7 @@ from hydra_tune.fusion.planner.step_graph import StepGraph
 def allocated(array: Array, step: StepGraph, rounding: int) -> Array:
     """Return a sub-array with storages as large as their allocations.
 
-    Parameters, buffers and optimizer state stay as they are: several share an allocation, which is counted elsewhere.
+    Parameters, buffers and optimizer state keep their sizes: several share an allocation, which is counted elsewhere.
 
     Args:
         array: profiled; an operator's workspace includes the rounding of the storages that the operator makes.
@@ -23,6 +23,7 @@ def allocated(array: Array, step: StepGraph, rounding: int) -> Array:
     """
     if rounding == 1:
         return array
+    # A storage that no operator makes bears the name of its argument.
     elsewhere = {*step.state.values(), *step.moments.values()}
     sizes = step.seen.sizes
     beyond = {name: -size % rounding for name, size in sizes.items()}

@@ -16,9 +16,9 @@ class Op:
     Attributes:
         name: of the node.
         seconds: duration of a run.
-        reads: storages that the operator reads.
-        makes: storages that the operator makes.
-        writes: existing storages that the operator overwrites.
+        reads: storages read.
+        makes: storages made.
+        writes: existing storages overwritten.
         repeated_writes: storages of `writes` that a recomputation leaves untouched.
         workspace_bytes: memory needed during the run, beyond the storages read and made.
         is_random: whether the operator advances a random generator; a random operator is never recomputed.
@@ -42,9 +42,9 @@ class FeatureMap:
         name: of the storage.
         num_bytes: size of the storage.
         made: rank of the forward operator that makes the map.
-        last_forward: rank of the last forward operator that uses the map.
-        first_backward: rank of the first backward operator that uses the map.
-        last_backward: rank of the last backward operator that uses the map.
+        last_forward: rank of the map's last user in the forward.
+        first_backward: rank of the map's first user in the backward.
+        last_backward: rank of the map's last user in the backward.
         inactive_seconds: between `last_forward` and `first_backward`, when the backward directly follows the forward.
         out_seconds: of a copy to the host.
         in_seconds: of a copy back.

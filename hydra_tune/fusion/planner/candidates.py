@@ -75,6 +75,7 @@ def _replace_source(
     sources, ops = settled(decisions, one, sources, ops)
     if decided.can_recompute and holds(array, ops, one.map.first_backward):
         one.sources, one.ops, one.seconds = sources, ops, seconds_of(array, ops)
+    # A swapped source can come back sooner. A recomputed source cannot, so the candidate can only be swapped.
     elif not is_swapped:
         one.can_recompute = False
 

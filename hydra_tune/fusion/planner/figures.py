@@ -173,6 +173,7 @@ def figures_of(array: Callable[[int], Array], num_trials: int, device_bytes: int
     peaks = tuple(_fused(of(size), size) for size in _sizes(num_trials))
     limit = device_bytes
     if peaks[-1].peak_bytes <= device_bytes * (1 - MARGIN):
+        # The planner takes its margin off the limit, so the margin is added here.
         limit = ceil((peaks[-1].static_bytes + SHARE * (peaks[-1].peak_bytes - peaks[-1].static_bytes)) / (1 - MARGIN))
         # `StepFigures.fits` reads off the limit that it was lowered.
         limit = min(limit, device_bytes - 1)
@@ -225,6 +226,7 @@ def _curve(array: Array) -> tuple[Moment, ...]:
     found: list[Moment] = []
     for segment in schedule.segments:
         for one, num_bytes in _followed(schedule, segment):
+            # Nothing is decided, so every instruction is an operator.
             ops = array.backward if one.is_backward else array.forward
             now += one.seconds
             found.append(Moment(name=ops[one.rank].name, is_backward=one.is_backward, seconds=now, num_bytes=num_bytes))

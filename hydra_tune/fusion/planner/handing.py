@@ -39,6 +39,7 @@ def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_coun
         for turn in range(_TURNS + 1):
             alone = _seconds(now, None, source, other)
             if turn:  # the first turn takes memory and starts the thread
+                # The difference leaves only the hand-overs, since both runs compute the same.
                 found.append((_seconds(now, copies, source, other) - alone) / (2 * _COPIES))
             else:
                 _seconds(now, copies, source, other)

@@ -49,6 +49,7 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.random: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Before the call, which may fail.
         self.last = str(func)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random.add(self.last)

@@ -104,6 +104,7 @@ class Interpreter:
             nodes.delete: lambda *_values: None,
         }
         if node.target is nodes.draw:
+            # The rewriter's prefix, `a0_` or `a1_`.
             side = int(node.name[1 : node.name.index("_")])
             return lambda number: self._draw(side, number)
         assert callable(node.target), "an operator"
@@ -113,6 +114,7 @@ class Interpreter:
         """For each node, the places of values that no later node needs."""
         last: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
+            # A value without users ends with its own node.
             last[node] = node
             for argument in node.all_input_nodes:
                 last[argument] = node

@@ -33,14 +33,16 @@ class Least:
 
 
 def least(array: Array) -> Least:
-    """Return the memory that every plan of a sub-array needs at least.
+    """Return the least memory of any plan of a sub-array.
 
     Args:
         array: the sub-array.
     """
+    # Maps that are no candidates are never moved.
     kept = array.maps.keys() - candidates_of(array, 0).keys()
     there: set[str] = set()
     forward = list(_needs(array, array.forward, _forward_ends(array, kept), {}, there))
+    # `there` now has the results and the maps that are never moved; all other maps must come back for their uses.
     returns: dict[int, list[str]] = {}
     ends = {rank: list(names) for rank, names in array.all_backward_ends.items()}
     for name, one in array.maps.items():

@@ -99,9 +99,12 @@ class _Followed:
         line, begin, end = one
         beyond = self._live - line.before[begin]
         top = line.top(begin, end)
+        # A recomputation belongs to the backward operator that follows: it adds to `_most` and moves no rank.
         if line.is_again:
             self._reaches(line.during[top] + beyond, self._backward, self._forward)
         elif line.is_backward:
+            # `_most` covers the instructions since the last backward operator, so it counts for the first of the
+            # stretch.
             self._by_rank.append(max(self._most, line.during[begin] + beyond))
             self._by_rank += [num_bytes + beyond for num_bytes in line.during[begin + 1 : end]]
             self._reaches(line.during[top] + beyond, top, self._forward)
@@ -122,6 +125,7 @@ class _Followed:
     def _reaches(self, num_bytes: int, backward: int, forward: int) -> None:
         if num_bytes > self._most:
             self._most = num_bytes
+            # Strictly above, so the first place of the peak counts, as in `Line.top`.
             if num_bytes > self._peak:
                 self._peak, self._at = num_bytes, (backward, forward)
 

@@ -51,6 +51,7 @@ def arrived(handle: Any) -> Tensor:
 
 def view_of(storage: Tensor, dtype: torch.dtype, size: list[int], stride: list[int], offset: int) -> Tensor:
     """Return a tensor of the given dtype and geometry on the bytes of a storage."""
+    # Not `as_strided`, which would keep the dtype of `storage`.
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage.untyped_storage(), offset, size, stride)
 
 

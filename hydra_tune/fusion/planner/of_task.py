@@ -86,6 +86,7 @@ class TaskArrays:
         self._prepared, self._inputs = prepared, leaves.tensors
         self._plans, self._profiles, self._device = GroupPlans(library), profiles, device
         self._state = dict(named_state(module))
+        # Optimizers know parameters as objects, and plans know them by name.
         names = {id(tensor): name for name, tensor in self._state.items()}
         self._groups = {
             names[id(parameter)]: number
@@ -102,6 +103,7 @@ class TaskArrays:
             UnfusableError: the step cannot be traced; the message names the obstacle.
         """
         if size not in self._steps:
+            # Tracing changes the state of the whole process, so no trial may compute meanwhile.
             with GATE.exclusive():
                 traced = self._traced(size)
             self._steps[size] = as_laid_out(traced, self._device)
@@ -126,7 +128,9 @@ class TaskArrays:
             live_in=(),
         )
         trains = [self._state[name].requires_grad for name in graph.state]
+        # The tracer only reads the options, so the task's own optimizer stands for those of all members.
         tracer = UpdateTracer([self._optimizer] * size)
+        # The operands lie on the CPU, but operators may decompose differently on the device.
         place = None if self._device.type == "cpu" else self._device
         return step_graph(
             graph.module,

@@ -59,6 +59,7 @@ class Pace:
         between = self._now()
         for _ in range(_LARGE_TIMES):
             torch.mm(many, many)
+        # In a geometric mean both kinds of operators weigh alike, however long they take.
         return math.sqrt((between - begin) * (self._now() - between))
 
 
@@ -87,6 +88,7 @@ class Paced:
             after = self._pace.seconds(seconds)
             if counts:
                 self._found.append((seconds, (before + after) / 2))
+            # The look behind a run is also the look before the next.
             before = after
 
     @property

@@ -181,6 +181,7 @@ class _Search:
         decisions = changed.decisions[one.side]
         if one.name in decisions.swaps:
             del decisions.swaps[one.name]
+            # An absence needs the host copy, which only a swap makes.
             decisions.returns.pop(one.name, None)
             return changed
         if any(one.name in other.sources for other in decisions.recomputes.values()):
@@ -191,6 +192,7 @@ class _Search:
     def _timed_again(self, one: Decided) -> Schedule | None:
         changed = self.schedule.copy()
         decisions = changed.decisions[one.side]
+        # A swap that is estimated to delay nothing cannot gain.
         if one.name not in decisions.swaps or not one.seconds:
             return None
         del decisions.swaps[one.name]

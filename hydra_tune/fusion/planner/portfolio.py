@@ -168,6 +168,7 @@ class Planner:
         Args:
             correct: (number of trials, their sub-array) -> sub-array to plan with.
         """
+        # Parts were planned with the old times, so the new planner starts without any.
         arrays = {size: correct(size, one) for size, one in self._arrays.items()}
         array = self.array
         return replace(self, array=lambda size: correct(size, array(size)), _arrays=arrays, _parts={})
@@ -233,6 +234,7 @@ class Planner:
         return _best_of_each_way(found)
 
     def _pair(self, pair: Pair) -> dict[str, Part]:
+        # Both orders of a pair share a plan.
         sizes = tuple(sorted((one.size for one in pair.sub_arrays), reverse=True))
         if sizes not in self._parts:
             self._parts[sizes] = self._ways(sizes, tuple(self._of(size) for size in sizes))

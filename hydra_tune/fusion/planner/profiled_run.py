@@ -78,6 +78,7 @@ class ProfiledRun:
     def __init__(self, step: StepGraph, maps: Mapping[str, FeatureMap], device: torch.device, clock: Clock) -> None:
         self._step, self._device, self._clock = step, device, clock
         self._host: dict[str, Tensor] = {}
+        # Stacked tensors begin with the dimension of the members.
         count = next(iter(step.geometry.values())).size(0)
         self._generators = _generators(step, device, count)
         self._nodes = [node for node in step.graph.nodes if node.op != "output"]
@@ -201,6 +202,7 @@ class ProfiledRun:
         """Run a node as an interpreter does; the handler costs no time where nothing is raised."""
         try:
             return call.run(*filled(call.args, self._values), **filled(call.kwargs, self._values))
+        # A full device is no fault of the operator.
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -214,6 +216,7 @@ class ProfiledRun:
         last = {argument: node for node in self._nodes for argument in (node, *node.all_input_nodes)}
         ends: dict[fx.Node, list[int]] = {}
         for argument, node in last.items():
+            # Arguments and constants stay for the next run.
             if argument.op == "call_function":
                 ends.setdefault(node, []).append(self._places[argument])
         return [
@@ -252,6 +255,7 @@ class ProfiledRun:
             if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() == size
         )
         if storage not in self._host:
+            # Pinned as in planned runs, or the measured copies would be slower than the planned.
             pins = self._device.type == "cuda"
             self._host[storage] = torch.empty(size, dtype=torch.uint8, pin_memory=pins)
         host = self._host[storage]

@@ -335,6 +335,7 @@ def _is_view(step: StepGraph, node: fx.Node) -> bool:
 
 
 def _text_of(step: StepGraph) -> str:
+    # The text of a graph has no geometry, and the geometry decides the times.
     shapes = {name: (one.dtype, tuple(one.shape), one.stride()) for name, one in step.geometry.items()}
     return f"{step.graph}{shapes}"
 

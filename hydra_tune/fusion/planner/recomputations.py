@@ -66,6 +66,7 @@ def settled(
         ops: of the lineage.
     """
     while True:
+        # Sorted, because the order of a set of strings changes from process to process, and plans must not.
         away = (decisions.recomputes[name] for name in sorted(sources) if name in decisions.recomputes)
         gone = next((source for source in away if not is_there(source, one)), None)
         if gone is None:

@@ -65,6 +65,7 @@ def rewritten(schedule: Schedule, steps: Sequence[StepGraph]) -> dict[Segment, M
         backward.merged()
         left[side] = backward.needed
     found = {}
+    # The segments of a single sub-array are also its ends.
     for segment in dict.fromkeys((*schedule.segments, *schedule.ends)):
         found[segment] = _Rewriter(schedule, steps, segment, left).merged()
         verify_graph(found[segment].graph)
@@ -140,6 +141,8 @@ class _Rewriter:
 
     def _copy(self, node: fx.Node, side: int, suffix: str, value: Any) -> fx.Node:
         args = without_statistics(node, node.args) if suffix else node.args
+        # The suffix holds the name of a storage. Storages of a node with several tensors have a dot in their names, and
+        # fx accepts no dots.
         made = self._graph.create_node(
             node.op,
             node.target,
@@ -161,6 +164,7 @@ class _Rewriter:
             return new[node]
         if node.op == "get_attr":
             name = f"a{side}_{node.target}".replace(".", "_")
+            # Both sub-arrays' constants live in a single module, and the prefix keeps them apart.
             setattr(self._owner, name, getattr(step.owner, str(node.target)))
             new[node] = self._graph.get_attr(name)
             return new[node]
@@ -202,6 +206,7 @@ class _Rewriter:
         step = self._steps[side]
         held = step.seen.storages[node.name]
         sources = self._schedule.decisions[side].recomputes[storage].sources
+        # A source or a static tensor is on the device: read it as the backward does.
         if all(one in sources or one not in self._schedule.arrays[side].sizes for one in held):
             return self._value(side, node)
         assert not step.seen.makes[node.name], f"{node} is needed to recompute {storage} and is not run again"

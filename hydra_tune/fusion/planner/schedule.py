@@ -66,6 +66,7 @@ class Decisions:
 
     def copy(self) -> "Decisions":
         """Return a copy that may be changed."""
+        # Later decisions change candidates in place (Algorithm E), so a copy needs candidates of its own.
         recomputes = {name: replace(one) for name, one in self.recomputes.items()}
         returns = {name: dict(each) for name, each in self.returns.items()}
         return Decisions(dict(self.swaps), recomputes, dict(self.slots), returns)
@@ -171,6 +172,8 @@ class Schedule:
         for segment in self.segments:
             if segment.backward is None or segment.forward is None:
                 continue
+            # Shifted by one: `before[rank]` operators run before the previous backward operator, so the slot has those
+            # from there to `before[rank + 1]`.
             ops, before = arrays[segment.forward].forward, [0, *(self.forward_before(segment) or ())]
             slots = {
                 rank: sum(op.seconds for op in ops[before[rank] : before[rank + 1]])

@@ -91,6 +91,7 @@ class _Search:
         self._flights = [(prompt, self._decided.first_need(self._array.maps[name]), name) for prompt, name in others]
         self._known = before
         self._schedule = schedule
+        # Begin with the latest prompt, the access: the search then looks for something better.
         self._decided.swaps[candidate.name] = self._access
         self._now = simulated(self._trial, self._segment)
 

@@ -58,6 +58,7 @@ def timed(pieces: Iterable[Instruction | Stretch], *, is_duplex: bool) -> Times:
         pieces: in order.
         is_duplex: whether copies to the host and copies back go side by side.
     """
+    # In ticks: sums of integers do not depend on how operators are grouped into stretches.
     now = compute = recompute = stall = copies = 0
     free = {Kind.OFFLOAD: 0, Kind.PREFETCH: 0}
     ends: dict[tuple[bool, int, str], int] = {}
@@ -79,6 +80,7 @@ def timed(pieces: Iterable[Instruction | Stretch], *, is_duplex: bool) -> Times:
             stall += handing
             copies += took
             end = now
+            # A copy that the computing thread has made itself has ended already, and uses no link.
             if not one.is_at_once:
                 # Without duplex, copies of both directions queue on a single link.
                 link = one.kind if is_duplex else Kind.OFFLOAD

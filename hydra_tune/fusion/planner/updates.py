@@ -179,7 +179,7 @@ class UpdateTracer:
             for factor in factors:
                 clip_(flat.parts[0], factor)
             state = dict(zip(names, rest, strict=False))
-            # As if every member had made a step: the state exists, and the operators are those of all later steps.
+            # As if every member had made a step, so that the state exists and all operators on the state are traced.
             self._step(group, layout, _flat(p), flat, state, [1] * self.count, lambda _values, _part: [next(given)])
             return []
 
@@ -274,6 +274,7 @@ class UpdateTracer:
         return run.initial
 
     def _state_names(self, group: int) -> tuple[str, ...]:
+        # The names do not depend on the geometry, so a small parameter shows them.
         if group not in self._names:
             self._names[group] = tuple(self.initial_state(group, torch.zeros(self.count, 1)))
         return self._names[group]

@@ -69,11 +69,14 @@ class _State:
             assert one.rank == done, f"operator {one.rank} of {array.name} runs when {done} have run"
             self._done[one.is_backward] += 1
         for name in (*op.reads, *op.writes):
+            # Static tensors have no size here, and are always on the device.
             if name not in array.sizes or name in op.makes:
                 continue
+            # A recomputation reads its own copy of a storage before the original, as in the merged graph.
             names = [name] if one.kind is Kind.RUN else [copied(name, one.storage), name]
             found = [n for n in names if (one.side, n) in self._there]
             assert found, f"{one.kind} {one.rank} of {array.name} uses {name}, which is not there"
+            # A copy to the host leaves the bytes readable, so only copies back are checked.
             is_coming = (one.side, found[0]) in self._moving[Kind.PREFETCH]
             assert not is_coming, f"{one.kind} {one.rank} of {array.name} uses {name}, which is on its way"
 
