@@ -109,7 +109,7 @@ class Portfolio:
         """The fastest member that fits.
 
         Raises:
-            BudgetError: no member fits; `enough_bytes` is the lowest peak of all members, to which `MARGIN` is not added.
+            BudgetError: no member fits; `enough_bytes` is the lowest peak of all members, without `MARGIN`.
         """
         if self.members[0].fits:
             return self.members[0]
