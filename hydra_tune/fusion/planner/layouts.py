@@ -32,7 +32,7 @@ def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
     """
     layouts: dict[str, Layout] = {}
     while True:
-        # The run computes, and so shares the gate. Finding the storages again is part of tracing, which has the gate alone.
+        # The run computes, and so shares the gate. Finding the storages again is tracing, which holds the gate alone.
         with GATE.shared():
             maps = array_of("", step, Profile()).maps
             found = ProfiledRun(step, maps, device, CpuClock()).otherwise_laid()

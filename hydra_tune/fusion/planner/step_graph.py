@@ -281,8 +281,8 @@ class _Builder:
         """Position -> numbers of the draws emitted there: before the first use, and never after a later draw."""
         found: dict[int, list[int]] = {}
         soonest = len(place)
-        # Walk backwards, so that a draw used late still comes before all later draws: the generators have to move in the
-        # order in which the step draws, or members get other numbers.
+        # Walk backwards, so that a draw used late still comes before all later draws: the generators have to move in
+        # the order in which the step draws, or members get other numbers.
         for number in range(len(self._noise()) - 1, -1, -1):
             users = [place[user] for user in self._noise()[number].users if user in place]
             soonest = min([soonest, *users])
