@@ -23,7 +23,7 @@ from hydra_tune.fusion.planner.arrays import Array
 from hydra_tune.fusion.planner.layouts import as_laid_out
 from hydra_tune.fusion.planner.memory import simulated
 from hydra_tune.fusion.planner.of_task import check_plannable
-from hydra_tune.fusion.planner.portfolio import MARGIN, Member, Part, Planner
+from hydra_tune.fusion.planner.portfolio import MARGIN, Member, Part, Planner, limit_for
 from hydra_tune.fusion.planner.profiled_run import Clock
 from hydra_tune.fusion.planner.profiler import CpuClock, CudaClock, Profiles
 from hydra_tune.fusion.planner.replan import Trial as Ran
@@ -197,7 +197,7 @@ class StepPlanner:
             raise BudgetError(
                 f"no plan of {sum(counts)} {how} needs less than {format_bytes(found.peak_bytes)} at once, and "
                 f"a device has {format_bytes(limit_bytes)} for them; give it more memory, or fuse fewer",
-                enough_bytes=found.peak_bytes,
+                enough_bytes=limit_for(found.peak_bytes) + self.budget_bytes - limit_bytes,
             )
         _LOGGER.debug("planned: %s", found)
         return found

@@ -17,6 +17,7 @@ the time to spill and load static tensors.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.fusion.planner.arrays import Array
@@ -27,7 +28,7 @@ from hydra_tune.fusion.planner.schedule import Schedule, undecided
 from hydra_tune.fusion.planner.sub_arrays import Pair, SubArray, pairs, within
 from hydra_tune.fusion.planner.timeline import Times, times_of
 from hydra_tune.fusion.planner.verify import verify_schedule
-from hydra_tune.quantities import format_bytes
+from hydra_tune.quantities import format_bytes, format_bytes_up
 
 MARGIN = 0.02
 """Share of a limit that plans leave free: what allocators round, and what nodes take beyond what they say."""
@@ -109,17 +110,18 @@ class Portfolio:
         """The fastest member that fits.
 
         Raises:
-            BudgetError: no member fits; `enough_bytes` is the lowest peak of all members, without `MARGIN`.
+            BudgetError: no member fits; `enough_bytes` is the least memory with which a member would.
         """
         if self.members[0].fits:
             return self.members[0]
         least = min(self.members, key=lambda member: member.peak_bytes)
+        enough = limit_for(least.peak_bytes)
         raise BudgetError(
             f"no plan of {sum(sum(part.sizes) for part in least.parts)} fused trials needs less than "
             f"{format_bytes(least.peak_bytes)} at once ({least.name}), of which {format_bytes(least.static_bytes)} are "
             f"static tensors, which no plan moves, and the limit is "
-            f"{format_bytes(least.limit_bytes)}; give the device {format_bytes(least.peak_bytes)} or more, or fuse fewer",
-            enough_bytes=least.peak_bytes,
+            f"{format_bytes(least.limit_bytes)}; give the device {format_bytes_up(enough)} or more, or fuse fewer",
+            enough_bytes=enough,
         )
 
     def table(self) -> str:
@@ -129,6 +131,11 @@ class Portfolio:
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join(lines)
+
+
+def limit_for(peak_bytes: int) -> int:
+    """Return the smallest memory limit under which a plan with this peak leaves `MARGIN` free."""
+    return ceil(peak_bytes / (1 - MARGIN)) + 1  # and a byte for the rounding of the limit's share
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import BudgetError, UnfusableError
-from hydra_tune.fusion.planner.portfolio import MARGIN, Planner
+from hydra_tune.fusion.planner.portfolio import Planner
 from hydra_tune.fusion.planner.step_graph import step_graph
 from hydra_tune.fusion.planner.updates import UpdateTracer
 from hydra_tune.shard.compute import Operands
@@ -111,7 +111,7 @@ def test_a_limit_below_what_never_moves_is_told_with_that_number():
     enough = raised.value.enough_bytes
     assert enough > made.static_bytes
     assert f"{made.static_bytes / 1024:.1f} KiB are static" in str(raised.value)
-    assert Planner(array=lambda _: made, limit_bytes=int(enough / (1 - MARGIN)) + 1).portfolio(1).best.fits
+    assert Planner(array=lambda _: made, limit_bytes=enough).portfolio(1).best.fits
 
 
 def singular(h):
