@@ -52,7 +52,7 @@ _MOST_PROFILED = 8  # trials, where profile=True gives no number
 _NO_CHECKPOINTS = "this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)"
 
 OnError = Literal["raise", "return"]
-"""As of `HydraExecutor.run`."""
+"""Values of `on_error` in `HydraExecutor.run`."""
 
 
 class HydraExecutor:

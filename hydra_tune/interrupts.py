@@ -15,7 +15,7 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE = 3
-"""The signal that gets through even where they are held back: what is protected may itself be stuck."""
+"""The number of the signal that gets through a protected section, because the protected code may hang."""
 
 
 class Terminated(SystemExit):

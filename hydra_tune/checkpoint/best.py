@@ -24,7 +24,7 @@ from hydra_tune.errors import FileError, HydraTuneError
 
 Values = tuple[float, ...]
 Choice = Callable[[Mapping[int, Values]], frozenset[int]]
-"""Which of these trials are kept, by their values."""
+"""Returns the numbers of the trials to keep, given the values of all trials."""
 
 _FILE = re.compile(r"trial-([0-9]+)\.safetensors")
 _VALUES = "values"

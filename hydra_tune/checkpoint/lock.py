@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 LOCK = "lock"
-"""The file's name in the folder."""
+"""Name of the lock file in the folder."""
 
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.01
 

@@ -30,7 +30,7 @@ from hydra_tune.errors import FileError
 _OWN_KEY = "hydra_tune"
 _FORMAT = 1
 _STRETCH = f"{_OWN_KEY}.memory_of."
-"""How the name of a stored stretch of memory begins that is no tensor itself."""
+"""Prefix of the names of stored memory ranges that are not tensors themselves."""
 _PIECE_BYTES = 8 * 2**20
 
 # https://github.com/huggingface/safetensors: the names of the format

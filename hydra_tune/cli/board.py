@@ -24,7 +24,7 @@ from hydra_tune.pool.stats import PoolStats
 from hydra_tune.task import TrainTask
 
 _FIRST_FAILURES = 5
-"""When this many trials have failed and none has done anything else, the sweep is wrong and not the trials."""
+"""Number of failed trials, with no other outcome so far, after which the sweep counts as wrong and ends."""
 
 
 class Board:

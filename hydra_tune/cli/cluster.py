@@ -17,7 +17,7 @@ from hydra_tune.pool.stats import PoolStats
 TUNER = "ray"
 
 _ELSEWHERE = PoolStats(devices={}, units_run=0, units_saved=0, elapsed_seconds=0.0, scheduler_seconds=0.0)
-"""The figures of devices that are on other machines."""
+"""Empty statistics for devices on other machines."""
 
 _REFUSED = {
     "storage": "Ray keeps the results of its searches itself",

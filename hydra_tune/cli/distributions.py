@@ -180,4 +180,4 @@ DISTRIBUTIONS: Mapping[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any]],
     "q_log_uniform": (_RANGE, _q_log_uniform),
     "q_log_uniform_values": (_RANGE, _q_log_uniform_values),
 }
-"""For each name: the keys it needs, and what makes its domain."""
+"""For each distribution name: the required keys, and the function that builds the domain."""

@@ -21,7 +21,7 @@ from hydra_tune.interrupts import SIGNALS, Terminated
 from hydra_tune.supervision.marks import here
 
 _SETTLING_SECONDS = 1.0
-"""What the second signal waits at most for, so that no trial is left that seems to run: noting it takes milliseconds."""
+"""Longest wait of the second signal for the storage: recording the end of the running trials takes milliseconds."""
 _CLOSED = 0  # no signal has this number
 
 

@@ -113,8 +113,9 @@ class ClusterRequest:
 
 
 ClusterTuner = Callable[[ClusterRequest], None]
-"""Runs a sweep until it is done, as a `Tuner`; found in the group `hydra_tune.cluster_tuners`."""
+"""Runs a sweep on a cluster until the end, as a `Tuner`; looked up in the entry points `hydra_tune.cluster_tuners`."""
 
 Tuner = Callable[[SweepRequest], None]
-"""Runs a sweep until it is done. Raises `ConfigError` before the first trial if it cannot, and lets KeyboardInterrupt and
-Terminated through after every running trial was told that it failed or, where trials are saved, is left to be gone on with."""
+"""Runs a sweep until the end. Raises `ConfigError` before the first trial if the sweep cannot run. Lets KeyboardInterrupt and
+Terminated through after telling every running trial that the trial failed or, where trials are saved, may be resumed.
+"""

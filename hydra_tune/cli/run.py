@@ -33,10 +33,10 @@ from hydra_tune.supervision.supervisor import Beginning
 from hydra_tune.task import TrainTask
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes; 130 is what shells give a program that Ctrl-C ended. One that SIGTERM ended has 143."""
+"""Exit codes; 130 is the shells' code for a program ended by Ctrl-C. A sweep ended by SIGTERM exits with 143."""
 
 _SAVING_SHARE = 0.8
-"""Of the time that a stopped sweep has, what its trials may be saved in; the rest is for running units, and the summary."""
+"""Share of the stopping time of a sweep for saving trials; the rest is for running units and the summary."""
 
 TUNER = "optuna"
 

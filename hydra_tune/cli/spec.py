@@ -8,7 +8,7 @@ from hydra_tune.cli.domains import Domain
 
 Goal = Literal["minimize", "maximize"]
 STOP_SECONDS = 30.0
-"""How soon after Ctrl-C or SIGTERM a sweep's process ends, unless said."""
+"""Default time between Ctrl-C or SIGTERM and the end of the sweep's process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from hydra_tune.schedule import ADMISSIONS, check_policy_name
 from hydra_tune.supervision.supervisor import Beginning, numbered, supervise
 
 USAGE = 2
-"""Exit code of a command or a sweep file that makes no sense."""
+"""Exit code for a wrong command or sweep file."""
 
 
 _EXIT_CODES = """\b

@@ -197,7 +197,7 @@ PRUNING: dict[str, type[Block]] = {
 
 
 FORMER_NAMES = {name: name.replace("fuse", "fusion") for name in ("fuse", "fuse_size", "fuse_compile", "fuse_planner")}
-"""Keys of the block `hydra:` that are still read, by the names that they have now."""
+"""Old keys of the block `hydra:` that are still read, with the present names."""
 
 
 def _or(former: str) -> Any:

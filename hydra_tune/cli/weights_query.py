@@ -43,5 +43,6 @@ class KeptTrial:
 
 
 WeightsFinder = Callable[[WeightsQuery], KeptTrial]
-"""Finds weights, of the group `hydra_tune.weights`. Raises `ConfigError` if the storage, the study or the trial is not there,
-and `WeightsError` if the weights are not kept; creates nothing."""
+"""Finds weights, from the entry points `hydra_tune.weights`. Raises `ConfigError` if the storage, the study or the trial
+does not exist, and `WeightsError` if the weights were not kept; creates nothing.
+"""

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 Path = tuple[str | int, ...]
-"""The way to a value: keys of maps and indices of lists, from the top."""
+"""Keys of maps and indices of lists on the way from the top to a value."""
 
 _MAX_VALUES = 100_000  # aliases of aliases grow exponentially
 _FLOAT_TAG = "tag:yaml.org,2002:float"

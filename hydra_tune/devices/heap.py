@@ -12,7 +12,7 @@ import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 STEP_BYTES, PLAN_BYTES = 32 << 20, 1 << 30
-"""Of a trial's own steps, and of planned steps, whose memory is taken and freed as planned."""
+"""Heap thresholds for a trial's own steps, and for planned steps, which allocate and free memory as planned."""
 
 _kept_bytes = 0
 

@@ -15,7 +15,7 @@ from hydra_tune.fusion.seat import Desk, Seat
 from hydra_tune.train.trial import Report
 
 PATIENCE_SECONDS = 0.05
-"""For which members that are answered wait for those that have reported with them."""
+"""Longest wait of answered members for the other members of their report."""
 
 
 class Attendance:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 LEAST_GAIN = 1.2
-"""What trials have to gain by it, to be computed together where that is left to the pool."""
+"""Least speedup for which "auto" fuses trials."""
 
 COST_SHARE = 0.02
-"""Of the work to come, that finding out may take where nothing speaks for a gain."""
+"""Share of the remaining work that measurements may cost while nothing indicates a gain."""
 
 _HOPE_SHARE = 0.1  # share of the expected saving that measurements may cost in addition
 _PROBE_STEPS = 4  # steps that timing a group takes, see `probe.py`

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 MAX_ELEMENTS = 1 << 20
-"""What is taken as one at most, but for single tensors: a step makes temporaries of this size."""
+"""Most elements of a flat tensor, except for larger single tensors: a step makes temporaries of this size."""
 
 _torch: Any = torch  # torch types its list functions for some kinds of lists only
 
 Numbers = float | Sequence[Tensor]
-"""What to multiply a `Flat` with: one number, or for each of its parts a tensor that broadcasts to it."""
+"""Factor for a `Flat`: a number, or a tensor for each part that broadcasts to the part."""
 
 _MAX_GAP_BYTES = 1024
 

@@ -38,7 +38,7 @@ _PROBABILITIES = {
 _STAND_IN = 0.25  # any value between 0 and 1 does: operators special-case only 0 and 1
 
 Probabilities = dict[str, list[float]]
-"""By the name of the node that drops, one for each member."""
+"""Dropout probabilities, one for each member, by the name of the dropout node."""
 
 
 @dataclass(frozen=True, slots=True)

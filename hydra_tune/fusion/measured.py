@@ -18,7 +18,7 @@ from hydra_tune.fusion.planner.run_off import RunOff
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _WARM_UPS, _TURNS = 2, 5
-"""Units of each way: whose time does not count, and that are timed."""
+"""Untimed and timed units of each way."""
 
 
 class Steps(Protocol):

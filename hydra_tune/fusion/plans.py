@@ -24,7 +24,7 @@ from hydra_tune.shard.request import Layout
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 CUDA_GRAPHS = "cudagraphs"
-"""For `backend`: steps are recorded as CUDA graphs by hydra-tune itself (`captures.py`)."""
+"""Value of `backend` with which hydra-tune itself records steps as CUDA graphs (`captures.py`)."""
 _MAX_KEPT = 64  # stacked plans of each kind of batch, and comparisons
 
 

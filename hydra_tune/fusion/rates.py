@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _MAX_REMEMBERED = 256
-"""Schedules give new numbers at each step, which are not worth keeping."""
+"""Most remembered tensors of rates: schedules give new numbers at each step, which are not worth keeping."""
 
 
 _BETAS = {"beta1": 0, "beta2": 1}

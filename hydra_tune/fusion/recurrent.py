@@ -16,7 +16,7 @@ aten: Any = torch.ops.aten
 
 _State = tuple[Tensor, ...]
 _Cell = Callable[[Tensor, _State, "_Weights"], _State]
-"""What the inputs come to, the state and the weights -> the next state, of which the first is what the layer gives."""
+"""Cell of a layer: (projected inputs, state, weights) -> next state, whose first tensor is the layer's output."""
 
 
 class _Weights:

@@ -19,7 +19,7 @@ aten: Any = torch.ops.aten
 _NONE = 0  # torch's number for a loss that does not reduce
 
 Dims = Callable[[Any], Any]
-"""A node -> which dimension of its value has the samples; a list where it makes several values."""
+"""Returns the sample dimension of a node's value; a list for a node with several values."""
 _Rule = Callable[[Dims, fx.Node, dict[str, Any], Any], bool]
 
 
@@ -269,7 +269,7 @@ _RULES: dict[Any, _Rule] = {
 }
 
 _Loss = Callable[[Dims, fx.Node], tuple[int, int, dict[str, Any]] | None]
-"""The dimension of what is reduced that has the samples, torch's number of the reduction, and other arguments; None: not so."""
+"""Returns the sample dimension of the reduced tensor, torch's number of the reduction, and other arguments; None if no loss."""
 
 
 def _of_classes(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:

@@ -36,11 +36,11 @@ _APART = frozenset(
 )
 _ALL_RULES = RULES | RECURRENT | TABLES
 _DROPOUT = frozenset([torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default])
-"""What draws masks by the kernel that GPUs have for dropout; the whole channels, and what overwrites, by another one."""
+"""Operators that draw masks by the dropout kernel of GPUs; dropout of channels and in-place dropout use another kernel."""
 _IS_DROPOUT = "is dropout"
 _OWN_DRAWS = frozenset(RECURRENT)  # rules that draw their own random numbers
 _Run = Callable[[int, Sequence[Any], dict[str, Any]], Any]
-"""Number of members, arguments and keywords of a node -> its value."""
+"""Evaluates a node: (number of members, arguments, keywords) -> value."""
 
 
 @dataclass(frozen=True, slots=True)

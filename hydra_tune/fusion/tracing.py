@@ -26,7 +26,7 @@ from hydra_tune.shard.quiet import quiet_fakes
 
 _MAX_REMEMBERED = 64
 _Layouts = list[tuple[Layout, list[int]]]
-"""Layouts, each with the numbers of the tensors that lie so."""
+"""Layouts, each with the indices of the tensors of this layout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,7 +311,7 @@ UPDATES: dict[type[Optimizer], Callable[[Run], None]] = {
 
 
 COUNTED = (Adam, AdamW, RMSprop, Adagrad)
-"""Those that have a "step" in their state."""
+"""Optimizers with a "step" in their state."""
 
 
 def update_of(optimizer: Optimizer) -> Callable[[Run], None]:

@@ -23,7 +23,7 @@ from enum import StrEnum
 from hydra_tune.errors import BlockStateError
 
 NUM_KEPT = 8
-"""How many states a block remembers."""
+"""Number of past states remembered by a block."""
 
 
 class State(StrEnum):

@@ -6,7 +6,7 @@ Source: "Trace Event Format", Google, 2016. Times in the format are microseconds
 from typing import Any, Literal
 
 COPY_TITLES = {"in": "load", "out": "spill", "across": "take over"}
-"""What copies are called."""
+"""Titles of copies in the trace."""
 
 _MICRO = 1000
 _MOST_ROWS = 1000  # rows of one process, so that thread numbers never meet

@@ -15,7 +15,7 @@ from typing import Any
 from hydra_tune.observe.runlog import RunLog
 
 PLANNED_EVENTS = ("plan", "measured")
-"""What is said of steps that are planned: which ways there are, and what they have proved to take."""
+"""Events of planned steps: the considered ways, and their measured times."""
 
 Span = tuple[int, int]
 _SECOND = 1e9

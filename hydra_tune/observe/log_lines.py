@@ -9,10 +9,10 @@ from typing import Any
 from hydra_tune.observe.text import plain
 
 FORMAT = 1
-"""Of the file; another one for every change that a reader would notice."""
+"""Version of the file format; increases with every change visible to a reader."""
 
 KEY = "hydra_tune_event_log"
-"""What the first line has the format under."""
+"""Key of the format version in the first line."""
 
 _FAILED = ',"failed":true'
 _STEPS = ',"steps":%d'

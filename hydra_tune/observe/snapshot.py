@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 ENDED: frozenset[str] = frozenset({"completed", "pruned", "cancelled", "failed"})
 LEFT = "interrupted"
-"""The state of a trial that a later run of the sweep goes on with."""
+"""State of a trial that a later run of the sweep resumes."""
 Goal = Literal["minimize", "maximize"]
 Status = Literal["running", "stopping", "completed", "interrupted", "failed"]
 

@@ -29,7 +29,7 @@ _MANY = float("inf")
 FusionOf = Callable[
     [TrainTask, tuple[nn.Module, torch.optim.Optimizer], Prepared, Leaves, PlanLibrary, Device], "FusionForecast"
 ]
-"""As `FusionForecasts.of`, but for its options."""
+"""`FusionForecasts.of` with its options bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

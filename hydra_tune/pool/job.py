@@ -21,7 +21,7 @@ from hydra_tune.train.trained import Trained
 _LOGGER = logging.getLogger(__name__)
 
 OVER = ("completed", "pruned", "cancelled", "failed")
-"""States from which a job does not come back."""
+"""Final states of a job."""
 
 
 def check_priority(priority: object) -> None:

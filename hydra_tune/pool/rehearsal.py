@@ -40,7 +40,7 @@ from hydra_tune.train.step import PendingUnit
 _LEAST_SECONDS = 1e-6  # the least time of a unit, for units of unknown time
 
 Moved = dict[tuple[str, str, str], int]
-"""Bytes by device, way ("in" or "out") and kind."""
+"""Bytes by device, way ("in", "out" or "across") and kind."""
 
 
 class _Player:

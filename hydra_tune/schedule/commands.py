@@ -47,4 +47,4 @@ class Release:
 
 
 Command = Admit | Run | EndBurst | Release
-"""Everything `Scheduler.handle` returns."""
+"""Everything that `Scheduler.handle` returns."""

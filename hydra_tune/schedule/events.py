@@ -202,10 +202,10 @@ JobEvent = (
     | PriorityChanged
     | ShardMoved
 )
-"""Every event that is about one job."""
+"""Every event about one job."""
 
 DeviceEvent = DeviceAdded | DeviceLost | DeviceSlowed
-"""Every event that is about one device."""
+"""Every event about one device."""
 
 Event = DeviceEvent | JobEvent
-"""Everything `Scheduler.handle` accepts."""
+"""Everything that `Scheduler.handle` accepts."""

@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from hydra_tune.errors import ConfigError
 
 ADMISSIONS = ("eager", "staggered")
-"""What `admission` may be; the first is the default everywhere."""
+"""Values of `admission`; the first is the default everywhere."""
 
 Age = tuple[int, int, str]
 """Negative priority, order of submission, job: the smallest is the oldest."""

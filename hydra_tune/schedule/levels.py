@@ -6,7 +6,7 @@ from collections.abc import Callable
 from hydra_tune.schedule.policy import BindsEarly, JobView, Selection, SpeedAware
 
 Level = tuple[int, bool]
-"""A priority, and whether the job is in the front (`schedule/front.py`); the greatest goes first."""
+"""A priority, and whether the job is in the front (`schedule/front.py`); the greatest level runs first."""
 
 
 class Levels:

@@ -27,15 +27,15 @@ class Phase(StrEnum):
     QUEUED = "queued"
     """Submitted; holds nothing."""
     PREPARING = "preparing"
-    """Admitted; nothing of it can run yet. Takes a slot."""
+    """Admitted; no unit can run yet. Takes a slot."""
     READY = "ready"
-    """Eligible: its next unit waits for a device. Takes a slot."""
+    """Eligible: the next unit waits for a device. Takes a slot."""
     RUNNING = "running"
-    """A unit of it is on a device, or several are, each on its own. Takes a slot."""
+    """A unit of the job is on a device, or several units, each on a device of its own. Takes a slot."""
     WAITING = "waiting"
-    """No next unit until its report is answered. Takes no slot: whoever answers may be waiting for other jobs first."""
+    """Has no next unit until its report is answered. Takes no slot: the answer may depend on jobs that need slots."""
     PAUSED = "paused"
-    """Its next unit is held back by the user. Takes no slot, like a waiting job, and like it goes on at once."""
+    """The user holds back the next unit. Takes no slot, as in WAITING, and continues at once when unpaused."""
 
     @property
     def takes_slot(self) -> bool:

@@ -28,10 +28,10 @@ POLICIES: Mapping[str, Callable[[], IncrementalPolicy]] = MappingProxyType(
         "random": RandomChoice,
     }
 )
-"""Name to a callable that makes one; `"lrtf"` is the default everywhere."""
+"""Policy factories by name; `"lrtf"` is the default everywhere."""
 
 ENTRY_POINTS = "hydra_tune.policies"
-"""The group in which an installed package names policies of its own; each entry is called without arguments."""
+"""Entry point group in which installed packages register policies; each entry is called without arguments."""
 
 
 def make_policy(policy: str | Policy) -> Policy:

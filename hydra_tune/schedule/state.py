@@ -348,7 +348,7 @@ class Draft:
 
 
 Tables = State | Draft
-"""What events change."""
+"""The tables that events change."""
 
 
 def _is_queued(record: JobRecord) -> bool:

@@ -23,14 +23,14 @@ from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
 
 Answer = tuple[Callable[..., Any], bool | int | float]
-"""The function that asked, and what it was told."""
+"""The asking function, and the answer."""
 
 _NOTICING = (("transformers.utils.import_utils", "is_fake_tensor"),)
-"""Functions by which libraries notice that tensors have no values: they are told that there are some."""
+"""Functions by which libraries detect tensors without values; during a capture these functions report values."""
 
 
 _UNSEEN = frozenset({torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__})
-"""They hand values to Python without an operator that could be followed."""
+"""Functions that hand values to Python without an operator that could be followed."""
 
 
 def ask(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> list[Answer]:

@@ -276,7 +276,7 @@ def backward(
 
 
 _Root = tuple[Tensor | GradientEdge, Tensor | None]
-"""Where a backward starts, and from which gradient; None for the loss."""
+"""Start of a backward and its gradient; None for the loss."""
 
 
 def _run_backward(roots: Sequence[_Root]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 READS = frozenset({"aten::_local_scalar_dense", "aten::equal"})
-"""Operators that hand a value to Python, or to the operator that they are part of."""
+"""Operators that hand a value to Python, or to the operator that contains them."""
 
 _CONSTANTS = {"aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy"}
 

@@ -23,7 +23,7 @@ from hydra_tune.shard.pilot import ShardCost
 from hydra_tune.shard.traffic import Habits, step_traffic
 
 CHOICES = logging.getLogger(__name__)
-"""Told each choice that is made, at the level INFO."""
+"""Receives each choice, at the level INFO."""
 
 _NEXT_SIZE = 0.8  # factor from the largest shard of a cut to the shards of the next cut
 _MOST_CUTS = 8  # limit of cuts to try: the shards of each cut must be measured
@@ -31,9 +31,9 @@ _NEAR = 1.03  # within this factor of the least bytes, fewer shards are better
 _WORTH = 0.97  # share of the bytes moved with the largest shards; the largest shards stay unless a cut is below
 
 Measure = Callable[[int, int], ShardCost]
-"""First and last position of a shard -> what it costs."""
+"""Returns the cost of a shard from its first and last position."""
 Pack = Callable[[int], Sequence[int] | None]
-"""Bytes that a shard may take -> where shards start and end; None if some part cannot be made so small."""
+"""Returns where shards start and end, given the most bytes of a shard; None if some part cannot be made so small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,7 +50,7 @@ class Foreseen:
 
 
 Probe = Callable[[int], Foreseen | None]
-"""Number of pieces -> what a step in so many would take; None if it would not fit."""
+"""Returns the foreseen step for a number of pieces; None if the step would not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

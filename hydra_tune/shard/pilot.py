@@ -235,7 +235,7 @@ class _Runs:
 
 
 UpdatePilot = Callable[[Sequence[str]], tuple[int, int, int]]
-"""Names of parameters -> bytes of their optimizer state, workspace of a later update, workspace of the first one."""
+"""Names of parameters -> bytes of their optimizer state, workspace of a later update, workspace of the first update."""
 
 
 class Pilot:

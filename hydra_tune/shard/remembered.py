@@ -19,7 +19,7 @@ from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import Objective, loss_itself
 
 _Key = tuple[str, str]
-"""What a tensor is, and its name."""
+"""Kind and name of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from hydra_tune.task import TrainTask, backward_called, not_a_metric, not_metric
 MODEL_PREFIX = "model."
 
 Objective = Callable[[Tensor], Tensor]
-"""The training loss -> what its backward starts from."""
+"""Turns the training loss into the value that the backward starts from."""
 
 
 def loss_itself(loss: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Habits:
 
 
 PlayedBlock = tuple[str, int, int]
-"""What it is, of which shard, and of which batch of the step (0 for what all of them share)."""
+"""Kind of the block, shard, and batch of the step (0 for blocks shared by all batches)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

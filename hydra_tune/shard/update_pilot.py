@@ -28,7 +28,7 @@ _LATE = 10_000  # a step number by which every optimizer does all of its work
 _SMALL_BYTES = 4 << 20
 _MAX_KNOWN = 1 << 12
 _KNOWN: dict[Hashable, tuple[int, int, int]] = {}
-"""Bytes that updates need, by kind of optimizer and geometry of the parameters, for all trials of the process."""
+"""Bytes of updates by kind of optimizer and geometry of the parameters, for all trials of the process."""
 
 _Make = Callable[[StateSpec], Tensor]
 

@@ -26,7 +26,7 @@ _SENT_LEASES = 2  # as in the pager
 _PATIENCE = 100_000  # looks without any copy under way, before the recording counts as damaged
 
 BACKGROUND = ("shed", "clean", "ahead")
-"""Actions that nothing waits for."""
+"""Actions that delay nothing."""
 
 
 @dataclass(slots=True, eq=False)

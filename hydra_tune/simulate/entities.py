@@ -11,7 +11,7 @@ from hydra_tune.simulate.grid import Grid
 from hydra_tune.simulate.model import SimulatedDevice, SimulatedTrial
 
 ABSENT = -1
-"""No device, where the number of a device is expected."""
+"""Number in place of a device's number where there is no device."""
 
 
 class Happening(IntEnum):
@@ -28,7 +28,7 @@ class Happening(IntEnum):
 
 
 Entry = tuple[float, int, Happening, int, float]
-"""Time, running number for ties, what, number of the job or device, and a value."""
+"""Time, running number for ties, happening, number of the job or device, and a value."""
 
 
 class SimJob:

@@ -15,7 +15,7 @@ from hydra_tune.schedule.bound import makespan_bound
 from hydra_tune.simulate.optimal import BestSchedule, Placement, check_chains, import_ortools
 
 _MAX_UNITS = 24
-"""Two dozen units on two devices are already minutes of search."""
+"""Most units: two dozen units on two devices already take minutes of search."""
 
 
 def milp_schedule(

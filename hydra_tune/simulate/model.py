@@ -17,7 +17,7 @@ MAX_PARTS = (
 )
 
 PROFILE_FORMAT = 1
-"""Of the files that `profile.py` reads."""
+"""Format version of the files that `profile.py` reads."""
 
 
 def check_size(count: int, what: str) -> None:

@@ -16,7 +16,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.schedule.bound import makespan_bound
 
 _MAX_TICKS = 2**40
-"""Total work in whole ticks: where the solver's sums stay far from overflow and its times still resolve microseconds."""
+"""Total work in ticks: small enough for the solver's sums not to overflow, large enough for times to resolve microseconds."""
 
 _SAME = 1e-6
 """Relative difference below which a makespan meets its bound: above the rounding of ten thousands of units to ticks."""

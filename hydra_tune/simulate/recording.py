@@ -17,7 +17,7 @@ from hydra_tune.schedule import Run
 from hydra_tune.schedule.journal import Decision
 
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What is raised by data that is not what it should be."""
+"""Exceptions raised by malformed data."""
 
 _FORMAT = 2
 _KEY = "hydra_tune"

@@ -21,7 +21,7 @@ from hydra_tune.simulate.entities import Entry, Happening, SimDevice, SimJob
 from hydra_tune.simulate.transfers import Timeline, Transfers
 
 REMAINING_MATTERS: dict[type, bool] = {ShardedLRTF: True, Fifo: False}
-"""Policies that keep nothing in mind and look at no more than differences of remaining times; and whether they do."""
+"""Policies without memory that compare at most differences of remaining times, and whether they compare these."""
 
 
 class Course(Protocol):

@@ -28,7 +28,7 @@ from hydra_tune.simulate.recording import Recording
 
 _RELEASE = Unit(kind="release", shard=0, seconds=0.0)
 STOP = "stop"
-"""An action of a turn that is not one of memory: the job is told to stop while its unit runs."""
+"""An action of a turn outside memory: the job is told to stop while its unit runs."""
 
 _CAUSED = ("in", "out", "across", "free", "await", "keep")
 

@@ -36,7 +36,7 @@ from hydra_tune.interrupts import SIGNALS
 from hydra_tune.supervision.marks import Marks
 
 MOST_CRASHES = 2
-"""Of one trial, and of a process that crashes where no trial is at work."""
+"""Most crashes of a trial, and of a process that crashes while no trial runs."""
 
 _FAILED = 1
 # Time for a process to count a signal that was sent to it as well.

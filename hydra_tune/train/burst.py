@@ -39,15 +39,15 @@ class Mark(enum.Enum):
     """Marks of a trial's program between units, beside units and reports."""
 
     BEGINS = "begins"
-    """From here on it runs in bursts."""
+    """The program runs in bursts from here on."""
     FOLLOWED = "followed"
-    """A step was followed, and may have made state that stays; the burst goes on."""
+    """A followed step is over and may have made lasting state; the burst continues."""
     STEP = "step"
     """A step is over: a burst may end here."""
     NO_DEVICE = "no device"
-    """The lease was ended while a batch was drawn: the burst ends here."""
+    """The lease ended during a draw: the burst ends here."""
     LEAVES = "leaves"
-    """From here on it is made of shard units."""
+    """The program consists of shard units from here on."""
 
 
 def nobody_asks() -> bool:

@@ -38,7 +38,7 @@ _OPTIMIZER_INTERNALS = frozenset(
     {"state", "param_groups", "defaults", "step"}
 )  # "step": a scheduler replaces the method
 _WEIGHT = "model."
-"""How the names of parameters and buffers begin in a checkpoint."""
+"""Prefix of the names of parameters and buffers in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

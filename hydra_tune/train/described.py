@@ -30,7 +30,7 @@ _ESSENTIAL = ("parameters", "buffers", "optimizer", "members", "task.split_opera
 _MISSING = "nothing"
 
 Change = tuple[str, Any, Any]
-"""What differs, what it was, and what it is now."""
+"""The name of a difference, the old value, and the new value."""
 
 
 def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _HANDED_OUT: dict[int, Any] = {}
 _NOTHING = {"bit_generator": "MT19937", "state": {}}
 
 State = tuple[str, Any, int, int, float]
-"""As `numpy.random.get_state` gives it."""
+"""The tuple of `numpy.random.get_state`."""
 
 
 class NumpyStream:

@@ -40,7 +40,7 @@ from hydra_tune.train.pieces import check_pieces, pieces
 from hydra_tune.train.trained import Trained
 
 Report = Callable[[int, dict[str, float]], bool | None]
-"""Called at each report with the step and the metrics; False prunes the run there."""
+"""Called at each report with the step and the metrics; a result of False prunes the run there."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -93,7 +93,7 @@ class Replicas:
 
     def __init__(self, state: ModelState) -> None:
         self.moving: Collection[Group] = frozenset()
-        """Groups that no two units use at the same time, and that move instead of being copied."""
+        """Groups used by a single unit at a time, which move instead of being copied."""
         self._state = state
         self._copies: dict[tuple[Group, Pager], Block] = {}
         self._lock = threading.Lock()

@@ -21,7 +21,7 @@ from hydra_tune.shard.pilot import StorageTracker, aligned, stored_parts
 _MAX_KNOWN = 1 << 14
 _PLAIN = (Tensor, nn.Parameter)
 _KNOWN: dict[Hashable, int] = {}
-"""Bytes by the operator and the geometry of its arguments, for all trials of the process."""
+"""Bytes by operator and geometry of the arguments, for all trials of the process."""
 
 
 class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]

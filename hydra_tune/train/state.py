@@ -47,7 +47,7 @@ _NUMBERS = itertools.count()
 _ALL = ("all",)
 
 STEP_BEGUN = "the optimizer's step had begun, which changes parameters and state in place"
-"""Why an update is not repeated."""
+"""The reason for not repeating an update."""
 
 
 class ModelState:

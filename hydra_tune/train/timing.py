@@ -35,7 +35,7 @@ _LEAST_STEPS = 5
 _ENOUGH_SECONDS = 2.0
 
 Place = tuple[str, int, int]
-"""Kind and shard of a unit, and how many alike have gone before it in its step."""
+"""Kind and shard of a unit, and the number of equal units before the unit in the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

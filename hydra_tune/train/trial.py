@@ -83,7 +83,7 @@ class Report:
 
 
 Said = PendingUnit | Spread | Report | Mark
-"""All that a trial's program says when it stops: units and reports to whoever runs it, marks to the trial."""
+"""Everything that a trial's program yields: units and reports for the pool, marks for the trial."""
 
 
 class Trial:

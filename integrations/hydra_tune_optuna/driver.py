@@ -43,7 +43,7 @@ Callback = Callable[[Study, FrozenTrial], None]
 _logger = get_logger("optuna.hydra_tune")  # shown and configured like Optuna's own lines
 
 _POLL_SECONDS = 0.1
-"""How long the driver waits for an event at a time; between two waits, Ctrl-C gets through on every platform."""
+"""Longest single wait of the driver for an event; between two waits, Ctrl-C gets through on every platform."""
 
 _ENDED = frozenset({"completed", "pruned", "cancelled", "failed"})
 

@@ -16,7 +16,7 @@ from hydra_tune_optuna.private import heartbeat_of
 _logger = get_logger("optuna.hydra_tune")
 
 _SET_SECONDS = 1.0
-"""A clock that has gained as much was set, and has not just been kept right."""
+"""A jump of the clock by this much means that the clock was set, not merely adjusted."""
 
 
 class Heartbeat:

@@ -28,10 +28,10 @@ _PLACES: tuple[tuple[ModuleType, str], ...] = tuple(
 
 _lock = threading.Lock()
 _replaced: dict[tuple[ModuleType, str], tuple[_Function, _Function]] = {}
-"""What stood in each place before `install`, and what stands there since; empty where nothing is installed."""
+"""The original and the installed function of each place since `install`; empty if nothing is installed."""
 
 _made: set[_Function] = set()
-"""All functions ever put there: somebody who patches and restores may bring one back after `uninstall`."""
+"""All functions ever installed: code that patches and restores may bring a function back after `uninstall`."""
 
 
 def install() -> None:

@@ -26,7 +26,7 @@ from hydra_tune_optuna.weights import Build, KeepBest, StudyWeights, check_keepi
 _logger = get_logger("optuna.hydra_tune")  # shown and configured like Optuna's own lines
 
 _LOCKED_SECONDS = 60.0
-"""How long an SQLite database that another process has locked is waited for."""
+"""Longest wait for an SQLite database locked by another process."""
 
 
 def _do_nothing() -> None:

@@ -13,7 +13,7 @@ from hydra_tune import TrainTask
 from hydra_tune.errors import MetricError, TaskError
 
 Values = tuple[float, ...]
-"""One report of a task: the values of `task.metrics`, in order."""
+"""A report of a task: the values of `task.metrics`, in order."""
 
 
 def reported_values(task: TrainTask, metrics: Mapping[str, float]) -> Values:

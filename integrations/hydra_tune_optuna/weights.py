@@ -26,7 +26,7 @@ from hydra_tune_optuna import private
 
 KeepBest = int | Literal["pareto"]
 Build = Callable[[Any], Any]
-"""The objective: takes a trial, also one that has ended, and returns its task."""
+"""The objective: takes a trial, running or ended, and returns its task."""
 
 DEFAULT_DIR = "weights"
 _ATTRIBUTE = "hydra_tune:weights:"

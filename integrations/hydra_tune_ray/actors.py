@@ -19,7 +19,7 @@ from hydra_tune_ray.version import VERSION
 
 NAMESPACE = "hydra_tune"
 GONE_TIMES = 6
-"""How often in a row Ray has to say that there is no such actor: it also does when it cannot tell."""
+"""Consecutive answers of Ray that an actor does not exist before the actor counts as gone: Ray also answers so when unsure."""
 
 _WATCH_SECONDS = 2.0
 _ABREAST = 10_000  # concurrent calls; nearly all of them wait

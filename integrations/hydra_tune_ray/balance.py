@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 _UNEVEN = 0.05
-"""Part of its time by which the busiest pool has to be busier than the idlest: estimates are not better."""
+"""Share of time by which the busiest pool must exceed the idlest: estimates are no more accurate."""
 
 _GAIN = 0.2
-"""Part of a trial's time that its move has to save."""
+"""Share of a trial's time that a move must save."""
 
 
 @dataclass(slots=True, kw_only=True)

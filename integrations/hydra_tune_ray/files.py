@@ -5,7 +5,7 @@ from pathlib import Path
 from hydra_tune_ray.messages import Files
 
 FOLDER = "trial"
-"""Where a checkpoint of Ray has that of a trial, in the format of `hydra_tune.checkpoint`."""
+"""Folder of a trial's checkpoint within Ray's checkpoint, in the format of `hydra_tune.checkpoint`."""
 
 _KINDS = (".safetensors", ".json", ".manifest")
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from hydra_tune_ray.errors import RayVersionError
 
 OLDEST, NEXT = (2, 56), (2, 61)
-"""The first version that was tested, and the first that was not."""
+"""The oldest tested version, and the first untested version."""
 
 _INSTALL = "pip install 'hydra-tune[ray]'"
 

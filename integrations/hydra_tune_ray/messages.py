@@ -11,7 +11,7 @@ from typing import Any
 from hydra_tune_ray.nodes import DeviceNode
 
 Files = Mapping[str, bytes]
-"""A folder of a trial's checkpoint, by the names of its files."""
+"""Contents of a checkpoint folder by file name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,10 +26,10 @@ _REFUSED = {
     "checkpoint_every": "Ray says when trials are saved; give checkpoint_frequency of CheckpointConfig",
     "plans_only": "pools train",
 }
-"""Options of `HydraExecutor` that Ray has its own of."""
+"""Options of `HydraExecutor` for which Ray has options of its own."""
 
 _KEPT: dict[str, "Pools"] = {}
-"""Those that end with this program: Ray would end them as soon as nobody has a handle."""
+"""Actors that end with this program: Ray would end an actor as soon as no handle exists."""
 
 
 class Pools:

@@ -192,7 +192,7 @@ def _given(domain: Domain, drawn: Any) -> Any:
 
 
 _LIVE: dict[int, Any] = {}
-"""Callbacks and stoppers of this process: Ray copies and stores them by pickling, and their observers cannot be."""
+"""Callbacks and stoppers of this process: Ray pickles callbacks, and their observers cannot be pickled."""
 
 
 def _found(key: int, kind: "type[tune.Callback | tune.Stopper]") -> Any:

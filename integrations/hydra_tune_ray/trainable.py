@@ -33,7 +33,7 @@ from hydra_tune_ray.pickling import pickled
 from hydra_tune_ray.pools import Pools, start_pools
 
 CPUS = 0.01
-"""What a trial takes of Ray's account; nothing at all is refused by Ray."""
+"""CPU share of a trial in Ray's account; Ray refuses 0."""
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _TICKET = "ticket.json"

@@ -12,7 +12,7 @@ from hydra_tune import __version__
 from hydra_tune_ray.errors import PoolError
 
 PROTOCOL = 1
-"""Goes up with each change of `messages.py`, and of the methods of the directory and of pools."""
+"""Protocol version; increases with each change of `messages.py` and of the methods of the directory and of pools."""
 
 VERSION = f"hydra-tune {__version__} (protocol {PROTOCOL})"
 

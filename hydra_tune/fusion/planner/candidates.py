@@ -18,7 +18,7 @@ from hydra_tune.fusion.planner.recomputations import is_there, settled
 from hydra_tune.fusion.planner.schedule import Candidate, Decisions
 
 SMALLEST_SHARE = 512
-"""Feature maps of less than the largest one's bytes through this are kept: they are many, and moving them frees nothing."""
+"""Feature maps smaller than 1/512 of the largest are kept: they are numerous, and moving small tensors frees nothing."""
 
 
 def candidates_of(array: Array, side: int) -> dict[str, Candidate]:

@@ -18,7 +18,7 @@ from hydra_tune.fusion.planner.schedule import Schedule, Segment, undecided
 from hydra_tune.fusion.planner.timeline import Times
 
 SHARE = 0.6
-"""Where all trials fit with everything kept, ways are compared in this share of what they need beside the static tensors."""
+"""Memory for comparing ways where all trials fit with everything kept: this share of their memory beside static tensors."""
 
 _PAPER = {
     "fits, one after another": "HFTA",

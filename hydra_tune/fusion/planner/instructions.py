@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 TICKS = 10**12
-"""Of a second."""
+"""Ticks per second."""
 
 
 def ticks(seconds: float) -> int:

@@ -31,7 +31,7 @@ from hydra_tune.fusion.planner.verify import verify_schedule
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
 MARGIN = 0.02
-"""Share of a limit that plans leave free: what allocators round, and what nodes take beyond what they say."""
+"""Share of a limit left free by plans, for rounding by allocators and for memory that nodes take beyond their profile."""
 
 _WAYS = {
     "no interleaving": Policy(interleaves=False),

@@ -36,7 +36,7 @@ from hydra_tune.fusion.planner.storages import overwritten
 
 WARM_UPS, RUNS = 1, 3
 WHOLE_PASSES = 2
-"""After each run, where the host's time counts."""
+"""Passes over the whole step after each run, where the host's time counts."""
 
 _LOOKS = 31
 

@@ -20,15 +20,15 @@ from hydra_tune.fusion.planner.portfolio import Member, Part, Planner, Portfolio
 from hydra_tune.fusion.planner.schedule import Schedule
 
 TOLERANCE = 0.2
-"""Of what was predicted, by how much what is measured may differ before trials are planned again (§3.2's portfolio, ours)."""
+"""Relative difference between predicted and measured time that triggers a new plan (§3.2's portfolio, ours)."""
 
 MOST = 5
-"""Candidates that are measured in a round, and beside them the fastest of other kinds (`contenders`)."""
+"""Most candidates measured in a round, beside the fastest candidates of other kinds (`contenders`)."""
 
 _EPSILON = 1e-12
 
 Measure = Callable[[Sequence[Member]], Sequence[float]]
-"""Seconds of a step of each of some members, which took turns."""
+"""Returns the seconds of a step of each member; the members take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import Generic, TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 WARM_UPS, TURNS = 2, 9
-"""Of each candidate: steps that do not count, and steps that do."""
+"""Untimed and timed steps of each candidate."""
 
 LEAVES_AT = 1.3
-"""How many times what the fastest takes a candidate may take after three turns."""
+"""A candidate slower than the fastest by this factor leaves after three turns."""
 
 _LEAST_TURNS = 3
 

@@ -24,7 +24,7 @@ _RUNNING_STATISTICS = {
 
 
 Layout = tuple[tuple[int, ...] | None, ...]
-"""Strides of what a node gives, in order, of dimensions of more than one element, 0 for others; None for what is no tensor."""
+"""Strides of each result of a node, in order; 0 for dimensions of at most one element; None for a result without tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
