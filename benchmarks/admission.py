@@ -19,7 +19,7 @@ from rich.table import Table
 
 from hydra_tune.schedule import ADMISSIONS
 from hydra_tune.simulate import Scenario, SimulationResult, simulate
-from hydra_tune.simulate.workload import Workload, equal_devices
+from hydra_tune.simulate.workload import RandomWorkload, equal_devices
 
 NUM_DEVICES = 8
 NUM_TRIALS = (12, 16, 20, 24)
@@ -29,7 +29,7 @@ SHARD_BYTES, SHARDS_HELD, BANDWIDTH = 2**30, 4, 12e9
 
 def scenario(num_trials: int, seed: int, admission: str, steps: int, spread: float, transfers: bool) -> Scenario:
     shard_bytes = SHARD_BYTES if transfers else 0
-    workload = Workload(num_trials=num_trials, steps=steps, spread=spread, shard_bytes=shard_bytes)
+    workload = RandomWorkload(num_trials=num_trials, steps=steps, spread=spread, shard_bytes=shard_bytes)
     devices = equal_devices(NUM_DEVICES, memory_bytes=SHARDS_HELD * SHARD_BYTES, bandwidth=BANDWIDTH)
     return Scenario(trials=workload.trials(seed), devices=devices, admission=admission)
 

@@ -14,7 +14,7 @@ from mutwo_models import MODELS
 
 from hydra_tune.fusion.planner.memory import peak_of
 from hydra_tune.fusion.planner.policy import planned
-from hydra_tune.fusion.planner.profiler import Profile, array_of, copied_at
+from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of, copied_at
 from hydra_tune.fusion.planner.schedule import undecided
 from hydra_tune.fusion.planner.timeline import times_of
 
@@ -27,7 +27,7 @@ def counted(name):
     step = Family(name, "cpu", torch.device("cpu"), "adamw").step(2)
     sizes, reads, makes = step.seen.sizes, step.seen.reads, step.seen.makes
     seconds = {n.name: 1e-6 + 1e-9 * sum(map(sizes.__getitem__, (*reads[n.name], *makes[n.name]))) for n in step.ops}
-    return array_of(name, step, Profile(seconds))
+    return array_of(name, step, GraphMeasurements(seconds))
 
 
 def main():

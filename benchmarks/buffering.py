@@ -34,7 +34,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.pool import Pool
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import make_policy
-from hydra_tune.shard.library import Budget, PlanLibrary
+from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
 
 WIDTH = 1024
 PARAMETER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -74,7 +74,9 @@ def run(arm: Arm, num_steps: int, bandwidth: int) -> dict:
     budget = arm.capacity * SHARD_BYTES + WORKING_BYTES
     Pager.victims = arm.victims
     devices = open_devices(f"cpu:{NUM_DEVICES}", budget, bandwidth)
-    library = PlanLibrary(Budget(budget_bytes=budget, buffer_fraction=0.0, alignment=64, num_shards="layer"))
+    library = PlanLibrary(
+        ShardPlanConstraints(budget_bytes=budget, buffer_fraction=0.0, alignment=64, num_shards="layer")
+    )
     host_bytes = psutil.virtual_memory().available // 2
     pool = Pool(
         devices,

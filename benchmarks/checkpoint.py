@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402
-from hydra_tune.pool.checkpoints import TrialKeeper  # noqa: E402
+from hydra_tune.pool.checkpoints import TrialCheckpointer  # noqa: E402
 
 REPORT_SECONDS = 30.0
 WIDTH, DEPTH = 2048, 12  # 12 x 2048 x 2048 weights
@@ -49,7 +49,7 @@ def task(reports: int, steps: int) -> TrainTask:
 
 
 class Meter:
-    """Adds up CPU and wall seconds of a method of `TrialKeeper`, and lets every second report go unsaved."""
+    """Adds up CPU and wall seconds of a method of `TrialCheckpointer`, and lets every second report go unsaved."""
 
     def __init__(self) -> None:
         self.saves = False
@@ -58,9 +58,9 @@ class Meter:
     def install(self) -> None:
         """Time the methods from now on."""
         for name in self.seconds:
-            setattr(TrialKeeper, name, self._timed(name, getattr(TrialKeeper, name)))
-        due = TrialKeeper._is_due  # noqa: SLF001 - the only switch there is
-        TrialKeeper._is_due = lambda keeper, *args, **more: self.saves and due(keeper, *args, **more)  # noqa: SLF001
+            setattr(TrialCheckpointer, name, self._timed(name, getattr(TrialCheckpointer, name)))
+        due = TrialCheckpointer._is_due  # noqa: SLF001 - the only switch there is
+        TrialCheckpointer._is_due = lambda keeper, *args, **more: self.saves and due(keeper, *args, **more)  # noqa: SLF001
 
     def _timed(self, name, method):
         def timed(*args):

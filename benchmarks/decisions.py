@@ -17,11 +17,11 @@ import time
 
 from hydra_tune.schedule import (
     POLICIES,
-    Ahead,
     DeviceAdded,
     JobAdmitted,
     JobSubmitted,
     LRTFPaper,
+    NextJobPredictor,
     Policy,
     Run,
     Scheduler,
@@ -73,7 +73,7 @@ def microseconds(policy: Policy, num_jobs: int, num_decisions: int, *, asks: boo
     """Median CPU time of one decision, or of what asking ahead for its device adds to it."""
     stream = random.Random(0)
     scheduler, runs = loaded(policy, num_jobs, stream)
-    ahead = Ahead(policy, scheduler)
+    ahead = NextJobPredictor(policy, scheduler)
     for job in scheduler.phases:
         ahead.notice(job)
     taken, ends = [], time.perf_counter() + MAX_SECONDS

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.disk import SpillDisk
 from hydra_tune.memory.spill_dir import SpillFolder
 
 WIDTH, LAYERS = 1024, 12
@@ -166,7 +166,7 @@ def _run(case: Case, folder: Path | None, link: str | None, *, ahead: bool = Tru
 
 def _alone(folder: Path, read: float, written: float) -> tuple[float, bool]:
     """Seconds that the disk takes for so many bytes, in files of a layer's parameters, reads and writes in turn."""
-    disk = Disk(SpillFolder(folder))
+    disk = SpillDisk(SpillFolder(folder))
     data = torch.ones(LAYER_BYTES, dtype=torch.uint8)
     counts = {disk.read: round(read / LAYER_BYTES), disk.write: round(written / LAYER_BYTES)}
     total = sum(counts.values())

@@ -48,7 +48,7 @@ from hydra_tune.observe.eventlog import EventLog  # noqa: E402
 from hydra_tune.observe.runlog import read_log  # noqa: E402
 from hydra_tune.observe.terminal import LiveView  # noqa: E402
 from hydra_tune.pool.job import Job  # noqa: E402
-from hydra_tune.pool.watch import Watch  # noqa: E402
+from hydra_tune.pool.watch import SweepMonitor  # noqa: E402
 
 NUM_TRIALS = 4
 NUM_TIMED, NUM_BURSTS = 10_000, 8  # events in the loop, between which they are written
@@ -92,7 +92,7 @@ class View:
     def __init__(self, pool: HydraExecutor) -> None:
         self.is_on = True
         self._pool = pool
-        self._watch = Watch("benchmark", "minimize", lambda _trial, _metric: None)
+        self._watch = SweepMonitor("benchmark", "minimize", lambda _trial, _metric: None)
         self._file = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - closed in `close`
         console = Console(file=self._file, force_terminal=True, color_system="256", width=160, height=50)
         self._shown = LiveView(console, lambda: self._watch.snapshot(pool.stats()), deque())

@@ -36,7 +36,7 @@ import traffic  # noqa: E402 - benchmarks/ is the script's folder
 import transformer  # noqa: E402
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain  # noqa: E402 - needs the path above
-from hydra_tune.pool.forecast import Forecast  # noqa: E402
+from hydra_tune.pool.forecast import PoolForecast  # noqa: E402
 from hydra_tune.shard.pilot import StorageTracker  # noqa: E402
 
 VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH, BATCH_SIZE = 512, 64, 4, 5, 32, 4
@@ -136,7 +136,7 @@ def measured(make: Make, trials: int, steps: int, options: dict[str, Any], runs:
     return foreseen, found
 
 
-def _ways(forecast: Forecast) -> Bytes:
+def _ways(forecast: PoolForecast) -> Bytes:
     ways = {"in": forecast.bytes_in, "out": forecast.bytes_out, "across": forecast.bytes_across}
     return {f"{kind} {way}": nbytes for way, kinds in ways.items() for kind, nbytes in kinds.items()}
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from hydra_tune import TrainTask
 from hydra_tune.shard import traffic
-from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.pilot import ShardCost
 
@@ -40,7 +40,7 @@ def costs(rows: int) -> list[ShardCost]:
         train=lambda: [(torch.zeros(rows, WIDTH), torch.zeros(rows, WIDTH))],
         activations="recompute",
     )
-    budget = Budget(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=64, num_shards=DEPTH)
+    budget = ShardPlanConstraints(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=64, num_shards=DEPTH)
     module = task.model()
     (batch,) = task.train()
     plan = PlanLibrary(budget).prepare(task, module, task.optimizer(module.parameters()), batch, "train").plan
@@ -48,8 +48,8 @@ def costs(rows: int) -> list[ShardCost]:
 
 
 def packed(
-    units: Sequence[traffic.PlayedUnit], sizes: dict[traffic.PlayedBlock, int], count: int
-) -> Iterator[traffic.PlayedUnit]:
+    units: Sequence[traffic.TrafficUnit], sizes: dict[traffic.PlayedBlock, int], count: int
+) -> Iterator[traffic.TrafficUnit]:
     """The same units, with so many forward units in a row as one."""
     forward = units[: DEPTH - 1]
     for start in range(0, len(forward), count):
@@ -60,7 +60,7 @@ def packed(
             workspace = max(workspace, kept + unit.workspace_bytes)
             kept += sum(sizes.get(block, 0) for block in unit.makes)
         needs = tuple(block for unit in group for block in unit.needs if block not in made)
-        yield traffic.PlayedUnit(needs=needs, workspace_bytes=workspace, makes=tuple(made))
+        yield traffic.TrafficUnit(needs=needs, workspace_bytes=workspace, makes=tuple(made))
     yield from units[DEPTH - 1 :]
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64, help="of a batch  [64]")
     torch.set_num_threads(1)
-    found, habits = costs(parser.parse_args().rows), traffic.Habits()
+    found, habits = costs(parser.parse_args().rows), traffic.StepAccessPattern()
     sizes = traffic.sizes_of(found, 1)
     units = list(traffic.units_of(found, habits))
     state = sum(cost.state_bytes + cost.trained_bytes + cost.optimizer_bytes for cost in found)

@@ -17,11 +17,11 @@ from torch.optim import SGD, AdamW
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.fusion.member import Member
-from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.member import MemberTrial
+from hydra_tune.fusion.plans import GroupPlanFactory
 from hydra_tune.fusion.stack import StackedModule, stacked_optimizer
-from hydra_tune.shard.budget import Budget
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.budget import ShardPlanConstraints
+from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.train.state import ModelState
 
@@ -89,11 +89,11 @@ def sequential(build, optimizer, count, x, y):
 def stacked(build, optimizer, count, x, y, *, backend=None):
     """The step of a group, and the seconds it takes to trace it."""
     device = CpuDevice(0, 1 << 33)
-    library = PlanLibrary(Budget(budget_bytes=1 << 33, buffer_fraction=0.0, alignment=device.alignment))
+    library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 33, buffer_fraction=0.0, alignment=device.alignment))
     arguments = {"model": build, "optimizer": optimizer, "train": lambda: [(x, y)], "loss": functional.cross_entropy}
-    members = [Member(TrainTask(**arguments, seed=seed), library, device) for seed in range(count)]
+    members = [MemberTrial(TrainTask(**arguments, seed=seed), library, device) for seed in range(count)]
     built = [member.built() for member in members]
-    plans, wanted = GroupPlans(library, backend), members[0].peek()["train"]
+    plans, wanted = GroupPlanFactory(library, backend), members[0].peek()["train"]
     plan = plans.stacked(plans.of_member(members[0], wanted), count)
     module = StackedModule([module for module, _ in built])
     stepped = stacked_optimizer([one for _, one in built], built[0][0], module)
@@ -105,7 +105,7 @@ def stacked(build, optimizer, count, x, y, *, backend=None):
     seconds = (time.perf_counter() if backend else time.process_time()) - start
     graph = plan.plan.shards[0].graph
     trace = plan.plan.computing.traces[graph.first]
-    operands = Operands(
+    operands = ShardOperands(
         state=[state[name] for name in graph.state],
         constants=[plan.plan.constants[name] for name in graph.constants],
         inputs=[inputs[index] for index in graph.inputs],

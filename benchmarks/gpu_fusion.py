@@ -33,12 +33,12 @@ from torch.optim import AdamW
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.cuda_graphs import CudaRecorder
-from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.member import MemberTrial
 from hydra_tune.fusion.plan import trace_step
-from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.plans import GroupPlanFactory
 from hydra_tune.fusion.stack import StackedModule, stacked_optimizer
-from hydra_tune.shard.budget import Budget
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.budget import ShardPlanConstraints
+from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.library import PlanLibrary
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -115,13 +115,13 @@ class Stack:
         if self._device.type == "cuda" and self._device.index is None:
             self._device = torch.device("cuda", torch.cuda.current_device())
         host = CpuDevice(0, 1 << 33)
-        library = PlanLibrary(Budget(budget_bytes=1 << 33, buffer_fraction=0.0, alignment=host.alignment))
+        library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 33, buffer_fraction=0.0, alignment=host.alignment))
         x, y = batch(name, "cpu")
         arguments = {"model": MODELS[name][0], "train": lambda: [(x, y)], "loss": functional.cross_entropy}
         rates = [partial(AdamW, lr=1e-4 / (index + 1)) for index in range(count)]
-        members = [Member(TrainTask(**arguments, optimizer=o, seed=i), library, host) for i, o in enumerate(rates)]
+        members = [MemberTrial(TrainTask(**arguments, optimizer=o, seed=i), library, host) for i, o in enumerate(rates)]
         built = [member.built() for member in members]
-        plans, wanted = GroupPlans(library), members[0].peek()["train"]
+        plans, wanted = GroupPlanFactory(library), members[0].peek()["train"]
         plan = plans.stacked(plans.of_member(members[0], wanted), count).plan
         host.close()
         module = StackedModule([own for own, _ in built])
@@ -166,7 +166,7 @@ class Stack:
     def _operands(self, given):
         first = self._num_constants
         state = [self._state[name] for name in self._names]
-        return Operands(state=state, constants=given[:first], inputs=given[first:], live_in=())
+        return ShardOperands(state=state, constants=given[:first], inputs=given[first:], live_in=())
 
     def _update(self, gradients):
         for name, gradient in zip(self._trace.trained, gradients, strict=True):

@@ -29,11 +29,11 @@ import torch
 import waiting
 
 from hydra_tune.devices.discovery import open_devices
-from hydra_tune.observe.turns import Action
+from hydra_tune.observe.turns import TurnAction
 from hydra_tune.pool.pool import Pool
-from hydra_tune.pool.recorder import Recorder
+from hydra_tune.pool.recorder import PoolRecorder
 from hydra_tune.schedule import LRTFPaper, make_policy, makespan_bound
-from hydra_tune.shard.library import Budget, PlanLibrary
+from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
 from hydra_tune.simulate.recording import Recording
 
 WIDTH = 128
@@ -104,7 +104,7 @@ def run(setting: Setting, policy: str, seed: int, num_steps: int, library: PlanL
     """Train the trials twice in one pool: one step each to prepare what they need, and then the run that counts."""
     bandwidth = int(SHARD_BYTES / (setting.load * FORWARD_SECONDS))
     devices = open_devices(f"cpu:{setting.num_devices}", setting.budget_bytes, bandwidth)
-    recorder = Recorder(devices, policy, setting.num_trials, "eager")
+    recorder = PoolRecorder(devices, policy, setting.num_trials, "eager")
     host_bytes = psutil.virtual_memory().available // 2
     pool = Pool(
         devices,
@@ -152,7 +152,7 @@ def figures(recording: Recording, jobs: set[str], num_devices: int) -> Figures:
     return Figures(span / makespan_bound(compute.values(), num_devices), num_loads / num_units, num_later / num_units)
 
 
-def brought_for(actions: list[Action], coming: set[int]) -> set[int]:
+def brought_for(actions: list[TurnAction], coming: set[int]) -> set[int]:
     """Blocks that came to the device for a unit, from the host or another device, while it waited or ahead of it.
 
     Args:
@@ -173,7 +173,7 @@ def brought_for(actions: list[Action], coming: set[int]) -> set[int]:
     return found
 
 
-def units(recording: Recording, jobs: set[str]) -> Iterator[tuple[str, int, int, list[Action]]]:
+def units(recording: Recording, jobs: set[str]) -> Iterator[tuple[str, int, int, list[TurnAction]]]:
     """Job, start, end and actions of each command's units."""
     for turn in recording.turns:
         if turn.job in jobs and turn.units:
@@ -183,7 +183,9 @@ def units(recording: Recording, jobs: set[str]) -> Iterator[tuple[str, int, int,
 
 def make_library(setting: Setting) -> PlanLibrary:
     """Plans for one setting, whatever the policy."""
-    budget = Budget(budget_bytes=setting.budget_bytes, buffer_fraction=0.15, alignment=64, num_shards="layer")
+    budget = ShardPlanConstraints(
+        budget_bytes=setting.budget_bytes, buffer_fraction=0.15, alignment=64, num_shards="layer"
+    )
     return PlanLibrary(budget)
 
 

@@ -11,16 +11,16 @@ from mutwo_models import model
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.member import MemberTrial
 from hydra_tune.fusion.planner.least import least
 from hydra_tune.fusion.planner.memory import peak_of
-from hydra_tune.fusion.planner.of_task import TaskArrays
+from hydra_tune.fusion.planner.of_task import TaskProfileCache
 from hydra_tune.fusion.planner.portfolio import MARGIN, Planner
-from hydra_tune.fusion.planner.profiler import Profiles
+from hydra_tune.fusion.planner.profiler import SubArrayProfiler
 from hydra_tune.fusion.planner.schedule import undecided
-from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.plans import GroupPlanFactory
 from hydra_tune.quantities import format_bytes
-from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 
 ENDLESS = 1 << 60
@@ -35,13 +35,13 @@ class Family:
         batch = made.draw()
         self.name, self.device = name, device
         host = CpuDevice(0, 1 << 40)
-        library = PlanLibrary(Budget(budget_bytes=1 << 40, buffer_fraction=0.0, alignment=host.alignment))
+        library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 40, buffer_fraction=0.0, alignment=host.alignment))
         task = TrainTask(model=made.build, train=lambda: [batch], optimizer=OPTIMIZERS[optimizer], loss=made.loss)
-        member = Member(task, library, host)
+        member = MemberTrial(task, library, host)
         wanted = member.peek()["train"]
-        prepared = GroupPlans(library).of_member(member, wanted)
-        self._profiles = Profiles()
-        self._arrays = TaskArrays(task, member.built(), prepared, wanted.leaves, library, self._profiles, device)
+        prepared = GroupPlanFactory(library).of_member(member, wanted)
+        self._profiles = SubArrayProfiler()
+        self._arrays = TaskProfileCache(task, member.built(), prepared, wanted.leaves, library, self._profiles, device)
         self.array, self.step = cache(self._arrays.array), self._arrays.step
         host.close()
 

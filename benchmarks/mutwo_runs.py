@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from hydra_tune.fusion.drawing import GroupGenerator
-from hydra_tune.fusion.planner.pace import Pace
+from hydra_tune.fusion.planner.pace import CpuPaceMeter
 from hydra_tune.fusion.planner.profiled_run import made_up
-from hydra_tune.fusion.planner.run import PlannedRun
-from hydra_tune.fusion.planner.run_off import RunOff
-from hydra_tune.fusion.planner.schedule import Segment
+from hydra_tune.fusion.planner.run import MergedGraphRunner
+from hydra_tune.fusion.planner.run_off import SpeedTournament
+from hydra_tune.fusion.planner.schedule import ScheduleSegment
 
 LEAST_STEPS = 3
 
@@ -68,9 +68,9 @@ class Runners:
         def draw(side, number):
             return steps[side].noise[number].draw(groups[side], device)
 
-        run = PlannedRun(part.schedule, steps, device, given, draw)
+        run = MergedGraphRunner(part.schedule, steps, device, given, draw)
         if len(steps) > 1:
-            run.segment(Segment(None, 0))
+            run.segment(ScheduleSegment(None, 0))
         return run, part.schedule.segments, own
 
     def _settle(self):
@@ -111,9 +111,9 @@ def in_turn(family, members, warm_up, steps, leaves_at=None, most_seconds=float(
 
 
 def raced(runners, count, pace_seconds, warm_up, steps, leaves_at=None, most_seconds=float("inf")):
-    """As `in_turn`, of so many members whose runners are there and stay, at the pace at which `Pace` takes so long."""
-    race = RunOff(range(count), warm_ups=warm_up, turns=steps, leaves_at=leaves_at or float("inf"))
-    pace, clocks, done = Pace(time.perf_counter), [[] for _ in range(count)], [0] * count
+    """As `in_turn`, of so many members whose runners are there and stay, at the pace at which `CpuPaceMeter` takes so long."""
+    race = SpeedTournament(range(count), warm_ups=warm_up, turns=steps, leaves_at=leaves_at or float("inf"))
+    pace, clocks, done = CpuPaceMeter(time.perf_counter), [[] for _ in range(count)], [0] * count
     start, before = time.perf_counter(), pace.seconds()
     while (number := race.next) is not None:
         seconds = runners.step(number)

@@ -39,7 +39,7 @@ from hydra_tune.cli.run import opened  # noqa: E402
 from hydra_tune.cli.sampling import sample  # noqa: E402
 from hydra_tune.cli.sweep_file import read_sweep_file  # noqa: E402
 from hydra_tune.cli.task_ref import load_task  # noqa: E402
-from hydra_tune.pool.forecast import Forecast  # noqa: E402
+from hydra_tune.pool.forecast import PoolForecast  # noqa: E402
 
 WARM_STEPS = 2
 MOST_PEAK, MOST_BYTES, MOST_SECONDS = 5.0, 2.0, 25.0  # percent
@@ -110,7 +110,7 @@ def _shortened(task: TrainTask, epochs: int) -> TrainTask:
     return replace(task, epochs=min(task.epochs, epochs))
 
 
-def _ways(forecast: Forecast) -> Bytes:
+def _ways(forecast: PoolForecast) -> Bytes:
     ways = {"in": forecast.bytes_in, "out": forecast.bytes_out, "across": forecast.bytes_across}
     return {f"{kind} {way}": nbytes for way, kinds in ways.items() for kind, nbytes in kinds.items()}
 
@@ -119,7 +119,7 @@ def _percent(planned: float, counted: float) -> float:
     return 100 * (planned / counted - 1) if counted else 0.0 if not planned else float("inf")
 
 
-def _show(name: str, params: Mapping[str, Any], forecast: Forecast, counted: Counted, *, kinds: bool) -> bool:
+def _show(name: str, params: Mapping[str, Any], forecast: PoolForecast, counted: Counted, *, kinds: bool) -> bool:
     """Print one configuration; whether it is off by too much."""
     (trial,) = forecast.trials
     peak_bytes = max(device.peak_bytes for device in forecast.devices.values())

@@ -33,9 +33,9 @@ from torch.utils.data import TensorDataset
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - needs the path above
-from hydra_tune.fusion.pair_round import PairedSteps  # noqa: E402
+from hydra_tune.fusion.pair_round import PairStepRunner  # noqa: E402
 from hydra_tune.fusion.planned import PlannedStep  # noqa: E402
-from hydra_tune.fusion.planned_round import PlannedSteps  # noqa: E402
+from hydra_tune.fusion.planned_round import GroupStepRunner  # noqa: E402
 from hydra_tune.pool.worker import Worker  # noqa: E402
 
 PLANNERS = ("off", "auto", "on")
@@ -120,8 +120,8 @@ def watched(seen: Seen) -> Iterator[None]:
 
     with (
         mock.patch.object(Worker, "_run_pending", timed),
-        mock.patch.object(PairedSteps, "run", noted(PairedSteps.run)),
-        mock.patch.object(PlannedSteps, "forward", noted(PlannedSteps.forward)),
+        mock.patch.object(PairStepRunner, "run", noted(PairStepRunner.run)),
+        mock.patch.object(GroupStepRunner, "forward", noted(GroupStepRunner.forward)),
     ):
         yield
 

@@ -37,9 +37,9 @@ from mutwo_runs import Runners, in_turn, raced  # noqa: E402
 from hydra_tune.errors import BudgetError  # noqa: E402 - tests/ needs the path above
 from hydra_tune.fusion.planner.memory import peak_of  # noqa: E402
 from hydra_tune.fusion.planner.portfolio import Planner  # noqa: E402
-from hydra_tune.fusion.planner.profiler import Profiles  # noqa: E402
-from hydra_tune.fusion.planner.replan import Settled, key_of, settled  # noqa: E402
-from hydra_tune.fusion.planner.run_off import LEAVES_AT, RunOff  # noqa: E402
+from hydra_tune.fusion.planner.profiler import SubArrayProfiler  # noqa: E402
+from hydra_tune.fusion.planner.replan import PlanSelection, key_of, settled  # noqa: E402
+from hydra_tune.fusion.planner.run_off import LEAVES_AT, SpeedTournament  # noqa: E402
 from hydra_tune.fusion.planner.schedule import undecided  # noqa: E402
 from tests.support.tracker import StorageTracker  # noqa: E402
 
@@ -66,7 +66,7 @@ class Case:
     share: float
     planner: Planner
     first: dict
-    found: Settled
+    found: PlanSelection
     members: list
     runners: Runners
     took: list[list[float]] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Case:
     @property
     def seconds(self):
         """Of a step of each, by all rounds."""
-        race = RunOff(range(len(self.members)), warm_ups=0, turns=len(self.took), leaves_at=float("inf"))
+        race = SpeedTournament(range(len(self.members)), warm_ups=0, turns=len(self.took), leaves_at=float("inf"))
         for took in self.took:
             for seconds in took:
                 race.took(seconds)
@@ -178,7 +178,7 @@ def compare(name, options):
     sizes = sorted({size for case in cases for one in case.members for part in one.parts for size in part.sizes})
     profiled = {size: [] for size in sizes}
     for _ in range(options.rounds):
-        profiles = Profiles()
+        profiles = SubArrayProfiler()
         arrays = {size: profiles.array(str(size), family.step(size), family.device) for size in sizes}
         pace = profiles.pace_seconds(family.device)
         for size, array in arrays.items():

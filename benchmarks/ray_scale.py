@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "integrations")]
 
-from hydra_tune_ray.balance import Work, least_busy, moves  # noqa: E402 - found by the lines before
+from hydra_tune_ray.balance import PoolBacklog, least_busy, moves  # noqa: E402 - found by the lines before
 
 GRACE, FACTOR, BALANCE_SECONDS = 1, 3, 10.0
 
@@ -87,7 +87,7 @@ class Simulation:
 
     def _works(self):
         return {
-            name: Work(
+            name: PoolBacklog(
                 num_devices=self.options.devices,
                 trials={key: self._left(self.trials[key]) for key in node.trials},
                 started={key for key in node.trials if self.trials[key].done},
@@ -103,7 +103,8 @@ class Simulation:
         trial.begun = self.now
         # As the directory: the fewest seconds for each device; kept as sums here, not added up for each trial.
         loads = {
-            name: Work(num_devices=self.options.devices, trials={"all": node.left}) for name, node in self.nodes.items()
+            name: PoolBacklog(num_devices=self.options.devices, trials={"all": node.left})
+            for name, node in self.nodes.items()
         }
         self._arrive(trial, least_busy(loads, self._left(trial)))
 

@@ -44,7 +44,7 @@ import transformer  # noqa: E402
 from pool import machine  # noqa: E402
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - needs the path above
-from hydra_tune.pool.lending import Lender  # noqa: E402
+from hydra_tune.pool.lending import PoolDeviceLender  # noqa: E402
 
 ACCUMULATE = 4
 WARM_STEPS = 2
@@ -187,7 +187,7 @@ def run(name: str, arm: Arm, setting: str) -> dict:
     options = dict(SETTINGS[setting])
     if setting == "tight memory":
         options["device_memory"] = TIGHT[name]
-    lending = mock.patch.object(Lender, "offer", Lender.offer if arm.lends else lambda *_: None)
+    lending = mock.patch.object(PoolDeviceLender, "offer", PoolDeviceLender.offer if arm.lends else lambda *_: None)
     executor = HydraExecutor(devices=arm.devices, instrument=meter, **options)
     with lending, executor as pool:
         results = pool.run([replace(task, parallel=arm.parallel) for task, _ in made])

@@ -53,7 +53,7 @@ from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - the package need
 from hydra_tune.memory.block import Block  # noqa: E402
 from hydra_tune.memory.pager import Pager  # noqa: E402
 from hydra_tune.train import grouped  # noqa: E402
-from hydra_tune.train.gradients import Gradients  # noqa: E402
+from hydra_tune.train.gradients import GradientProcessor  # noqa: E402
 from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED  # noqa: E402
 
 WIDTH, LAYERS, STEPS = 96, 48, 3
@@ -93,7 +93,7 @@ def without(row: str) -> Iterator[None]:
         if depth >= ROWS.index("no groups"):
             stack.enter_context(mock.patch.object(grouped, "is_worth_it", return_value=False))
         if depth >= ROWS.index("no updates in time"):
-            stack.enter_context(mock.patch.object(Gradients, "has_two_phases", True))
+            stack.enter_context(mock.patch.object(GradientProcessor, "has_two_phases", True))
         if depth >= ROWS.index("no dropping"):
             stack.enter_context(mock.patch.object(Pager, "write_back", always))
         yield

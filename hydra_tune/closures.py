@@ -2,8 +2,8 @@
 
 A Python function keeps the variables of its surroundings, not their values. In `for width in widths:
 tasks.append(TrainTask(model=lambda: net(width), ...))` every model is built with the last width, because the models are
-built after the loop. `Closures` notes the values at construction of the task and compares them before the functions
-run. The module knows nothing of tasks.
+built after the loop. `ClosureSnapshot` notes the values at construction of the task and compares them before the
+functions run. The module knows nothing of tasks.
 """
 
 import dis
@@ -19,7 +19,7 @@ _MOST_LETTERS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class ClosureChange:
     """A variable that was assigned another value.
 
     Attributes:
@@ -34,7 +34,7 @@ class Changed:
     now: str
 
 
-class Closures:
+class ClosureSnapshot:
     """Snapshot of the variables that some functions read.
 
     Args:
@@ -52,10 +52,10 @@ class Closures:
             for variable, value in _variables(function)
         }
 
-    def changed(self) -> list[Changed]:
+    def changed(self) -> list[ClosureChange]:
         """List the variables changed since the snapshot, except variables that the functions assign themselves."""
         found = [
-            Changed(argument, variable, self._noted[argument, variable][1], _note(value)[1])
+            ClosureChange(argument, variable, self._noted[argument, variable][1], _note(value)[1])
             for argument, function in self._functions.items()
             for variable, value in _variables(function)
             if (argument, variable) in self._noted and self._noted[argument, variable][0] != _note(value)[0]

@@ -20,25 +20,25 @@ from typing import Any, Literal, Self, overload
 
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.devices.discovery import open_device, parse_bandwidth
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, TrialsFailed, did_you_mean
 from hydra_tune.interrupts import ends_in_order, is_interrupt
-from hydra_tune.isolation.parent import THERE_IS, Isolated
+from hydra_tune.isolation.parent import THERE_IS, IsolatedPoolClient
 from hydra_tune.observe.snapshot import Goal
-from hydra_tune.pool.checkpoints import Origin
+from hydra_tune.pool.checkpoints import StartCheckpointSource
 from hydra_tune.pool.faults import check_retries
-from hydra_tune.pool.forecast import Forecast
-from hydra_tune.pool.found import FoundCheckpoint, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
-from hydra_tune.pool.fusion import Fusion
+from hydra_tune.pool.forecast import PoolForecast
+from hydra_tune.pool.found import CheckpointSummary, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
+from hydra_tune.pool.fusion import FusedPool
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
 from hydra_tune.pool.live import shown
 from hydra_tune.pool.options import check_count, check_flag
 from hydra_tune.pool.pool import Pool
-from hydra_tune.pool.settings import Settings
+from hydra_tune.pool.settings import ExecutorSettings
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.pool.suspending import suspend
-from hydra_tune.pool.watch import Watch
+from hydra_tune.pool.watch import SweepMonitor
 from hydra_tune.quantities import parse_seconds
 from hydra_tune.schedule import Policy
 from hydra_tune.shapes_only import refuse_shapes_only
@@ -179,7 +179,7 @@ class HydraExecutor:
                 "HydraExecutor is made while a new process imports the main script, as a DataLoader's workers do; put what "
                 "the script does under if __name__ == '__main__':"
             )
-        self._settings = Settings(
+        self._settings = ExecutorSettings(
             devices=devices,
             device_memory=device_memory,
             host_memory=host_memory,
@@ -208,7 +208,7 @@ class HydraExecutor:
         )
         self._stop_seconds = parse_seconds(stop_seconds, what="stop_seconds")
         check_flag("isolate", isolate)
-        self._isolated = Isolated(self._begin_isolated) if isolate else None
+        self._isolated = IsolatedPoolClient(self._begin_isolated) if isolate else None
         if self._isolated is not None:
             self._settings.check_isolated()
             _shut_down_at_exit(self._isolated)
@@ -217,9 +217,9 @@ class HydraExecutor:
         # Guards the start of the pool and `_is_shut_down`: several studies may make the first call at once.
         self._lock = threading.Lock()
         self._pool: Pool | None = None
-        self._fusion: Fusion | None = None
+        self._fusion: FusedPool | None = None
         self._width = 0
-        self._is_shut_down, self._watches = False, list[Watch]()
+        self._is_shut_down, self._watches = False, list[SweepMonitor]()
 
     @property
     def width(self) -> int:
@@ -330,13 +330,15 @@ class HydraExecutor:
                 max_retries=retries,
             )
         self._prepare_workers([task])
-        pool, origin = self._started(), Origin()
+        pool, origin = self._started(), StartCheckpointSource()
         path = resume_from if warm_start is None else warm_start
         if path is not None:
             # Checkpoints are written in the background: wait for pending writes, or the newest would be missed.
             pool.checkpoints.flush()
             found = check_checkpoint(Path(path).absolute())
-            origin = Origin(path=found, allows_changes=resume != "strict", only_weights=warm_start is not None)
+            origin = StartCheckpointSource(
+                path=found, allows_changes=resume != "strict", only_weights=warm_start is not None
+            )
         job = (self._fusion or pool).submit(
             task,
             name,
@@ -418,9 +420,9 @@ class HydraExecutor:
             if path is None:
                 raise CheckpointError(f"{job.name!r} is over ({job.state}) and has no checkpoint that could be cloned")
             pool.checkpoints.flush()
-            origin = Origin(saved=load_checkpoint(path), allows_changes=True)
+            origin = StartCheckpointSource(saved=load_checkpoint(path), allows_changes=True)
         else:
-            origin = Origin(saved=(self._fusion or pool).copy(job).result(), allows_changes=True)
+            origin = StartCheckpointSource(saved=(self._fusion or pool).copy(job).result(), allows_changes=True)
         return self._watched(
             (self._fusion or pool).submit(
                 task, name, events, priority=priority, origin=origin, max_retries=self._settings.max_retries
@@ -452,7 +454,7 @@ class HydraExecutor:
             kept.close()
         return kept.path
 
-    def copy_at_end(self, job: Job) -> "Future[Saved]":
+    def copy_at_end(self, job: Job) -> "Future[CheckpointContent]":
         """Copy a job's last state in memory when the job has no more steps, with or without a `checkpoint_dir`.
 
         Args:
@@ -469,7 +471,7 @@ class HydraExecutor:
         """
         return (self._fusion or self._started()).copy_at_end(job)
 
-    def find_checkpoint(self, name: str) -> FoundCheckpoint | None:
+    def find_checkpoint(self, name: str) -> CheckpointSummary | None:
         """Find the last good checkpoint of a trial by name, whichever process has written the checkpoint.
 
         Args:
@@ -678,7 +680,7 @@ class HydraExecutor:
         loads = parse_bandwidth(bandwidth, what="bandwidth")
         return self._started().profile(named, bandwidth=loads, steps=steps, max_concurrent=self.width)
 
-    def plan(self, tasks: Iterable[TrainTask], *, probe: bool = False, profile: bool | int = False) -> Forecast:
+    def plan(self, tasks: Iterable[TrainTask], *, probe: bool = False, profile: bool | int = False) -> PoolForecast:
         """Forecast how tasks would run in the pool together: shards, units, memory, and bytes moved in a step by kind.
 
         Each model is built, captured, cut and checked on the host with its first batch, as in `submit`; a model too
@@ -835,7 +837,7 @@ def _checked(tasks: Iterable[TrainTask]) -> list[TrainTask]:
     return listed
 
 
-def _shut_down_at_exit(pool: Pool | Isolated) -> None:
+def _shut_down_at_exit(pool: Pool | IsolatedPoolClient) -> None:
     """Shut the pool down before the interpreter ends: threads that still run torch then can crash the process."""
     # Weak, so that this handler does not keep a forgotten pool, and its memory, until the process ends.
     reference = weakref.ref(pool)

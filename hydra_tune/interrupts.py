@@ -30,7 +30,7 @@ def is_interrupt(error: BaseException | None) -> bool:
     return isinstance(error, KeyboardInterrupt | Terminated)
 
 
-class _Holder:
+class _InterruptHolder:
     """The signal handler while interrupts are held. Only the main thread enters, leaves and handles signals."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Holder:
         self._before[number](number, frame)
 
 
-_holder = _Holder()
+_holder = _InterruptHolder()
 
 
 def _is_main() -> bool:

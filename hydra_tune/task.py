@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hydra_tune.closures import Closures
+from hydra_tune.closures import ClosureSnapshot
 from hydra_tune.errors import ConfigError, MetricError, TaskError, did_you_mean, with_hint
 from hydra_tune.quantities import parse_bytes
 
@@ -39,17 +39,17 @@ _FUNCTIONS = (
 )  # fmt: skip
 
 
-class _Noting:
+class _ClosureSnapshotSlot:
     """Slot for state that a task keeps beside its arguments; a copy or a pickle of a task has none."""
 
     # In a base class, and so no dataclass field: comparisons, copies and pickles leave the slot out.
     __slots__ = ("_closures",)
 
-    _closures: Closures
+    _closures: ClosureSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainTask(_Noting):
+class TrainTask(_ClosureSnapshotSlot):
     """One training run, described and not yet built.
 
     `hydra_tune.train_plain` is the reference for the meaning of a task: seed torch, numpy and random; build model,
@@ -170,7 +170,7 @@ class TrainTask(_Noting):
         _check_data(self)
         _check_metric(self)
         # The dataclass is frozen: only object's own __setattr__ can fill the slot.
-        object.__setattr__(self, "_closures", Closures({name: getattr(self, name) for name in _FUNCTIONS}))
+        object.__setattr__(self, "_closures", ClosureSnapshot({name: getattr(self, name) for name in _FUNCTIONS}))
 
     def warn_of_changes(self) -> None:
         """Log variables of the task's functions that have changed since construction; call before the functions run."""

@@ -16,7 +16,7 @@ from hydra_tune.checkpoint.files import file_error, make_private_folder, remove_
 from hydra_tune.checkpoint.lock import LOCK, try_lock
 
 
-class LifeSign:
+class LivenessFile:
     """A file as a sign of a living process.
 
     Args:

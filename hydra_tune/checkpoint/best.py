@@ -66,7 +66,7 @@ def kept_trials(folder: Path) -> dict[int, Values]:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _QueuedWeights:
     """Weights to be written."""
 
     values: Values
@@ -87,7 +87,7 @@ class BestWeights:
     def __init__(self, folder: Path, choose: Choice) -> None:
         self.folder = folder
         self._choose = choose
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, _QueuedWeights] = {}
         self._writing: dict[int, Values] = {}
         self._failures: list[tuple[int, str]] = []
         self._changed = threading.Condition()
@@ -120,7 +120,7 @@ class BestWeights:
                 del self._waiting[other]
             if number not in chosen:
                 return
-            self._waiting[number] = _Waiting(values, tensors(), {**metadata, _VALUES: json.dumps(values)})
+            self._waiting[number] = _QueuedWeights(values, tensors(), {**metadata, _VALUES: json.dumps(values)})
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hydra-weights", daemon=True)
                 self._thread.start()
@@ -181,7 +181,7 @@ class BestWeights:
                 self._writing = {}
                 self._changed.notify_all()
 
-    def _write(self, number: int, item: _Waiting) -> None:
+    def _write(self, number: int, item: _QueuedWeights) -> None:
         make_private_folder(self.folder)
         remove_leftovers(self.folder)
         save_tensors(weights_file(self.folder, number), item.tensors, item.metadata)

@@ -8,7 +8,7 @@ from hydra_tune.quantities import parse_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Every:
+class CheckpointInterval:
     """Frequency of checkpoints of a trial beside its reports: one of the attributes is set, or neither.
 
     Attributes:
@@ -20,19 +20,19 @@ class Every:
     seconds: float | None = None
 
 
-def parse_every(text: object) -> Every:
+def parse_every(text: object) -> CheckpointInterval:
     """Read `checkpoint_every`: None, a number of optimizer steps, or a time such as "30s", "5min" or "1h".
 
     Raises:
         ConfigError: the value has none of these forms.
     """
     if text is None:
-        return Every()
+        return CheckpointInterval()
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
-        return Every(steps=text)
+        return CheckpointInterval(steps=text)
     if isinstance(text, str):
         with contextlib.suppress(ConfigError):
-            return Every(seconds=parse_seconds(text, what="checkpoint_every"))
+            return CheckpointInterval(seconds=parse_seconds(text, what="checkpoint_every"))
     raise ConfigError(
         f"checkpoint_every must be a number of optimizer steps, or a time such as '30s', '5min' or '1h', not {text!r}"
     )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hydra_tune.checkpoint.files import file_error, make_private_folder, remove_file, remove_leftovers, write_file
 from hydra_tune.checkpoint.lock import LOCK, take_lock
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.checkpoint.tensors import load_tensors, save_tensors
 from hydra_tune.errors import CheckpointError, FileError
 
@@ -62,7 +62,7 @@ class CheckpointFolder:
             self.close()
             raise
 
-    def write(self, saved: Saved) -> Path:
+    def write(self, saved: CheckpointContent) -> Path:
         """Add a generation, and remove the generation before the last.
 
         Args:
@@ -169,7 +169,7 @@ def generations(folder: Path) -> list[int]:
     return sorted((int(each[1]) for each in found if each is not None and each[2] == "manifest"), reverse=True)
 
 
-def load_checkpoint(path: Path) -> Saved:
+def load_checkpoint(path: Path) -> CheckpointContent:
     """Read the last good checkpoint.
 
     Args:
@@ -219,7 +219,7 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _load(folder: Path, number: int) -> Saved:
+def _load(folder: Path, number: int) -> CheckpointContent:
     manifest = folder / f"{number:08d}.manifest"
     noted = _parsed(manifest, _read(manifest))
     if not isinstance(noted, dict) or noted.get("format") != _FORMAT:
@@ -235,7 +235,7 @@ def _load(folder: Path, number: int) -> Saved:
     tensors, _ = load_tensors(tensors_path)
     _check(tensors_path, noted.get("tensors"), tensors_path.stat().st_size, lambda: checksum(tensors))
     content = _parsed(facts_path, text)
-    return Saved(facts=content["facts"], labels=content["labels"], tensors=tensors, path=manifest)
+    return CheckpointContent(facts=content["facts"], labels=content["labels"], tensors=tensors, path=manifest)
 
 
 def _read(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""`Saved`: the content of a checkpoint, in memory."""
+"""`CheckpointContent`: the content of a checkpoint, in memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class CheckpointContent:
     """The state of a trial between two of its steps.
 
     Attributes:

@@ -55,7 +55,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _StoredTensorView:
     """Position of a tensor in a stored tensor's memory; strides and offset in elements."""
 
     of: str
@@ -65,7 +65,7 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _TensorStorageSpan:
     """A tensor and the elements of its storage that it may touch, from `start` to before `end`."""
 
     name: str
@@ -185,10 +185,10 @@ def _unfit(tensor: object) -> str | None:
     return f"of {tensor.dtype}" if tensor.dtype not in _NAMES else None
 
 
-def _layout(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, _View]]:
+def _layout(path: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, _StoredTensorView]]:
     """Return the stored tensors, contiguous and in file order, and the views of all other tensors."""
     stored: dict[str, Tensor] = {}
-    views: dict[str, _View] = {}
+    views: dict[str, _StoredTensorView] = {}
     for group in _groups(tensors):
         if len({span.tensor.dtype for span in group}) > 1:
             names = ", ".join(repr(span.name) for span in group)
@@ -209,19 +209,19 @@ def _in_file_order(stored: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     return sorted(stored.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
 
-def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[_Span]]:
+def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[_TensorStorageSpan]]:
     """Yield groups of tensors that overlap, directly or through others; each list in memory order."""
-    by_storage: dict[object, list[_Span]] = {}
+    by_storage: dict[object, list[_TensorStorageSpan]] = {}
     for name, tensor in tensors.items():
         start = tensor.storage_offset()
         steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         end = start if tensor.numel() == 0 else start + steps + 1
-        span = _Span(name, tensor, int(start), int(end))
+        span = _TensorStorageSpan(name, tensor, int(start), int(end))
         # Empty tensors share no memory, and their data pointers may be equal by accident.
         key = name if tensor.numel() == 0 else (tensor.device, tensor.untyped_storage().data_ptr())
         by_storage.setdefault(key, []).append(span)
     for spans in by_storage.values():
-        group: list[_Span] = []
+        group: list[_TensorStorageSpan] = []
         reach = 0
         for span in sorted(spans, key=_bytes_from):
             if group and _bytes_from(span) >= reach:
@@ -232,11 +232,11 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[_Span]]:
         yield group
 
 
-def _bytes_from(span: _Span) -> int:
+def _bytes_from(span: _TensorStorageSpan) -> int:
     return span.start * span.tensor.element_size()
 
 
-def _lay_out(group: list[_Span], stored: dict[str, Tensor], views: dict[str, _View]) -> None:
+def _lay_out(group: list[_TensorStorageSpan], stored: dict[str, Tensor], views: dict[str, _StoredTensorView]) -> None:
     start, end = min(span.start for span in group), max(span.end for span in group)
     base = next((span for span in group if span.end - span.start == end - start == span.tensor.numel()), None)
     # No member covers the whole memory without gaps.
@@ -249,7 +249,7 @@ def _lay_out(group: list[_Span], stored: dict[str, Tensor], views: dict[str, _Vi
     for span in group:
         tensor = span.tensor
         if span is not base or not tensor.is_contiguous():
-            views[span.name] = _View(name, tuple(tensor.shape), tuple(tensor.stride()), span.start - start)
+            views[span.name] = _StoredTensorView(name, tuple(tensor.shape), tuple(tensor.stride()), span.start - start)
 
 
 def _checksum(stored: Mapping[str, Tensor], metadata: Mapping[str, str], views: Mapping[str, Any]) -> int:
@@ -300,7 +300,7 @@ def _restored(
     found = _checksum(stored, metadata, own["views"])
     if found != own["crc32"]:
         raise _damaged(path, f"checksum {own['crc32']:08x}, and it is {found:08x}")
-    views = {name: _View(**view) for name, view in own["views"].items()}
+    views = {name: _StoredTensorView(**view) for name, view in own["views"].items()}
     memory = {view.of: _in_place(stored[view.of], views.get(view.of)) for view in views.values()}
     tensors = {name: memory.get(name, tensor) for name, tensor in stored.items() if not name.startswith(_STRETCH)}
     for name, view in views.items():
@@ -308,7 +308,7 @@ def _restored(
     return tensors
 
 
-def _in_place(tensor: Tensor, own_view: _View | None) -> Tensor:
+def _in_place(tensor: Tensor, own_view: _StoredTensorView | None) -> Tensor:
     """Return the stored values in the tensor's original memory layout."""
     if own_view is None:
         return tensor

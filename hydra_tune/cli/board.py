@@ -1,4 +1,4 @@
-"""`Board`: the state of a running sweep, and its snapshots.
+"""`SweepProgressTracker`: the state of a running sweep, and its snapshots.
 
 Two threads use the board: the tuner's thread reports events, and the drawing thread takes snapshots. An ended trial
 leaves only plain values, because its job holds a trained model that must not outlive the trial.
@@ -13,13 +13,13 @@ from typing import Any
 
 from hydra_tune.cli.request import TrialRecord
 from hydra_tune.cli.spec import SweepSpec
-from hydra_tune.cli.trial_views import Entry, final_view, left_view, live_view
+from hydra_tune.cli.trial_views import TrackedTrial, final_view, left_view, live_view
 from hydra_tune.observe.snapshot import Status, SweepView, TrialView
 from hydra_tune.observe.summary import trial_line
 from hydra_tune.pool.job import Job
 from hydra_tune.pool.job_views import one_line, with_outlook
-from hydra_tune.pool.meter import Meter
-from hydra_tune.pool.outlook import Forecaster
+from hydra_tune.pool.meter import UtilizationMeter
+from hydra_tune.pool.outlook import MakespanForecaster
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.task import TrainTask
 
@@ -27,7 +27,7 @@ _FIRST_FAILURES = 5
 """Number of failed trials, with no other outcome so far, after which the sweep counts as wrong and ends."""
 
 
-class Board:
+class SweepProgressTracker:
     """The state of one sweep; a `SweepObserver`.
 
     Args:
@@ -57,10 +57,10 @@ class Board:
         self._error: str | None = None
         self._study: str | None = None
         self._num_planned: int | None = None
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, TrackedTrial] = {}
         self._warnings = list(warnings)
         self._weights: dict[int, str] = {}
-        self._meter, self._forecaster = Meter(), Forecaster()
+        self._meter, self._forecaster = UtilizationMeter(), MakespanForecaster()
         self._lock = threading.Lock()
         self._started_seconds = time.monotonic()
         self._ended_seconds: float | None = None
@@ -78,7 +78,7 @@ class Board:
             for record in earlier:
                 view = TrialView(number=record.number, state=record.state, earlier=True)
                 view = replace(view, params=dict(record.params), value=record.value)
-                self._entries[record.number] = Entry(view=view)
+                self._entries[record.number] = TrackedTrial(view=view)
 
     def warned(self, text: str) -> None:
         """Show a warning about the sweep itself, at once and in the summary."""
@@ -95,7 +95,7 @@ class Board:
     def asked(self, number: int) -> None:
         """Note a new trial, before its task is built."""
         with self._lock:
-            self._entries[number] = Entry(view=TrialView(number=number, state="preparing"))
+            self._entries[number] = TrackedTrial(view=TrialView(number=number, state="preparing"))
 
     def built(self, number: int, params: Mapping[str, Any], task: TrainTask) -> None:
         """Note a trial's task, before the submission."""
@@ -122,7 +122,7 @@ class Board:
         with self._lock:
             view, error = final_view(self._entries[record.number], record, stopping=self._status == "stopping")
             # A new entry without the job: the job's trained model can be freed.
-            self._entries[record.number] = Entry(view=view)
+            self._entries[record.number] = TrackedTrial(view=view)
             self.last_error = error or self.last_error
             mine = [entry.view.state for entry in self._entries.values() if not entry.view.earlier]
             hopeless = mine.count("failed") >= _FIRST_FAILURES and not {"completed", "pruned"} & set(mine)
@@ -135,7 +135,7 @@ class Board:
         """Note a trial left to a later run."""
         with self._lock:
             view = left_view(self._entries[number])
-            self._entries[number] = Entry(view=view)
+            self._entries[number] = TrackedTrial(view=view)
         self._log(trial_line(view, self._spec.metric))
 
     def settled(self) -> None:

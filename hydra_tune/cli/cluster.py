@@ -2,10 +2,10 @@
 
 import sys
 
-from hydra_tune.cli.board import Board
+from hydra_tune.cli.board import SweepProgressTracker
 from hydra_tune.cli.build import TaskBuilder
-from hydra_tune.cli.options import Display
-from hydra_tune.cli.output import Output
+from hydra_tune.cli.options import DisplayOptions
+from hydra_tune.cli.output import SweepOutput
 from hydra_tune.cli.request import ClusterRequest, ClusterTuner
 from hydra_tune.cli.run import DONE, FAILED, INTERRUPTED, USAGE
 from hydra_tune.cli.spec import SweepSpec
@@ -26,7 +26,7 @@ _REFUSED = {
 }
 
 
-def run_cluster_sweep(spec: SweepSpec, display: Display, address: str) -> int:
+def run_cluster_sweep(spec: SweepSpec, display: DisplayOptions, address: str) -> int:
     """Run a sweep on a Ray cluster and show the result.
 
     Args:
@@ -37,8 +37,8 @@ def run_cluster_sweep(spec: SweepSpec, display: Display, address: str) -> int:
     Returns:
         The exit code of the program.
     """
-    output = Output(display)
-    board = Board(spec, output.log)
+    output = SweepOutput(display)
+    board = SweepProgressTracker(spec, output.log)
     try:
         _check(spec)
         with output.quiet():
@@ -71,7 +71,7 @@ def _check(spec: SweepSpec) -> None:
         raise SweepFileError(f"{spec.file}: a sweep on a Ray cluster needs run_cap, the number of its trials")
 
 
-def _drive(tuner: ClusterTuner, request: ClusterRequest, board: Board, output: Output) -> None:
+def _drive(tuner: ClusterTuner, request: ClusterRequest, board: SweepProgressTracker, output: SweepOutput) -> None:
     try:
         with output.showing(lambda: board.snapshot(_ELSEWHERE)):
             tuner(request)

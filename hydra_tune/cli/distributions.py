@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
-from hydra_tune.cli.domains import Choice, Domain, FloatRange, IntRange, multiples_within
+from hydra_tune.cli.domains import ChoiceDomain, Domain, FloatDomain, IntDomain, multiples_within
 from hydra_tune.errors import ConfigError, did_you_mean
 
 _RANGE = ("min", "max")
@@ -65,7 +65,7 @@ def _implied(given: Mapping[str, Any]) -> str:
 
 
 def _constant(given: Mapping[str, Any]) -> Domain:
-    return Choice(values=(given["value"],))
+    return ChoiceDomain(values=(given["value"],))
 
 
 def _categorical(given: Mapping[str, Any]) -> Domain:
@@ -76,29 +76,29 @@ def _categorical(given: Mapping[str, Any]) -> Domain:
             first = values[values.index(value)]
             also = f" (equal to {first!r})" if type(first) is not type(value) else ""
             raise ConfigError(f"values has {value!r} twice{also}")
-    return Choice(values=values)
+    return ChoiceDomain(values=values)
 
 
 def _int_uniform(given: Mapping[str, Any]) -> Domain:
     _whole(given, "int_uniform", instead="uniform")
     low, high = _ordered(given)
-    return IntRange(low=int(low), high=int(high))
+    return IntDomain(low=int(low), high=int(high))
 
 
 def _uniform(given: Mapping[str, Any]) -> Domain:
     low, high = _ordered(given)
-    return FloatRange(low=float(low), high=float(high))
+    return FloatDomain(low=float(low), high=float(high))
 
 
 def _log_uniform_values(given: Mapping[str, Any]) -> Domain:
     low, high = _ordered(given)
     _positive(low)
-    return FloatRange(low=float(low), high=float(high), log=True)
+    return FloatDomain(low=float(low), high=float(high), log=True)
 
 
 def _log_uniform(given: Mapping[str, Any]) -> Domain:
     low, high = _powers(given)
-    return FloatRange(low=low, high=high, log=True)
+    return FloatDomain(low=low, high=high, log=True)
 
 
 def _q_uniform(given: Mapping[str, Any]) -> Domain:
@@ -106,10 +106,10 @@ def _q_uniform(given: Mapping[str, Any]) -> Domain:
     multiple = given.get("q") or 1
     first, last = _multiples(low, high, multiple)
     if all(isinstance(number, int) for number in (low, high, multiple)):
-        return IntRange(low=first * multiple, high=last * multiple, step=multiple)
+        return IntDomain(low=first * multiple, high=last * multiple, step=multiple)
     # Decimal, because a float product such as 3 * 0.1 is not the multiple that the user wrote.
     unit = Decimal(str(multiple))
-    return FloatRange(low=float(first * unit), high=float(last * unit), step=float(multiple))
+    return FloatDomain(low=float(first * unit), high=float(last * unit), step=float(multiple))
 
 
 def _q_log_uniform_values(given: Mapping[str, Any]) -> Domain:
@@ -126,8 +126,8 @@ def _q_log_uniform(given: Mapping[str, Any]) -> Domain:
 def _q_log(low: float, high: float, multiple: float) -> Domain:
     first, last = _multiples(low, high, multiple)
     if multiple == 1 and isinstance(multiple, int) and first >= 1:
-        return IntRange(low=first, high=last, log=True)
-    return FloatRange(low=float(low), high=float(high), log=True, multiple=float(multiple))
+        return IntDomain(low=first, high=last, log=True)
+    return FloatDomain(low=float(low), high=float(high), log=True, multiple=float(multiple))
 
 
 def _ordered(given: Mapping[str, Any]) -> tuple[Any, Any]:

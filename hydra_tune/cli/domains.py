@@ -12,7 +12,7 @@ Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChoiceDomain:
     """One of several values; a constant is a choice of one."""
 
     values: tuple[Scalar, ...]
@@ -23,7 +23,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IntRange:
+class IntDomain:
     """A whole number from `low` to `high`, both included, in steps of `step` from `low`, or spread over magnitudes."""
 
     low: int
@@ -37,7 +37,7 @@ class IntRange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FloatRange:
+class FloatDomain:
     """A real number from `low` to `high`.
 
     Args:
@@ -60,7 +60,7 @@ class FloatRange:
             return None
         low, step = Decimal(str(self.low)), Decimal(str(self.step))
         count = int((Decimal(str(self.high)) - low) / step) + 1
-        return _Steps(low, step, count)
+        return _DecimalRange(low, step, count)
 
     def settle(self, drawn: float) -> float:
         """Value for the task: the nearest multiple of a drawn value within the range."""
@@ -71,7 +71,7 @@ class FloatRange:
         return float(min(max(round(Decimal(str(drawn)) / multiple), low), high) * multiple)
 
 
-class _Steps(Sequence[Scalar]):
+class _DecimalRange(Sequence[Scalar]):
     """Lazy sequence of `low + i * step` for i below `count`, computed in decimal so that 0.1 * 3 is 0.3."""
 
     def __init__(self, low: Decimal, step: Decimal, count: int) -> None:
@@ -86,7 +86,7 @@ class _Steps(Sequence[Scalar]):
         return float(self._low + index * self._step)
 
 
-Domain = Choice | IntRange | FloatRange
+Domain = ChoiceDomain | IntDomain | FloatDomain
 
 
 def multiples_within(low: float, high: float, multiple: float) -> tuple[int, int]:

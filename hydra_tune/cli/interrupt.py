@@ -25,7 +25,7 @@ _SETTLING_SECONDS = 1.0
 _CLOSED = 0  # no signal has this number
 
 
-class Stop:
+class StopSignalHandler:
     """State of the signals' requests.
 
     Args:
@@ -126,23 +126,23 @@ def stops(
     on_first: Callable[[], None],
     first_words: Callable[[str], None],
     last_words: Callable[[str], None],
-) -> Iterator[Stop]:
+) -> Iterator[StopSignalHandler]:
     """Within the block, raise at the first signal; a second signal or the given time ends the process.
 
     Does nothing outside the main thread, since only the main thread receives signals.
 
     Args:
-        within_seconds: as of `Stop`.
-        on_first: as of `Stop`.
-        first_words: as of `Stop`.
-        last_words: as of `Stop`.
+        within_seconds: as of `StopSignalHandler`.
+        on_first: as of `StopSignalHandler`.
+        first_words: as of `StopSignalHandler`.
+        last_words: as of `StopSignalHandler`.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, from anywhere in the block.
         Terminated: SIGTERM, likewise.
     """
     global _listening  # noqa: PLW0603 - a process has one set of handlers
-    stop = Stop(within_seconds, on_first, first_words, last_words)
+    stop = StopSignalHandler(within_seconds, on_first, first_words, last_words)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from hydra_tune.cli.options import Display
+from hydra_tune.cli.options import DisplayOptions
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.errors import ConfigError
 from hydra_tune.supervision.supervisor import why_not_here
@@ -40,7 +40,7 @@ def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bo
     return why_not is None
 
 
-def tell_crash(display: Display, text: str) -> None:
+def tell_crash(display: DisplayOptions, text: str) -> None:
     """Report a crash of the sweep's process on standard error, and restore the terminal that the process has left.
 
     Args:

@@ -8,7 +8,7 @@ from hydra_tune.errors import SweepFileError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overrides:
+class SweepFileOverrides:
     """Options that override the file's; None where not given.
 
     Args:
@@ -43,7 +43,7 @@ class Overrides:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Display:
+class DisplayOptions:
     """The user's choice of display.
 
     Args:
@@ -55,7 +55,7 @@ class Display:
     live: bool = True
 
 
-def with_overrides(spec: SweepSpec, overrides: Overrides) -> SweepSpec:
+def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:
     """Apply the command line's options to a sweep.
 
     Args:

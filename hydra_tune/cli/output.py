@@ -1,6 +1,6 @@
 """Output of a sweep: a live view, a line for each trial, or one JSON object.
 
-`Output` chooses among the three, and keeps output of user code out of the live view and the JSON.
+`SweepOutput` chooses among the three, and keeps output of user code out of the live view and the JSON.
 """
 
 import json
@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from rich.console import Console
 
 from hydra_tune.cli.isolation import TERMINAL_BACK
-from hydra_tune.cli.options import Display
+from hydra_tune.cli.options import DisplayOptions
 from hydra_tune.observe.plain_lines import PlainView, RateLimit
 from hydra_tune.observe.printed import kept
 from hydra_tune.observe.snapshot import SweepView
@@ -23,14 +23,14 @@ from hydra_tune.observe.terminal import LiveView
 _NUM_RECENT = 200
 
 
-class Output:
+class SweepOutput:
     """Standard output of one sweep.
 
     Args:
         display: the user's choice of display.
     """
 
-    def __init__(self, display: Display) -> None:
+    def __init__(self, display: DisplayOptions) -> None:
         self._stdout = sys.stdout
         self._stderr = sys.stderr
         self._console = Console(file=self._stdout, highlight=False)

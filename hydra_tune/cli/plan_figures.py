@@ -6,8 +6,8 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from hydra_tune.fusion.planner.figures import FusedPeak, IdleMap, Moment, StepFigures, System
-from hydra_tune.pool.forecast import Forecast
+from hydra_tune.fusion.planner.figures import ComparedSystem, FusedPeak, IdleFeatureMap, MemoryCurvePoint, StepFigures
+from hydra_tune.pool.forecast import PoolForecast
 from hydra_tune.quantities import format_bytes
 
 _MOST_MAPS = 12
@@ -19,7 +19,7 @@ _ASCII = str.maketrans(
 )
 
 
-def print_figures(console: Console, found: Sequence[tuple[int, Forecast]]) -> None:
+def print_figures(console: Console, found: Sequence[tuple[int, PoolForecast]]) -> None:
     """Print the profile of each kind of trial once, and the trials without a profile with the reasons.
 
     Args:
@@ -78,7 +78,7 @@ def _limit(figures: StepFigures) -> list[str]:
     ]
 
 
-def _idle(maps: Sequence[IdleMap], width: int) -> list[str]:
+def _idle(maps: Sequence[IdleFeatureMap], width: int) -> list[str]:
     if not maps:
         return ["  none: its backward uses nothing that its forward makes"]
     shown = maps[:_MOST_MAPS]
@@ -102,7 +102,7 @@ def _idle(maps: Sequence[IdleMap], width: int) -> list[str]:
     return [*found, *([f"  and {len(left)} more, {more} together"] if left else [])]
 
 
-def _curve(curve: Sequence[Moment], static_bytes: int, width: int) -> list[str]:
+def _curve(curve: Sequence[MemoryCurvePoint], static_bytes: int, width: int) -> list[str]:
     """Plot memory over time, time to the right and bytes upwards; each column shows its maximum."""
     whole, margin = curve[-1].seconds, 12
     columns = width - margin - 1
@@ -147,7 +147,7 @@ def _peaks(peaks: Sequence[FusedPeak], device_bytes: int, width: int) -> list[st
     return found
 
 
-def _systems(systems: Sequence[System]) -> list[str]:
+def _systems(systems: Sequence[ComparedSystem]) -> list[str]:
     rows: list[tuple[str, ...]] = [("", "all", "compute", "again", "stall", "hidden", "peak", "")]
     for one in systems:
         hidden = _NOTHING if not one.copy_seconds else f"{one.overlapped_seconds / one.copy_seconds:.0%}"
@@ -159,7 +159,7 @@ def _systems(systems: Sequence[System]) -> list[str]:
     return [*(line.rstrip() for line in lines), "", *names]
 
 
-def _parts(system: System) -> str:
+def _parts(system: ComparedSystem) -> str:
     """List sub-arrays, runs of equal ones once: `3 x (1, 1)`."""
     each = [(sizes, len(list(same))) for sizes, same in groupby(system.sub_arrays)]
     return " + ".join(

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hydra_tune.cli.domains import Scalar
-from hydra_tune.memory.block import Kind
-from hydra_tune.pool.forecast import Forecast, TrialForecast
+from hydra_tune.memory.block import BlockKind
+from hydra_tune.pool.forecast import PoolForecast, TrialForecast
 from hydra_tune.pool.fusion_forecast import FusionForecast
 from hydra_tune.quantities import format_bytes, format_bytes_up, format_seconds
 
@@ -20,7 +20,7 @@ _NOTHING = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class ConfigurationForecast:
     """One configuration.
 
     Attributes:
@@ -34,7 +34,7 @@ class Planned:
 
     number: int
     params: Mapping[str, Scalar]
-    forecast: Forecast | None
+    forecast: PoolForecast | None
     error: str | None = None
     enough_bytes: int | None = None
     shapes_only: bool = False
@@ -77,7 +77,7 @@ class Planned:
 
 
 def print_planned(
-    console: Console, planned: Sequence[Planned], notes: Sequence[str] = (), *, shows_fusion: bool = False
+    console: Console, planned: Sequence[ConfigurationForecast], notes: Sequence[str] = (), *, shows_fusion: bool = False
 ) -> None:
     """Print the planned configurations.
 
@@ -110,13 +110,13 @@ def print_planned(
             console.print(Text(f"\ntrial {one.number} cannot be trained{remedy}: {one.error}"), soft_wrap=True)
 
 
-def _devices(forecast: Forecast) -> str:
+def _devices(forecast: PoolForecast) -> str:
     budgets = Counter(device.budget_bytes for device in forecast.devices.values())
     sizes = ", ".join(f"{count} of {format_bytes(budget)}" for budget, count in budgets.items())
     return f"devices: {sizes}; each trial as if it were alone on them"
 
 
-def _configurations(planned: Sequence[Planned]) -> list[str]:
+def _configurations(planned: Sequence[ConfigurationForecast]) -> list[str]:
     """List the parameters common to all configurations once, then each configuration's own."""
     first = planned[0].params if len(planned) > 1 else {}
     same = {name for name, value in first.items() if all(one.params[name] == value for one in planned)}
@@ -128,7 +128,7 @@ def _written(params: Mapping[str, Scalar], names: AbstractSet[str]) -> str:
     return ", ".join(f"{name}={value}" for name, value in params.items() if name in names)
 
 
-def _alike(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
+def _alike(found: Sequence[tuple[int, PoolForecast]]) -> list[Text]:
     """Describe the trials with the same architecture, if any."""
     numbers: dict[int, list[int]] = {}
     for number, forecast in found:
@@ -143,7 +143,7 @@ def _alike(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
     return lines
 
 
-def _fusion(found: Sequence[tuple[int, Forecast]]) -> list[Text]:
+def _fusion(found: Sequence[tuple[int, PoolForecast]]) -> list[Text]:
     """Describe the trials that could be fused, the gain, and the reasons for the others."""
     members: dict[int, list[int]] = {}
     alone: dict[str, list[int]] = {}
@@ -181,7 +181,7 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _PlanTableColumn:
     """A heading and a cell for each trial."""
 
     name: str
@@ -193,7 +193,7 @@ class _Column:
         return max(map(len, (self.name, *self.cells))) + 1
 
 
-def _print_table(console: Console, columns: Sequence[_Column]) -> None:
+def _print_table(console: Console, columns: Sequence[_PlanTableColumn]) -> None:
     """Print columns side by side; on a narrow console, continue below, beside the first column again."""
     first, *rest = columns
     while rest:
@@ -212,20 +212,22 @@ def _print_table(console: Console, columns: Sequence[_Column]) -> None:
         rest = rest[count:]
 
 
-def _shape(found: Sequence[tuple[int, Forecast]]) -> list[_Column]:
+def _shape(found: Sequence[tuple[int, PoolForecast]]) -> list[_PlanTableColumn]:
     forecasts = [forecast for _, forecast in found]
     trials = [forecast.trials[0] for forecast in forecasts]
     peaks = [max(device.peak_bytes for device in forecast.devices.values()) for forecast in forecasts]
     return [
-        _Column("trial", [str(number) for number, _ in found]),
-        _Column("|W|", [format_bytes(trial.parameter_bytes) for trial in trials]),
-        _Column("shards", [_shards(trial) for trial in trials]),
-        _Column("units", [str(trial.units_per_step) for trial in trials]),
-        _Column("activations", [_counted(trial.activations) for trial in trials]),
-        _Column("updates", [f"on {trial.optimizer_placement}" for trial in trials]),
-        _Column("peak", [format_bytes(peak) for peak in peaks]),
-        _Column("least budget", [format_bytes_up(trial.smallest_budget_bytes) for trial in trials]),
-        _Column("step", [format_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING for trial in trials]),
+        _PlanTableColumn("trial", [str(number) for number, _ in found]),
+        _PlanTableColumn("|W|", [format_bytes(trial.parameter_bytes) for trial in trials]),
+        _PlanTableColumn("shards", [_shards(trial) for trial in trials]),
+        _PlanTableColumn("units", [str(trial.units_per_step) for trial in trials]),
+        _PlanTableColumn("activations", [_counted(trial.activations) for trial in trials]),
+        _PlanTableColumn("updates", [f"on {trial.optimizer_placement}" for trial in trials]),
+        _PlanTableColumn("peak", [format_bytes(peak) for peak in peaks]),
+        _PlanTableColumn("least budget", [format_bytes_up(trial.smallest_budget_bytes) for trial in trials]),
+        _PlanTableColumn(
+            "step", [format_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING for trial in trials]
+        ),
     ]
 
 
@@ -235,7 +237,7 @@ def _shards(trial: TrialForecast) -> str:
     return "whole" if trial.is_whole else str(trial.num_shards)
 
 
-def _ways(found: Sequence[tuple[int, Forecast]]) -> list[str]:
+def _ways(found: Sequence[tuple[int, PoolForecast]]) -> list[str]:
     """Describe how trials run, and why."""
     numbers: dict[str, list[int]] = {}
     for number, forecast in found:
@@ -257,12 +259,15 @@ def _counted(activations: Sequence[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items()) or _NOTHING
 
 
-def _traffic(found: Sequence[tuple[int, Forecast]]) -> list[_Column]:
+def _traffic(found: Sequence[tuple[int, PoolForecast]]) -> list[_PlanTableColumn]:
     """Bytes moved in a step, both ways together: one column for each kind with any bytes."""
     moved = [forecast.bytes_by_kind for _, forecast in found]
-    kinds = [kind.value for kind in Kind if any(kind.value in one for one in moved)]
+    kinds = [kind.value for kind in BlockKind if any(kind.value in one for one in moved)]
     return [
-        _Column("moved", [str(number) for number, _ in found]),
-        *(_Column(kind, [format_bytes(one[kind]) if kind in one else _NOTHING for one in moved]) for kind in kinds),
-        _Column("over |W|", [f"{forecast.parameter_traffic:.2f}" for _, forecast in found]),
+        _PlanTableColumn("moved", [str(number) for number, _ in found]),
+        *(
+            _PlanTableColumn(kind, [format_bytes(one[kind]) if kind in one else _NOTHING for one in moved])
+            for kind in kinds
+        ),
+        _PlanTableColumn("over |W|", [f"{forecast.parameter_traffic:.2f}" for _, forecast in found]),
     ]

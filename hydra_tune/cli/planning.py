@@ -11,17 +11,17 @@ from rich.console import Console
 
 from hydra_tune.cli.build import TaskBuilder
 from hydra_tune.cli.domains import Domain, Scalar, grid_size
-from hydra_tune.cli.options import Display
-from hydra_tune.cli.output import Output
+from hydra_tune.cli.options import DisplayOptions
+from hydra_tune.cli.output import SweepOutput
 from hydra_tune.cli.plan_figures import print_figures
-from hydra_tune.cli.plan_table import Planned, print_planned
+from hydra_tune.cli.plan_table import ConfigurationForecast, print_planned
 from hydra_tune.cli.run import DONE, FAILED, INTERRUPTED, USAGE, opened
 from hydra_tune.cli.sampling import grid, sample
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.task_ref import load_task
 from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, SweepFileError, TaskError
 from hydra_tune.executor import HydraExecutor
-from hydra_tune.pool.forecast import Forecast
+from hydra_tune.pool.forecast import PoolForecast
 from hydra_tune.shapes_only import has_shapes_only
 from hydra_tune.task import TrainTask
 
@@ -50,7 +50,7 @@ def run_plan(
     Returns:
         The exit code of the program.
     """
-    output = Output(Display(as_json=as_json, live=False))
+    output = SweepOutput(DisplayOptions(as_json=as_json, live=False))
     stdout = sys.stdout
     try:
         with output.quiet():
@@ -93,7 +93,7 @@ def _stood_for(asked: str, pool: HydraExecutor) -> list[str]:
     return [f"{asked}: not here; {len(names)} CPU devices of the same memory stand for them"]
 
 
-def _made_up(found: Sequence[Planned]) -> list[str]:
+def _made_up(found: Sequence[ConfigurationForecast]) -> list[str]:
     """Note for trials planned without their data."""
     numbers = ", ".join(str(one.number) for one in found if one.shapes_only)
     return (
@@ -120,8 +120,8 @@ def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
 
 
 def _planned(
-    number: int, params: dict[str, Scalar], build: TaskBuilder, plan: Callable[[list[TrainTask]], Forecast]
-) -> Planned:
+    number: int, params: dict[str, Scalar], build: TaskBuilder, plan: Callable[[list[TrainTask]], PoolForecast]
+) -> ConfigurationForecast:
     # An error of one configuration is part of the result: the plans of all others are still shown.
     forecast, error, enough, shapes_only = None, None, None, False
     try:
@@ -139,6 +139,6 @@ def _planned(
     except Exception as fault:  # noqa: BLE001 - the user's code may raise anything
         traceback.print_exception(fault, file=sys.stderr)
         error = f"{type(fault).__name__}: {fault}"
-    return Planned(
+    return ConfigurationForecast(
         number=number, params=params, forecast=forecast, error=error, enough_bytes=enough, shapes_only=shapes_only
     )

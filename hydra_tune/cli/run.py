@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra_tune.checkpoint.sweep_folder import SweepFolder, sweep_path
-from hydra_tune.cli.board import Board
+from hydra_tune.cli.board import SweepProgressTracker
 from hydra_tune.cli.build import TaskBuilder
 from hydra_tune.cli.interrupt import stops
-from hydra_tune.cli.options import Display
-from hydra_tune.cli.output import Output
+from hydra_tune.cli.options import DisplayOptions
+from hydra_tune.cli.output import SweepOutput
 from hydra_tune.cli.request import SweepRequest, Tuner
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.task_ref import load_task
@@ -29,7 +29,7 @@ from hydra_tune.interrupts import Terminated
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.pool.checkpoints import check_checkpoint_dir
 from hydra_tune.pool.job import EventStream, Job
-from hydra_tune.supervision.supervisor import Beginning
+from hydra_tune.supervision.supervisor import RestartContext
 from hydra_tune.task import TrainTask
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -60,13 +60,13 @@ class _WatchedExecutor(HydraExecutor):
 
 def run_sweep(
     spec: SweepSpec,
-    display: Display,
+    display: DisplayOptions,
     *,
     timeout_seconds: float | None,
     timeline: Path | None = None,
     event_log: Path | None = None,
     resume: bool = False,
-    beginning: Beginning | None = None,
+    beginning: RestartContext | None = None,
 ) -> int:
     """Run a sweep and show the result.
 
@@ -82,11 +82,11 @@ def run_sweep(
     Returns:
         The exit code of the program.
     """
-    beginning = beginning or Beginning()
+    beginning = beginning or RestartContext()
     if timeline is not None and not _is_writable(timeline):
         return FAILED
-    output = Output(display)
-    board = Board(spec, output.log, event_log, beginning.said)
+    output = SweepOutput(display)
+    board = SweepProgressTracker(spec, output.log, event_log, beginning.said)
     try:
         with output.quiet():
             # Imports user code: a broken task must fail before a folder or a pool exists.
@@ -188,19 +188,19 @@ def _saving(spec: SweepSpec) -> dict[str, Any]:
     }
 
 
-def _first_words(spec: SweepSpec, output: Output, name: str) -> None:
+def _first_words(spec: SweepSpec, output: SweepOutput, name: str) -> None:
     what = "" if spec.checkpoint_dir is None else " and trials are saved"
     output.note(
         f"{name}: ends when the running units have ended{what}, in {spec.stop_seconds:g} s at most; at once if it comes again"
     )
 
 
-def _last_words(spec: SweepSpec, output: Output, why: str) -> None:
+def _last_words(spec: SweepSpec, output: SweepOutput, why: str) -> None:
     what = "" if spec.checkpoint_dir is None else "; trials go on from their last checkpoints with --resume"
     output.abandon(f"sweep {spec.name or spec.task}: {why}{what}")
 
 
-def _drive(tuner: Tuner, request: SweepRequest, board: Board, output: Output) -> None:
+def _drive(tuner: Tuner, request: SweepRequest, board: SweepProgressTracker, output: SweepOutput) -> None:
     """Run the tuner to any kind of end, and stop the pool."""
     pool = request.executor
     try:

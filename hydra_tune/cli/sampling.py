@@ -5,7 +5,7 @@ import math
 import random
 from collections.abc import Mapping
 
-from hydra_tune.cli.domains import Choice, Domain, IntRange, Scalar
+from hydra_tune.cli.domains import ChoiceDomain, Domain, IntDomain, Scalar
 
 
 def sample(parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict[str, Scalar]]:
@@ -39,12 +39,12 @@ def _column(domain: Domain, count: int, source: random.Random) -> list[Scalar]:
 
 def _at(domain: Domain, place: float) -> Scalar:
     """Value at a place from 0 to below 1."""
-    if isinstance(domain, Choice):
+    if isinstance(domain, ChoiceDomain):
         return domain.values[int(place * len(domain.values))]
-    if isinstance(domain, IntRange) and not domain.log:
+    if isinstance(domain, IntDomain) and not domain.log:
         values = domain.grid()
         return values[int(place * len(values))]
-    if isinstance(domain, IntRange):
+    if isinstance(domain, IntDomain):
         return min(domain.high, max(domain.low, round(_between(domain.low, domain.high, place, log=True))))
     steps = domain.grid()
     if steps is not None:

@@ -7,10 +7,10 @@ from typing import Any
 import click
 from pydantic import ValidationError
 
-from hydra_tune.cli.domains import Choice, Domain, Scalar
+from hydra_tune.cli.domains import ChoiceDomain, Domain, Scalar
 from hydra_tune.cli.messages import message
 from hydra_tune.cli.spec import SweepSpec
-from hydra_tune.cli.sweep_model import Parameter
+from hydra_tune.cli.sweep_model import ParameterSection
 from hydra_tune.cli.yaml_marks import read_yaml
 from hydra_tune.errors import SweepFileError, did_you_mean
 
@@ -45,7 +45,7 @@ def with_settings(spec: SweepSpec, settings: Iterable[str]) -> SweepSpec:
         name, equals, text = setting.partition("=")
         try:
             _check_fixed(spec, name if equals else "", values)
-            values[name] = Choice(values=(_value(text),))
+            values[name] = ChoiceDomain(values=(_value(text),))
         except SweepFileError as error:
             problems.append(f"--set {setting}: {error}")
     if problems:
@@ -71,7 +71,7 @@ def _check_fixed(spec: SweepSpec, name: str, earlier: Mapping[str, Domain]) -> N
 
 
 def _fixed(parameters: Mapping[str, Domain]) -> list[str]:
-    return [name for name, domain in parameters.items() if isinstance(domain, Choice) and len(domain.values) == 1]
+    return [name for name, domain in parameters.items() if isinstance(domain, ChoiceDomain) and len(domain.values) == 1]
 
 
 def _which(parameters: Mapping[str, Domain]) -> str:
@@ -86,7 +86,7 @@ def _value(text: str) -> Scalar:
     if read.problems:
         raise SweepFileError(f"{read.problems[0].text}; put the value in quotes of its own if you mean text")
     try:
-        return Parameter.model_validate({"value": read.data}).value
+        return ParameterSection.model_validate({"value": read.data}).value
     except ValidationError as error:
         told = message(error.errors(include_url=False)[0])
         raise SweepFileError(f"{told}; put the value in quotes of its own if you mean text") from error

@@ -19,7 +19,7 @@ from hydra_tune.simulate.profile import read_profile
 from hydra_tune.simulate.recording import read_recording
 from hydra_tune.simulate.replay import replay
 from hydra_tune.simulate.table import print_replay, print_result
-from hydra_tune.simulate.workload import Workload, equal_devices, stop_early
+from hydra_tune.simulate.workload import RandomWorkload, equal_devices, stop_early
 
 FAILED, USAGE = 1, 2
 
@@ -48,7 +48,7 @@ _WORKLOAD = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Output:
+class _SimulationOutputOptions:
     """Destination of the figures."""
 
     as_json: bool
@@ -160,7 +160,7 @@ def simulate_command(
 
     Options that describe trials are for use without PROFILE; all other options also override PROFILE.
     """
-    output = _Output(as_json=as_json, plot=plot, timeline=timeline or (_PLOT_BARS if plot else 0))
+    output = _SimulationOutputOptions(as_json=as_json, plot=plot, timeline=timeline or (_PLOT_BARS if plot else 0))
     try:
         if recorded is not None:
             _replay(context, recorded, as_json=as_json)
@@ -192,7 +192,7 @@ def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
         print_replay(Console(highlight=False), played)
 
 
-def _show(result: SimulationResult, output: _Output) -> None:
+def _show(result: SimulationResult, output: _SimulationOutputOptions) -> None:
     if output.plot is not None:
         plot_timeline(result, output.plot)
     if output.as_json:
@@ -212,7 +212,7 @@ def _from_flags(flags: dict[str, Any]) -> Scenario:
         num_nodes=1 if flags["nodes"] is None else flags["nodes"],
         speeds=flags["speeds"] or (1.0,),
     )
-    trials = Workload(**given).trials(flags["seed"])
+    trials = RandomWorkload(**given).trials(flags["seed"])
     return _finish(Scenario(trials=trials, devices=devices), flags)
 
 

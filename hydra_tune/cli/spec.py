@@ -12,7 +12,7 @@ STOP_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pruning:
+class PruningRule:
     """Rule for ending trials early.
 
     Args:
@@ -57,7 +57,7 @@ class SweepSpec:
     method: Literal["bayes", "random", "grid"] = "bayes"
     parameters: Mapping[str, Domain] | None = None
     run_cap: int | None = None
-    pruning: Pruning | None = None
+    pruning: PruningRule | None = None
     seed: int | None = None
     name: str | None = None
     study: str | None = None

@@ -10,13 +10,13 @@ import click
 from hydra_tune.checkpoint.every import parse_every
 from hydra_tune.cli.isolation import isolates, tell_crash
 from hydra_tune.cli.log_file import log_path
-from hydra_tune.cli.options import Display, Overrides, check_saving, with_overrides
+from hydra_tune.cli.options import DisplayOptions, SweepFileOverrides, check_saving, with_overrides
 from hydra_tune.cli.settings import set_option, with_settings
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import ADMISSIONS, check_policy_name
-from hydra_tune.supervision.supervisor import Beginning, numbered, supervise
+from hydra_tune.supervision.supervisor import RestartContext, numbered, supervise
 
 USAGE = 2
 """Exit code for a wrong command or sweep file."""
@@ -173,7 +173,7 @@ def sweep(
 
     Options given here override FILE.
     """
-    overrides = Overrides(
+    overrides = SweepFileOverrides(
         devices=devices,
         device_memory=device_memory,
         max_concurrent=max_concurrent,
@@ -200,7 +200,7 @@ def sweep(
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
-    display = Display(as_json=as_json, live=not no_live)
+    display = DisplayOptions(as_json=as_json, live=not no_live)
     # torch takes seconds to import; help, version and a wrong file do not wait for it.
     if ray_address is not None:
         from hydra_tune.cli.cluster import run_cluster_sweep  # noqa: PLC0415
@@ -208,7 +208,7 @@ def sweep(
         sys.exit(run_cluster_sweep(spec, display, ray_address))
     started_seconds = time.monotonic()
 
-    def run(beginning: Beginning | None) -> int:
+    def run(beginning: RestartContext | None) -> int:
         from hydra_tune.cli.run import run_sweep  # noqa: PLC0415
 
         crashes, left = 0 if beginning is None else beginning.crashes, timeout_seconds

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from hydra_tune.cli import sweep_model
 from hydra_tune.cli.domains import Domain, grid_size
 from hydra_tune.cli.messages import as_written, describe, message
-from hydra_tune.cli.spec import STOP_SECONDS, Pruning, SweepSpec
-from hydra_tune.cli.yaml_marks import Mark, Marked, Problem, read_yaml
+from hydra_tune.cli.spec import STOP_SECONDS, PruningRule, SweepSpec
+from hydra_tune.cli.yaml_marks import YamlDocument, YamlPosition, YamlProblem, read_yaml
 from hydra_tune.errors import SweepFileError, did_you_mean
 
 _MAX_GRID = 100_000
@@ -60,7 +60,7 @@ def read_sweep_file(path: Path) -> SweepSpec:
     model = None
     if not isinstance(marked.data, dict):
         if not problems:
-            problems.append(Problem(marked.mark(()), _not_a_map(marked.data)))
+            problems.append(YamlProblem(marked.mark(()), _not_a_map(marked.data)))
     else:
         model = _validate(marked, problems)
     if model is not None:
@@ -70,7 +70,7 @@ def read_sweep_file(path: Path) -> SweepSpec:
     return _spec(shown, model, marked)
 
 
-def _read(path: Path) -> Marked:
+def _read(path: Path) -> YamlDocument:
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -80,8 +80,8 @@ def _read(path: Path) -> Marked:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = raw[: error.start]
-        mark = Mark(before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
-        return Marked(None, {}, {}, (Problem(mark, "not text in UTF-8"),))
+        mark = YamlPosition(before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
+        return YamlDocument(None, {}, {}, (YamlProblem(mark, "not text in UTF-8"),))
     return read_yaml(text)
 
 
@@ -91,14 +91,14 @@ def _not_a_map(data: Any) -> str:
     return f"a sweep file is a map of keys such as task: and metric:, not {describe(data)}"
 
 
-def _lines(shown: str, problems: list[Problem]) -> Iterator[str]:
+def _lines(shown: str, problems: list[YamlProblem]) -> Iterator[str]:
     for problem in sorted(set(problems)):
         yield f"{shown}:{problem.mark.line}:{problem.mark.column}: {problem.text}"
 
 
-def _validate(marked: Marked, problems: list[Problem]) -> sweep_model.SweepModel | None:
+def _validate(marked: YamlDocument, problems: list[YamlProblem]) -> sweep_model.SweepFileDocument | None:
     try:
-        return sweep_model.SweepModel.model_validate(marked.data)
+        return sweep_model.SweepFileDocument.model_validate(marked.data)
     except ValidationError as error:
         refused = {problem.mark for problem in problems}
         for detail in error.errors(include_url=False):
@@ -109,27 +109,27 @@ def _validate(marked: Marked, problems: list[Problem]) -> sweep_model.SweepModel
         return None
 
 
-def _problem(detail: Mapping[str, Any], marked: Marked) -> Problem:
+def _problem(detail: Mapping[str, Any], marked: YamlDocument) -> YamlProblem:
     path, missing = _locate(detail["loc"], marked.data)
     kind = detail["type"]
     name = ".".join(map(str, path))
     if kind == "extra_forbidden":
         if path[0] == "hydra" and path[-1] in sweep_model.FORMER_NAMES:
             now = sweep_model.FORMER_NAMES[path[-1]]
-            return Problem(
+            return YamlProblem(
                 marked.mark(path), f"{name} is the former name of {now}, which is given as well; leave it out"
             )
         block = _model_at(path[:-1], marked.data)
         hint = did_you_mean(str(path[-1]), block.model_fields) or f"known are {', '.join(block.model_fields)}"
-        return Problem(marked.mark(path), f"unknown key {name!r}; {hint}")
+        return YamlProblem(marked.mark(path), f"unknown key {name!r}; {hint}")
     if kind == "missing":
         where = marked.keys.get(path) or marked.mark(path)
-        return Problem(where, f"{'.'.join((*map(str, path), *missing))} is missing")
+        return YamlProblem(where, f"{'.'.join((*map(str, path), *missing))} is missing")
     if kind == "parameter":
-        return Problem(marked.mark(path), f"{name}: {detail['msg']}")
+        return YamlProblem(marked.mark(path), f"{name}: {detail['msg']}")
     hint = _as_parameter(path[1], detail["input"]) if path[:1] == ("parameters",) and len(path) == _PARAMETER else ""
     # Point at a wrong value itself, not at its key.
-    return Problem(marked.value_mark(path), f"{name}: {message(detail)}{hint}")
+    return YamlProblem(marked.value_mark(path), f"{name}: {message(detail)}{hint}")
 
 
 def _as_parameter(name: Any, value: Any) -> str:
@@ -155,56 +155,56 @@ def _locate(loc: tuple[Any, ...], data: Any) -> tuple[tuple[Any, ...], tuple[str
 def _model_at(path: tuple[Any, ...], data: Any) -> type[BaseModel]:
     match path:
         case ("parameters", _):
-            return sweep_model.Parameter
+            return sweep_model.ParameterSection
         case ("metric",):
-            return sweep_model.Metric
+            return sweep_model.MetricSection
         case ("hydra",):
-            return sweep_model.Hydra
+            return sweep_model.HydraSection
         case ("early_terminate",):
             return sweep_model.PRUNING[data["early_terminate"]["type"]]
         case _:
-            return sweep_model.SweepModel
+            return sweep_model.SweepFileDocument
 
 
-def _contradictions(model: sweep_model.SweepModel, marked: Marked) -> Iterator[Problem]:
+def _contradictions(model: sweep_model.SweepFileDocument, marked: YamlDocument) -> Iterator[YamlProblem]:
     """Find contradictions between keys."""
     for name in model.parameters or ():
         if not name.isidentifier() or keyword.iskeyword(name):
-            yield Problem(
+            yield YamlProblem(
                 marked.mark(("parameters", name)),
                 f"parameters.{name}: cannot be the name of an argument; the function is called with name=value",
             )
     if model.method == "grid":
         yield from _grid_problems(model, marked)
     if model.hydra.weights_dir is not None and model.hydra.keep_best is None:
-        yield Problem(
+        yield YamlProblem(
             marked.mark(("hydra", "weights_dir")),
             "hydra.weights_dir: is where weights are kept, and none are; add keep_best: 1 or more",
         )
     pruning = model.early_terminate
-    if isinstance(pruning, sweep_model.Hyperband) and pruning.min_iter > (pruning.max_iter or pruning.min_iter):
-        yield Problem(
+    if isinstance(pruning, sweep_model.HyperbandSection) and pruning.min_iter > (pruning.max_iter or pruning.min_iter):
+        yield YamlProblem(
             marked.value_mark(("early_terminate", "max_iter")),
             f"early_terminate: min_iter ({pruning.min_iter}) must be <= max_iter ({pruning.max_iter})",
         )
 
 
-def _grid_problems(model: sweep_model.SweepModel, marked: Marked) -> Iterator[Problem]:
+def _grid_problems(model: sweep_model.SweepFileDocument, marked: YamlDocument) -> Iterator[YamlProblem]:
     if model.parameters is None:
-        yield Problem(marked.value_mark(("method",)), "method: grid needs parameters")
+        yield YamlProblem(marked.value_mark(("method",)), "method: grid needs parameters")
         return
     endless = [name for name, parameter in model.parameters.items() if parameter.domain().grid() is None]
     for name in endless:
-        yield Problem(
+        yield YamlProblem(
             marked.mark(("parameters", name)),
             f"parameters.{name}: a grid needs values it can count; give values, whole min and max, or q",
         )
     size = grid_size({name: parameter.domain() for name, parameter in model.parameters.items() if name not in endless})
     if size > _MAX_GRID:
-        yield Problem(marked.value_mark(("method",)), f"method: the grid has {size} points, more than {_MAX_GRID}")
+        yield YamlProblem(marked.value_mark(("method",)), f"method: the grid has {size} points, more than {_MAX_GRID}")
 
 
-def _spec(shown: str, model: sweep_model.SweepModel, marked: Marked) -> SweepSpec:
+def _spec(shown: str, model: sweep_model.SweepFileDocument, marked: YamlDocument) -> SweepSpec:
     pruning = model.early_terminate
     given = model.hydra.model_dump(exclude_none=True)
     return SweepSpec(
@@ -242,16 +242,16 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(names)
 
 
-def _pruning(block: sweep_model.EarlyTerminate) -> Pruning:
-    return Pruning(type=block.type, options=block.model_dump(exclude={"type"}, exclude_none=True))
+def _pruning(block: sweep_model.EarlyTerminate) -> PruningRule:
+    return PruningRule(type=block.type, options=block.model_dump(exclude={"type"}, exclude_none=True))
 
 
-def _domains(model: sweep_model.SweepModel) -> Mapping[str, Domain] | None:
+def _domains(model: sweep_model.SweepFileDocument) -> Mapping[str, Domain] | None:
     if model.parameters is None:
         return None
     return {name: parameter.domain() for name, parameter in model.parameters.items()}
 
 
-def _place(path: tuple[Any, ...], marked: Marked) -> Mark:
+def _place(path: tuple[Any, ...], marked: YamlDocument) -> YamlPosition:
     """Place for messages: the name of a parameter, the value of any other key."""
     return marked.mark(path) if path[0] == "parameters" else marked.value_mark(path)

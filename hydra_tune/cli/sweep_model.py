@@ -23,7 +23,7 @@ from hydra_tune.schedule import check_policy_name
 _MAX_SEED = 2**32 - 1
 
 
-class Block(BaseModel):
+class SweepFileSection(BaseModel):
     """A map of the file: unknown keys are errors, and `"3"` is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -128,7 +128,7 @@ def _distribution(name: Any) -> str:
     return name
 
 
-class Parameter(Block):
+class ParameterSection(SweepFileSection):
     """One entry of `parameters:`."""
 
     value: AnyScalar = None
@@ -153,14 +153,14 @@ class Parameter(Block):
             raise PydanticCustomError("parameter", "{text}", {"text": str(error)}) from error
 
 
-class Metric(Block):
+class MetricSection(SweepFileSection):
     """The metric that the sweep minimizes or maximizes."""
 
     name: Annotated[str, Field(min_length=1)]
     goal: Literal["minimize", "maximize"] = "minimize"
 
 
-class Hyperband(Block):
+class HyperbandSection(SweepFileSection):
     """`early_terminate: {type: hyperband}`."""
 
     type: Literal["hyperband"]
@@ -169,7 +169,7 @@ class Hyperband(Block):
     eta: Annotated[int, Field(ge=2)] = 3
 
 
-class SuccessiveHalving(Block):
+class SuccessiveHalvingSection(SweepFileSection):
     """`early_terminate: {type: successive_halving}`."""
 
     type: Literal["successive_halving"]
@@ -178,7 +178,7 @@ class SuccessiveHalving(Block):
     min_early_stopping_rate: Annotated[int, Field(ge=0)] = 0
 
 
-class Median(Block):
+class MedianSection(SweepFileSection):
     """`early_terminate: {type: median}`."""
 
     type: Literal["median"]
@@ -188,11 +188,11 @@ class Median(Block):
     n_min_trials: Annotated[int, Field(ge=1)] = 1
 
 
-EarlyTerminate = Annotated[Hyperband | SuccessiveHalving | Median, Field(discriminator="type")]
-PRUNING: dict[str, type[Block]] = {
-    "hyperband": Hyperband,
-    "successive_halving": SuccessiveHalving,
-    "median": Median,
+EarlyTerminate = Annotated[HyperbandSection | SuccessiveHalvingSection | MedianSection, Field(discriminator="type")]
+PRUNING: dict[str, type[SweepFileSection]] = {
+    "hyperband": HyperbandSection,
+    "successive_halving": SuccessiveHalvingSection,
+    "median": MedianSection,
 }
 
 
@@ -204,7 +204,7 @@ def _or(former: str) -> Any:
     return Field(validation_alias=AliasChoices(FORMER_NAMES[former], former))
 
 
-class Hydra(Block):
+class HydraSection(SweepFileSection):
     """Options of the sweep's pool and of its storage."""
 
     devices: Annotated[str, Field(min_length=1)] | None = None
@@ -234,16 +234,16 @@ class Hydra(Block):
     stop_seconds: Seconds | None = None
 
 
-class SweepModel(Block):
+class SweepFileDocument(SweepFileSection):
     """A whole sweep file."""
 
     task: Annotated[str, Field(min_length=1)]
-    metric: Metric
+    metric: MetricSection
     name: Annotated[str, Field(min_length=1)] | None = None
     description: str | None = None
     method: Literal["bayes", "random", "grid"] = "bayes"
-    parameters: Annotated[dict[str, Parameter], Field(min_length=1)] | None = None
+    parameters: Annotated[dict[str, ParameterSection], Field(min_length=1)] | None = None
     run_cap: Annotated[int, Field(ge=1)] | None = None
     early_terminate: EarlyTerminate | None = None
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
-    hydra: Hydra = Hydra()
+    hydra: HydraSection = HydraSection()

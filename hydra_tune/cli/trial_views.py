@@ -10,7 +10,7 @@ from hydra_tune.task import TrainTask
 
 
 @dataclass(slots=True, kw_only=True)
-class Entry:
+class TrackedTrial:
     """A trial, with its task and job until the end.
 
     Args:
@@ -26,7 +26,7 @@ class Entry:
     error: BaseException | None = None
 
 
-def live_view(entry: Entry) -> TrialView:
+def live_view(entry: TrackedTrial) -> TrialView:
     """Present view of a trial."""
     job = entry.job
     if job is None:
@@ -35,7 +35,7 @@ def live_view(entry: Entry) -> TrialView:
     return with_progress(entry.view, job, state="waiting" if job.state in ENDED else job.state)
 
 
-def left_view(entry: Entry) -> TrialView:
+def left_view(entry: TrackedTrial) -> TrialView:
     """View of a trial left to a later run."""
     job = entry.job
     if job is None:
@@ -45,7 +45,7 @@ def left_view(entry: Entry) -> TrialView:
     return replace(with_result(entry.view, job, job.result(timeout=0)), state=LEFT, error=None)
 
 
-def final_view(entry: Entry, record: TrialRecord, *, stopping: bool) -> tuple[TrialView, BaseException | None]:
+def final_view(entry: TrackedTrial, record: TrialRecord, *, stopping: bool) -> tuple[TrialView, BaseException | None]:
     """Final view of a trial.
 
     Args:

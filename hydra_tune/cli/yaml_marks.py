@@ -20,7 +20,7 @@ _SCALAR_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", 
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Mark:
+class YamlPosition:
     """A place in a text; line and column count from 1."""
 
     line: int
@@ -28,15 +28,15 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Problem:
+class YamlProblem:
     """One problem of a file, with its place."""
 
-    mark: Mark
+    mark: YamlPosition
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
+class YamlDocument:
     """Plain data with the position of every value and key.
 
     Args:
@@ -47,33 +47,33 @@ class Marked:
     """
 
     data: Any
-    values: Mapping[Path, Mark]
-    keys: Mapping[Path, Mark]
-    problems: tuple[Problem, ...]
+    values: Mapping[Path, YamlPosition]
+    keys: Mapping[Path, YamlPosition]
+    problems: tuple[YamlProblem, ...]
 
-    def mark(self, path: Path) -> Mark:
+    def mark(self, path: Path) -> YamlPosition:
         """Place that a reader looks for at `path`: its key, else its value, else the nearest existing thing around."""
         for length in range(len(path), -1, -1):
             for marks in (self.keys, self.values):
                 if path[:length] in marks:
                     return marks[path[:length]]
-        return Mark(1, 1)
+        return YamlPosition(1, 1)
 
-    def value_mark(self, path: Path) -> Mark:
+    def value_mark(self, path: Path) -> YamlPosition:
         """Start of the value at `path`, or `mark` without a value."""
         return self.values.get(path) or self.mark(path)
 
 
-class _Loader(yaml.SafeLoader):
+class _YamlLoader(yaml.SafeLoader):
     """SafeLoader that reads `1e-6` as a number, as JSON, Python and YAML 1.2 do; YAML 1.1 requires `1.0e-6`."""
 
 
-_Loader.add_implicit_resolver(
+_YamlLoader.add_implicit_resolver(
     _FLOAT_TAG, re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"), list("-+.0123456789")
 )
 
 
-def read_yaml(text: str) -> Marked:
+def read_yaml(text: str) -> YamlDocument:
     """Read one YAML document.
 
     Args:
@@ -84,26 +84,26 @@ def read_yaml(text: str) -> Marked:
     """
     loader = None
     try:
-        loader = _Loader(text)
+        loader = _YamlLoader(text)
         node = loader.get_single_node()
-        builder = _Builder(loader)
+        builder = _YamlDocumentBuilder(loader)
         data = builder.build(node, ()) if node is not None else None
     except yaml.MarkedYAMLError as error:
         return _broken(_of(error.problem_mark or error.context_mark), _syntax(error))
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
-        mark = Mark(before.count("\n") + 1, len(before) - before.rfind("\n"))
+        mark = YamlPosition(before.count("\n") + 1, len(before) - before.rfind("\n"))
         return _broken(mark, f"character {chr(int(error.character))!r} is not allowed in YAML")
     except RecursionError:
-        return _broken(Mark(1, 1), "nested too deeply")
+        return _broken(YamlPosition(1, 1), "nested too deeply")
     finally:
         if loader is not None:
             loader.dispose()
-    return Marked(data, builder.values, builder.keys, tuple(builder.problems))
+    return YamlDocument(data, builder.values, builder.keys, tuple(builder.problems))
 
 
-def _broken(mark: Mark, text: str) -> Marked:
-    return Marked(None, {}, {}, (Problem(mark, text),))
+def _broken(mark: YamlPosition, text: str) -> YamlDocument:
+    return YamlDocument(None, {}, {}, (YamlProblem(mark, text),))
 
 
 def _syntax(error: yaml.MarkedYAMLError) -> str:
@@ -111,18 +111,18 @@ def _syntax(error: yaml.MarkedYAMLError) -> str:
     return f"{error.context}, {problem}" if problem.startswith("but ") else problem
 
 
-def _of(mark: Any) -> Mark:
-    return Mark(mark.line + 1, mark.column + 1) if mark is not None else Mark(1, 1)
+def _of(mark: Any) -> YamlPosition:
+    return YamlPosition(mark.line + 1, mark.column + 1) if mark is not None else YamlPosition(1, 1)
 
 
 @dataclass
-class _Builder:
+class _YamlDocumentBuilder:
     """Builds data from nodes and notes their places; `open` holds the nodes being built, to detect self-containment."""
 
-    loader: _Loader
-    values: dict[Path, Mark] = field(default_factory=dict)
-    keys: dict[Path, Mark] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
+    loader: _YamlLoader
+    values: dict[Path, YamlPosition] = field(default_factory=dict)
+    keys: dict[Path, YamlPosition] = field(default_factory=dict)
+    problems: list[YamlProblem] = field(default_factory=list)
     open: set[int] = field(default_factory=set)
     merged: set[int] = field(default_factory=set)
 
@@ -165,7 +165,7 @@ class _Builder:
         return dict(self._pairs(node, path))
 
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
-        seen: dict[str, Mark] = {}
+        seen: dict[str, YamlPosition] = {}
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
                 continue
@@ -186,6 +186,6 @@ class _Builder:
             yield name, self.build(value, (*path, name))
 
     def _refuse(self, node: yaml.Node, text: str) -> None:
-        problem = Problem(_of(node.start_mark), text)
+        problem = YamlProblem(_of(node.start_mark), text)
         if problem not in self.problems:
             self.problems.append(problem)

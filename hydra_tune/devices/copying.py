@@ -1,12 +1,12 @@
 """Copy threads of a device: a thread for awaited copies, and threads for background copies.
 
-In addition, a `HostThread` computes on the host while the device computes.
+In addition, a `HostComputeThread` computes on the host while the device computes.
 
-Note: background copies. An awaited copy (`CopyThread`) never queues behind a copy that nobody waits for: background
-copies have threads of their own, a thread for each direction in which the device can copy at the same time. Copies of
-the same direction run in the order of the requests. A copy holds references to its tensors until its end, and drops the
-references before it reports the end, so a caller who then drops its own references really frees the memory. A copying
-thread takes no other component's lock, so a copy ends no matter which locks its waiters hold.
+Note: background copies. An awaited copy (`AwaitedCopyThread`) never queues behind a copy that nobody waits for:
+background copies have threads of their own, a thread for each direction in which the device can copy at the same time.
+Copies of the same direction run in the order of the requests. A copy holds references to its tensors until its end,
+and drops the references before it reports the end, so a caller who then drops its own references really frees the
+memory. A copying thread takes no other component's lock, so a copy ends no matter which locks its waiters hold.
 """
 
 import threading
@@ -25,7 +25,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 """Source and target of each copy."""
 
 
-class CopyThread:
+class AwaitedCopyThread:
     """A thread that owns a device's host memory and makes awaited copies in order.
 
     Args:
@@ -56,7 +56,7 @@ class CopyThread:
         self._pool.shutdown(wait=True)
 
 
-class Copy:
+class BackgroundCopy:
     """A background copy.
 
     Args:
@@ -114,7 +114,7 @@ class Copy:
             del pairs
 
 
-class BackgroundCopies:
+class BackgroundCopyThread:
     """A thread for copies that nobody waits for, except a caller in need of a particular copy.
 
     Args:
@@ -125,9 +125,9 @@ class BackgroundCopies:
     def __init__(self, name: str, setup: Callable[[], None] | None = None) -> None:
         self._pool = ThreadPoolExecutor(1, f"hydra-ahead-{name}", initializer=_start, initargs=(setup,))
 
-    def start(self, pairs: Pairs, make: Callable[[Pairs], None]) -> Copy:
+    def start(self, pairs: Pairs, make: Callable[[Pairs], None]) -> BackgroundCopy:
         """Copy pairs after all earlier requests; `make` returns when the pairs are copied."""
-        copy = Copy(pairs)
+        copy = BackgroundCopy(pairs)
         copy.start(self._pool, make)
         return copy
 
@@ -136,7 +136,7 @@ class BackgroundCopies:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-class HostThread:
+class HostComputeThread:
     """A thread that computes on the host beside its device; started at the first request.
 
     Args:
@@ -155,7 +155,7 @@ class HostThread:
         self._pool.shutdown(wait=True)
 
 
-class Link:
+class SimulatedLink:
     """A simulated link of limited bandwidth for one copy at a time; awaited copies go first.
 
     Args:

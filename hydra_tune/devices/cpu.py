@@ -22,8 +22,15 @@ import psutil
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, HostThread, Link, Pairs
-from hydra_tune.devices.device import Device, Reach
+from hydra_tune.devices.copying import (
+    AwaitedCopyThread,
+    BackgroundCopy,
+    BackgroundCopyThread,
+    HostComputeThread,
+    Pairs,
+    SimulatedLink,
+)
+from hydra_tune.devices.device import Device, DeviceCopyRoute
 from hydra_tune.devices.heap import STEP_BYTES, keep_freed_memory
 from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.devices.positions import MersennePositions
@@ -82,10 +89,10 @@ class CpuDevice:
         self.alignment = CPU_ALIGNMENT
         self.generator = DefaultCpuGenerator()
         self.bandwidth = link_bandwidth
-        self.link = None if link_bandwidth is None else Link(link_bandwidth)
-        self._copies = CopyThread(self.name)
-        self._beside = HostThread(self.name)
-        self._ahead = BackgroundCopies(self.name)
+        self.link = None if link_bandwidth is None else SimulatedLink(link_bandwidth)
+        self._copies = AwaitedCopyThread(self.name)
+        self._beside = HostComputeThread(self.name)
+        self._ahead = BackgroundCopyThread(self.name)
 
     @property
     def keeps_tensors(self) -> bool:
@@ -122,23 +129,23 @@ class CpuDevice:
         """Copy device to host."""
         self._send(pairs, is_waited_for=True)
 
-    def start_load(self, pairs: Pairs) -> Copy:
+    def start_load(self, pairs: Pairs) -> BackgroundCopy:
         """Copy host to device in the background."""
         return self._ahead.start(pairs, lambda found: self._send(found, is_waited_for=False))
 
-    def start_spill(self, pairs: Pairs) -> Copy:
+    def start_spill(self, pairs: Pairs) -> BackgroundCopy:
         """Copy device to host in the background."""
         return self._ahead.start(pairs, lambda found: self._send(found, is_waited_for=False))
 
-    def reach(self, source: Device) -> Reach:
+    def reach(self, source: Device) -> DeviceCopyRoute:
         """Return `LINK` for another CPU device: its memory is no nearer than the host's."""
-        return Reach.LINK if isinstance(source, CpuDevice) else Reach.NONE
+        return DeviceCopyRoute.LINK if isinstance(source, CpuDevice) else DeviceCopyRoute.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
         """Copy from another CPU device's memory, over both links at the same time."""
         self._take(source, pairs, is_waited_for=True)
 
-    def start_take_over(self, source: Device, pairs: Pairs) -> Copy:
+    def start_take_over(self, source: Device, pairs: Pairs) -> BackgroundCopy:
         """Copy from another CPU device's memory in the background."""
         return self._ahead.start(pairs, lambda found: self._take(source, found, is_waited_for=False))
 
@@ -172,7 +179,7 @@ class CpuDevice:
         _over(links, pairs, is_waited_for=is_waited_for)
 
 
-def _over(links: Sequence[Link], pairs: Pairs, *, is_waited_for: bool) -> None:
+def _over(links: Sequence[SimulatedLink], pairs: Pairs, *, is_waited_for: bool) -> None:
     """Copy while all given links are occupied, taken in the given order."""
     copy, nbytes = partial(_copy, pairs), sum(target.nbytes for _, target in pairs)
     for link in reversed(links):

@@ -13,9 +13,10 @@ which deletions a test would miss.
 Note: lifetimes. The worker thread allocates all device memory while the compute stream is current. So the memory
 belongs to the compute stream, and the allocator may give the memory to that stream's next work as soon as the last
 reference is gone. The allocator does not know that the copy streams use the memory, too. Therefore a copy holds
-references to its tensors until its end (`Copy`), and the pager frees a block in transit only after the copy has ended
-or was cancelled before its begin. `record_stream` is unnecessary, and undesirable: with `record_stream`, the time at
-which memory comes back is unpredictable. Host memory is pinned, and references protect host memory in the same way.
+references to its tensors until its end (`BackgroundCopy`), and the pager frees a block in transit only after the copy
+has ended or was cancelled before its begin. `record_stream` is unnecessary, and undesirable: with `record_stream`, the
+time at which memory comes back is unpredictable. Host memory is pinned, and references protect host memory in the same
+way.
 
 Note: from GPU to GPU. GPUs that can access each other's memory copy a takeover directly, over NVLink or PCIe. Torch
 makes such a copy on the current stream of the source's GPU, with barriers before and after against the current stream
@@ -46,9 +47,9 @@ import torch
 from torch import Tensor
 
 from hydra_tune.devices.caps import is_alone
-from hydra_tune.devices.copying import BackgroundCopies, Copy, CopyThread, HostThread, Pairs
-from hydra_tune.devices.device import Device, Reach
-from hydra_tune.devices.libraries import CudaLibraries
+from hydra_tune.devices.copying import AwaitedCopyThread, BackgroundCopy, BackgroundCopyThread, HostComputeThread, Pairs
+from hydra_tune.devices.device import Device, DeviceCopyRoute
+from hydra_tune.devices.libraries import CudaUnitMemory
 from hydra_tune.devices.positions import PhiloxPositions
 from hydra_tune.devices.stopwatch import CudaStopwatch
 
@@ -118,14 +119,14 @@ class CudaDevice:
         self.budget_bytes = budget_bytes
         self.alignment = CUDA_ALIGNMENT
         self.generator = CudaGenerator(self.torch_device)
-        self._libraries = CudaLibraries(self.torch_device, budget_bytes, gives_back=gives_back)
+        self._libraries = CudaUnitMemory(self.torch_device, budget_bytes, gives_back=gives_back)
         self._compute = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._inward = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self.outward = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._copies = CopyThread(self.name, self._choose)
-        self._beside = HostThread(self.name)
-        self._loads = BackgroundCopies(f"{self.name}-in", self._choose)
-        self._spills = BackgroundCopies(f"{self.name}-out", self._choose)
+        self._copies = AwaitedCopyThread(self.name, self._choose)
+        self._beside = HostComputeThread(self.name)
+        self._loads = BackgroundCopyThread(f"{self.name}-in", self._choose)
+        self._spills = BackgroundCopyThread(f"{self.name}-out", self._choose)
 
     @contextmanager
     def worker(self) -> Iterator[None]:
@@ -162,30 +163,30 @@ class CudaDevice:
         ready = self.computed()
         self._copies.run(lambda: _copy(pairs, self.outward, ready))
 
-    def start_load(self, pairs: Pairs) -> Copy:
+    def start_load(self, pairs: Pairs) -> BackgroundCopy:
         """Copy host to device in the background."""
         ready = self.computed()
         return self._loads.start(pairs, lambda found: _copy(found, self._inward, ready))
 
-    def start_spill(self, pairs: Pairs) -> Copy:
+    def start_spill(self, pairs: Pairs) -> BackgroundCopy:
         """Copy device to host in the background."""
         ready = self.computed()
         return self._spills.start(pairs, lambda found: _copy(found, self.outward, ready))
 
-    def reach(self, source: Device) -> Reach:
+    def reach(self, source: Device) -> DeviceCopyRoute:
         """Return `NEAR` if the source's GPU can write to this GPU's memory itself."""
         if not isinstance(source, CudaDevice):
-            return Reach.NONE
+            return DeviceCopyRoute.NONE
         here, there = self.torch_device, source.torch_device
         is_near = here == there or torch.cuda.can_device_access_peer(there, here)
-        return Reach.NEAR if is_near else Reach.NONE
+        return DeviceCopyRoute.NEAR if is_near else DeviceCopyRoute.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
         """Copy from another device's memory, GPU to GPU."""
         copy = self._copy_from(source)
         self._copies.run(lambda: copy(pairs))
 
-    def start_take_over(self, source: Device, pairs: Pairs) -> Copy:
+    def start_take_over(self, source: Device, pairs: Pairs) -> BackgroundCopy:
         """Copy from another device's memory in the background."""
         return self._loads.start(pairs, self._copy_from(source))
 
@@ -197,7 +198,7 @@ class CudaDevice:
         """Return a stopwatch on events of the compute stream, which is the worker's current stream."""
         return CudaStopwatch(self.torch_device)
 
-    def unit_memory(self) -> CudaLibraries | None:
+    def unit_memory(self) -> CudaUnitMemory | None:
         """Start measuring by the allocator's statistics.
 
         Return None where several devices share the GPU, and so the statistics.

@@ -20,13 +20,13 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.copying import Copy, Pairs
-from hydra_tune.devices.libraries import Room
+from hydra_tune.devices.copying import BackgroundCopy, Pairs
+from hydra_tune.devices.libraries import LedgerAllowance
 
 T = TypeVar("T")
 
 
-class Reach(Enum):
+class DeviceCopyRoute(Enum):
     """How bytes reach a device from another device."""
 
     NONE = "over the host only"
@@ -75,7 +75,7 @@ class DeviceStopwatch(Protocol):
 class UnitMemory(Protocol):
     """Device memory taken by a unit, measured from the creation of this object."""
 
-    def room(self, counted_bytes: int) -> Room:
+    def room(self, counted_bytes: int) -> LedgerAllowance:
         """Return the room left for the ledger, whose count during the unit was `counted_bytes` at most."""
 
 
@@ -128,20 +128,20 @@ class Device(Protocol):
     def spill(self, pairs: Pairs) -> None:
         """Copy device tensors to host tensors, pairs of (source, target); done on return."""
 
-    def start_load(self, pairs: Pairs) -> Copy:
+    def start_load(self, pairs: Pairs) -> BackgroundCopy:
         """Start copying host tensors to device tensors, while the device computes work requested later.
 
         Called on the worker thread, which has allocated the targets. Nobody may touch sources or targets before the
         copy's end.
         """
 
-    def start_spill(self, pairs: Pairs) -> Copy:
+    def start_spill(self, pairs: Pairs) -> BackgroundCopy:
         """Start copying device tensors to host tensors; otherwise like `start_load`.
 
         The copy reads the sources as left by the work requested so far.
         """
 
-    def reach(self, source: "Device") -> Reach:
+    def reach(self, source: "Device") -> DeviceCopyRoute:
         """Return how bytes of another device reach this device; constant for a pair of devices."""
 
     def take_over(self, source: "Device", pairs: Pairs) -> None:
@@ -155,7 +155,7 @@ class Device(Protocol):
             pairs: sources and targets.
         """
 
-    def start_take_over(self, source: "Device", pairs: Pairs) -> Copy:
+    def start_take_over(self, source: "Device", pairs: Pairs) -> BackgroundCopy:
         """Start copying tensors of another device to this device, like `take_over`; otherwise like `start_load`."""
 
     def synchronize(self) -> None:

@@ -17,7 +17,7 @@ LIBRARY_BYTES = 256 << 20  # per device: cuBLAS keeps up to 32 MiB for each thre
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class LedgerAllowance:
     """Device memory available to the ledger.
 
     Attributes:
@@ -29,7 +29,7 @@ class Room:
     gain_bytes: int
 
 
-class CudaLibraries:
+class CudaUnitMemory:
     """Measures a GPU's memory while a single unit runs there.
 
     Args:
@@ -49,7 +49,7 @@ class CudaLibraries:
         """Start measuring."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def room(self, counted_bytes: int) -> Room:
+    def room(self, counted_bytes: int) -> LedgerAllowance:
         """As of `device.UnitMemory`."""
         device, own = self._device, self._own_bytes
         beside = torch.cuda.max_memory_allocated(device) - own - counted_bytes
@@ -60,4 +60,4 @@ class CudaLibraries:
         limit = max(0, min(free + torch.cuda.memory_reserved(device), cap) - own - beside)
         spare = limit - max(beside, LIBRARY_BYTES) - self._budget_bytes
         gain = max(0, spare // 2) if self._gives_back else 0
-        return Room(limit_bytes=limit, gain_bytes=gain)
+        return LedgerAllowance(limit_bytes=limit, gain_bytes=gain)

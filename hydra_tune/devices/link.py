@@ -27,7 +27,7 @@ _SECONDS_PER_BLOCK = 2e-5  # overhead of each copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkCostModel:
     """Cost of copies between a device and the host.
 
     Attributes:
@@ -58,7 +58,7 @@ class LinkRates:
     both_ways: float
 
 
-def link_of(device: Device) -> Link | None:
+def link_of(device: Device) -> LinkCostModel | None:
     """Return a device's assumed link; None for a GPU, whose copy times are not comparable with seconds of the host.
 
     Args:
@@ -67,10 +67,10 @@ def link_of(device: Device) -> Link | None:
     if not isinstance(device, CpuDevice):
         return None
     pace = _BYTES_PER_SECOND if device.bandwidth is None else min(_BYTES_PER_SECOND, device.bandwidth)
-    return Link(bytes_per_second=pace, seconds_per_block=_SECONDS_PER_BLOCK)
+    return LinkCostModel(bytes_per_second=pace, seconds_per_block=_SECONDS_PER_BLOCK)
 
 
-def measured_link(device: Device) -> Link:
+def measured_link(device: Device) -> LinkCostModel:
     """Measure a device's link, for any kind of device.
 
     Args:
@@ -79,7 +79,7 @@ def measured_link(device: Device) -> Link:
     # The time of a tiny copy is almost exactly the fixed cost.
     per_block = _seconds(device, _SMALL_BYTES)
     large = max(_seconds(device, _LARGE_BYTES) - per_block, 1e-9)
-    return Link(bytes_per_second=_LARGE_BYTES / large, seconds_per_block=per_block)
+    return LinkCostModel(bytes_per_second=_LARGE_BYTES / large, seconds_per_block=per_block)
 
 
 def link_rates(device: Device) -> LinkRates:

@@ -42,7 +42,7 @@ _LOCK = threading.Lock()
 _REGISTERED: list[Library] = []  # kept alive: torch drops the wrappers with the library object
 
 
-class OwnGenerator(torch.Generator):
+class ThreadGenerator(torch.Generator):
     """A generator that counts its uses.
 
     Attributes:
@@ -122,7 +122,7 @@ def _asking(operator: OpOverload[..., Any]) -> Callable[..., Any]:
                     args = (*args[:place], own, *args[place + 1 :])
                 else:
                     kwargs[_ARGUMENT] = own
-                if isinstance(own, OwnGenerator):
+                if isinstance(own, ThreadGenerator):
                     own.moves += 1
         # Below this key, or the call would come back to this wrapper.
         return redispatch(keys.remove(_KEY), *args, **kwargs)
@@ -143,6 +143,6 @@ class _DefaultGenerator:
 
     def __getattr__(self, name: str) -> Any:
         own = _OWN.get()
-        if isinstance(own, OwnGenerator) and name not in _READING:
+        if isinstance(own, ThreadGenerator) and name not in _READING:
             own.moves += 1
         return getattr(torch.default_generator if own is None else own, name)

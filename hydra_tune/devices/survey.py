@@ -14,14 +14,14 @@ import psutil
 import torch
 
 from hydra_tune.devices import nvml
-from hydra_tune.devices.device import Device, Reach
+from hydra_tune.devices.device import Device, DeviceCopyRoute
 from hydra_tune.devices.discovery import gpu_memory, open_devices
 from hydra_tune.devices.link import LinkRates, crossing_rate, link_rates
 from hydra_tune.devices.nvml import NvmlError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundDevice:
+class SurveyedDevice:
     """A device.
 
     Attributes:
@@ -44,7 +44,7 @@ class FoundDevice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
+class PeerPath:
     """The path from a GPU's memory to another GPU's memory.
 
     Attributes:
@@ -61,7 +61,7 @@ class Crossing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class DeviceSurvey:
     """Result of a survey.
 
     Attributes:
@@ -71,8 +71,8 @@ class Survey:
         notes: sentences that explain missing devices or facts.
     """
 
-    devices: tuple[FoundDevice, ...]
-    crossings: tuple[Crossing, ...]
+    devices: tuple[SurveyedDevice, ...]
+    crossings: tuple[PeerPath, ...]
     driver: str | None
     notes: tuple[str, ...]
 
@@ -81,7 +81,7 @@ class Survey:
         return asdict(self)
 
 
-def survey(devices: str = "auto", device_memory: str | int | None = None, *, measures: bool = True) -> Survey:
+def survey(devices: str = "auto", device_memory: str | int | None = None, *, measures: bool = True) -> DeviceSurvey:
     """Survey the machine.
 
     Args:
@@ -109,16 +109,16 @@ def survey(devices: str = "auto", device_memory: str | int | None = None, *, mea
         for device in opened:
             device.close()
     version, notes = _driver()
-    return Survey(devices=found, crossings=crossings, driver=version, notes=notes)
+    return DeviceSurvey(devices=found, crossings=crossings, driver=version, notes=notes)
 
 
-def _found(device: Device, memory: tuple[int, int], *, measures: bool) -> FoundDevice:
+def _found(device: Device, memory: tuple[int, int], *, measures: bool) -> SurveyedDevice:
     free, total = memory
     model, capability = _cpu_model(), None
     if device.torch_device.type == "cuda":
         properties = torch.cuda.get_device_properties(device.torch_device)
         model, capability = properties.name, f"{properties.major}.{properties.minor}"
-    return FoundDevice(
+    return SurveyedDevice(
         name=device.name,
         model=model,
         free_bytes=free,
@@ -129,15 +129,15 @@ def _found(device: Device, memory: tuple[int, int], *, measures: bool) -> FoundD
     )
 
 
-def _crossings(devices: Sequence[Device], *, measures: bool) -> tuple[Crossing, ...]:
+def _crossings(devices: Sequence[Device], *, measures: bool) -> tuple[PeerPath, ...]:
     gpus = [device for device in devices if device.torch_device.type == "cuda"]
     found = []
     for source in gpus:
         for target in gpus:
             if source is not target:
-                is_direct = target.reach(source) is Reach.NEAR
+                is_direct = target.reach(source) is DeviceCopyRoute.NEAR
                 rate = crossing_rate(source, target) if measures and is_direct else None
-                crossing = Crossing(source=source.name, target=target.name, is_direct=is_direct, bytes_per_second=rate)
+                crossing = PeerPath(source=source.name, target=target.name, is_direct=is_direct, bytes_per_second=rate)
                 found.append(crossing)
     return tuple(found)
 

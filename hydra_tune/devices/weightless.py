@@ -18,16 +18,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.copying import Copy, Pairs
+from hydra_tune.devices.copying import BackgroundCopy, Pairs
 from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator
-from hydra_tune.devices.device import Device, Reach
-from hydra_tune.devices.link import Link
+from hydra_tune.devices.device import Device, DeviceCopyRoute
+from hydra_tune.devices.link import LinkCostModel
 from hydra_tune.devices.stopwatch import WallStopwatch
 
 T = TypeVar("T")
 
 
-class _Passing(Copy):
+class _UntimedCopy(BackgroundCopy):
     """A background copy that ends with the unit beside which it began."""
 
     def __init__(self, device: "WeightlessDevice") -> None:
@@ -51,10 +51,10 @@ class _Passing(Copy):
         return True
 
 
-class _Timed(Copy):
+class _TimedCopy(BackgroundCopy):
     """A background copy with a duration."""
 
-    def __init__(self, line: "_Line", asked: float, seconds: float) -> None:
+    def __init__(self, line: "_TimedCopyQueue", asked: float, seconds: float) -> None:
         super().__init__(())
         self._line, self.asked, self.seconds = line, asked, seconds
         self.end: float | None = None  # time of the copy's end, known once the copy has begun
@@ -86,17 +86,17 @@ class _Timed(Copy):
         return True
 
 
-class _Line:
+class _TimedCopyQueue:
     """A device's queue of background copies, in order."""
 
     def __init__(self, device: "WeightlessDevice") -> None:
         self.device = device
-        self.waiting: deque[_Timed] = deque()
+        self.waiting: deque[_TimedCopy] = deque()
         self.free_at = 0.0
 
-    def start(self, seconds: float) -> _Timed:
+    def start(self, seconds: float) -> _TimedCopy:
         """Append a copy."""
-        copy = _Timed(self, self.device.now, seconds)
+        copy = _TimedCopy(self, self.device.now, seconds)
         self.waiting.append(copy)
         return copy
 
@@ -124,7 +124,7 @@ class WeightlessDevice:
         now: virtual clock in seconds; advanced by the caller that runs units.
     """
 
-    def __init__(self, like: Device, link: Link | None = None) -> None:
+    def __init__(self, like: Device, link: LinkCostModel | None = None) -> None:
         self.name = like.name
         self.torch_device = torch.device("cpu")
         self.budget_bytes = like.budget_bytes
@@ -137,7 +137,7 @@ class WeightlessDevice:
         self.like = like
         self._link = link
         self._is_shared = isinstance(like, CpuDevice) and like.link is not None
-        self._line = _Line(self)
+        self._line = _TimedCopyQueue(self)
 
     @contextmanager
     def worker(self) -> Iterator[None]:
@@ -175,17 +175,17 @@ class WeightlessDevice:
         """Advance the clock by the copy's time; nothing is copied."""
         self._make(pairs)
 
-    def start_load(self, pairs: Pairs) -> Copy:
+    def start_load(self, pairs: Pairs) -> BackgroundCopy:
         """Queue a background copy of nothing."""
         return self._start(pairs)
 
-    def start_spill(self, pairs: Pairs) -> Copy:
+    def start_spill(self, pairs: Pairs) -> BackgroundCopy:
         """Queue a background copy of nothing."""
         return self._start(pairs)
 
-    def reach(self, source: Device) -> Reach:
+    def reach(self, source: Device) -> DeviceCopyRoute:
         """Return the reach between the two real devices."""
-        return self.like.reach(source.like) if isinstance(source, WeightlessDevice) else Reach.NONE
+        return self.like.reach(source.like) if isinstance(source, WeightlessDevice) else DeviceCopyRoute.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
         """Advance the clock by the copy's time; nothing is copied."""
@@ -199,7 +199,7 @@ class WeightlessDevice:
     def unit_memory(self) -> None:
         """Return None: there is no memory to measure."""
 
-    def start_take_over(self, source: Device, pairs: Pairs) -> Copy:
+    def start_take_over(self, source: Device, pairs: Pairs) -> BackgroundCopy:
         """Queue a background copy of nothing."""
         del source
         return self._start(pairs)
@@ -225,9 +225,9 @@ class WeightlessDevice:
         else:
             self.now += seconds
 
-    def _start(self, pairs: Pairs) -> Copy:
-        return _Passing(self) if self._link is None else self._line.start(self._seconds(self._link, pairs))
+    def _start(self, pairs: Pairs) -> BackgroundCopy:
+        return _UntimedCopy(self) if self._link is None else self._line.start(self._seconds(self._link, pairs))
 
     @staticmethod
-    def _seconds(link: Link, pairs: Pairs) -> float:
+    def _seconds(link: LinkCostModel, pairs: Pairs) -> float:
         return link.seconds(sum(target.nbytes for _, target in pairs), len(pairs))

@@ -50,18 +50,21 @@ def apart(
         # An in-place operator returns its argument. Later nodes must
         # see the stacked argument itself, not a stack of copied rows.
         places = {id(row): place for place, row in enumerate(own) if wide[place]}
-        return pytree.tree_map_only(Tensor, lambda t: _Same(places[id(t)], t) if id(t) in places else t, made)
+        return pytree.tree_map_only(
+            Tensor, lambda t: _OverwrittenArgument(places[id(t)], t) if id(t) in places else t, made
+        )
 
     rows = for_each(run, count) if draws else [run(index) for index in range(count)]
     flat = [pytree.tree_leaves(row, is_leaf=_is_same) for row in rows]
     shape = pytree.tree_structure(rows[0], is_leaf=_is_same)
     stacked = [
-        leaves[same[0].place] if isinstance(same[0], _Same) else _stack(same) for same in zip(*flat, strict=True)
+        leaves[same[0].place] if isinstance(same[0], _OverwrittenArgument) else _stack(same)
+        for same in zip(*flat, strict=True)
     ]
     return pytree.tree_unflatten(stacked, shape)
 
 
-class _Same:
+class _OverwrittenArgument:
     """A result that is an overwritten argument."""
 
     def __init__(self, place: int, tensor: Tensor) -> None:
@@ -70,7 +73,7 @@ class _Same:
 
 
 def _is_same(value: Any) -> bool:
-    return isinstance(value, _Same)
+    return isinstance(value, _OverwrittenArgument)
 
 
 def _stack(rows: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""`Attendance`: advance the members of a group between two steps.
+"""`MemberCoordinator`: advance the members of a group between two steps.
 
 Between steps members continue to their next batch, report and receive answers, end, leave, and join.
 
@@ -9,16 +9,16 @@ Note: lock-step. Every member names the batch to compute next, and members with 
 import time
 from collections.abc import Callable, Generator
 
-from hydra_tune.fusion.member import Wanted
-from hydra_tune.fusion.places import Places
-from hydra_tune.fusion.seat import Desk, Seat
-from hydra_tune.train.trial import Report
+from hydra_tune.fusion.member import MemberBatchRequest
+from hydra_tune.fusion.places import SlotTable
+from hydra_tune.fusion.seat import GroupDelegate, GroupSlot
+from hydra_tune.train.trial import PendingReport
 
 PATIENCE_SECONDS = 0.05
 """Longest wait of answered members for the other members of their report."""
 
 
-class Attendance:
+class MemberCoordinator:
     """Advances the members of a group.
 
     Args:
@@ -27,21 +27,21 @@ class Attendance:
         resize: changes the number of places, if a change is due and prepared.
     """
 
-    def __init__(self, places: Places, desk: Desk, resize: Callable[[], None]) -> None:
+    def __init__(self, places: SlotTable, desk: GroupDelegate, resize: Callable[[], None]) -> None:
         self._places = places
         self._desk = desk
         self._resize = resize
         self._waits = 0
 
-    def settled(self) -> Generator[Report, None, None]:
+    def settled(self) -> Generator[PendingReport, None, None]:
         """Advance the members until at least one wants a batch computed, or none is left."""
         while True:
             self._attend()
-            if not self._places.live or any(isinstance(seat.wants, Wanted) for seat in self._places.live):
+            if not self._places.live or any(isinstance(seat.wants, MemberBatchRequest) for seat in self._places.live):
                 return
             self._waits += 1
             # A report without metrics tells the pool that the group waits.
-            yield Report(step=self._waits, metrics={})
+            yield PendingReport(step=self._waits, metrics={})
 
     def _attend(self) -> None:
         """Process everything due between two steps.
@@ -59,11 +59,11 @@ class Attendance:
             self._attend_to(seat)
         if self._answers_are_in:
             for seat in self._places.live:
-                if isinstance(seat.wants, Report) and seat.is_answered:
+                if isinstance(seat.wants, PendingReport) and seat.is_answered:
                     self.advance(seat)
                     self._attend_to(seat)
 
-    def _attend_to(self, seat: Seat) -> None:
+    def _attend_to(self, seat: GroupSlot) -> None:
         """Advance a member until it wants a batch or waits for an answer."""
         while seat.status is None:
             if seat.stop is not None:
@@ -71,10 +71,10 @@ class Attendance:
             elif seat.is_paused:
                 self._leave(seat)
                 return
-            elif seat.wants is None or (isinstance(seat.wants, Report) and not seat.waits):
+            elif seat.wants is None or (isinstance(seat.wants, PendingReport) and not seat.waits):
                 self.advance(seat)
             else:
-                if isinstance(seat.wants, Report) and seat.waits_until is None:
+                if isinstance(seat.wants, PendingReport) and seat.waits_until is None:
                     seat.waits_until = time.monotonic() + PATIENCE_SECONDS
                     self._desk.reported(seat)
                 return
@@ -93,10 +93,10 @@ class Attendance:
     def is_due(self) -> bool:
         """Whether a waiting group has work to do; any thread may ask."""
         live = self._places.live
-        answered = any(isinstance(seat.wants, Report) and seat.is_answered for seat in live)
+        answered = any(isinstance(seat.wants, PendingReport) and seat.is_answered for seat in live)
         return any(seat.stop is not None or seat.is_paused for seat in live) or (answered and self._answers_are_in)
 
-    def advance(self, seat: Seat) -> None:
+    def advance(self, seat: GroupSlot) -> None:
         """Advance a member to its next request, or end the member."""
         if seat.stop is not None:
             self._end(seat, seat.stop)
@@ -110,7 +110,7 @@ class Attendance:
         elif seat.wants is None:
             self._end(seat, seat.member.outcome)
 
-    def _end(self, seat: Seat, status: str) -> None:
+    def _end(self, seat: GroupSlot, status: str) -> None:
         member = seat.member
         if status == "completed":
             self._places.hand_out(seat)
@@ -122,7 +122,7 @@ class Attendance:
             seat.status, seat.error, seat.module, seat.optimizer = "failed", error, None, None
         self._desk.ended(seat)
 
-    def _take_in(self, index: int, seat: Seat) -> None:
+    def _take_in(self, index: int, seat: GroupSlot) -> None:
         """Give a place to a joining member."""
         self._places.give(index, seat)
         seat.member.is_fused = True
@@ -136,13 +136,13 @@ class Attendance:
         self._places.put_in(index)
         self._places.welcome(seat)
 
-    def _leave(self, seat: Seat) -> None:
+    def _leave(self, seat: GroupSlot) -> None:
         """Let a member leave with its state."""
         self._places.leave(seat)
         self._desk.left(seat)
 
 
-def go_on(seat: Seat) -> None:
+def go_on(seat: GroupSlot) -> None:
     """Run a member's own code up to its next request; store an error instead of raising."""
     try:
         seat.go_on()

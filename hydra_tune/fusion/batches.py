@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hydra_tune.fusion.member import Wanted
-from hydra_tune.shard.batch import Leaves
-from hydra_tune.train.gathering import Picks, Source
+from hydra_tune.fusion.member import MemberBatchRequest
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.train.gathering import GatherSource, UngatheredBatches
 
 _MOST = 16  # limit on batches stacked at once, since their indices take memory
 
@@ -27,13 +27,13 @@ class StackedBatches:
         like: the largest kind of batch, if sizes differ; None: all batches have the same size.
     """
 
-    def __init__(self, wanted: Sequence[Wanted], like: Wanted | None = None) -> None:
+    def __init__(self, wanted: Sequence[MemberBatchRequest], like: MemberBatchRequest | None = None) -> None:
         self._like = (wanted[0] if like is None else like).leaves
         self._samples = None if like is None else like.num_samples
         self._wanted = wanted
-        self._source: Source | None = None
+        self._source: GatherSource | None = None
         self._length = 1
-        picks = [one.drawn for one in wanted if isinstance(one.drawn, Picks)]
+        picks = [one.drawn for one in wanted if isinstance(one.drawn, UngatheredBatches)]
         if len(picks) == len(wanted) and all(one.source.is_of(picks[0].source) for one in picks):
             self._source = picks[0].source
             self._length = min(_MOST, *(len(one) for one in picks))
@@ -44,7 +44,7 @@ class StackedBatches:
     def __len__(self) -> int:
         return self._length
 
-    def leaves(self, number: int = 0) -> Leaves:
+    def leaves(self, number: int = 0) -> BatchLeaves:
         """Return a stacked batch by its number."""
         tensors = self._tensors(number)
         if self._samples is not None:
@@ -59,7 +59,7 @@ class StackedBatches:
         first = tensor.narrow(dim, 0, 1)
         return torch.cat([tensor, first.expand(*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])], dim)
 
-    def _own(self, wanted: Wanted) -> Iterator[Tensor]:
+    def _own(self, wanted: MemberBatchRequest) -> Iterator[Tensor]:
         for tensor in wanted.tensors:
             # A batch may also hold tensors without samples, such as class weights, which must not be padded.
             has_samples = tensor.dim() > 0 and tensor.size(0) == wanted.num_samples

@@ -9,15 +9,15 @@ from torch import Tensor, fx
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.parts import arguments_of, operators_of, part_of, placeholders_of, value_of
 from hydra_tune.fusion.stacking import StackedGraph
-from hydra_tune.fusion.tails import Rows, Tail
+from hydra_tune.fusion.tails import HeadAssignment, LossHead
 from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.plan import Shard, ShardPlan
 from hydra_tune.shard.split import ShardGraph
 
 _RESULT = "result:"
 
 
-def with_tails(shard: Shard, rows: Rows, prefix: "StackedPrefix") -> Shard:
+def with_tails(shard: Shard, rows: HeadAssignment, prefix: "StackedPrefix") -> Shard:
     """Return the shard of a group whose members have different tails.
 
     Args:
@@ -35,7 +35,7 @@ def with_tails(shard: Shard, rows: Rows, prefix: "StackedPrefix") -> Shard:
         *(("constant", name) for name in constants),
         *(("input", index) for index in inputs),
     ]
-    module = _Branched(prefix, rows, names, {what: number for number, what in enumerate(places)})
+    module = _MultiHeadGraph(prefix, rows, names, {what: number for number, what in enumerate(places)})
     live_out = tuple(_RESULT + name for name in names)
     graph = replace(graph, module=module, constants=constants, inputs=inputs, live_out=live_out)
     is_training = rows.tails.plans[0].mode == "train"
@@ -48,12 +48,12 @@ def with_tails(shard: Shard, rows: Rows, prefix: "StackedPrefix") -> Shard:
     )
 
 
-def results_of(rows: Rows) -> list[str]:
+def results_of(rows: HeadAssignment) -> list[str]:
     """Return the names of all results of any member."""
     return list(dict.fromkeys(name for number in sorted(set(rows.of)) for name in rows.tails.tails[number].results))
 
 
-def with_results(plan: Plan, rows: Rows) -> Plan:
+def with_results(plan: ShardPlan, rows: HeadAssignment) -> ShardPlan:
     """Return the plan adapted to a shard made by `with_tails`."""
     names = tuple(results_of(rows))
     outputs = tuple(_RESULT + name for name in names)
@@ -86,7 +86,7 @@ class StackedPrefix:
         made_bytes: bytes of the returned values, for a single member.
     """
 
-    def __init__(self, graph: ShardGraph, code: fx.GraphModule, rows: Rows, slots: frozenset[str]) -> None:
+    def __init__(self, graph: ShardGraph, code: fx.GraphModule, rows: HeadAssignment, slots: frozenset[str]) -> None:
         tails = rows.tails
         used = [tail for number, tail in enumerate(tails.tails) if number in rows.of]
         self.made = tuple(sorted({number for tail in used for number in tail.made}))
@@ -106,13 +106,13 @@ class StackedPrefix:
         self.run = StackedGraph(part, is_stacked, slots)
 
 
-class _Branched:
+class _MultiHeadGraph:
     """Runs the beginning for all members and every tail for its members."""
 
     def __init__(
         self,
         prefix: StackedPrefix,
-        rows: Rows,
+        rows: HeadAssignment,
         names: Sequence[str],
         places: dict[tuple[str, str | int], int],
     ) -> None:
@@ -120,7 +120,7 @@ class _Branched:
         self._takes = [places[what] for what in prefix.takes]
         self._names = names
         self._branches = [
-            _Branch(tail, [index for index, own in enumerate(rows.of) if own == number], prefix.made, places)
+            _StackedHead(tail, [index for index, own in enumerate(rows.of) if own == number], prefix.made, places)
             for number, tail in enumerate(rows.tails.tails)
             if number in rows.of
         ]
@@ -147,12 +147,12 @@ class _Branched:
         return _picked(torch.cat(found), self._inverse)
 
 
-class _Branch:
+class _StackedHead:
     """A tail with its rows."""
 
     def __init__(
         self,
-        tail: Tail,
+        tail: LossHead,
         rows: list[int],
         made: Sequence[int],
         places: dict[tuple[str, str | int], int],
@@ -186,7 +186,7 @@ def _picked(value: Tensor, rows: list[int]) -> Tensor:
     return value.index_select(0, torch.tensor(rows, device=value.device))
 
 
-def _cost(rows: Rows, made_bytes: int) -> ShardCost:
+def _cost(rows: HeadAssignment, made_bytes: int) -> ShardCost:
     """Return the cost for a single member: the maximum over the tails, plus room for the rows and their gradients."""
     costs = [rows.tails.plans[number].shards[-1].cost for number in sorted(set(rows.of))]
     most = {

@@ -1,4 +1,4 @@
-"""`Buckets`: choose the members computed next, always members with the same kind of batch.
+"""`BucketScheduler`: choose the members computed next, always members with the same kind of batch.
 
 Members run out of phase: a member at the end of its epoch wants a smaller last batch or its metrics, while the others
 are in the middle of an epoch. Such a batch takes as long for a single member as for all members, so the batch waits for
@@ -13,10 +13,10 @@ forever, and members that have met once end their epochs together.
 from collections.abc import Hashable, Mapping, Sequence
 
 from hydra_tune.fusion.kinds import wanted_of
-from hydra_tune.fusion.seat import Seat
+from hydra_tune.fusion.seat import GroupSlot
 
 
-class Buckets:
+class BucketScheduler:
     """Chooses the bucket of members for every step of a group.
 
     Attributes:
@@ -31,7 +31,7 @@ class Buckets:
         self.place_steps = 0
         self._lost: dict[Hashable, int] = {}
 
-    def next(self, kinds: Mapping[Hashable, list[Seat]]) -> list[Seat]:
+    def next(self, kinds: Mapping[Hashable, list[GroupSlot]]) -> list[GroupSlot]:
         """Return the members to compute now.
 
         Args:
@@ -61,13 +61,13 @@ class Buckets:
         self.place_steps += places
 
 
-def _rank(seats: Sequence[Seat]) -> tuple[int, bool, int]:
+def _rank(seats: Sequence[GroupSlot]) -> tuple[int, bool, int]:
     """Return the sort key of the usual kind: most members, then evaluations, then the members furthest behind."""
     least = min(seat.member.progress.steps for seat in seats)
     return len(seats), wanted_of(seats[0]).mode == "evaluate", -least
 
 
-def _loss(seats: Sequence[Seat], total: int) -> int:
+def _loss(seats: Sequence[GroupSlot], total: int) -> int:
     """Return the steps that the other members lose if the given kind runs now, to the end of a run of such batches."""
     run = 1
     if wanted_of(seats[0]).mode == "evaluate":

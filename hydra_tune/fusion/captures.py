@@ -7,7 +7,7 @@ counts are read at every step, and no schedule is baked into a graph. Gradients 
 next replay overwrites a graph's memory.
 
 Note: moving state. A spilled shard returns to another address, and a graph cannot follow. The step is recorded again
-once the state has kept its addresses for a step, and given up where the state moves too often (`Course`).
+once the state has kept its addresses for a step, and given up where the state moves too often (`GraphReplayPolicy`).
 
 Note: memory. A graph holds the memory of its step exclusively between replays. The device's ledger lists the memory as
 room that is released before any block is spilled (`Pager.hold`). A released step is recorded again later, in the same
@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from hydra_tune.fusion.compiling import difference
-from hydra_tune.fusion.plan import StackedComputing
-from hydra_tune.fusion.tracing import Traced
+from hydra_tune.fusion.plan import StackedPlanExecutor
+from hydra_tune.fusion.tracing import JointTrace
 from hydra_tune.memory.lease import Lease
-from hydra_tune.memory.pager import Held
+from hydra_tune.memory.pager import DeviceCacheReservation
 from hydra_tune.shard.capture import describe
-from hydra_tune.shard.compute import Gradients, Incoming, Operands, Tape
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import Objective, loss_itself
 
@@ -44,7 +44,7 @@ _NO_ROOM = "its device has no room for what a graph keeps for itself"
 _MOST_KINDS = 4  # kinds of steps kept recorded; each holds separate memory
 
 
-class Recording(Protocol):
+class DeviceGraphRecording(Protocol):
     """A step that can be replayed.
 
     Attributes:
@@ -62,14 +62,14 @@ class Recording(Protocol):
         """Release the memory."""
 
 
-class Recorder(Protocol):
+class DeviceGraphRecorder(Protocol):
     """Makes recordings."""
 
-    def record(self, run: Callable[[], Sequence[Tensor]]) -> Recording:
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> DeviceGraphRecording:
         """Record the device work of a function; the function may run several times, and its results are not used."""
 
 
-class Course:
+class GraphReplayPolicy:
     """Decides when a step is recorded, replayed or run plainly, from addresses alone."""
 
     def __init__(self) -> None:
@@ -118,14 +118,14 @@ class Course:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _StepCaptureState:
     """A kind of step: its trace, and its recording if there is one."""
 
-    trace: Traced
-    course: Course = field(default_factory=Course)
-    recording: Recording | None = None
+    trace: JointTrace
+    course: GraphReplayPolicy = field(default_factory=GraphReplayPolicy)
+    recording: DeviceGraphRecording | None = None
     given: Sequence[Tensor] = ()
-    held: Held | None = None
+    held: DeviceCacheReservation | None = None
 
     def let_go(self) -> None:
         """Drop the recording, which may be made again. The caller releases the room on the ledger."""
@@ -135,26 +135,26 @@ class _Kept:
             recording.drop()
 
 
-class Captures:
+class GroupCaptureCache:
     """The recorded steps of a group.
 
     Args:
         recorder: records on the group's devices.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: DeviceGraphRecorder) -> None:
         self._recorder = recorder
-        self._kept: OrderedDict[tuple[int, str], _Kept] = OrderedDict()
-        self._plans: dict[int, tuple[Plan, Plan]] = {}
+        self._kept: OrderedDict[tuple[int, str], _StepCaptureState] = OrderedDict()
+        self._plans: dict[int, tuple[ShardPlan, ShardPlan]] = {}
 
-    def of(self, plan: Plan) -> Plan:
+    def of(self, plan: ShardPlan) -> ShardPlan:
         """Return a group's plan in a form that runs recorded steps where possible; the same object for every call."""
         found = self._plans.get(id(plan))
         if found is None:
             if len(self._plans) >= _MOST_KINDS:
                 self._plans.clear()
-            assert isinstance(plan.computing, StackedComputing), "not a group's plan"
-            found = self._plans[id(plan)] = plan, replace(plan, computing=CapturedComputing(plan, self))
+            assert isinstance(plan.computing, StackedPlanExecutor), "not a group's plan"
+            found = self._plans[id(plan)] = plan, replace(plan, computing=CapturedPlanExecutor(plan, self))
         return found[1]
 
     def close(self) -> None:
@@ -165,8 +165,8 @@ class Captures:
         self._plans.clear()
 
     def run(
-        self, trace: Traced, shard: ShardGraph, operands: Operands, room_bytes: int, lease: Lease | None
-    ) -> Gradients:
+        self, trace: JointTrace, shard: ShardGraph, operands: ShardOperands, room_bytes: int, lease: Lease | None
+    ) -> ShardGradients:
         """Run a step: replay, record or run plainly.
 
         Args:
@@ -189,18 +189,24 @@ class Captures:
             return trace.run(operands, noise)
         return self._recorded(kept, shard, operands, noise, room_bytes, lease)
 
-    def _kept_for(self, trace: Traced, place: str) -> _Kept:
+    def _kept_for(self, trace: JointTrace, place: str) -> _StepCaptureState:
         key = (id(trace), place)
         if key not in self._kept:
             while len(self._kept) >= _MOST_KINDS:
                 _part(self._kept.popitem(last=False)[1])
-            self._kept[key] = _Kept(trace)
+            self._kept[key] = _StepCaptureState(trace)
         self._kept.move_to_end(key)
         return self._kept[key]
 
     def _recorded(
-        self, kept: _Kept, shard: ShardGraph, operands: Operands, noise: list[Tensor], room_bytes: int, lease: Lease
-    ) -> Gradients:
+        self,
+        kept: _StepCaptureState,
+        shard: ShardGraph,
+        operands: ShardOperands,
+        noise: list[Tensor],
+        room_bytes: int,
+        lease: Lease,
+    ) -> ShardGradients:
         """Run a step plainly, and record the step alongside."""
         given = [*operands.constants, *operands.inputs, *noise]
         # Inputs exist twice beside the batch itself: as copies that
@@ -246,7 +252,7 @@ class Captures:
 
 
 @dataclass(slots=True)
-class CapturedComputing:
+class CapturedPlanExecutor:
     """Runs a group's plan, with training steps recorded where possible.
 
     Attributes:
@@ -255,37 +261,37 @@ class CapturedComputing:
         lease: lease of the running unit.
     """
 
-    plan: Plan
-    captures: Captures
+    plan: ShardPlan
+    captures: GroupCaptureCache
     lease: Lease | None = None
 
     @property
-    def stacked(self) -> StackedComputing:
+    def stacked(self) -> StackedPlanExecutor:
         """The computing for steps that are not recorded."""
-        assert isinstance(self.plan.computing, StackedComputing), "not a group's plan"
+        assert isinstance(self.plan.computing, StackedPlanExecutor), "not a group's plan"
         return self.plan.computing
 
     def forward(
-        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None
     ) -> dict[str, Tensor]:
         """As `compute.forward`."""
         return self.stacked.forward(shard, operands, needs_gradient)
 
     def taped_forward(
-        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
-    ) -> tuple[dict[str, Tensor], Tape]:
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]
+    ) -> tuple[dict[str, Tensor], ShardTape]:
         """As `compute.taped_forward`."""
         return self.stacked.taped_forward(shard, operands, needs_gradient)
 
     def backward(
         self,
         shard: ShardGraph,
-        operands: Operands,
+        operands: ShardOperands,
         *,
         needs_gradient: frozenset[str],
-        incoming: Incoming,
+        incoming: IncomingGradients,
         objective: Objective = loss_itself,
-    ) -> Gradients:
+    ) -> ShardGradients:
         """As `compute.backward`."""
         trace = self.stacked.trace_on(shard, operands)
         if trace is None or trace.code is not None:
@@ -297,18 +303,18 @@ class CapturedComputing:
         return self.captures.run(trace, shard, operands, room_bytes, self.lease)
 
 
-def _flat(trace: Traced, operands: Operands, given: Sequence[Tensor]) -> list[Tensor]:
+def _flat(trace: JointTrace, operands: ShardOperands, given: Sequence[Tensor]) -> list[Tensor]:
     """Return the outputs of a step on the given constants, inputs and noise."""
     first, last = len(operands.constants), len(operands.constants) + len(operands.inputs)
     own = replace(operands, constants=given[:first], inputs=given[first:last])
     return _outputs(trace, trace.run(own, list(given[last:])))
 
 
-def _outputs(trace: Traced, made: Gradients) -> list[Tensor]:
+def _outputs(trace: JointTrace, made: ShardGradients) -> list[Tensor]:
     return [made.outputs[trace.loss], *made.parameters.values()]
 
 
-def _replayed(kept: _Kept, recording: Recording, given: Sequence[Tensor]) -> Gradients:
+def _replayed(kept: _StepCaptureState, recording: DeviceGraphRecording, given: Sequence[Tensor]) -> ShardGradients:
     """Replay a step on the given constants, inputs and noise, and copy the results out."""
     # The copies, the replay and the copies of the outputs are
     # queued on the same stream, so no synchronization is needed.
@@ -318,7 +324,7 @@ def _replayed(kept: _Kept, recording: Recording, given: Sequence[Tensor]) -> Gra
     _put(found, recording.outputs)
     losses, *gradients = found
     named: Mapping[str, Tensor] = dict(zip(kept.trace.trained, gradients, strict=True))
-    return Gradients(live_in={}, parameters=dict(named), outputs={kept.trace.loss: losses})
+    return ShardGradients(live_in={}, parameters=dict(named), outputs={kept.trace.loss: losses})
 
 
 def _put(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -327,7 +333,7 @@ def _put(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
             torch._foreach_copy_(list(targets), list(sources))
 
 
-def _part(kept: _Kept) -> None:
+def _part(kept: _StepCaptureState) -> None:
     """Drop a recording and release its room on the ledger."""
     kept.let_go()
     held, kept.held = kept.held, None

@@ -23,7 +23,7 @@ _TRACE_STEPS = 20  # cost of tracing a group, in untraced steps of the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class FusionStepTimes:
     """Measured step times.
 
     Attributes:
@@ -58,9 +58,9 @@ class Timing:
         below, above = sorted(self.group_seconds)[-2:]
         return self._gain(size, self._on_line(below, above, size))
 
-    def with_size(self, size: int, seconds: float) -> "Timing":
+    def with_size(self, size: int, seconds: float) -> "FusionStepTimes":
         """Return the timing extended by a group size."""
-        return Timing(
+        return FusionStepTimes(
             alone_seconds=self.alone_seconds,
             drawing_seconds=self.drawing_seconds,
             group_seconds={**self.group_seconds, size: seconds},
@@ -79,7 +79,7 @@ def sizes(most: int) -> list[int]:
     return [most, *(2**power for power in range((most - 1).bit_length() - 1, 0, -1))] if most > 1 else []
 
 
-def chosen_size(timing: Timing, most: int, num_steps: float) -> int:
+def chosen_size(timing: FusionStepTimes, most: int, num_steps: float) -> int:
     """Return the largest number of trials that gain by computing together; 1 if no number gains.
 
     Args:
@@ -97,7 +97,7 @@ def chosen_size(timing: Timing, most: int, num_steps: float) -> int:
     return 1
 
 
-def next_size(timing: Timing, most: int, total_seconds: float, spent_seconds: float = 0.0) -> int | None:
+def next_size(timing: FusionStepTimes, most: int, total_seconds: float, spent_seconds: float = 0.0) -> int | None:
     """Return the next size to time; None if the choice is clear, or timing would cost too much.
 
     Args:
@@ -129,7 +129,7 @@ def next_size(timing: Timing, most: int, total_seconds: float, spent_seconds: fl
     return next((size for size in larger if cost * size <= left + _expected_hope(timing, size, total_seconds)), None)
 
 
-def _expected_hope(timing: Timing, size: int, total_seconds: float) -> float:
+def _expected_hope(timing: FusionStepTimes, size: int, total_seconds: float) -> float:
     """Return `_hope` for an extrapolated gain; negative infinity, so that nothing is spent, if no gain is expected."""
     gain = timing.expected_gain(size) or 0.0
     return _hope(total_seconds, gain) if gain >= LEAST_GAIN else float("-inf")
@@ -140,13 +140,13 @@ def _hope(total_seconds: float, gain: float) -> float:
     return _HOPE_SHARE * total_seconds * max(0.0, 1 - 1 / gain)
 
 
-def _worst_cost(timing: Timing, size: int) -> float:
+def _worst_cost(timing: FusionStepTimes, size: int) -> float:
     """Return the worst-case seconds of timing a size, assuming only that larger groups take longer."""
     seconds = [known for count, known in timing.group_seconds.items() if count > size]
     return _PROBE_STEPS * min(timing.alone_seconds / _WORST_GAIN * size, *seconds, float("inf"))
 
 
-def why(timing: Timing, size: int, most: int) -> str:
+def why(timing: FusionStepTimes, size: int, most: int) -> str:
     """Describe a choice in words, with its numbers."""
     seen = ", ".join(
         f"{count} together {seconds / count * 1e3:.3g} ms each ({timing.gain(count):.2f}x)"

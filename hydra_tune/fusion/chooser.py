@@ -1,4 +1,4 @@
-"""`Chooser`: decide for `fusion="auto"` how many fusable trials compute together, by timing real steps."""
+"""`GroupSizeChooser`: decide for `fusion="auto"` how many fusable trials compute together, by timing real steps."""
 
 import logging
 import threading
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.choice import Timing, chosen_size, next_size, why
-from hydra_tune.fusion.member import Member, Wanted
-from hydra_tune.fusion.plans import GroupPlans
-from hydra_tune.fusion.probe import Bench
-from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.fusion.choice import FusionStepTimes, chosen_size, next_size, why
+from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.plans import GroupPlanFactory
+from hydra_tune.fusion.probe import FusionBenchmark
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _LEAST_STEPS = 400  # for all trials together; timing a trial's step costs about ten steps
@@ -22,7 +22,7 @@ _UNKNOWN_STEPS = 1000  # assumed for a trial whose data has unknown length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class GroupSizeChoice:
     """A choice of group size.
 
     Attributes:
@@ -33,15 +33,15 @@ class Choice:
 
     size: int
     why: str
-    timing: Timing | None = None
+    timing: FusionStepTimes | None = None
 
 
-class UntracedPlans(GroupPlans):
+class UntracedPlanFactory(GroupPlanFactory):
     """Plans that run operator by operator, since tracing a step takes longer than timing it."""
 
     @staticmethod
     def trace(
-        prepared: Prepared,
+        prepared: PreparedPlan,
         state: dict[str, Tensor],
         inputs: tuple[Tensor, ...],
         count: int,
@@ -53,7 +53,7 @@ class UntracedPlans(GroupPlans):
         """Do nothing."""
 
 
-class Chooser:
+class GroupSizeChooser:
     """Times steps on the requesting device, and caches the results. Thread-safe; requests are answered one at a time.
 
     Args:
@@ -62,9 +62,9 @@ class Chooser:
 
     def __init__(self, library: PlanLibrary) -> None:
         self._library = library
-        self._plans = UntracedPlans(library)
+        self._plans = UntracedPlanFactory(library)
         self._lock = threading.Lock()
-        self._timings: dict[Hashable, Timing] = {}
+        self._timings: dict[Hashable, FusionStepTimes] = {}
         self._refused: dict[
             Hashable, float
         ] = {}  # optimizer steps of all trials together, for which fusion did not pay
@@ -89,8 +89,14 @@ class Chooser:
         return kind not in self._timings and num_steps < _LEAST_STEPS
 
     def choose(
-        self, kind: Hashable, member: Member, wanted: Wanted, device: Device, num_steps: Sequence[float], most: int
-    ) -> Choice:
+        self,
+        kind: Hashable,
+        member: MemberTrial,
+        wanted: MemberBatchRequest,
+        device: Device,
+        num_steps: Sequence[float],
+        most: int,
+    ) -> GroupSizeChoice:
         """Choose how many trials to compute together.
 
         Args:
@@ -115,12 +121,18 @@ class Chooser:
         return choice
 
     def _chosen(
-        self, kind: Hashable, member: Member, wanted: Wanted, device: Device, num_steps: float, most: int
-    ) -> Choice:
+        self,
+        kind: Hashable,
+        member: MemberTrial,
+        wanted: MemberBatchRequest,
+        device: Device,
+        num_steps: float,
+        most: int,
+    ) -> GroupSizeChoice:
         timing = self._timings.get(kind)
         if self._are_few(kind, num_steps):
-            return Choice(size=1, why=_too_few(num_steps))
-        bench = Bench(member.task, member.built()[0], wanted.batch, self._library, device)
+            return GroupSizeChoice(size=1, why=_too_few(num_steps))
+        bench = FusionBenchmark(member.task, member.built()[0], wanted.batch, self._library, device)
         began = bench.now()
         try:
             if timing is None:
@@ -131,23 +143,25 @@ class Chooser:
         except Exception as error:  # a genuine error comes up again where the trial runs
             _LOGGER.info("what fusion would gain cannot be timed", exc_info=True)
             if timing is None or not timing.group_seconds:
-                return Choice(size=1, why=f"what it would gain cannot be timed: {type(error).__name__}: {error}")
+                return GroupSizeChoice(
+                    size=1, why=f"what it would gain cannot be timed: {type(error).__name__}: {error}"
+                )
             # A larger group failed, out of memory for example; the smaller groups timed before may gain all the same.
         self._timings[kind] = timing
         size = chosen_size(timing, most, num_steps)
-        return Choice(size=size, why=why(timing, size, most), timing=timing)
+        return GroupSizeChoice(size=size, why=why(timing, size, most), timing=timing)
 
 
 def _too_few(num_steps: float) -> str:
     return f"{num_steps:.0f} optimizer steps in all are too few to find out what fusion would gain"
 
 
-def timed_alone(bench: Bench) -> Timing:
+def timed_alone(bench: FusionBenchmark) -> FusionStepTimes:
     """Time a step of a single trial."""
-    return Timing(alone_seconds=bench.alone(), drawing_seconds=bench.drawing())
+    return FusionStepTimes(alone_seconds=bench.alone(), drawing_seconds=bench.drawing())
 
 
-def steps_of(member: Member) -> float:
+def steps_of(member: MemberTrial) -> float:
     """Return the remaining optimizer steps of a trial, as far as its data has a known length."""
     total = member.progress.num_steps
     return _UNKNOWN_STEPS if total is None else total - member.progress.steps

@@ -12,16 +12,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hydra_tune.fusion.tracing import Traced
+from hydra_tune.fusion.tracing import JointTrace
 from hydra_tune.shard.capture import describe
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.split import compiled
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _TOLERANCE = 1e-3  # relative to a tensor's largest value
 
 
-def compiled_trace(trace: Traced, backend: str, operands: Operands, written: Sequence[int], count: int) -> Traced:
+def compiled_trace(
+    trace: JointTrace, backend: str, operands: ShardOperands, written: Sequence[int], count: int
+) -> JointTrace:
     """Return the trace with compiled code, or the trace unchanged if compiling fails.
 
     Nothing else may compute meanwhile.
@@ -47,7 +49,7 @@ def compiled_trace(trace: Traced, backend: str, operands: Operands, written: Seq
     return replace(trace, code=made)
 
 
-def _filled(trace: Traced, operands: Operands, count: int) -> list[Tensor]:
+def _filled(trace: JointTrace, operands: ShardOperands, count: int) -> list[Tensor]:
     """Return synthetic operands and noise: small positive numbers, and zeros for integers, which are valid indices."""
     # A separate generator with a fixed seed: both runs see equal inputs, and no trial's stream advances.
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""`Computing`: compute the members' batches together as units on stacked tensors, and hand every member its results."""
+"""`GroupExecutor`: compute the members' batches together as units on stacked tensors, and hand every member its results."""
 
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -8,25 +8,25 @@ from hydra_tune.devices.device import Device
 from hydra_tune.fusion.attendance import go_on
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.kinds import wanted_of
-from hydra_tune.fusion.measured import Ways
-from hydra_tune.fusion.member import Wanted
+from hydra_tune.fusion.measured import StepPlanAutotuner
+from hydra_tune.fusion.member import MemberBatchRequest
 from hydra_tune.fusion.optimizers import StackedOptimizer
-from hydra_tune.fusion.pair_round import Half
-from hydra_tune.fusion.places import Places
-from hydra_tune.fusion.planned_round import PlannedRound, PlannedSteps
-from hydra_tune.fusion.rounds import Round, Rules
-from hydra_tune.fusion.seat import Seat
+from hydra_tune.fusion.pair_round import PairRoundHalf
+from hydra_tune.fusion.places import SlotTable
+from hydra_tune.fusion.planned_round import GroupStepRunner, PlannedRound
+from hydra_tune.fusion.rounds import GroupRound, RoundContext
+from hydra_tune.fusion.seat import GroupSlot
 from hydra_tune.fusion.steps import GroupEvaluation, GroupStep
-from hydra_tune.fusion.tails import Rows
-from hydra_tune.shard.batch import Leaves
+from hydra_tune.fusion.tails import HeadAssignment
+from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.training_batch import Part
+from hydra_tune.train.training_batch import BatchPart
 
 _UNKNOWN = 0  # number of batches in a step whose last batch is only known afterwards
 
 
-class Computing:
+class GroupExecutor:
     """Computes batches for the members of a group.
 
     Args:
@@ -38,13 +38,13 @@ class Computing:
         round: the round under way, if any.
     """
 
-    def __init__(self, places: Places, device: Device) -> None:
+    def __init__(self, places: SlotTable, device: Device) -> None:
         self._places = places
         self._device = device
-        self.rows: Rows | None = None
-        self.round: Round | None = None
+        self.rows: HeadAssignment | None = None
+        self.round: GroupRound | None = None
 
-    def batches_of(self, bucket: Sequence[Seat], like: Wanted | None) -> StackedBatches:
+    def batches_of(self, bucket: Sequence[GroupSlot], like: MemberBatchRequest | None) -> StackedBatches:
         """Return the members' batches; a resting member computes on another member's batch."""
         wanted = {id(seat): wanted_of(seat) for seat in bucket}
         first = wanted_of(bucket[0])
@@ -52,12 +52,12 @@ class Computing:
 
     def go_round(
         self,
-        bucket: Sequence[Seat],
-        part: Part,
+        bucket: Sequence[GroupSlot],
+        part: BatchPart,
         batches: StackedBatches,
         resting: Collection[int],
-        like: Wanted | None,
-        planned: Ways[PlannedSteps] | None = None,
+        like: MemberBatchRequest | None,
+        planned: StepPlanAutotuner[GroupStepRunner] | None = None,
         *,
         is_all: bool = True,
     ) -> Generator[PendingUnit, None, int]:
@@ -66,7 +66,7 @@ class Computing:
         If the bucket holds all members, the members advance inside the unit.
         """
         given = self._of_round(bucket, part, batches, resting, like, is_all=is_all)
-        self.round = going = Round(*given) if planned is None else PlannedRound(*given, planned)
+        self.round = going = GroupRound(*given) if planned is None else PlannedRound(*given, planned)
         try:
             yield going.unit()
         finally:
@@ -75,31 +75,33 @@ class Computing:
 
     def half(
         self,
-        bucket: Sequence[Seat],
-        part: Part,
+        bucket: Sequence[GroupSlot],
+        part: BatchPart,
         batches: StackedBatches,
         resting: Collection[int],
         *,
         is_all: bool,
-    ) -> Half:
+    ) -> PairRoundHalf:
         """Return the same steps prepared to run in turn with another group's steps."""
-        return Half(*self._of_round(bucket, part, batches, resting, None, is_all=is_all))
+        return PairRoundHalf(*self._of_round(bucket, part, batches, resting, None, is_all=is_all))
 
     def _of_round(
         self,
-        bucket: Sequence[Seat],
-        part: Part,
+        bucket: Sequence[GroupSlot],
+        part: BatchPart,
         batches: StackedBatches,
         resting: Collection[int],
-        like: Wanted | None,
+        like: MemberBatchRequest | None,
         *,
         is_all: bool,
-    ) -> tuple[Rules, StackedBatches, Leaves, Callable[[Sequence[Any]], None], Callable[[], StackedBatches | None]]:
-        """Return the arguments of a `Round`."""
+    ) -> tuple[
+        RoundContext, StackedBatches, BatchLeaves, Callable[[Sequence[Any]], None], Callable[[], StackedBatches | None]
+    ]:
+        """Return the arguments of a `GroupRound`."""
         state = self._places.state
         assert state is not None
         alike = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
-        rules = Rules(
+        rules = RoundContext(
             plan=part.plan,
             times=part.times,
             state=state,
@@ -132,7 +134,7 @@ class Computing:
 
         return rules, batches, part.leaves, settle, next_batches
 
-    def step(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
+    def step(self, part: BatchPart, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
         """Run a step for the active members."""
         step = GroupStep(1, state, self._places.streams, self._device, self._places.gradients)
         step.resting = tuple(resting)
@@ -145,9 +147,9 @@ class Computing:
 
     def accumulated(
         self,
-        members: Sequence[Seat],
-        prepare: Callable[[Sequence[Seat]], tuple[Sequence[Seat], Part, Collection[int]]],
-        advance: Callable[[Seat], None],
+        members: Sequence[GroupSlot],
+        prepare: Callable[[Sequence[GroupSlot]], tuple[Sequence[GroupSlot], BatchPart, Collection[int]]],
+        advance: Callable[[GroupSlot], None],
     ) -> Generator[PendingUnit, None, None]:
         """Run a step of several batches for each of some members, which begin the step together.
 
@@ -163,7 +165,7 @@ class Computing:
         places, step = self._places, None
         left = {id(seat): seat.member.task.accumulate for seat in members}
         try:
-            while going := [seat for seat in members if left[id(seat)] and isinstance(seat.wants, Wanted)]:
+            while going := [seat for seat in members if left[id(seat)] and isinstance(seat.wants, MemberBatchRequest)]:
                 together, part, resting = prepare(going)
                 if step is None:
                     assert places.state is not None
@@ -186,7 +188,7 @@ class Computing:
             if step is not None:
                 step.close()
 
-    def _updated(self, step: GroupStep, members: Sequence[Seat]) -> Generator[PendingUnit, None, None]:
+    def _updated(self, step: GroupStep, members: Sequence[GroupSlot]) -> Generator[PendingUnit, None, None]:
         """Finish a step whose batches have run, for the given members."""
         taking_part = {id(seat) for seat in members}
         active = [id(seat) in taking_part for seat in self._places.seats]
@@ -196,7 +198,9 @@ class Computing:
         self._places.streams.active = state.optimizer.active = active
         yield from step.finish()
 
-    def evaluated(self, part: Part, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
+    def evaluated(
+        self, part: BatchPart, state: ModelState, resting: Collection[int]
+    ) -> Generator[PendingUnit, None, None]:
         """Evaluate a batch of every active member."""
         evaluation = GroupEvaluation(part.plan, part.times, state, part.leaves, self._places.streams, self._device)
         evaluation.resting = tuple(resting)
@@ -221,16 +225,16 @@ class Computing:
                 ]
 
 
-def are_padded(bucket: Sequence[Seat]) -> bool:
+def are_padded(bucket: Sequence[GroupSlot]) -> bool:
     """Return whether the batches of a bucket have several sizes."""
     first = wanted_of(bucket[0]).leaves
     now = (wanted_of(seat).leaves for seat in bucket)
     return any(leaves is not first and leaves.signature != first.signature for leaves in now)
 
 
-def _wants_alike(seat: Seat, first: Wanted) -> bool:
+def _wants_alike(seat: GroupSlot, first: MemberBatchRequest) -> bool:
     """Return whether a member's next batch is of the same kind as `first`."""
     now = seat.wants
-    if not isinstance(now, Wanted) or now.mode != first.mode:
+    if not isinstance(now, MemberBatchRequest) or now.mode != first.mode:
         return False
     return now.leaves is first.leaves or now.leaves.signature == first.leaves.signature

@@ -15,7 +15,7 @@ COUNTS, LOSS = "samples_that_count", "counted_loss"
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class MaskedReduction:
     """A reduction over samples for stacked members, each with its own number of samples that count.
 
     The padding contributes zero to the result and receives zero gradients, whatever finite values it holds.
@@ -71,12 +71,12 @@ class Counted:
         return total / (target != ignored).sum(1) if self.reduction == _MEAN else total
 
 
-def counted_loss(loss: Counted, counts: Tensor, *tensors: Tensor) -> Tensor:
+def counted_loss(loss: MaskedReduction, counts: Tensor, *tensors: Tensor) -> Tensor:
     """Call `loss`; the target of graph nodes that reduce over the samples that count."""
     return loss(counts, *tensors)
 
 
-def with_counts(code: fx.GraphModule, counted: Mapping[str, Counted], after: int) -> fx.GraphModule:
+def with_counts(code: fx.GraphModule, counted: Mapping[str, MaskedReduction], after: int) -> fx.GraphModule:
     """Return a graph that takes the number of samples that count, and reduces over those samples.
 
     Args:

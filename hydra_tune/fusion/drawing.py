@@ -2,10 +2,11 @@
 
 Note: on a GPU. Most operators on a GPU draw from the GPU's default generator and accept no other. Dropout is among them
 and has a kernel of its own (`torch.native_dropout`). While a member draws, the default generator is therefore set to
-the state of the member's stream (`TurnsGenerator`). Dropout masks are drawn by the dropout kernel, in separate memory
-for each member, so a member gets the same masks as in an unfused run, whatever the size of the group. Fused attention
-draws inside its kernels, and cuDNN's recurrent layers keep a separate generator in cuDNN. In both cases a group draws
-with torch's plain kernels from the members' own streams, and the numbers differ from the numbers of the fused kernels.
+the state of the member's stream (`TurnTakingGenerator`). Dropout masks are drawn by the dropout kernel, in separate
+memory for each member, so a member gets the same masks as in an unfused run, whatever the size of the group. Fused
+attention draws inside its kernels, and cuDNN's recurrent layers keep a separate generator in cuDNN. In both cases a
+group draws with torch's plain kernels from the members' own streams, and the numbers differ from the numbers of the
+fused kernels.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -71,7 +72,7 @@ class GroupGenerator(torch.Generator):
         return drawing_from(self.members[index])
 
 
-class TurnsGenerator(GroupGenerator):
+class TurnTakingGenerator(GroupGenerator):
     """The streams of a group's members on a GPU, taking turns with the GPU's default generator.
 
     Args:
@@ -103,7 +104,7 @@ class TurnsGenerator(GroupGenerator):
         return torch.stack(self.states)
 
     @override
-    def set_state(self, state: Tensor) -> "TurnsGenerator":
+    def set_state(self, state: Tensor) -> "TurnTakingGenerator":
         self.states = [row.clone() for row in state]
         return self
 
@@ -118,7 +119,7 @@ class TurnsGenerator(GroupGenerator):
 
 
 @dataclass(frozen=True, slots=True)
-class Noise:
+class HoistedDraw:
     """Random numbers of a graph that can be drawn before the graph runs.
 
     Attributes:
@@ -144,7 +145,7 @@ class Noise:
 
     def draw(self, group: GroupGenerator, device: torch.device) -> Tensor:
         """Draw the numbers of all members, stacked along a first dimension."""
-        if isinstance(group, TurnsGenerator):
+        if isinstance(group, TurnTakingGenerator):
             (made,) = _in_turns([self], group, device)
             return made
         if self.slot is not None:
@@ -200,14 +201,14 @@ def dropout_mask(like: Tensor, kept: float) -> Tensor:
     return torch.native_dropout(whole, 1 - kept, True)[1].to(like.dtype)
 
 
-def draw_all(noise: Sequence[Noise], group: GroupGenerator, device: torch.device) -> list[Tensor]:
+def draw_all(noise: Sequence[HoistedDraw], group: GroupGenerator, device: torch.device) -> list[Tensor]:
     """Draw the numbers of all members, for every entry of `noise` in order."""
-    if isinstance(group, TurnsGenerator):
+    if isinstance(group, TurnTakingGenerator):
         return _in_turns(noise, group, device)
     return [one.draw(group, device) for one in noise]
 
 
-def _in_turns(noise: Sequence[Noise], group: TurnsGenerator, device: torch.device) -> list[Tensor]:
+def _in_turns(noise: Sequence[HoistedDraw], group: TurnTakingGenerator, device: torch.device) -> list[Tensor]:
     """Draw all numbers of each member in a single turn."""
     made = [one.room(len(group.active), device).zero_() for one in noise]
     for index, active in enumerate(group.active):
@@ -221,22 +222,22 @@ def _in_turns(noise: Sequence[Noise], group: TurnsGenerator, device: torch.devic
 
 
 @dataclass(slots=True)
-class _Noted:
+class _DrawTape:
     """Random draws of a run: recorded in the first run, supplied in later runs."""
 
-    found: list[Noise]
+    found: list[HoistedDraw]
     given: Iterator[Tensor] | None
     is_hoistable: bool = True
     refused: list[str] = field(default_factory=list)
 
 
-_NOTED: ContextVar[_Noted | None] = ContextVar("noise of a traced run", default=None)
+_NOTED: ContextVar[_DrawTape | None] = ContextVar("noise of a traced run", default=None)
 
 
 @contextmanager
-def noting() -> Iterator[_Noted]:
+def noting() -> Iterator[_DrawTape]:
     """Record the draws of a run on fake tensors, without drawing."""
-    noted = _Noted([], None)
+    noted = _DrawTape([], None)
     token = _NOTED.set(noted)
     try:
         yield noted
@@ -247,7 +248,7 @@ def noting() -> Iterator[_Noted]:
 @contextmanager
 def given(noise: Sequence[Tensor]) -> Iterator[None]:
     """Supply a run with the given numbers, in order, instead of drawing."""
-    token = _NOTED.set(_Noted([], iter(noise)))
+    token = _NOTED.set(_DrawTape([], iter(noise)))
     try:
         yield
     finally:
@@ -274,13 +275,13 @@ def drawn(
         count: number of members.
         strides: strides of the result in an unfused run, which decide the order of the draws; by default the strides of
             the first argument.
-        is_dropout: as of `Noise`.
+        is_dropout: as of `HoistedDraw`.
     """
     noted = _NOTED.get()
     if noted is not None:
         return _noted(noted, target, arguments, is_stacked, count, strides, is_dropout=is_dropout)
     group = _group()
-    if isinstance(group, TurnsGenerator) and is_dropout:
+    if isinstance(group, TurnTakingGenerator) and is_dropout:
         one = arguments[0][0] if is_stacked[0] else arguments[0]
         lies = one.stride() if strides is None else strides
         return _noise(target, one.shape, lies, one.dtype, arguments[1:], is_dropout=True).draw(group, one.device)
@@ -292,7 +293,7 @@ def drawn(
         own = [_of_member(a, index) if stacked else a for a, stacked in zip(arguments, is_stacked, strict=True)]
         if _overwrites_first(target):  # an in-place primitive must not write into the stacked argument
             own[0] = own[0].clone() if strides is None else _lying(own[0], strides)
-        if isinstance(group, TurnsGenerator):
+        if isinstance(group, TurnTakingGenerator):
             with group.turn(index):
                 rows.append(target(*own, **keywords))
         else:
@@ -308,7 +309,7 @@ def masks(slot: str, like: Tensor, strides: Sequence[int] | None = None, *, is_d
         slot: name of the node.
         like: a stacked tensor with the shape of the masks.
         strides: as of `drawn`.
-        is_dropout: as of `Noise`.
+        is_dropout: as of `HoistedDraw`.
     """
     target = torch.ops.aten.bernoulli_.float
     lies = like.stride()[1:] if strides is None else strides
@@ -354,7 +355,7 @@ def _group() -> GroupGenerator:
 
 
 def _noted(
-    noted: _Noted,
+    noted: _DrawTape,
     target: Any,
     arguments: tuple[Any, ...],
     is_stacked: Sequence[bool],
@@ -386,12 +387,12 @@ def _noise(
     slot: str | None = None,
     *,
     is_dropout: bool = False,
-) -> Noise:
+) -> HoistedDraw:
     """Return the draw for a tensor with the given layout, with gaps between elements removed."""
     # `empty_like` closes gaps but keeps the order of dimensions,
     # and the order decides which element gets which number.
     dense = torch.empty_like(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
-    return Noise(target, shape, dense.stride(), dtype, arguments, slot, is_dropout)
+    return HoistedDraw(target, shape, dense.stride(), dtype, arguments, slot, is_dropout)
 
 
 def _of_member(value: Any, index: int) -> Any:

@@ -18,13 +18,13 @@ MAX_ELEMENTS = 1 << 20
 _torch: Any = torch  # torch types its list functions for some kinds of lists only
 
 Numbers = float | Sequence[Tensor]
-"""Factor for a `Flat`: a number, or a tensor for each part that broadcasts to the part."""
+"""Factor for a `FlatTensor`: a number, or a tensor for each part that broadcasts to the part."""
 
 _MAX_GAP_BYTES = 1024
 
 
 @dataclass(slots=True)
-class Flat:
+class FlatTensor:
     """Tensors that lie contiguously in memory.
 
     Attributes:
@@ -50,7 +50,7 @@ class Flat:
         else:
             _torch._foreach_add_(self.parts, numbers)
 
-    def product_(self, other: "Flat", numbers: Numbers) -> None:
+    def product_(self, other: "FlatTensor", numbers: Numbers) -> None:
         """Overwrite with another's values, each multiplied by its number."""
         if isinstance(numbers, float):
             torch.mul(other.whole, numbers, out=self.whole)
@@ -58,21 +58,21 @@ class Flat:
         for part, own, number in zip(self.parts, other.parts, numbers, strict=True):
             torch.mul(own, number, out=part)
 
-    def add_product_(self, other: "Flat", numbers: Numbers) -> None:
+    def add_product_(self, other: "FlatTensor", numbers: Numbers) -> None:
         """Add another's values, each multiplied by its number."""
         if isinstance(numbers, float):
             self.whole.add_(other.whole, alpha=numbers)
         else:
             _torch._foreach_addcmul_(self.parts, other.parts, numbers)
 
-    def lerp_(self, other: "Flat", numbers: Numbers) -> None:
+    def lerp_(self, other: "FlatTensor", numbers: Numbers) -> None:
         """Interpolate towards another's values by the given weights."""
         if isinstance(numbers, float):
             self.whole.lerp_(other.whole, numbers)
         else:
             _torch._foreach_lerp_(self.parts, other.parts, numbers)
 
-    def average_square_(self, other: "Flat", kept: Numbers, added: Numbers) -> None:
+    def average_square_(self, other: "FlatTensor", kept: Numbers, added: Numbers) -> None:
         """Scale by `kept`, and add another's squares scaled by `added`."""
         self.mul_(kept)
         if isinstance(added, float):
@@ -83,7 +83,7 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FlatLayout:
     """Memory layout of tensors of the same dtype, relative to the first tensor, in elements."""
 
     offsets: tuple[int, ...]
@@ -98,12 +98,12 @@ class Layout:
             for offset, (shape, stride) in zip(self.offsets, self.geometry, strict=True)
         ]
 
-    def new(self, like: Tensor) -> Flat:
+    def new(self, like: Tensor) -> FlatTensor:
         """Return zeros in the layout."""
         whole = like.new_zeros(self.size)
-        return Flat(whole, self.parts(whole))
+        return FlatTensor(whole, self.parts(whole))
 
-    def room(self, like: Tensor) -> Flat:
+    def room(self, like: Tensor) -> FlatTensor:
         """Return uninitialized tensors in the layout; the gaps are zeros."""
         whole = like.new_empty(self.size)
         last = 0
@@ -112,9 +112,9 @@ class Layout:
                 # Operators compute on the gaps too, and leftover bytes may be NaN, infinite or denormal.
                 whole[last:offset].zero_()
             last = offset + shape.numel()
-        return Flat(whole, self.parts(whole))
+        return FlatTensor(whole, self.parts(whole))
 
-    def gathered(self, tensors: Sequence[Tensor]) -> Flat:
+    def gathered(self, tensors: Sequence[Tensor]) -> FlatTensor:
         """Return the tensors as they are if they fill a buffer in the layout, otherwise copies in this layout."""
         if self._is_whole(tensors):
             found = self.found(tensors)
@@ -124,7 +124,7 @@ class Layout:
         _torch._foreach_copy_(made.parts, tensors)
         return made
 
-    def found(self, tensors: Sequence[Tensor]) -> Flat | None:
+    def found(self, tensors: Sequence[Tensor]) -> FlatTensor | None:
         """Return tensors of matching shapes and strides as a single tensor; None if they do not lie in the layout."""
         first = tensors[0]
         size, start = first.element_size(), first.data_ptr()
@@ -133,7 +133,7 @@ class Layout:
                 return None
         if first.storage_offset() + self.size > first.untyped_storage().nbytes() // size:
             return None  # neighbours in memory by chance, in different buffers
-        return Flat(first.detach().as_strided((self.size,), (1,)), tensors)
+        return FlatTensor(first.detach().as_strided((self.size,), (1,)), tensors)
 
     def _is_whole(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether tensors fill a buffer of their own, so that the gaps belong to no other tensor."""
@@ -146,7 +146,7 @@ class Layout:
         return all((t.shape, t.stride()) == one for t, one in zip(tensors, self.geometry, strict=True))
 
 
-def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[Layout, list[tuple[Tensor, Any]]]]:
+def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[FlatLayout, list[tuple[Tensor, Any]]]]:
     """Group tensors that lie contiguously; return the layout and tensors of each group.
 
     Args:
@@ -169,10 +169,10 @@ def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[Layout, list[tuple
     return [(_layout([tensor for tensor, _ in run]), run) for run in found]
 
 
-def _layout(tensors: Sequence[Tensor]) -> Layout:
+def _layout(tensors: Sequence[Tensor]) -> FlatLayout:
     start, size = tensors[0].data_ptr(), tensors[0].element_size()
     offsets = tuple((tensor.data_ptr() - start) // size for tensor in tensors)
-    return Layout(
+    return FlatLayout(
         offsets=offsets,
         size=offsets[-1] + tensors[-1].numel(),
         geometry=tuple((tensor.shape, tensor.stride()) for tensor in tensors),

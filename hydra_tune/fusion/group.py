@@ -9,34 +9,34 @@ from collections.abc import Callable, Collection, Generator, Hashable, Mapping, 
 
 from hydra_tune.devices.cuda_graphs import CudaRecorder
 from hydra_tune.devices.device import Device
-from hydra_tune.fusion.attendance import Attendance
+from hydra_tune.fusion.attendance import MemberCoordinator
 from hydra_tune.fusion.batches import StackedBatches
-from hydra_tune.fusion.buckets import Buckets
-from hydra_tune.fusion.captures import Captures
-from hydra_tune.fusion.computing import Computing, are_padded
-from hydra_tune.fusion.kinds import Kinds, wanted_of
-from hydra_tune.fusion.likeness import Likeness
-from hydra_tune.fusion.member import Member, Wanted
-from hydra_tune.fusion.offer import Offer
+from hydra_tune.fusion.buckets import BucketScheduler
+from hydra_tune.fusion.captures import GroupCaptureCache
+from hydra_tune.fusion.computing import GroupExecutor, are_padded
+from hydra_tune.fusion.kinds import GroupPlanCache, wanted_of
+from hydra_tune.fusion.likeness import MemberDifferences
+from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.offer import PairingOffer
 from hydra_tune.fusion.optimizers import StackedOptimizer
-from hydra_tune.fusion.places import Places
+from hydra_tune.fusion.places import SlotTable
 from hydra_tune.fusion.plan import is_traced
 from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_round import PlannedGroup
-from hydra_tune.fusion.plans import GroupPlans
+from hydra_tune.fusion.planned_round import PlannedStepCache
+from hydra_tune.fusion.plans import GroupPlanFactory
 from hydra_tune.fusion.rounds import may_go_round
-from hydra_tune.fusion.seat import Desk, Seat
-from hydra_tune.fusion.sizes import Sizes
+from hydra_tune.fusion.seat import GroupDelegate, GroupSlot
+from hydra_tune.fusion.sizes import GroupResizePolicy
 from hydra_tune.fusion.stack import StackedModule, adopt, stacked_optimizer
 from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.tenant import Tenant
-from hydra_tune.shard.library import PlanLibrary, Prepared
-from hydra_tune.train.shared_times import SharedTimes
-from hydra_tune.train.spread import Spread
+from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.train.shared_times import SharedUnitTimes
+from hydra_tune.train.spread import ParallelStep
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.training_batch import Part
-from hydra_tune.train.trial import Report, Trial
+from hydra_tune.train.training_batch import BatchPart
+from hydra_tune.train.trial import PendingReport, Trial
 
 _MAX_STACKED = 64  # stacked plans that a group remembers
 
@@ -69,35 +69,35 @@ class GroupTrial(Trial):
     hands_back = False
     goes_back = False
     takes_turns = False
-    offer: Offer | None = None
+    offer: PairingOffer | None = None
     beside: "GroupTrial | None" = None
 
     def __init__(
         self,
-        seats: Sequence[Seat],
-        plans: GroupPlans,
+        seats: Sequence[GroupSlot],
+        plans: GroupPlanFactory,
         library: PlanLibrary,
         device: Device,
-        desk: Desk,
+        desk: GroupDelegate,
         host: HostTier | None = None,
-        tenant: Tenant | None = None,
-        times: SharedTimes | None = None,
+        tenant: TrialMemoryContext | None = None,
+        times: SharedUnitTimes | None = None,
         most: int | None = None,
         planner: StepPlanner | None = None,
     ) -> None:
         super().__init__(seats[0].member.task, library, device, None, host, tenant, times)
-        self.buckets = Buckets()
+        self.buckets = BucketScheduler()
         self._desk = desk
-        self._sizes = Sizes(len(seats) if most is None else most)
+        self._sizes = GroupResizePolicy(len(seats) if most is None else most)
         self._group_plans = plans
-        self._times = times or SharedTimes()
-        self._kinds = Kinds(plans)
-        self._places = Places(seats, device)
-        self._attendance = Attendance(self._places, desk, self._resize)
-        self._computing = Computing(self._places, device)
-        self.captures = Captures(CudaRecorder())
+        self._times = times or SharedUnitTimes()
+        self._kinds = GroupPlanCache(plans)
+        self._places = SlotTable(seats, device)
+        self._attendance = MemberCoordinator(self._places, desk, self._resize)
+        self._computing = GroupExecutor(self._places, device)
+        self.captures = GroupCaptureCache(CudaRecorder())
         self.records = plans.records and device.torch_device.type == "cuda"
-        self._planned = None if planner is None else PlannedGroup(planner, device, desk.measured)
+        self._planned = None if planner is None else PlannedStepCache(planner, device, desk.measured)
         self._units_done = 0  # of the current step
         for seat in seats:
             self._places.welcome(seat)
@@ -111,7 +111,7 @@ class GroupTrial(Trial):
         ahead = max(0.0, steps * self._train_times.total - self._train_times.total)
         return self._step_left + ahead + evaluated * self._evaluation_times.total
 
-    def admits(self, member: Member) -> bool:
+    def admits(self, member: MemberTrial) -> bool:
         """Return whether a new member would leave the bits of the present members unchanged."""
         if member.task.max_grad_norm is not None and not self._places.gradients.has_two_phases:
             return False  # the group did not reserve the memory that clipping needs
@@ -121,7 +121,7 @@ class GroupTrial(Trial):
     def knows(self, architecture: Hashable) -> bool:
         """Return whether an architecture is already known to be like the members'.
 
-        `GroupPlans.check_alike` compares unknown pairs.
+        `GroupPlanFactory.check_alike` compares unknown pairs.
         """
         return any(self._group_plans.are_known(seat.member.architecture, architecture) for seat in self.seats)
 
@@ -195,7 +195,7 @@ class GroupTrial(Trial):
                 seat.member.close(keep=False)
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[GroupSlot]:
         """The members, in the order of their places."""
         return self._places.seats
 
@@ -209,10 +209,10 @@ class GroupTrial(Trial):
         """Whether the group will have work soon without any answer; never true for a single group."""
         return False
 
-    def _train(self) -> Generator[PendingUnit | Spread | Report, None, None]:
+    def _train(self) -> Generator[PendingUnit | ParallelStep | PendingReport, None, None]:
         while True:
             yield from self._attendance.settled()
-            wanting = [seat for seat in self._places.live if isinstance(seat.wants, Wanted)]
+            wanting = [seat for seat in self._places.live if isinstance(seat.wants, MemberBatchRequest)]
             if not wanting or (self.goes_back and not self.takes_turns):
                 return
             bucket, own = self._next(wanting, self.buckets.next)
@@ -229,8 +229,8 @@ class GroupTrial(Trial):
                     self._attendance.advance(seat)
 
     def _next(
-        self, wanting: Sequence[Seat], choose: Callable[[Mapping[Hashable, list[Seat]]], list[Seat]]
-    ) -> tuple[list[Seat], Prepared]:
+        self, wanting: Sequence[GroupSlot], choose: Callable[[Mapping[Hashable, list[GroupSlot]]], list[GroupSlot]]
+    ) -> tuple[list[GroupSlot], PreparedPlan]:
         """Choose the members computed next, and return the plan that serves the choice.
 
         The choice is made among members that want a batch.
@@ -246,8 +246,8 @@ class GroupTrial(Trial):
             bucket = self._kinds.served(own, bucket)
         return bucket, own
 
-    def _next_of_step(self, going: Sequence[Seat]) -> tuple[Sequence[Seat], Part, Collection[int]]:
-        """Prepare the next batch of an accumulated step; as of `Computing.accumulated`."""
+    def _next_of_step(self, going: Sequence[GroupSlot]) -> tuple[Sequence[GroupSlot], BatchPart, Collection[int]]:
+        """Prepare the next batch of an accumulated step; as of `GroupExecutor.accumulated`."""
         bucket, own = self._next(going, lambda kinds: max(kinds.values(), key=len))
         left = self._step_left
         part, _, resting, _ = self._set_up(bucket, *self._prepared(own, are_padded(bucket)))
@@ -256,7 +256,7 @@ class GroupTrial(Trial):
         self._count(bucket, len(going), 1)
         return bucket, part, resting
 
-    def _count(self, bucket: Sequence[Seat], wanting: int, batches: int) -> None:
+    def _count(self, bucket: Sequence[GroupSlot], wanting: int, batches: int) -> None:
         """Count batches of the given members, chosen from `wanting` members that wanted a batch."""
         for seat in bucket:
             seat.most_together = max(seat.most_together, len(self._places.live))
@@ -277,7 +277,7 @@ class GroupTrial(Trial):
         self._sizes.changed()
         if self.state is not None:
             assert self._kinds.first is not None
-            # `Places.resize` has copied the old state to the members;
+            # `SlotTable.resize` has copied the old state to the members;
             # the new stack is built from the members' own modules.
             self._make_group_state(self._group_plans.stacked(self._kinds.first, size), self.state)
 
@@ -297,7 +297,7 @@ class GroupTrial(Trial):
                 self._planned.make_ready(prepared, built, inputs, is_clipped=is_clipped)
 
     def _compute(
-        self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness, *, is_all: bool
+        self, bucket: Sequence[GroupSlot], prepared: PreparedPlan, likeness: MemberDifferences, *, is_all: bool
     ) -> Generator[PendingUnit, None, int]:
         """Run the wanted batches, plus further batches where several fit a unit; return the number run for each."""
         part, batches, resting, like = self._set_up(bucket, prepared, likeness)
@@ -305,7 +305,7 @@ class GroupTrial(Trial):
         assert state is not None
         if self.takes_turns and part.plan.mode == "train" and self._may_take_turns(prepared, likeness, like):
             half = self._computing.half(bucket, part, batches, resting, is_all=is_all)
-            self.offer = Offer(
+            self.offer = PairingOffer(
                 half=half,
                 prepared=prepared,
                 wanted=wanted_of(bucket[0]),
@@ -339,19 +339,19 @@ class GroupTrial(Trial):
         return 1
 
     def _set_up(
-        self, bucket: Sequence[Seat], prepared: Prepared, likeness: Likeness
-    ) -> tuple[Part, StackedBatches, Collection[int], Wanted | None]:
+        self, bucket: Sequence[GroupSlot], prepared: PreparedPlan, likeness: MemberDifferences
+    ) -> tuple[BatchPart, StackedBatches, Collection[int], MemberBatchRequest | None]:
         """Configure the group for the given members.
 
         Return the part, the batches, the resting places and the largest batch.
         """
-        first = wanted_of(bucket[0])  # `Kinds.of` puts the largest batch first
+        first = wanted_of(bucket[0])  # `GroupPlanCache.of` puts the largest batch first
         like = first if are_padded(bucket) else None
         batches = self._computing.batches_of(bucket, like)
         records = self.records and first.mode == "train" and self.task.accumulate == 1 and is_traced(prepared.plan)
         plan = self.captures.of(prepared.plan) if records else prepared.plan
         times = self._times.of(prepared, self.task.accumulate if first.mode == "train" else 1)
-        part = Part(plan=plan, times=times, leaves=batches.leaves())
+        part = BatchPart(plan=plan, times=times, leaves=batches.leaves())
         taking_part = {id(seat) for seat in bucket}
         # Resting members must not draw: their streams would advance,
         # and their later numbers would depend on the group's schedule.
@@ -372,20 +372,22 @@ class GroupTrial(Trial):
             self._evaluation_times = part.times
         return part, batches, resting, like
 
-    def takes_part(self, offer: Offer) -> None:
+    def takes_part(self, offer: PairingOffer) -> None:
         """Accept that the offered steps are about to run in turn with another group's steps."""
         self._computing.round = offer.half
 
-    def _may_take_turns(self, prepared: Prepared, likeness: Likeness, like: Wanted | None) -> bool:
+    def _may_take_turns(
+        self, prepared: PreparedPlan, likeness: MemberDifferences, like: MemberBatchRequest | None
+    ) -> bool:
         """Return whether the planner supports steps of the given kind."""
         is_whole = len(prepared.plan.shards) == 1 and prepared.guard is None and self.task.accumulate == 1
         return is_whole and likeness.rows is None and like is None
 
-    def _goes_round(self, prepared: Prepared) -> bool:
+    def _goes_round(self, prepared: PreparedPlan) -> bool:
         budget_bytes = self._plans.library.budget.budget_bytes
         return prepared.guard is None and may_go_round(prepared.plan, self._device, budget_bytes)
 
-    def _made(self, seat: Seat) -> Prepared:
+    def _made(self, seat: GroupSlot) -> PreparedPlan:
         """Make the plan for a member's wanted batch.
 
         The first training step also decides how the group's state is cut.
@@ -398,7 +400,7 @@ class GroupTrial(Trial):
             self._make_group_state(self._group_plans.stacked(self._kinds.first, len(self.seats)))
         return own
 
-    def _prepared(self, own: Prepared, is_padded: bool) -> tuple[Prepared, Likeness]:
+    def _prepared(self, own: PreparedPlan, is_padded: bool) -> tuple[PreparedPlan, MemberDifferences]:
         """Return a member's plan stacked for the present places, with the differences between the members."""
         if (own, is_padded) not in self._places.stacked:
             size = len(self.seats)
@@ -413,7 +415,7 @@ class GroupTrial(Trial):
             self._places.stacked[own, is_padded] = found, likeness
         return self._places.stacked[own, is_padded]
 
-    def _make_group_state(self, prepared: Prepared, before: ModelState | None = None) -> None:
+    def _make_group_state(self, prepared: PreparedPlan, before: ModelState | None = None) -> None:
         """Stack the members' own modules and optimizers.
 
         Args:

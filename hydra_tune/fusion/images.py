@@ -34,7 +34,7 @@ def narrow(x: Tensor, members: int) -> Tensor:
     return x.view(x.size(0), members, -1, *x.shape[2:]).transpose(0, 1)
 
 
-class _Settled(torch.autograd.Function):
+class _GradientLayoutIdentity(torch.autograd.Function):
     """Identity whose gradient takes the layout of the input, whatever layout later operators produce."""
 
     @staticmethod
@@ -55,7 +55,7 @@ def settled(x: Tensor) -> Tensor:
     is_wide = x.dim() > _CHANNELS + 1 and x.stride(_CHANNELS) == 1 and x.stride(0) == x.size(_CHANNELS)
     if not is_wide or x.is_contiguous() or not x.requires_grad:
         return x
-    made: Tensor = _Settled.apply(x)  # type: ignore[no-untyped-call]
+    made: Tensor = _GradientLayoutIdentity.apply(x)  # type: ignore[no-untyped-call]
     return made
 
 

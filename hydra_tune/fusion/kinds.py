@@ -1,7 +1,7 @@
-"""`Kinds`: the plans of a group, by the kinds of batches that its members want.
+"""`GroupPlanCache`: the plans of a group, by the kinds of batches that its members want.
 
-A kind is a mode and a batch signature. `Kinds` makes a plan when a new kind appears, and finds smaller batches that can
-be padded and computed together with larger batches, such as the last batch of an epoch.
+A kind is a mode and a batch signature. `GroupPlanCache` makes a plan when a new kind appears, and finds smaller
+batches that can be padded and computed together with larger batches, such as the last batch of an epoch.
 """
 
 import logging
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from hydra_tune.errors import TaskError, UnfusableError
-from hydra_tune.fusion.counted import Counted
-from hydra_tune.fusion.likeness import Likeness
-from hydra_tune.fusion.member import Member, Wanted
-from hydra_tune.fusion.plans import GroupPlans, layout_of
-from hydra_tune.fusion.samples import Batched, counted_losses
-from hydra_tune.fusion.seat import Seat
+from hydra_tune.fusion.counted import MaskedReduction
+from hydra_tune.fusion.likeness import MemberDifferences
+from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.plans import GroupPlanFactory, layout_of
+from hydra_tune.fusion.samples import PlanBatchSpec, counted_losses
+from hydra_tune.fusion.seat import GroupSlot
 from hydra_tune.shard.capture import state_specs
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import Prepared
-from hydra_tune.shard.request import Layout
+from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.shard.request import TrialStateLayout
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _MAX_PAIRS = 256  # remembered comparisons of kinds of batches
 _MAX_PLANS = 8  # kept for each kind of batch: steps that depend on values of the batch need several
 
 
-class Kinds:
+class GroupPlanCache:
     """Plans of a group's batches; each plan is for a single member, and the group stacks the plans.
 
     Args:
@@ -40,21 +40,21 @@ class Kinds:
         first: the plan of a training step; decides how the group's state is cut; None before the first plan.
     """
 
-    def __init__(self, plans: GroupPlans) -> None:
-        self.first: Prepared | None = None
+    def __init__(self, plans: GroupPlanFactory) -> None:
+        self.first: PreparedPlan | None = None
         self._plans = plans
-        self._layout: Layout | None = None
-        self._wanted: WeakKeyDictionary[Prepared, tuple[Wanted, Member]] = WeakKeyDictionary()
-        self._counted: WeakKeyDictionary[Prepared, dict[str, Counted]] = WeakKeyDictionary()
-        self._pairs: dict[tuple[Prepared, Prepared], bool] = {}
-        self._known: dict[tuple[str, Hashable], list[tuple[Prepared, Sequence[Tensor]]]] = {}
+        self._layout: TrialStateLayout | None = None
+        self._wanted: WeakKeyDictionary[PreparedPlan, tuple[MemberBatchRequest, MemberTrial]] = WeakKeyDictionary()
+        self._counted: WeakKeyDictionary[PreparedPlan, dict[str, MaskedReduction]] = WeakKeyDictionary()
+        self._pairs: dict[tuple[PreparedPlan, PreparedPlan], bool] = {}
+        self._known: dict[tuple[str, Hashable], list[tuple[PreparedPlan, Sequence[Tensor]]]] = {}
 
-    def found(self, wanted: Wanted) -> Prepared | None:
+    def found(self, wanted: MemberBatchRequest) -> PreparedPlan | None:
         """Return the plan that serves a request, if there is such a plan already."""
         known = self._known.get((wanted.mode, wanted.leaves.signature), ())
         return next((own for own, _ in known if _serves(own, wanted)), None)
 
-    def made(self, seat: Seat, member: Member) -> Prepared:
+    def made(self, seat: GroupSlot, member: MemberTrial) -> PreparedPlan:
         """Return the plan for a member's request; make the plan if necessary.
 
         Args:
@@ -75,7 +75,7 @@ class Kinds:
         except UnfusableError as error:
             raise _not_together(error) from error
 
-    def likeness(self, own: Prepared, members: Sequence[Member]) -> Likeness:
+    def likeness(self, own: PreparedPlan, members: Sequence[MemberTrial]) -> MemberDifferences:
         """Return the differences between the members for a plan.
 
         Raises:
@@ -93,9 +93,9 @@ class Kinds:
         rows = None if found.rows is None else replace(found.rows, of=found.rows.of[1:])
         if rows is not None and set(rows.of) == {0}:
             rows = None
-        return Likeness({name: ps[1:] for name, ps in found.drops.items()}, rows)
+        return MemberDifferences({name: ps[1:] for name, ps in found.drops.items()}, rows)
 
-    def _made(self, member: Member, wanted: Wanted) -> Prepared:
+    def _made(self, member: MemberTrial, wanted: MemberBatchRequest) -> PreparedPlan:
         own = self._plans.of_member(member, wanted, self._layout)
         self._wanted[own] = wanted, member
         self._plans.stacked(own, 1)  # raises now if the plan cannot be stacked
@@ -105,23 +105,23 @@ class Kinds:
         del known[:-_MAX_PLANS]
         return own
 
-    def lacking(self, seats: Sequence[Seat]) -> list[Seat]:
+    def lacking(self, seats: Sequence[GroupSlot]) -> list[GroupSlot]:
         """Return a member for every kind of batch without a plan, if several kinds are wanted in the same mode.
 
         Only a comparison of plans shows whether one kind can be padded to another.
         """
-        signatures: dict[str, dict[Hashable, Seat]] = {}
+        signatures: dict[str, dict[Hashable, GroupSlot]] = {}
         for seat in seats:
             wanted = wanted_of(seat)
             signatures.setdefault(wanted.mode, {})[wanted.leaves.signature] = seat
         several = [(mode, by) for mode, by in signatures.items() if len(by) > 1]
         return [seat for mode, by in several for key, seat in by.items() if (mode, key) not in self._known]
 
-    def counted(self, own: Prepared) -> dict[str, Counted]:
+    def counted(self, own: PreparedPlan) -> dict[str, MaskedReduction]:
         """Return the reductions over samples in a plan whose smaller batches are padded."""
         return self._counted[own]
 
-    def of(self, seats: Sequence[Seat], members: Sequence[Member]) -> dict[Hashable, list[Seat]]:
+    def of(self, seats: Sequence[GroupSlot], members: Sequence[MemberTrial]) -> dict[Hashable, list[GroupSlot]]:
         """Group the members by what is computed together: the mode, and the plan that serves the batch.
 
         Where smaller batches are padded, members with the largest batches come first.
@@ -137,7 +137,7 @@ class Kinds:
             found = self.found(first)
             if found is not None and found.guard is None:
                 return {(first.mode, first.leaves.signature, id(found)): list(seats)}
-        kinds: dict[Hashable, list[Seat]] = {}
+        kinds: dict[Hashable, list[GroupSlot]] = {}
         for seat in seats:
             wanted = wanted_of(seat)
             found = self.found(wanted)
@@ -147,10 +147,10 @@ class Kinds:
             return kinds  # a single kind, or members with different numbers, whose batches are never padded
         return self._merged(kinds)
 
-    def _merged(self, kinds: Mapping[Hashable, list[Seat]]) -> dict[Hashable, list[Seat]]:
+    def _merged(self, kinds: Mapping[Hashable, list[GroupSlot]]) -> dict[Hashable, list[GroupSlot]]:
         """Merge kinds of smaller batches into kinds of larger batches where padding is possible."""
         left = sorted(kinds.items(), key=lambda item: -wanted_of(item[1][0]).num_samples)
-        made: dict[Hashable, list[Seat]] = {}
+        made: dict[Hashable, list[GroupSlot]] = {}
         while left:
             (key, largest), *others = left
             apart = [(other, seats) for other, seats in others if not self._may_pad(seats[0], largest[0])]
@@ -159,7 +159,7 @@ class Kinds:
             left = apart
         return made
 
-    def _may_pad(self, small: Seat, large: Seat) -> bool:
+    def _may_pad(self, small: GroupSlot, large: GroupSlot) -> bool:
         """Return whether a member's batch may be padded and computed as a larger batch."""
         a, b = wanted_of(small), wanted_of(large)
         own, other = self.found(a), self.found(b)
@@ -186,12 +186,12 @@ class Kinds:
                 _LOGGER.info("members with batches of %d samples and of %d take turns (%s): %s", *sizes, a.mode, error)
         return self._pairs[own, other]
 
-    def _batched(self, own: Prepared) -> Batched:
+    def _batched(self, own: PreparedPlan) -> PlanBatchSpec:
         wanted, member = self._wanted[own]
         inputs = next(kind for known in self._known.values() for one, kind in known if one is own)
-        return Batched(own.plan, state_specs(member.built()[0]), inputs, wanted.num_samples)
+        return PlanBatchSpec(own.plan, state_specs(member.built()[0]), inputs, wanted.num_samples)
 
-    def served(self, own: Prepared, seats: Sequence[Seat]) -> list[Seat]:
+    def served(self, own: PreparedPlan, seats: Sequence[GroupSlot]) -> list[GroupSlot]:
         """Return the members, all with the same kind of batch, that a plan serves."""
         return [seat for seat in seats if _serves(own, wanted_of(seat))]
 
@@ -208,7 +208,7 @@ class Kinds:
             for own, _ in list(known):
                 self.trace(own, size, state, place)
 
-    def stacked(self, size: int) -> Iterator[tuple[Prepared, Sequence[Tensor]]]:
+    def stacked(self, size: int) -> Iterator[tuple[PreparedPlan, Sequence[Tensor]]]:
         """Yield every plan stacked for a number of members, with a member's batch (only the geometry counts)."""
         for known in list(self._known.values()):
             for own, inputs in list(known):
@@ -216,18 +216,18 @@ class Kinds:
 
     def trace(
         self,
-        own: Prepared,
+        own: PreparedPlan,
         size: int,
         state: Mapping[str, Tensor],
         place: torch.device,
-        likeness: Likeness | None = None,
-        counted: Mapping[str, Counted] | None = None,
-    ) -> Prepared:
+        likeness: MemberDifferences | None = None,
+        counted: Mapping[str, MaskedReduction] | None = None,
+    ) -> PreparedPlan:
         """Return the stacked plan for a number of members, traced if possible.
 
         Arguments are as of `make_ready`; `likeness` holds the differences between members.
         """
-        likeness = likeness or Likeness({})
+        likeness = likeness or MemberDifferences({})
         stacked = self._plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
         inputs = next((kind for known in self._known.values() for one, kind in known if one is own), ())
         if counted is not None:
@@ -251,9 +251,9 @@ def _not_together(error: UnfusableError) -> TaskError:
     )
 
 
-def wanted_of(seat: Seat) -> Wanted:
+def wanted_of(seat: GroupSlot) -> MemberBatchRequest:
     """Return the member's request for a batch."""
-    assert isinstance(seat.wants, Wanted), "it wants nothing computed"
+    assert isinstance(seat.wants, MemberBatchRequest), "it wants nothing computed"
     return seat.wants
 
 
@@ -262,7 +262,7 @@ def _of_size(tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
     return torch.empty((size, *shape), dtype=tensor.dtype, device="cpu").requires_grad_(tensor.requires_grad)
 
 
-def _serves(own: Prepared, wanted: Wanted) -> bool:
+def _serves(own: PreparedPlan, wanted: MemberBatchRequest) -> bool:
     """Return whether a plan serves the given batch, among batches of the plan's kind."""
     if own.guard is None:
         return True

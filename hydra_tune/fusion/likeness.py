@@ -20,8 +20,8 @@ from torch import Tensor, fx
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.parts import arguments_of, operators_of, placeholders_of
-from hydra_tune.fusion.tails import Rows, tails_of
-from hydra_tune.shard.plan import Plan
+from hydra_tune.fusion.tails import HeadAssignment, tails_of
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.stochastic import named_arguments
 
@@ -42,7 +42,7 @@ Probabilities = dict[str, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class MemberDifferences:
     """Differences between members that compute together.
 
     Attributes:
@@ -51,7 +51,7 @@ class Likeness:
     """
 
     drops: Probabilities
-    rows: Rows | None = None
+    rows: HeadAssignment | None = None
 
 
 def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModule:
@@ -75,7 +75,7 @@ def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModul
     return fx.GraphModule(code, graph)
 
 
-def probabilities(plans: Sequence[Plan]) -> Probabilities:
+def probabilities(plans: Sequence[ShardPlan]) -> Probabilities:
     """Return the dropout probabilities that differ between plans, one entry for each plan.
 
     Raises:
@@ -87,22 +87,22 @@ def probabilities(plans: Sequence[Plan]) -> Probabilities:
     return _differing(plans)
 
 
-def likeness(plans: Sequence[Plan]) -> Likeness:
+def likeness(plans: Sequence[ShardPlan]) -> MemberDifferences:
     """Return the differences between plans, one plan for each member, if the members may compute together.
 
     Raises:
         UnfusableError: the plans differ in anything else, named in the message.
     """
-    kinds: list[Plan] = []
+    kinds: list[ShardPlan] = []
     own = [_kind_of(plan, kinds) for plan in plans]
     rows = None
     if len(kinds) > 1:
         length = min(_common(kinds[0], kind) for kind in kinds[1:])
-        rows = Rows(tails_of(kinds, length), tuple(own))
-    return Likeness(_differing(plans), rows)
+        rows = HeadAssignment(tails_of(kinds, length), tuple(own))
+    return MemberDifferences(_differing(plans), rows)
 
 
-def _kind_of(plan: Plan, kinds: list[Plan]) -> int:
+def _kind_of(plan: ShardPlan, kinds: list[ShardPlan]) -> int:
     """Return the index of the first equal plan in `kinds`; append the plan if none is equal."""
     for number, kind in enumerate(kinds):
         try:
@@ -114,7 +114,7 @@ def _kind_of(plan: Plan, kinds: list[Plan]) -> int:
     return len(kinds) - 1
 
 
-def _differing(plans: Sequence[Plan]) -> Probabilities:
+def _differing(plans: Sequence[ShardPlan]) -> Probabilities:
     found: Probabilities = {}
     every = [dict(_of_plan(plan)) for plan in plans]
     for name, p in every[0].items():
@@ -124,7 +124,7 @@ def _differing(plans: Sequence[Plan]) -> Probabilities:
     return found
 
 
-def _of_plan(plan: Plan) -> list[tuple[str, float]]:
+def _of_plan(plan: ShardPlan) -> list[tuple[str, float]]:
     return [
         (node.name, float(p))
         for shard in plan.shards
@@ -154,7 +154,7 @@ def _set(node: fx.Node, p: float) -> None:
     node.update_kwarg(wanted, p)
 
 
-def _check_plans(a: Plan, b: Plan) -> None:
+def _check_plans(a: ShardPlan, b: ShardPlan) -> None:
     if a is b:
         return
     if a.eager or b.eager:
@@ -167,7 +167,7 @@ def _check_plans(a: Plan, b: Plan) -> None:
         _check_shards(one.graph, other.graph)
 
 
-def _common(a: Plan, b: Plan) -> int:
+def _common(a: ShardPlan, b: ShardPlan) -> int:
     """Return the number of equal leading operators of two single-shard plans that differ only in their results."""
     told = _told(a, b)
     if a.eager or b.eager or a.mode != b.mode:
@@ -188,7 +188,7 @@ def _common(a: Plan, b: Plan) -> int:
     return length
 
 
-def _told(a: Plan, b: Plan) -> str:
+def _told(a: ShardPlan, b: ShardPlan) -> str:
     """Describe the difference between two plans in words."""
     try:
         _check_plans(a, b)
@@ -197,7 +197,7 @@ def _told(a: Plan, b: Plan) -> str:
     return "its graph is the same"
 
 
-def _equal_operators(a: Plan, b: Plan) -> int:
+def _equal_operators(a: ShardPlan, b: ShardPlan) -> int:
     """Return the number of equal operators with which two shards begin."""
     one, other = (plan.shards[-1].graph.code for plan in (a, b))
     if one is None or other is None:
@@ -218,7 +218,7 @@ def _equal_operators(a: Plan, b: Plan) -> int:
     return length
 
 
-def _begun(plan: Plan, code: fx.GraphModule, others: Mapping[str, Tensor]) -> dict[fx.Node, object]:
+def _begun(plan: ShardPlan, code: fx.GraphModule, others: Mapping[str, Tensor]) -> dict[fx.Node, object]:
     """Return an identity for every argument of a shard; equal arguments of two plans have equal identities."""
     found: dict[fx.Node, object] = {}
     for node, (kind, name) in zip(placeholders_of(code), arguments_of(plan.shards[-1].graph), strict=True):
@@ -275,14 +275,14 @@ def _key(node: fx.Node, numbers: Mapping[fx.Node, object], is_outer: bool) -> st
         arguments: Any = {name: value for name, value in named_arguments(node).items() if name != left_out}
     else:
         arguments = (node.args, dict(node.kwargs))
-    numbered: Any = lambda n: _Numbered(numbers[n])  # noqa: E731
+    numbered: Any = lambda n: _NodeIdentity(numbers[n])  # noqa: E731
     mapped = fx.node.map_arg(arguments, numbered)
     made = node.meta.get("val")
     geometry = (tuple(made.shape), made.dtype, made.stride()) if isinstance(made, Tensor) else None
     return repr((mapped, geometry))
 
 
-class _Numbered:
+class _NodeIdentity:
     """Stand-in for a node, printed as the node's position in the graph."""
 
     def __init__(self, number: object) -> None:

@@ -1,4 +1,4 @@
-"""`Ways`: measure planned steps during ordinary training, and keep the fastest way to run them.
+"""`StepPlanAutotuner`: measure planned steps during ordinary training, and keep the fastest way to run them.
 
 All ways to run a step compute the same graphs with the same bits, so training can switch between ways at any unit. The
 way with the best prediction runs first and is timed. If the prediction is off by more than `TOLERANCE`, the measurement
@@ -14,14 +14,14 @@ from typing import Generic, Protocol, TypeVar
 
 from hydra_tune.fusion.planned import PlannedStep
 from hydra_tune.fusion.planner.replan import TOLERANCE
-from hydra_tune.fusion.planner.run_off import RunOff
+from hydra_tune.fusion.planner.run_off import SpeedTournament
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _WARM_UPS, _TURNS = 2, 5
 """Untimed and timed units of each way."""
 
 
-class Steps(Protocol):
+class PlannedStepRunner(Protocol):
     """Runs the steps of a way."""
 
     @property
@@ -32,11 +32,11 @@ class Steps(Protocol):
         """Release the steps' resources; no further step runs."""
 
 
-S = TypeVar("S", bound=Steps)
+S = TypeVar("S", bound=PlannedStepRunner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredWay:
+class AutotuneCandidate:
     """A timed way.
 
     Attributes:
@@ -53,7 +53,7 @@ class MeasuredWay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class AutotuneResult:
     """Measured times of planned steps.
 
     Attributes:
@@ -68,7 +68,7 @@ class Measured:
     predicted_seconds: float
     seconds: float
     is_replanned: bool
-    ways: tuple[MeasuredWay, ...]
+    ways: tuple[AutotuneCandidate, ...]
 
     @property
     def seconds_each(self) -> float:
@@ -81,7 +81,7 @@ class Measured:
         return self._chosen.seconds > (1 + TOLERANCE) * self.predicted_seconds
 
     @property
-    def _chosen(self) -> MeasuredWay:
+    def _chosen(self) -> AutotuneCandidate:
         return next(way for way in self.ways if way.is_chosen)
 
     @property
@@ -100,7 +100,7 @@ class Measured:
         return f"{found}; planned once more, and run in turn: {ways}"
 
 
-class Ways(Generic[S]):
+class StepPlanAutotuner(Generic[S]):
     """The ways of a group's or pair's planned steps; a single way runs at a time.
 
     Args:
@@ -116,14 +116,14 @@ class Ways(Generic[S]):
         planned: PlannedStep,
         make: Callable[[PlannedStep], S],
         replan: Callable[[PlannedStep, float], Sequence[PlannedStep]],
-        tell: Callable[[Measured], None],
+        tell: Callable[[AutotuneResult], None],
     ) -> None:
         self._first = planned
         self._make, self._replan, self._tell = make, replan, tell
         self._made = [make(planned)]
         self._predicted = [planned.part.times.seconds]
         self._seconds = 0.0
-        self._race: RunOff[int] | None = RunOff([0], warm_ups=_WARM_UPS, turns=_TURNS)
+        self._race: SpeedTournament[int] | None = SpeedTournament([0], warm_ups=_WARM_UPS, turns=_TURNS)
         self._chosen = 0
 
     @property
@@ -165,7 +165,7 @@ class Ways(Generic[S]):
                 one.close()
             del self._made[1:]
         if len(self._made) > 1:
-            self._race = RunOff(range(len(self._made)), warm_ups=_WARM_UPS, turns=_TURNS)
+            self._race = SpeedTournament(range(len(self._made)), warm_ups=_WARM_UPS, turns=_TURNS)
         else:
             self._race = None
             self._told({0: self._seconds}, is_replanned=True)
@@ -175,7 +175,7 @@ class Ways(Generic[S]):
         for one in self._made:
             one.close()
 
-    def _end(self, race: RunOff[int]) -> None:
+    def _end(self, race: SpeedTournament[int]) -> None:
         """Keep the fastest way, and release the others."""
         self._race, self._chosen = None, race.best
         # Report before closing: the report looks up every way by its position in the race.
@@ -188,7 +188,7 @@ class Ways(Generic[S]):
 
     def _told(self, seconds: dict[int, float], *, is_replanned: bool) -> None:
         ways = tuple(
-            MeasuredWay(
+            AutotuneCandidate(
                 how=self._made[place].planned.part.way,
                 predicted_seconds=self._predicted[place],
                 seconds=found,
@@ -197,7 +197,7 @@ class Ways(Generic[S]):
             for place, found in seconds.items()
         )
         self._tell(
-            Measured(
+            AutotuneResult(
                 sizes=self._first.part.sizes,
                 predicted_seconds=self._first.part.times.seconds,
                 seconds=self._seconds,

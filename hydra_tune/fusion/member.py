@@ -1,7 +1,7 @@
-"""`Member`: a trial inside a fused group; its training loop asks the group to compute every batch.
+"""`MemberTrial`: a trial inside a fused group; its training loop asks the group to compute every batch.
 
 A member runs the loop of `Trial` with its own data, random streams, schedule, history and reports. The loop yields
-`Wanted` requests instead of units. A member outside any group runs like an ordinary trial.
+`MemberBatchRequest` requests instead of units. A member outside any group runs like an ordinary trial.
 """
 
 import math
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from hydra_tune.errors import BadLossError
 from hydra_tune.shard import batch as batches
-from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.task import Batch
-from hydra_tune.train.capture import Place
+from hydra_tune.train.capture import DataPosition
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.data import no_batch, num_samples, refuse_empty
-from hydra_tune.train.gathering import Picks
-from hydra_tune.train.mean import Mean
-from hydra_tune.train.snapshot import Snapshot
+from hydra_tune.train.gathering import UngatheredBatches
+from hydra_tune.train.mean import WeightedMean
+from hydra_tune.train.snapshot import TrialStateSnapshot
 from hydra_tune.train.streams import RandomStreams
-from hydra_tune.train.trial import Report, Trial
+from hydra_tune.train.trial import PendingReport, Trial
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class MemberBatchRequest:
     """Batches that a member wants computed, for training steps or for metrics.
 
     Attributes:
@@ -38,48 +38,48 @@ class Wanted:
     """
 
     mode: str
-    drawn: Batch | Picks
-    leaves: Leaves
+    drawn: Batch | UngatheredBatches
+    leaves: BatchLeaves
 
     @classmethod
-    def of(cls, mode: str, drawn: Batch | Picks) -> Self:
+    def of(cls, mode: str, drawn: Batch | UngatheredBatches) -> Self:
         """Return the request for a drawn batch or picks."""
-        leaves = drawn.source.leaves(drawn.size) if isinstance(drawn, Picks) else batches.flatten(drawn)
+        leaves = drawn.source.leaves(drawn.size) if isinstance(drawn, UngatheredBatches) else batches.flatten(drawn)
         return cls(mode, drawn, leaves)
 
     def __len__(self) -> int:
-        return len(self.drawn) if isinstance(self.drawn, Picks) else 1
+        return len(self.drawn) if isinstance(self.drawn, UngatheredBatches) else 1
 
     @property
     def batch(self) -> Batch:
         """The first batch, as the member's data loader returns it."""
-        return self.drawn.batch() if isinstance(self.drawn, Picks) else self.drawn
+        return self.drawn.batch() if isinstance(self.drawn, UngatheredBatches) else self.drawn
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the first batch."""
-        return batches.flatten(self.batch).tensors if isinstance(self.drawn, Picks) else self.leaves.tensors
+        return batches.flatten(self.batch).tensors if isinstance(self.drawn, UngatheredBatches) else self.leaves.tensors
 
     @property
     def num_samples(self) -> int:
         """Number of samples in each batch."""
-        return self.drawn.size if isinstance(self.drawn, Picks) else num_samples(self.drawn)
+        return self.drawn.size if isinstance(self.drawn, UngatheredBatches) else num_samples(self.drawn)
 
-    def part(self, begin: int, end: int | None = None) -> "Wanted | None":
+    def part(self, begin: int, end: int | None = None) -> "MemberBatchRequest | None":
         """Return the batches from `begin` up to `end`; None if there are none."""
-        if not isinstance(self.drawn, Picks):
+        if not isinstance(self.drawn, UngatheredBatches):
             return self if begin == 0 else None
         if begin >= len(self.drawn):
             return None
         part = self.drawn.part(begin, end)
-        return self if part is self.drawn else Wanted(self.mode, part, self.leaves)
+        return self if part is self.drawn else MemberBatchRequest(self.mode, part, self.leaves)
 
 
-class NoMore:
+class PartialStepRequest:
     """Request of a member whose data ends inside a step: run the step on the batches collected so far."""
 
 
-class Member(Trial):
+class MemberTrial(Trial):
     """A trial that may be a member of a fused group.
 
     Attributes:
@@ -95,11 +95,11 @@ class Member(Trial):
     results: Sequence[Any] = ()
     fetch: Callable[[], None] | None = None
 
-    def go_on(self) -> Wanted | NoMore | Report | None:
+    def go_on(self) -> MemberBatchRequest | PartialStepRequest | PendingReport | None:
         """Run the trial's own code up to its next request; return None at its end."""
         found: Any = self.advance()
         self._adopt_saved()  # the group stacks restored optimizer state from the member's own optimizer
-        assert found is None or isinstance(found, Wanted | NoMore | Report)
+        assert found is None or isinstance(found, MemberBatchRequest | PartialStepRequest | PendingReport)
         return found
 
     def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -110,13 +110,13 @@ class Member(Trial):
             return self._build()
         return self.module, self.optimizer
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TrialStateSnapshot:
         """As of `Trial`; first copies the member's state out of the group."""
         if self.fetch is not None:
             self.fetch()
         return super().snapshot()
 
-    def peek(self) -> dict[str, Wanted]:
+    def peek(self) -> dict[str, MemberBatchRequest]:
         """Return the first training batch, and the first validation batch if any, without advancing the data."""
         found = {"train": self._peeked("train", self.task.train, shuffle=True)}
         if self.task.validate is not None:
@@ -135,7 +135,7 @@ class Member(Trial):
         else:
             self._evaluation_times = times
 
-    def _peeked(self, mode: str, handle: Any, *, shuffle: bool) -> Wanted:
+    def _peeked(self, mode: str, handle: Any, *, shuffle: bool) -> MemberBatchRequest:
         now = self._data_state()
         drawn = self._draw(handle, shuffle=shuffle)
         try:
@@ -149,7 +149,7 @@ class Member(Trial):
         if batch is None:
             raise no_batch("train" if mode == "train" else "validate", handle, 0)
         _refuse_empty(batch, "train" if mode == "train" else "validate", 0, 0 if mode == "train" else None)
-        return Wanted.of(mode, batch)
+        return MemberBatchRequest.of(mode, batch)
 
     def _build(self, building: AbstractContextManager[object] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
         if self.module is not None and self.optimizer is not None:
@@ -161,7 +161,7 @@ class Member(Trial):
             yield from super()._choose_way(module, optimizer)
 
     def _train_epoch(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, place: Place
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, place: DataPosition
     ) -> Generator[Any, None, int]:
         if not self.is_fused:
             return (yield from super()._train_epoch(module, optimizer, place))
@@ -170,7 +170,7 @@ class Member(Trial):
         self._feed.gives_picks = True
         for drawn in self._draw_pass(count):
             _refuse_empty(drawn, "train", count, place.epoch)
-            wanted: Wanted | None = Wanted.of("train", drawn)
+            wanted: MemberBatchRequest | None = MemberBatchRequest.of("train", drawn)
             while wanted is not None:
                 yield wanted.part(0, self._batches_alone)
                 losses = self.results  # keep a reference: an evaluation below replaces the attribute
@@ -184,30 +184,30 @@ class Member(Trial):
                         self.progress.steps += 1  # only the last step of a round can have more to do (`_batches_alone`)
                 pending = (pending + 1) % self.task.accumulate
                 if not pending:
-                    yield from self._after_step(Place(epoch=place.epoch, batches=count))
+                    yield from self._after_step(DataPosition(epoch=place.epoch, batches=count))
                 wanted = wanted.part(len(losses))
         if not count:
             raise no_batch("train", self.task.train, place.epoch)
         if pending:
-            yield NoMore()
-            yield from self._after_step(Place(epoch=place.epoch, batches=count))
+            yield PartialStepRequest()
+            yield from self._after_step(DataPosition(epoch=place.epoch, batches=count))
         return count
 
-    def _evaluate(self) -> Generator[Any, None, dict[str, Mean]]:
+    def _evaluate(self) -> Generator[Any, None, dict[str, WeightedMean]]:
         if not self.is_fused:
             return (yield from super()._evaluate())
-        means: dict[str, Mean] = {}
+        means: dict[str, WeightedMean] = {}
         count = 0
         self._feed.gives_picks = True
         for drawn in self._draw(self.task.validate, shuffle=False):
             _refuse_empty(drawn, "validate", count)
-            wanted: Wanted | None = Wanted.of("evaluate", drawn)
+            wanted: MemberBatchRequest | None = MemberBatchRequest.of("evaluate", drawn)
             while wanted is not None:
                 yield wanted
                 samples = wanted.num_samples
                 for values in self.results:
                     for name, value in values.items():
-                        means.setdefault(name, Mean()).add(value, samples)
+                        means.setdefault(name, WeightedMean()).add(value, samples)
                 count += len(self.results)
                 self.progress.evaluated_batches += len(self.results)
                 wanted = wanted.part(len(self.results))
@@ -234,7 +234,7 @@ class Member(Trial):
         return min((count - self.progress.steps % count for count in every), default=None)
 
 
-def _refuse_empty(drawn: Batch | Picks, name: str, number: int, epoch: int | None = None) -> None:
+def _refuse_empty(drawn: Batch | UngatheredBatches, name: str, number: int, epoch: int | None = None) -> None:
     """As `refuse_empty`; picks always have samples."""
-    if not isinstance(drawn, Picks):
+    if not isinstance(drawn, UngatheredBatches):
         refuse_empty(drawn, name, number, epoch)

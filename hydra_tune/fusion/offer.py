@@ -1,4 +1,4 @@
-"""`Offer`: the next steps of a group, offered to a pair that can run them in turn with another group's steps."""
+"""`PairingOffer`: the next steps of a group, offered to a pair that can run them in turn with another group's steps."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
-from hydra_tune.fusion.member import Wanted
-from hydra_tune.fusion.pair_round import Half
-from hydra_tune.fusion.planned import PlannedStep, Stack
-from hydra_tune.fusion.planned_state import StepState, stack_now
+from hydra_tune.fusion.member import MemberBatchRequest
+from hydra_tune.fusion.pair_round import PairRoundHalf
+from hydra_tune.fusion.planned import PlannedStep, StackedStepSpec
+from hydra_tune.fusion.planned_state import StepStateBinding, stack_now
 from hydra_tune.fusion.steps import GroupGradients
-from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.library import PreparedPlan
 from hydra_tune.train.state import ModelState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Offer:
+class PairingOffer:
     """The offered steps of a group.
 
     Attributes:
@@ -29,9 +29,9 @@ class Offer:
         steps_done: steps of the member furthest behind.
     """
 
-    half: Half
-    prepared: Prepared
-    wanted: Wanted
+    half: PairRoundHalf
+    prepared: PreparedPlan
+    wanted: MemberBatchRequest
     state: ModelState
     inputs: Sequence[Tensor]
     gradients: GroupGradients
@@ -43,7 +43,7 @@ class Offer:
         return self.wanted.leaves.signature
 
     @property
-    def stack(self) -> Stack:
+    def stack(self) -> StackedStepSpec:
         """The stack to plan for.
 
         Raises:
@@ -51,6 +51,6 @@ class Offer:
         """
         return stack_now(self.prepared, self.state, self.inputs, self.gradients)
 
-    def state_of(self, planned: PlannedStep, side: int, device: Device) -> StepState:
+    def state_of(self, planned: PlannedStep, side: int, device: Device) -> StepStateBinding:
         """Return the group's state as arguments of one side of a planned step."""
-        return StepState(planned.graphs[side], self.state, self.stack, device, self.gradients)
+        return StepStateBinding(planned.graphs[side], self.state, self.stack, device, self.gradients)

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from typing_extensions import override
 
-from hydra_tune.fusion.flat import Flat, Layout, runs
-from hydra_tune.fusion.rates import Rates
-from hydra_tune.fusion.updates import COUNTED, UPDATES, Run, update_of
+from hydra_tune.fusion.flat import FlatLayout, FlatTensor, runs
+from hydra_tune.fusion.rates import MemberRates
+from hydra_tune.fusion.updates import COUNTED, UPDATES, StackedParameterUpdate, update_of
 
 _SWITCHES = ("nesterov", "centered", "decoupled_weight_decay")
 _NOT_TENSORS = ("steps", "begun")
@@ -109,15 +109,15 @@ class StackedOptimizer(Optimizer, ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _ContiguousParameters:
     """Parameters that take a step together, with the parameter group of each."""
 
-    layout: Layout
+    layout: FlatLayout
     parameters: list[Tensor]
     groups: list[int]
 
 
-class OptimizerAtOnce(StackedOptimizer):
+class BatchedOptimizer(StackedOptimizer):
     """Steps all members at once, with few operators over all parameters of a shard.
 
     Only reads the members' optimizers.
@@ -127,9 +127,9 @@ class OptimizerAtOnce(StackedOptimizer):
         super().__init__(members, groups)
         first = members[0]
         self._update = update_of(first)
-        self._runs: dict[Hashable, list[_Known]] = {}
+        self._runs: dict[Hashable, list[_ContiguousParameters]] = {}
         self._counts = isinstance(first, COUNTED)
-        self._rates = [Rates([m.param_groups[number] for m in members]) for number in range(len(groups))]
+        self._rates = [MemberRates([m.param_groups[number] for m in members]) for number in range(len(groups))]
         self._switches = [
             {name: bool(group[name]) for name in _SWITCHES if name in group} for group in first.param_groups
         ]
@@ -168,7 +168,7 @@ class OptimizerAtOnce(StackedOptimizer):
         return self._members
 
     @property
-    def rates(self) -> Sequence[Rates]:
+    def rates(self) -> Sequence[MemberRates]:
         """The members' options, for each parameter group."""
         return self._rates
 
@@ -184,7 +184,7 @@ class OptimizerAtOnce(StackedOptimizer):
         for number, group in enumerate(self.param_groups):
             for state in (self.state[p] for p in group["params"] if id(p) in wanted):
                 if "momentum_buffer" in state and not self._counts:
-                    # The same rule as `Run.begun`, so planned and plain steps can alternate.
+                    # The same rule as `StackedParameterUpdate.begun`, so planned and plain steps can alternate.
                     before = state.get("begun", [False] * len(self.active))
                     own = zip(before, self._rates[number]("momentum"), self.active, strict=True)
                     state["begun"] = [begun or (bool(m) and active) for begun, m, active in own]
@@ -257,7 +257,7 @@ class OptimizerAtOnce(StackedOptimizer):
         number = next(n for n, group in enumerate(self.param_groups) if any(q is p for q in group["params"]))
         return float(self._members[index].param_groups[number].get(name, 0.0))
 
-    def _runs_of(self, present: Sequence[tuple[Tensor, int]]) -> list[_Known]:
+    def _runs_of(self, present: Sequence[tuple[Tensor, int]]) -> list[_ContiguousParameters]:
         """Return the sets of parameters that take a step together."""
         alike: dict[Hashable, list[tuple[Tensor, int]]] = {}
         for p, number in present:
@@ -277,7 +277,7 @@ class OptimizerAtOnce(StackedOptimizer):
         switches = tuple(self._switches[number].items())
         return (p.dtype, p.device, switches, tuple(state["steps"]), tuple(state.get("begun", ())), tuple(sorted(state)))
 
-    def _state_of(self, run: _Known) -> dict[str, Flat] | None:
+    def _state_of(self, run: _ContiguousParameters) -> dict[str, FlatTensor] | None:
         """Return the state of a run's parameters.
 
         None if step counts differ between the parameters, or the state does not lie in memory as the parameters do.
@@ -287,7 +287,7 @@ class OptimizerAtOnce(StackedOptimizer):
         for state in states:
             if len(state) != len(first) or any(state.get(name) != first.get(name) for name in _NOT_TENSORS):
                 return None
-        flats: dict[str, Flat] = {}
+        flats: dict[str, FlatTensor] = {}
         for name in first:
             if name not in _NOT_TENSORS:
                 found = run.layout.found([state[name] for state in states])
@@ -296,7 +296,7 @@ class OptimizerAtOnce(StackedOptimizer):
                 flats[name] = found
         return flats
 
-    def _steppable(self, run: _Known) -> Iterator[_Known]:
+    def _steppable(self, run: _ContiguousParameters) -> Iterator[_ContiguousParameters]:
         """Yield the run, or its parameters separately if their state lies differently in memory."""
         states = [self.state[p] for p in run.parameters]
         names = [name for name in states[0] if name not in _NOT_TENSORS]
@@ -311,10 +311,10 @@ class OptimizerAtOnce(StackedOptimizer):
             ((layout, own),) = runs([(p, number)])
             yield _known(layout, own)
 
-    def _step(self, run: _Known, state: dict[str, Flat]) -> None:
+    def _step(self, run: _ContiguousParameters, state: dict[str, FlatTensor]) -> None:
         whole = run.layout.found(run.parameters)
         assert whole is not None, "it was read off them"
-        step = Run(
+        step = StackedParameterUpdate(
             run.layout,
             whole,
             run.layout.gathered([p.grad for p in run.parameters if p.grad is not None]),
@@ -328,5 +328,5 @@ class OptimizerAtOnce(StackedOptimizer):
         step.finish()
 
 
-def _known(layout: Layout, run: Sequence[tuple[Tensor, int]]) -> _Known:
-    return _Known(layout, [p for p, _ in run], [number for _, number in run])
+def _known(layout: FlatLayout, run: Sequence[tuple[Tensor, int]]) -> _ContiguousParameters:
+    return _ContiguousParameters(layout, [p for p, _ in run], [number for _, number in run])

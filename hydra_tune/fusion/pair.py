@@ -22,17 +22,17 @@ from collections.abc import Hashable
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.fusion.measured import Ways
-from hydra_tune.fusion.member import Member
-from hydra_tune.fusion.pair_round import PairedSteps, PairRound
-from hydra_tune.fusion.pair_side import PairDesk, Side
+from hydra_tune.fusion.measured import StepPlanAutotuner
+from hydra_tune.fusion.member import MemberTrial
+from hydra_tune.fusion.pair_round import PairRound, PairStepRunner
+from hydra_tune.fusion.pair_side import PairDelegate, PairSide
 from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.seat import Seat
+from hydra_tune.fusion.seat import GroupSlot
 from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.tenant import Tenant
-from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.trial import Report, Trial
+from hydra_tune.train.trial import PendingReport, Trial
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 
@@ -58,14 +58,14 @@ class PairTrial(Trial):
 
     def __init__(
         self,
-        sides: tuple[Side, Side],
+        sides: tuple[PairSide, PairSide],
         groups: tuple[GroupTrial, GroupTrial],
         library: PlanLibrary,
         device: Device,
-        desk: PairDesk,
+        desk: PairDelegate,
         planner: StepPlanner,
         host: HostTier | None = None,
-        tenant: Tenant | None = None,
+        tenant: TrialMemoryContext | None = None,
     ) -> None:
         super().__init__(groups[0].task, library, device, None, host, tenant)
         self._sides = first, second = sides
@@ -76,15 +76,15 @@ class PairTrial(Trial):
             group.takes_turns = True
         self._desk = desk
         self._planner = planner
-        self._known: dict[tuple[Prepared, Prepared], Ways[PairedSteps]] = {}
+        self._known: dict[tuple[PreparedPlan, PreparedPlan], StepPlanAutotuner[PairStepRunner]] = {}
         self._unplanned: set[Hashable] = set()
-        self._running: list[tuple[Side, PendingUnit]] = []
+        self._running: list[tuple[PairSide, PendingUnit]] = []
         self._round: PairRound | None = None
         self._waits = 0
 
     # Interface to the pool.
 
-    def advance(self) -> PendingUnit | Report | None:
+    def advance(self) -> PendingUnit | PendingReport | None:
         """As of `Trial`."""
         self._running, self._round = [], None
         going = self._live
@@ -97,7 +97,7 @@ class PairTrial(Trial):
         self._show()
         return self._next()
 
-    def _next(self) -> PendingUnit | Report | None:
+    def _next(self) -> PendingUnit | PendingReport | None:
         due = [side for side in self._live if side.pending is not None]
         if not self._live:
             return None
@@ -110,7 +110,7 @@ class PairTrial(Trial):
             return None if self.goes_back else self._both()
         if not due or self._is_patient:
             self._waits += 1
-            return Report(step=self._waits, metrics={})
+            return PendingReport(step=self._waits, metrics={})
         return self._by_itself(due[0])
 
     def _both(self) -> PendingUnit:
@@ -132,7 +132,7 @@ class PairTrial(Trial):
         self._round = PairRound((first.half, second.half), steps)
         return self._round.unit()
 
-    def _steps(self) -> Ways[PairedSteps] | None:
+    def _steps(self) -> StepPlanAutotuner[PairStepRunner] | None:
         """Return the merged steps that both groups offer; None where the steps cannot run in turn."""
         first, second = (side.group.offer for side in self._sides)
         assert first is not None
@@ -148,21 +148,21 @@ class PairTrial(Trial):
                 self._unplanned.add(key)
                 return None
             states = first.state_of(planned, 0, self._device), second.state_of(planned, 1, self._device)
-            self._known[key] = Ways(
+            self._known[key] = StepPlanAutotuner(
                 planned,
-                lambda one: PairedSteps(one, states),
+                lambda one: PairStepRunner(one, states),
                 self._planner.replanned,
                 lambda found: self._desk.measured(found, like),
             )
         return self._known[key]
 
-    def _due(self, side: Side) -> PendingUnit:
+    def _due(self, side: PairSide) -> PendingUnit:
         unit, side.pending = side.pending, None
         assert unit is not None
         self._running = [(side, unit)]
         return unit
 
-    def _by_itself(self, side: Side) -> PendingUnit:
+    def _by_itself(self, side: PairSide) -> PendingUnit:
         """Return a unit with the steps of a single group."""
         side.pending = None
         side.go_on()  # the group sees that its offer was not run, and yields an ordinary unit
@@ -192,7 +192,7 @@ class PairTrial(Trial):
     # Groups and places.
 
     @property
-    def _live(self) -> list[Side]:
+    def _live(self) -> list[PairSide]:
         return [side for side in self._sides if not side.is_over]
 
     @property
@@ -201,7 +201,7 @@ class PairTrial(Trial):
         waiting = [side.waits_until for side in self._live if side.is_waiting and side.waits_until is not None]
         return bool(waiting) and time.monotonic() < min(waiting)
 
-    def _end(self, side: Side) -> None:
+    def _end(self, side: PairSide) -> None:
         """Close a group that has ended; the other continues alone."""
         self._let_go_of_steps()
         watcher = None if side.group.state is None else side.group.state.watcher
@@ -241,7 +241,7 @@ class PairTrial(Trial):
         return [side.group for side in self._live]
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[GroupSlot]:
         """The members, by place, first group first."""
         return [seat for group in self.groups for seat in group.seats]
 
@@ -277,7 +277,7 @@ class PairTrial(Trial):
         """Whether a group could continue but waits for the other."""
         return any(side.pending is not None for side in self._live)
 
-    def admits(self, member: Member) -> bool:
+    def admits(self, member: MemberTrial) -> bool:
         """Return whether a new member would leave the bits of the present members unchanged."""
         return all(group.admits(member) for group in self.groups)
 
@@ -333,6 +333,6 @@ class PairTrial(Trial):
         return sum(ways.host_bytes for ways in self._known.values())
 
 
-def _steps_done(side: Side) -> int:
+def _steps_done(side: PairSide) -> int:
     assert side.group.offer is not None
     return side.group.offer.steps_done

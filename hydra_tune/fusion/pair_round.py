@@ -18,27 +18,27 @@ import torch
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
-from hydra_tune.fusion.measured import Ways
+from hydra_tune.fusion.measured import StepPlanAutotuner
 from hydra_tune.fusion.planned import PlannedStep
-from hydra_tune.fusion.planned_device import StepsOnDevice
-from hydra_tune.fusion.planned_state import StepState
-from hydra_tune.fusion.planner.schedule import Segment
-from hydra_tune.fusion.rounds import SECONDS, Round
+from hydra_tune.fusion.planned_device import DeviceStepRunner
+from hydra_tune.fusion.planned_state import StepStateBinding
+from hydra_tune.fusion.planner.schedule import ScheduleSegment
+from hydra_tune.fusion.rounds import SECONDS, GroupRound
 from hydra_tune.fusion.steps import leave_out_bad
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.gate import GATE
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.state import STEP_BEGUN
-from hydra_tune.train.step import Expected, PendingUnit
+from hydra_tune.train.step import PendingUnit, UpcomingUnit
 
 _LEAST_STEPS = 4  # steps of each group in a unit, unless its members stop earlier
 
 
-class Half(Round):
-    """The steps of one of the two groups; arguments are as of `Round`."""
+class PairRoundHalf(GroupRound):
+    """The steps of one of the two groups; arguments are as of `GroupRound`."""
 
     _losses: Sequence[float] = ()
 
@@ -60,7 +60,7 @@ class Half(Round):
         return self._drawing(device)
 
     @contextmanager
-    def computing(self, state: StepState, device: Device) -> Iterator[None]:
+    def computing(self, state: StepStateBinding, device: Device) -> Iterator[None]:
         """Surround the next forward, after `drawing`; a failed forward leaves no trace.
 
         Args:
@@ -70,7 +70,7 @@ class Half(Round):
         rules, graph = self._rules, self._rules.shard.graph
         assert self._batches is not None, "members have batches"
         tensors = self._batches.leaves(len(self._made)).tensors
-        operands = Operands(
+        operands = ShardOperands(
             state=[rules.state.tensors[name] for name in graph.state],
             constants=[rules.plan.constants[name] for name in graph.constants],
             inputs=[tensors[index] for index in graph.inputs],
@@ -113,7 +113,7 @@ class Half(Round):
         self._batches = self._go_on() if goes_on else None
 
 
-class PairedSteps:
+class PairStepRunner:
     """The planned steps of two groups, run repeatedly.
 
     Args:
@@ -121,11 +121,11 @@ class PairedSteps:
         states: the states of both groups as arguments of the steps.
     """
 
-    def __init__(self, planned: PlannedStep, states: tuple[StepState, StepState]) -> None:
+    def __init__(self, planned: PlannedStep, states: tuple[StepStateBinding, StepStateBinding]) -> None:
         self.planned = planned
         self.states = first, second = states
         given = [lambda: first.given, lambda: second.given]
-        self._steps = StepsOnDevice(planned, given, lambda side, number: states[side].draw(number))
+        self._steps = DeviceStepRunner(planned, given, lambda side, number: states[side].draw(number))
 
     def close(self) -> None:
         """Stop the copy streams."""
@@ -137,13 +137,13 @@ class PairedSteps:
         return self._steps.seconds
 
     def on(self, device: Device) -> None:
-        """As of `StepsOnDevice`."""
+        """As of `DeviceStepRunner`."""
         self._steps.on(device)
 
     def run(self, backward: int | None, forward: int | None) -> list[float]:
         """Run a backward merged with a forward, or either alone; return the losses of the forward's members."""
         found: list[Tensor] = []
-        self._steps.run.segment(Segment(backward, forward), lambda _side, _number, losses: found.append(losses))
+        self._steps.run.segment(ScheduleSegment(backward, forward), lambda _side, _number, losses: found.append(losses))
         losses: list[float] = found[0].tolist() if found else []
         return losses
 
@@ -156,7 +156,7 @@ class PairRound:
         ways: runs the steps.
     """
 
-    def __init__(self, halves: tuple[Half, Half], ways: Ways[PairedSteps]) -> None:
+    def __init__(self, halves: tuple[PairRoundHalf, PairRoundHalf], ways: StepPlanAutotuner[PairStepRunner]) -> None:
         self._halves = halves
         self._ways, self._steps = ways, ways.current
         self._began_seconds = self._steps.seconds
@@ -179,7 +179,7 @@ class PairRound:
     def unit(self) -> PendingUnit:
         """Return the unit."""
         seconds = max(_LEAST_STEPS * self._steps.planned.part.times.seconds, SECONDS)
-        expected = Expected(
+        expected = UpcomingUnit(
             kind="backward", shard=0, seconds=seconds, blocks=self._blocks, workspace_bytes=self._workspace_bytes
         )
         return PendingUnit(

@@ -1,4 +1,4 @@
-"""`Side`: a group of a pair, with a desk that forwards to the pair's desk."""
+"""`PairSide`: a group of a pair, with a desk that forwards to the pair's desk."""
 
 import time
 from collections.abc import Sequence
@@ -8,21 +8,21 @@ from typing_extensions import override
 
 from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.fusion.measured import Measured
-from hydra_tune.fusion.member import Wanted
-from hydra_tune.fusion.seat import Desk, Seat
+from hydra_tune.fusion.measured import AutotuneResult
+from hydra_tune.fusion.member import MemberBatchRequest
+from hydra_tune.fusion.seat import GroupDelegate, GroupSlot
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.trial import Report
+from hydra_tune.train.trial import PendingReport
 
 
-class PairDesk(Desk, Protocol):
+class PairDelegate(GroupDelegate, Protocol):
     """Desk of both groups."""
 
     def stays(self, size: int, why: str) -> None:
         """Limit the number of places to `size` from now on, for the given reason."""
 
 
-class Side(Desk):
+class PairSide(GroupDelegate):
     """A group of a pair, and its desk.
 
     Args:
@@ -38,9 +38,9 @@ class Side(Desk):
     """
 
     group: GroupTrial
-    other: "Side"
+    other: "PairSide"
 
-    def __init__(self, desk: PairDesk) -> None:
+    def __init__(self, desk: PairDelegate) -> None:
         self.pending: PendingUnit | None = None
         self.waits_until: float | None = None
         self.is_over = False
@@ -51,7 +51,7 @@ class Side(Desk):
         if self.pending is not None or self.is_over:
             return
         step = self.group.advance()
-        if isinstance(step, Report):
+        if isinstance(step, PendingReport):
             if self.waits_until is None:
                 self.waits_until = time.monotonic() + PATIENCE_SECONDS
             return
@@ -66,15 +66,15 @@ class Side(Desk):
     # Desk of the group.
 
     @override
-    def ended(self, seat: Seat) -> None:
+    def ended(self, seat: GroupSlot) -> None:
         self._desk.ended(seat)
 
     @override
-    def reported(self, seat: Seat) -> None:
+    def reported(self, seat: GroupSlot) -> None:
         self._desk.reported(seat)
 
     @override
-    def left(self, seat: Seat) -> None:
+    def left(self, seat: GroupSlot) -> None:
         self._desk.left(seat)
 
     @override
@@ -82,14 +82,14 @@ class Side(Desk):
         return self._desk.waiting()
 
     @override
-    def joining(self, free: int, *, ends: bool) -> Sequence[Seat]:
+    def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
         # A group with no members ends the job only if the other group has ended too.
         return self._desk.joining(free, ends=ends and self.other.is_over)
 
     def make_ready(self, size: int) -> bool:
-        """As of `Desk`; while both groups run, each keeps its size."""
+        """As of `GroupDelegate`; while both groups run, each keeps its size."""
         return self.other.is_over and self._desk.make_ready(size)
 
     @override
-    def measured(self, found: Measured, like: Wanted) -> None:
+    def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None:
         self._desk.measured(found, like)

@@ -1,4 +1,4 @@
-"""`Places`: the places of a group, their occupants, and the stacked state.
+"""`SlotTable`: the places of a group, their occupants, and the stacked state.
 
 Note: joining and leaving. A group has a number of places. Between two steps a member that has ended or is paused gives
 its place to another member, which begins or continues its training while the others are in the middle of theirs
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from hydra_tune.devices.device import Device
-from hydra_tune.fusion.likeness import Likeness
-from hydra_tune.fusion.seat import Seat, vacant
+from hydra_tune.fusion.likeness import MemberDifferences
+from hydra_tune.fusion.seat import GroupSlot, vacant
 from hydra_tune.fusion.stack import hand_out, put_in
 from hydra_tune.fusion.steps import GroupGradients
 from hydra_tune.fusion.streams import GroupStreams
-from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.library import PreparedPlan
 from hydra_tune.train.state import ModelState
 
 
-class Places:
+class SlotTable:
     """The places of a group.
 
     Args:
@@ -35,19 +35,19 @@ class Places:
             present members.
     """
 
-    def __init__(self, seats: Sequence[Seat], device: Device) -> None:
+    def __init__(self, seats: Sequence[GroupSlot], device: Device) -> None:
         self.state: ModelState | None = None
-        self.stacked: dict[tuple[Prepared, bool], tuple[Prepared, Likeness]] = {}
+        self.stacked: dict[tuple[PreparedPlan, bool], tuple[PreparedPlan, MemberDifferences]] = {}
         self._device = device
         self._sit(seats)
 
-    def _sit(self, seats: Sequence[Seat]) -> None:
+    def _sit(self, seats: Sequence[GroupSlot]) -> None:
         self.seats = list(seats)
         self.streams = GroupStreams([seat.member.streams for seat in seats])
         self.gradients = GroupGradients([seat.member.task for seat in seats])
 
     @property
-    def live(self) -> list[Seat]:
+    def live(self) -> list[GroupSlot]:
         """Seats of members that have not ended."""
         return [seat for seat in self.seats if seat.status is None]
 
@@ -56,14 +56,14 @@ class Places:
         """Indices of vacant places."""
         return [index for index, seat in enumerate(self.seats) if seat.status is not None]
 
-    def welcome(self, seat: Seat) -> None:
+    def welcome(self, seat: GroupSlot) -> None:
         """Mark a member as part of the group, once its state is in the stack."""
         seat.is_handed_back = False
         seat.member.is_fused = True
         seat.member.num_shards = 0 if self.state is None else len(self.state.layout.plan.shards)
         seat.member.fetch = partial(self.hand_out, seat)
 
-    def give(self, index: int, seat: Seat) -> None:
+    def give(self, index: int, seat: GroupSlot) -> None:
         """Give a place to another member, without copying its state into the stack yet."""
         self.seats[index] = seat
         self.streams.replace(index, seat.member.streams)
@@ -76,13 +76,13 @@ class Places:
         if self.state is not None:
             put_in(self.state, index, *self.seats[index].member.built(), self._device)
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, seat: GroupSlot) -> None:
         """Let a member leave with its state."""
         self.hand_out(seat)
         seat.member.fetch = None
         self.seats[self.seats.index(seat)] = vacant(seat)
 
-    def hand_out(self, seat: Seat) -> None:
+    def hand_out(self, seat: GroupSlot) -> None:
         """Copy a member's part of the stack to the member's own module and optimizer."""
         if self.state is not None:
             hand_out(self.state, self.seats.index(seat), *seat.member.built())

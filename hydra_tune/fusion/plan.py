@@ -9,15 +9,15 @@ from torch import Tensor, fx
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.branches import StackedPrefix, with_results, with_tails
 from hydra_tune.fusion.compiling import compiled_trace
-from hydra_tune.fusion.counted import Counted, with_counts
+from hydra_tune.fusion.counted import MaskedReduction, with_counts
 from hydra_tune.fusion.likeness import with_stand_ins
 from hydra_tune.fusion.stacking import StackedGraph
-from hydra_tune.fusion.tails import Rows
-from hydra_tune.fusion.tracing import Traced, traced, traced_forward
+from hydra_tune.fusion.tails import HeadAssignment
+from hydra_tune.fusion.tracing import JointTrace, traced, traced_forward
 from hydra_tune.shard import compute
-from hydra_tune.shard.compute import Gradients, Incoming, Operands, Tape
+from hydra_tune.shard.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
 from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.plan import Shard, ShardPlan
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import Objective, loss_itself
 
@@ -25,7 +25,7 @@ _MULTIPLIED = tuple(name for name in ShardCost.__dataclass_fields__ if name.ends
 
 
 @dataclass(slots=True)
-class StackedComputing:
+class StackedPlanExecutor:
     """Runs the shards of a group's plan: by the trace of a traced shard, otherwise as `shard/compute.py` does.
 
     Attributes:
@@ -33,11 +33,11 @@ class StackedComputing:
         forwards: traces of forwards without gradients, likewise.
     """
 
-    traces: dict[int, Traced] = field(default_factory=dict)
+    traces: dict[int, JointTrace] = field(default_factory=dict)
     forwards: dict[int, fx.GraphModule] = field(default_factory=dict)
 
     def forward(
-        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None
     ) -> dict[str, Tensor]:
         """As `compute.forward`."""
         trace = self.forwards.get(shard.first) if needs_gradient is None else None
@@ -46,26 +46,26 @@ class StackedComputing:
                 return dict(zip(shard.live_out, trace(*operands.all), strict=True))
         return compute.forward(shard, operands, needs_gradient)
 
-    def trace_on(self, shard: ShardGraph, operands: Operands) -> Traced | None:
+    def trace_on(self, shard: ShardGraph, operands: ShardOperands) -> JointTrace | None:
         """Return the trace of a shard for the device of its operands, if there is any."""
         trace = self.traces.get(shard.first)
         return None if trace is None or trace.place.type != operands.state[0].device.type else trace
 
     def taped_forward(
-        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
-    ) -> tuple[dict[str, Tensor], Tape]:
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]
+    ) -> tuple[dict[str, Tensor], ShardTape]:
         """As `compute.taped_forward`."""
         return compute.taped_forward(shard, operands, needs_gradient)
 
     def backward(
         self,
         shard: ShardGraph,
-        operands: Operands,
+        operands: ShardOperands,
         *,
         needs_gradient: frozenset[str],
-        incoming: Incoming,
+        incoming: IncomingGradients,
         objective: Objective = loss_itself,
-    ) -> Gradients:
+    ) -> ShardGradients:
         """As of `compute.backward`; the objective is the sum of the members' losses."""
         trace = self.trace_on(shard, operands)
         if trace is not None:
@@ -73,7 +73,7 @@ class StackedComputing:
         return compute.backward(shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective)
 
 
-def _with_memory_of_their_own(made: Gradients) -> Gradients:
+def _with_memory_of_their_own(made: ShardGradients) -> ShardGradients:
     """Return gradients with separate memory for every element.
 
     Autograd's gradients have that property, and later code updates gradients in place. A trace may return expanded
@@ -90,12 +90,12 @@ def _repeats(tensor: Tensor) -> bool:
 
 
 def stacked_plan(
-    plan: Plan,
+    plan: ShardPlan,
     count: int,
     slots: frozenset[str] = frozenset(),
-    rows: Rows | None = None,
-    counted: Mapping[str, Counted] | None = None,
-) -> Plan:
+    rows: HeadAssignment | None = None,
+    counted: Mapping[str, MaskedReduction] | None = None,
+) -> ShardPlan:
     """Return the plan of a group.
 
     Args:
@@ -113,20 +113,20 @@ def stacked_plan(
         raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
     if rows is None:
         shards = tuple(_stacked_shard(shard, count, slots, counted) for shard in plan.shards)
-        return replace(plan, shards=shards, computing=StackedComputing())
+        return replace(plan, shards=shards, computing=StackedPlanExecutor())
     assert counted is None, "members with other losses have batches of one size"
     (shard,) = plan.shards
     shards = (_tailed_shard(shard, count, slots, rows),)
-    return with_results(replace(plan, shards=shards, computing=StackedComputing()), rows)
+    return with_results(replace(plan, shards=shards, computing=StackedPlanExecutor()), rows)
 
 
-def is_traced(plan: Plan) -> bool:
+def is_traced(plan: ShardPlan) -> bool:
     """Return whether a group's plan has a trace."""
-    return isinstance(plan.computing, StackedComputing) and bool(plan.computing.traces or plan.computing.forwards)
+    return isinstance(plan.computing, StackedPlanExecutor) and bool(plan.computing.traces or plan.computing.forwards)
 
 
 def trace_step(
-    plan: Plan,
+    plan: ShardPlan,
     state: Sequence[Tensor],
     inputs: Sequence[Tensor],
     count: int,
@@ -146,7 +146,7 @@ def trace_step(
         place: as of `traced`; on devices other than the CPU only training steps are traced.
     """
     computing = plan.computing
-    assert isinstance(computing, StackedComputing), "not a group's plan"
+    assert isinstance(computing, StackedPlanExecutor), "not a group's plan"
     if len(plan.shards) > 1:
         return False
     (shard,) = plan.shards
@@ -155,7 +155,7 @@ def trace_step(
     # A traced forward is a pure function: the trace would freeze random numbers and lose writes to buffers.
     if plan.mode != "train" and (graph.stochastic or graph.written_state or elsewhere):
         return False
-    operands = Operands(
+    operands = ShardOperands(
         state=state,
         constants=[plan.constants[name] for name in graph.constants],
         inputs=[inputs[index] for index in graph.inputs],
@@ -185,7 +185,9 @@ def trace_step(
     return trace is not None
 
 
-def _stacked_shard(shard: Shard, count: int, slots: frozenset[str], counted: Mapping[str, Counted] | None) -> Shard:
+def _stacked_shard(
+    shard: Shard, count: int, slots: frozenset[str], counted: Mapping[str, MaskedReduction] | None
+) -> Shard:
     graph = shard.graph
     if graph.code is None:
         raise UnfusableError("its shards are compiled (compile=), and a compiler's code is for one trial")
@@ -210,7 +212,7 @@ def _stacked_shard(shard: Shard, count: int, slots: frozenset[str], counted: Map
     return replace(shard, graph=graph, cost=_multiplied(shard.cost, count))
 
 
-def _tailed_shard(shard: Shard, count: int, slots: frozenset[str], rows: Rows) -> Shard:
+def _tailed_shard(shard: Shard, count: int, slots: frozenset[str], rows: HeadAssignment) -> Shard:
     graph = shard.graph
     assert graph.code is not None, "compared before"
     own = slots & {node.name for node in graph.code.graph.nodes}

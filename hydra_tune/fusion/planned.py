@@ -19,23 +19,23 @@ from torch.optim import Optimizer
 
 from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.planner.allocated import allocated, on_all
-from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.arrays import SubArrayProfile
 from hydra_tune.fusion.planner.layouts import as_laid_out
 from hydra_tune.fusion.planner.memory import simulated
 from hydra_tune.fusion.planner.of_task import check_plannable
-from hydra_tune.fusion.planner.portfolio import MARGIN, Member, Part, Planner, limit_for
-from hydra_tune.fusion.planner.profiled_run import Clock
-from hydra_tune.fusion.planner.profiler import CpuClock, CudaClock, Profiles
-from hydra_tune.fusion.planner.replan import Trial as Ran
+from hydra_tune.fusion.planner.portfolio import MARGIN, Planner, PortfolioPlan, SubArrayPlan, limit_for
+from hydra_tune.fusion.planner.profiled_run import ProfilingClock
+from hydra_tune.fusion.planner.profiler import CpuClock, CudaClock, SubArrayProfiler
+from hydra_tune.fusion.planner.replan import MeasuredPlan as Ran
 from hydra_tune.fusion.planner.replan import fitted, key_of
 from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
 from hydra_tune.fusion.planner.updates import UpdateTracer
-from hydra_tune.fusion.stand import HOST, Stand
+from hydra_tune.fusion.stand import HOST, ProfilingDevice
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.library import PreparedPlan
 from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
@@ -44,7 +44,7 @@ _MAX_KEPT = 8  # plans of each stacked step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class StackedStepSpec:
     """Tensors that a group computes on; only the geometry counts.
 
     Attributes:
@@ -56,7 +56,7 @@ class Stack:
         is_clipped: whether any member clips gradients by their global norm.
     """
 
-    prepared: Prepared
+    prepared: PreparedPlan
     state: Mapping[str, Tensor]
     inputs: Sequence[Tensor]
     groups: Mapping[str, int]
@@ -82,7 +82,7 @@ class PlannedStep:
     """
 
     graphs: tuple[StepGraph, ...]
-    part: Part
+    part: SubArrayPlan
     limit_bytes: int
 
     @property
@@ -126,22 +126,22 @@ class StepPlanner:
     """
 
     def __init__(
-        self, budget_bytes: int, alignment: int, stands: Callable[[], Sequence[Stand]] = lambda: (HOST,)
+        self, budget_bytes: int, alignment: int, stands: Callable[[], Sequence[ProfilingDevice]] = lambda: (HOST,)
     ) -> None:
         self.budget_bytes = budget_bytes
         self._alignment = alignment
         self._stands = stands
         self._lock = threading.Lock()
         self._making = threading.Lock()  # a single plan at a time, because concurrent profiles would disturb each other
-        self._graphs: WeakKeyDictionary[Prepared, dict[Hashable, StepGraph]] = WeakKeyDictionary()
-        self._known: WeakKeyDictionary[Prepared, dict[Hashable, PlannedStep | Exception]] = WeakKeyDictionary()
-        self._profiles = Profiles(clock_of)
+        self._graphs: WeakKeyDictionary[PreparedPlan, dict[Hashable, StepGraph]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[PreparedPlan, dict[Hashable, PlannedStep | Exception]] = WeakKeyDictionary()
+        self._profiles = SubArrayProfiler(clock_of)
 
-    def fits(self, prepared: Prepared) -> bool:
+    def fits(self, prepared: PreparedPlan) -> bool:
         """Return whether a group's step fits a device without a plan."""
         return prepared.plan.peak_bytes <= self.budget_bytes
 
-    def planned(self, *stacks: Stack) -> PlannedStep:
+    def planned(self, *stacks: StackedStepSpec) -> PlannedStep:
         """Plan the step of a group, or of two groups that take turns, for the memory of a device.
 
         Args:
@@ -176,7 +176,7 @@ class StepPlanner:
             raise found
         return found
 
-    def kept_seconds(self, stack: Stack) -> float:
+    def kept_seconds(self, stack: StackedStepSpec) -> float:
         """Return the predicted seconds of a step that needs no plan.
 
         Raises:
@@ -186,7 +186,7 @@ class StepPlanner:
             _, planner, _ = self._planner([self._graph(stack)])
             return planner.kept(stack.updates.count).times.seconds
 
-    def _planned(self, stacks: Sequence[Stack]) -> PlannedStep:
+    def _planned(self, stacks: Sequence[StackedStepSpec]) -> PlannedStep:
         graphs = tuple(self._graph(stack) for stack in stacks)
         counts = tuple(stack.updates.count for stack in stacks)
         arrays, planner, limit_bytes = self._planner(graphs)
@@ -225,7 +225,7 @@ class StepPlanner:
                     found.setdefault(key_of(_member(one)), one)
         return list(found.values())
 
-    def _planner(self, graphs: Sequence[StepGraph]) -> tuple[tuple[Array, ...], Planner, int]:
+    def _planner(self, graphs: Sequence[StepGraph]) -> tuple[tuple[SubArrayProfile, ...], Planner, int]:
         """Return the graphs' profiles, a planner for the first graph, and the memory limit for all graphs together."""
         stands = self._stands()
         each = [self._profiled(stand, graphs) for stand in stands]
@@ -238,7 +238,7 @@ class StepPlanner:
         planner = Planner(array=lambda _: arrays[0], limit_bytes=limit_bytes, is_duplex=is_duplex)
         return arrays, planner, limit_bytes
 
-    def _profiled(self, stand: Stand, graphs: Sequence[StepGraph]) -> dict[int, Array]:
+    def _profiled(self, stand: ProfilingDevice, graphs: Sequence[StepGraph]) -> dict[int, SubArrayProfile]:
         """Return the graphs' profiles on a kind of device, by identity of the graph; measure on the first call."""
         is_known = all(self._profiles.knows(graph, stand.place) for graph in graphs)
         threads = torch.get_num_threads()
@@ -251,7 +251,7 @@ class StepPlanner:
                 torch.set_num_threads(threads)
         return {id(graph): allocated(found[id(graph)], graph, stand.rounding) for graph in graphs}
 
-    def _graph(self, stack: Stack) -> StepGraph:
+    def _graph(self, stack: StackedStepSpec) -> StepGraph:
         known, key = self._graphs.setdefault(stack.prepared, {}), stack.key
         # Tracing a step and laying it out is slow, and pairs and replanning ask for the same graphs again.
         if key not in known:
@@ -260,12 +260,12 @@ class StepPlanner:
             known[key] = self._traced(stack)
         return known[key]
 
-    def _traced(self, stack: Stack) -> StepGraph:
+    def _traced(self, stack: StackedStepSpec) -> StepGraph:
         plan = stack.prepared.plan
         if plan.mode != "train" or len(plan.shards) > 1:
             raise UnfusableError("steps of several shards are not planned; it runs unplanned")
         graph = plan.shards[0].graph
-        operands = Operands(
+        operands = ShardOperands(
             state=[stack.state[name] for name in graph.state],
             constants=[plan.constants[name] for name in graph.constants],
             inputs=[stack.inputs[index] for index in graph.inputs],
@@ -312,7 +312,7 @@ class StepPlanner:
             )
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> ProfilingClock:
     """Return the clock of a device; on the CPU the thread's CPU time, which excludes time taken by other threads.
 
     Args:
@@ -322,12 +322,12 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def stack_of(
-    prepared: Prepared,
+    prepared: PreparedPlan,
     built: Sequence[tuple[nn.Module, Optimizer]],
     inputs: Sequence[Tensor],
     *,
     is_clipped: bool,
-) -> Stack:
+) -> StackedStepSpec:
     """Return the stack that a group of trials would compute on.
 
     Args:
@@ -341,7 +341,7 @@ def stack_of(
     """
     first, optimizer = built[0]
     size = len(built)
-    return Stack(
+    return StackedStepSpec(
         prepared=prepared,
         state={name: _stacked(tensor, size) for name, tensor in named_state(first)},
         inputs=[_stacked(tensor, size) for tensor in inputs],
@@ -351,7 +351,7 @@ def stack_of(
     )
 
 
-def check_planned(task: TrainTask, prepared: Prepared) -> None:
+def check_planned(task: TrainTask, prepared: PreparedPlan) -> None:
     """Refuse a task whose kind no planned group supports.
 
     Args:
@@ -365,7 +365,7 @@ def check_planned(task: TrainTask, prepared: Prepared) -> None:
     check_values(prepared)
 
 
-def check_values(prepared: Prepared) -> None:
+def check_values(prepared: PreparedPlan) -> None:
     """Refuse a plan that is valid only for some batches.
 
     A planned unit makes several steps at once, and no check of the batches runs between the steps.
@@ -383,8 +383,8 @@ def check_values(prepared: Prepared) -> None:
         )
 
 
-def _member(step: PlannedStep) -> Member:
-    return Member(step.part.way, (step.part,), step.limit_bytes)
+def _member(step: PlannedStep) -> PortfolioPlan:
+    return PortfolioPlan(step.part.way, (step.part,), step.limit_bytes)
 
 
 def updated(graph: StepGraph) -> frozenset[str]:

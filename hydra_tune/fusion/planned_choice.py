@@ -1,4 +1,4 @@
-"""`PlannedChoice`: the compared ways to train trials that exceed a device's memory together, and the chosen way.
+"""`PlannedSizeChoice`: the compared ways to train trials that exceed a device's memory together, and the chosen way.
 
 Plain values without tensors, for the log, the event log and tables.
 """
@@ -14,7 +14,7 @@ PAIR = "two in turn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedWay:
+class PlannedSizeOption:
     """A way to train the trials.
 
     Attributes:
@@ -58,14 +58,14 @@ class PlannedWay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedChoice:
+class PlannedSizeChoice:
     """The compared ways, with the chosen way marked.
 
     Attributes:
         ways: the unplanned way first, then the planned ways in the order of planning.
     """
 
-    ways: tuple[PlannedWay, ...]
+    ways: tuple[PlannedSizeOption, ...]
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class PlannedChoice:
         return tuple(f"{way}{', which is chosen' if way.is_chosen else ''}" for way in self.ways)
 
     @property
-    def chosen(self) -> PlannedWay:
+    def chosen(self) -> PlannedSizeOption:
         """The chosen way."""
         return next(way for way in self.ways if way.is_chosen)
 
@@ -88,11 +88,11 @@ class PlannedChoice:
         return max(self.chosen.sizes)
 
 
-def chosen_of(ways: Sequence[PlannedWay], chosen: PlannedWay) -> PlannedChoice:
+def chosen_of(ways: Sequence[PlannedSizeOption], chosen: PlannedSizeOption) -> PlannedSizeChoice:
     """Return a choice with one of the ways marked.
 
     Args:
         ways: the unplanned way first.
         chosen: the chosen way.
     """
-    return PlannedChoice(ways=tuple(replace(way, is_chosen=way is chosen) for way in ways))
+    return PlannedSizeChoice(ways=tuple(replace(way, is_chosen=way is chosen) for way in ways))

@@ -1,4 +1,4 @@
-"""`StepsOnDevice`: run a planned step on the device of the current unit, which may change from unit to unit."""
+"""`DeviceStepRunner`: run a planned step on the device of the current unit, which may change from unit to unit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -10,10 +10,10 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.fusion.planned import PlannedStep
 from hydra_tune.fusion.planner.rewrite import rewritten
-from hydra_tune.fusion.planner.run import PlannedRun
+from hydra_tune.fusion.planner.run import MergedGraphRunner
 
 
-class StepsOnDevice:
+class DeviceStepRunner:
     """Runs a planned step.
 
     Host memory and streams for swapping belong to the device of the last unit. Between two units nothing of a step
@@ -36,7 +36,7 @@ class StepsOnDevice:
         self._draw = draw
         self._merged = rewritten(planned.part.schedule, planned.graphs)
         self._place: torch.device | None = None
-        self._run: PlannedRun | None = None
+        self._run: MergedGraphRunner | None = None
         self._seconds = 0.0
 
     @property
@@ -65,11 +65,11 @@ class StepsOnDevice:
         return self._place
 
     @property
-    def run(self) -> PlannedRun:
+    def run(self) -> MergedGraphRunner:
         """The runner of the steps on the present device."""
         if self._run is None:
             graphs, schedule = self.planned.graphs, self.planned.part.schedule
-            self._run = PlannedRun(schedule, graphs, self.place, self._arguments, self._draw, self._merged)
+            self._run = MergedGraphRunner(schedule, graphs, self.place, self._arguments, self._draw, self._merged)
         return self._run
 
     def close(self) -> None:

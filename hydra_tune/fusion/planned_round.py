@@ -11,23 +11,23 @@ from typing_extensions import override
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, OutOfMemoryError, UnfusableError
 from hydra_tune.fusion.batches import StackedBatches
-from hydra_tune.fusion.measured import Measured, Ways
-from hydra_tune.fusion.member import Wanted
-from hydra_tune.fusion.optimizers import OptimizerAtOnce
+from hydra_tune.fusion.measured import AutotuneResult, StepPlanAutotuner
+from hydra_tune.fusion.member import MemberBatchRequest
+from hydra_tune.fusion.optimizers import BatchedOptimizer
 from hydra_tune.fusion.planned import OWN_LOSSES, PlannedStep, StepPlanner, check_values, stack_of
-from hydra_tune.fusion.planned_device import StepsOnDevice
-from hydra_tune.fusion.planned_state import StepState, stack_now
-from hydra_tune.fusion.rounds import Round, Rules
+from hydra_tune.fusion.planned_device import DeviceStepRunner
+from hydra_tune.fusion.planned_state import StepStateBinding, stack_now
+from hydra_tune.fusion.rounds import GroupRound, RoundContext
 from hydra_tune.fusion.steps import GroupGradients, leave_out_bad
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.quantities import format_bytes
-from hydra_tune.shard.batch import Leaves
-from hydra_tune.shard.compute import Operands
-from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.library import PreparedPlan
 from hydra_tune.train.state import STEP_BEGUN, ModelState
 
 
-class PlannedSteps:
+class GroupStepRunner:
     """Runs a planned step repeatedly on the state of a group.
 
     Args:
@@ -35,11 +35,11 @@ class PlannedSteps:
         state: the group's state as arguments of the step.
     """
 
-    def __init__(self, planned: PlannedStep, state: StepState) -> None:
+    def __init__(self, planned: PlannedStep, state: StepStateBinding) -> None:
         self.planned = planned
         self._state = state
         # Lambdas, because every step replaces the dictionary of arguments.
-        self._steps = StepsOnDevice(planned, [lambda: state.given], lambda _side, number: state.draw(number))
+        self._steps = DeviceStepRunner(planned, [lambda: state.given], lambda _side, number: state.draw(number))
 
     def close(self) -> None:
         """Stop the copy streams."""
@@ -51,15 +51,15 @@ class PlannedSteps:
         return self._steps.seconds
 
     @property
-    def optimizer(self) -> OptimizerAtOnce:
+    def optimizer(self) -> BatchedOptimizer:
         """The group's optimizer."""
         return self._state.optimizer
 
     def on(self, device: Device) -> None:
-        """As of `StepsOnDevice`."""
+        """As of `DeviceStepRunner`."""
         self._steps.on(device)
 
-    def forward(self, operands: Operands) -> list[float]:
+    def forward(self, operands: ShardOperands) -> list[float]:
         """Return the losses of all members; a failed forward leaves nothing on the device."""
         found: list[Tensor] = []
         forward, _ = self.planned.part.schedule.segments
@@ -79,22 +79,22 @@ class PlannedSteps:
             self._steps.run.segment(backward)
 
 
-class PlannedRound(Round):
+class PlannedRound(GroupRound):
     """A round of planned steps.
 
     Args:
-        rules, batches, leaves, settle, go_on: as of `Round`.
+        rules, batches, leaves, settle, go_on: as of `GroupRound`.
         ways: runs the steps.
     """
 
     def __init__(
         self,
-        rules: Rules,
+        rules: RoundContext,
         batches: StackedBatches,
-        leaves: Leaves,
+        leaves: BatchLeaves,
         settle: Callable[[list[Any]], None],
         go_on: Callable[[], StackedBatches | None],
-        ways: Ways[PlannedSteps],
+        ways: StepPlanAutotuner[GroupStepRunner],
     ) -> None:
         super().__init__(rules, batches, leaves, settle, go_on)
         self._ways, self._planned = ways, ways.current
@@ -107,8 +107,8 @@ class PlannedRound(Round):
         if self.steps:
             self._ways.took((self._planned.seconds - self._began_seconds) / self.steps)
 
-    def _trained(self, operands: Operands, device: Device) -> list[float]:
-        """As of `Round`; a failed forward leaves no trace."""
+    def _trained(self, operands: ShardOperands, device: Device) -> list[float]:
+        """As of `GroupRound`; a failed forward leaves no trace."""
         self._planned.on(device)
         rules, is_stochastic = self._rules, self._rules.shard.graph.stochastic
         mark = rules.streams.mark() if is_stochastic else None
@@ -129,7 +129,7 @@ class PlannedRound(Round):
         return losses
 
 
-class PlannedGroup:
+class PlannedStepCache:
     """The planned steps of a group, by plan.
 
     Args:
@@ -138,9 +138,11 @@ class PlannedGroup:
         tell: receives the measured time of steps, with their batches.
     """
 
-    def __init__(self, planner: StepPlanner, device: Device, tell: Callable[[Measured, Wanted], None]) -> None:
+    def __init__(
+        self, planner: StepPlanner, device: Device, tell: Callable[[AutotuneResult, MemberBatchRequest], None]
+    ) -> None:
         self._planner, self._device, self._tell = planner, device, tell
-        self._known: dict[Prepared, Ways[PlannedSteps]] = {}
+        self._known: dict[PreparedPlan, StepPlanAutotuner[GroupStepRunner]] = {}
 
     @property
     def host_bytes(self) -> int:
@@ -149,14 +151,14 @@ class PlannedGroup:
 
     def steps(
         self,
-        prepared: Prepared,
+        prepared: PreparedPlan,
         state: ModelState,
         inputs: Sequence[Tensor],
         gradients: GroupGradients,
-        like: Wanted,
+        like: MemberBatchRequest,
         *,
         is_one_loss: bool,
-    ) -> Ways[PlannedSteps] | None:
+    ) -> StepPlanAutotuner[GroupStepRunner] | None:
         """Return the planned steps of a plan; None where the plain step fits the device.
 
         Args:
@@ -188,7 +190,7 @@ class PlannedGroup:
 
     def make_ready(
         self,
-        prepared: Prepared,
+        prepared: PreparedPlan,
         built: Sequence[tuple[nn.Module, Optimizer]],
         inputs: Sequence[Tensor],
         *,
@@ -216,19 +218,19 @@ class PlannedGroup:
 
     def _made(
         self,
-        prepared: Prepared,
+        prepared: PreparedPlan,
         state: ModelState,
         inputs: Sequence[Tensor],
         gradients: GroupGradients,
-        like: Wanted,
-    ) -> Ways[PlannedSteps]:
+        like: MemberBatchRequest,
+    ) -> StepPlanAutotuner[GroupStepRunner]:
         check_values(prepared)
         stack = stack_now(prepared, state, inputs, gradients)
         planned = self._planner.planned(stack)
-        own = StepState(planned.graphs[0], state, stack, self._device, gradients)
-        return Ways(
+        own = StepStateBinding(planned.graphs[0], state, stack, self._device, gradients)
+        return StepPlanAutotuner(
             planned,
-            lambda one: PlannedSteps(one, own),
+            lambda one: GroupStepRunner(one, own),
             self._planner.replanned,
             lambda found: self._tell(found, like),
         )

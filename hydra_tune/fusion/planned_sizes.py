@@ -1,4 +1,4 @@
-"""`PlannedSizes`: decide how many trials form a job if a device holds only fewer at once, by planning their steps.
+"""`PlannedSizeChooser`: decide how many trials form a job if a device holds only fewer at once, by planning their steps.
 
 The class compares planned groups, and pairs of groups in turn, with smaller groups that fit unplanned. A planned group
 wins only if the time per trial falls, unless the user insists on large groups.
@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.chooser import steps_of
-from hydra_tune.fusion.likeness import Likeness
-from hydra_tune.fusion.member import Member, Wanted
-from hydra_tune.fusion.planned import OWN_LOSSES, Stack, StepPlanner, stack_of
-from hydra_tune.fusion.planned_choice import KEPT, PAIR, WHOLE, PlannedChoice, PlannedWay, chosen_of
-from hydra_tune.fusion.plans import GroupPlans, layout_of
-from hydra_tune.shard.library import Prepared
+from hydra_tune.fusion.likeness import MemberDifferences
+from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.planned import OWN_LOSSES, StackedStepSpec, StepPlanner, stack_of
+from hydra_tune.fusion.planned_choice import KEPT, PAIR, WHOLE, PlannedSizeChoice, PlannedSizeOption, chosen_of
+from hydra_tune.fusion.plans import GroupPlanFactory, layout_of
+from hydra_tune.shard.library import PreparedPlan
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _MAX_TRIED = 3
@@ -25,7 +25,7 @@ _COST_SHARE = 0.1  # share of the remaining work that planning may take
 _PLANNING = 5  # time to try all sizes over the time to trace and profile a step; 3.7 for small CNNs
 
 
-class PlannedSizes:
+class PlannedSizeChooser:
     """Compares planned groups with smaller unplanned groups, and caches the choice.
 
     Args:
@@ -38,10 +38,10 @@ class PlannedSizes:
         insists: as given.
     """
 
-    def __init__(self, plans: GroupPlans, planner: StepPlanner, *, insists: bool) -> None:
+    def __init__(self, plans: GroupPlanFactory, planner: StepPlanner, *, insists: bool) -> None:
         self._plans, self._planner, self.insists = plans, planner, insists
         self._lock = threading.Lock()
-        self._known: dict[Hashable, dict[int, PlannedChoice | None]] = {}
+        self._known: dict[Hashable, dict[int, PlannedSizeChoice | None]] = {}
         self._looked: dict[Hashable, float] = {}  # seconds for tracing and profiling a group that fits
 
     def keeps(self, kind: Hashable, num_trials: int, room: int, *, clips: bool) -> bool:
@@ -58,8 +58,13 @@ class PlannedSizes:
             return any(count >= num_trials and (one is None or one.size <= room) for count, one in known.items())
 
     def best(
-        self, kind: Hashable, members: Sequence[Member], wanted: Wanted, room: int, least_gain: float = 1.0
-    ) -> PlannedChoice | None:
+        self,
+        kind: Hashable,
+        members: Sequence[MemberTrial],
+        wanted: MemberBatchRequest,
+        room: int,
+        least_gain: float = 1.0,
+    ) -> PlannedSizeChoice | None:
         """Return how many of some trials form a job, and whether as a group or as two groups in turn.
 
         Args:
@@ -90,13 +95,13 @@ class PlannedSizes:
     def _remembered(
         self,
         key: Hashable,
-        own: Prepared,
-        likeness: Likeness,
-        members: Sequence[Member],
-        wanted: Wanted,
+        own: PreparedPlan,
+        likeness: MemberDifferences,
+        members: Sequence[MemberTrial],
+        wanted: MemberBatchRequest,
         room: int,
         least_gain: float,
-    ) -> PlannedChoice | None:
+    ) -> PlannedSizeChoice | None:
         """Return the choice for the same number of trials, or for a larger number that left these trials over.
 
         Else choose now.
@@ -113,16 +118,16 @@ class PlannedSizes:
     def _best(
         self,
         key: Hashable,
-        own: Prepared,
-        found: Likeness,
-        members: Sequence[Member],
-        wanted: Wanted,
+        own: PreparedPlan,
+        found: MemberDifferences,
+        members: Sequence[MemberTrial],
+        wanted: MemberBatchRequest,
         room: int,
         least_gain: float,
-    ) -> PlannedChoice:
+    ) -> PlannedSizeChoice:
         began = time.thread_time()
 
-        def stack(begin: int, end: int) -> Stack:
+        def stack(begin: int, end: int) -> StackedStepSpec:
             return self._stack(own, found, members[begin:end], wanted)
 
         kept = kept_way(self._planner, stack(0, room))
@@ -139,13 +144,15 @@ class PlannedSizes:
             _LOGGER.info("predicted: %s", told)
         return choice
 
-    def _stack(self, own: Prepared, found: Likeness, members: Sequence[Member], wanted: Wanted) -> Stack:
+    def _stack(
+        self, own: PreparedPlan, found: MemberDifferences, members: Sequence[MemberTrial], wanted: MemberBatchRequest
+    ) -> StackedStepSpec:
         stacked = self._plans.stacked(own, len(members), slots=found.drops)
         is_clipped = any(member.task.max_grad_norm is not None for member in members)
         built = [member.built() for member in members]
         return stack_of(stacked, built, wanted.leaves.tensors, is_clipped=is_clipped)
 
-    def _most_evaluated(self, member: Member, own: Prepared) -> int:
+    def _most_evaluated(self, member: MemberTrial, own: PreparedPlan) -> int:
         """Return how many trials fit an evaluation, which is never planned."""
         wanted = member.peek().get("evaluate")
         if wanted is None:
@@ -154,7 +161,7 @@ class PlannedSizes:
         return self._planner.budget_bytes // evaluated.plan.peak_bytes
 
 
-def kept_way(planner: StepPlanner, stack: Stack) -> PlannedWay:
+def kept_way(planner: StepPlanner, stack: StackedStepSpec) -> PlannedSizeOption:
     """Return the way of a group that fits unplanned.
 
     Args:
@@ -165,19 +172,19 @@ def kept_way(planner: StepPlanner, stack: Stack) -> PlannedWay:
         UnfusableError: the step cannot be traced the way planned steps are.
     """
     seconds, peak_bytes = planner.kept_seconds(stack), stack.prepared.plan.peak_bytes
-    return PlannedWay(name=KEPT, sizes=(stack.updates.count,), seconds=seconds, peak_bytes=peak_bytes)
+    return PlannedSizeOption(name=KEPT, sizes=(stack.updates.count,), seconds=seconds, peak_bytes=peak_bytes)
 
 
 def compared(
     planner: StepPlanner,
-    stack: Callable[[int, int], Stack],
+    stack: Callable[[int, int], StackedStepSpec],
     num_trials: int,
-    kept: PlannedWay,
+    kept: PlannedSizeOption,
     most: int,
     *,
     insists: bool,
     least_gain: float,
-) -> PlannedChoice:
+) -> PlannedSizeChoice:
     """Compare ways to compute more trials together than fit unplanned, and mark the preferred way.
 
     Args:
@@ -186,7 +193,7 @@ def compared(
         num_trials: number of trials.
         kept: the way of as many trials as fit unplanned.
         most: limit on the members of a group, apart from the memory of steps.
-        insists: as of `PlannedSizes`.
+        insists: as of `PlannedSizeChooser`.
         least_gain: required speedup per trial of planned steps over `kept`.
     """
     ways, chosen = [kept], kept
@@ -209,9 +216,9 @@ def compared(
     return chosen_of(ways, chosen)
 
 
-def _tried(planner: StepPlanner, stacks: Sequence[Stack]) -> PlannedWay:
+def _tried(planner: StepPlanner, stacks: Sequence[StackedStepSpec]) -> PlannedSizeOption:
     """Plan a group, or two groups in turn, and return the way."""
-    way = PlannedWay(name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(one.updates.count for one in stacks))
+    way = PlannedSizeOption(name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(one.updates.count for one in stacks))
     try:
         # A refused plan is a result, too: the choice reports why a way is impossible.
         step = planner.planned(*stacks)
@@ -223,10 +230,10 @@ def _tried(planner: StepPlanner, stacks: Sequence[Stack]) -> PlannedWay:
     return replace(way, how=step.part.way, seconds=step.part.times.seconds, peak_bytes=step.peak_bytes)
 
 
-def _not_evaluated(name: str, sizes: tuple[int, ...], most: int) -> PlannedWay:
+def _not_evaluated(name: str, sizes: tuple[int, ...], most: int) -> PlannedSizeOption:
     """Return a refused way in which a group has too many members to evaluate."""
     why = f"a device has room for {most} of them when they are evaluated, which is not planned"
-    return PlannedWay(name=name, sizes=sizes, why_not=why)
+    return PlannedSizeOption(name=name, sizes=sizes, why_not=why)
 
 
 def _sizes(most: int, room: int) -> list[int]:

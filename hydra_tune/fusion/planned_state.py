@@ -1,4 +1,4 @@
-"""`StepState`: bind a group's state to the arguments of a planned step, and record the step's effects afterwards.
+"""`StepStateBinding`: bind a group's state to the arguments of a planned step, and record the step's effects afterwards.
 
 Note: masks. A planned step updates all members, each parameter as soon as no later operator needs the old value.
 Members that take no step (resting, or without a finite loss) have their parameters and moments saved to the host before
@@ -19,17 +19,17 @@ from hydra_tune.devices.device import Device
 from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.errors import OutOfMemoryError, UnfusableError
 from hydra_tune.fusion.drawing import GroupGenerator
-from hydra_tune.fusion.optimizers import OptimizerAtOnce
-from hydra_tune.fusion.planned import Stack, groups_of, updated
+from hydra_tune.fusion.optimizers import BatchedOptimizer
+from hydra_tune.fusion.planned import StackedStepSpec, groups_of, updated
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.updates import UpdateTracer
 from hydra_tune.fusion.steps import GroupGradients
-from hydra_tune.shard.compute import Operands
-from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.library import PreparedPlan
 from hydra_tune.train.state import ModelState
 
 
-class StepState:
+class StepStateBinding:
     """A group's state for a planned step graph.
 
     Args:
@@ -44,7 +44,7 @@ class StepState:
     """
 
     def __init__(
-        self, graph: StepGraph, state: ModelState, stack: Stack, device: Device, gradients: GroupGradients
+        self, graph: StepGraph, state: ModelState, stack: StackedStepSpec, device: Device, gradients: GroupGradients
     ) -> None:
         self.given: dict[str, Tensor] = {}
         self._graph, self._gradients = graph, gradients
@@ -54,12 +54,12 @@ class StepState:
         self._make_moments(device)
 
     @property
-    def optimizer(self) -> OptimizerAtOnce:
+    def optimizer(self) -> BatchedOptimizer:
         """The group's optimizer."""
-        assert isinstance(self._state.optimizer, OptimizerAtOnce), "others are not planned"
+        assert isinstance(self._state.optimizer, BatchedOptimizer), "others are not planned"
         return self._state.optimizer
 
-    def begin(self, operands: Operands, place: torch.device) -> None:
+    def begin(self, operands: ShardOperands, place: torch.device) -> None:
         """Begin a step on the given batch, with the present rates; the parameters must already be on `place`."""
         self._place = place
         self.given = self._arguments(operands)
@@ -107,7 +107,7 @@ class StepState:
         if entries:
             self._state.adopt_saved(entries, device)
 
-    def _arguments(self, operands: Operands) -> dict[str, Tensor]:
+    def _arguments(self, operands: ShardOperands) -> dict[str, Tensor]:
         graph, tensors = self._graph, self._state.tensors
         found = {argument: tensors[name].detach() for name, argument in graph.state.items()}
         found |= {a: self.optimizer.state[tensors[name]][moment] for (name, moment), a in graph.moments.items()}
@@ -183,7 +183,9 @@ def sent(tensor: Tensor, place: torch.device) -> Tensor:
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(place, non_blocking=True)
 
 
-def stack_now(prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients) -> Stack:
+def stack_now(
+    prepared: PreparedPlan, state: ModelState, inputs: Sequence[Tensor], gradients: GroupGradients
+) -> StackedStepSpec:
     """Return the stack that a group computes on now.
 
     Args:
@@ -196,11 +198,11 @@ def stack_now(prepared: Prepared, state: ModelState, inputs: Sequence[Tensor], g
         UnfusableError: no steps are planned for such groups; the message gives the reason.
     """
     optimizer = state.optimizer
-    if not isinstance(optimizer, OptimizerAtOnce):
+    if not isinstance(optimizer, BatchedOptimizer):
         raise UnfusableError("its optimizer steps each member by itself")
     updates = UpdateTracer(optimizer.members, optimizer.rates)
     groups = groups_of(state.module, optimizer)
-    return Stack(
+    return StackedStepSpec(
         prepared=prepared,
         state=state.tensors,
         inputs=inputs,

@@ -1,4 +1,4 @@
-"""`GroupPlans`: make, compare, stack and trace the plans of groups.
+"""`GroupPlanFactory`: make, compare, stack and trace the plans of groups.
 
 A member's plan for a kind of batch is stacked and traced once for all groups of the same size in a pool.
 """
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.counted import Counted
-from hydra_tune.fusion.likeness import Likeness, likeness
-from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.counted import MaskedReduction
+from hydra_tune.fusion.likeness import MemberDifferences, likeness
+from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.plan import is_traced, stacked_plan, trace_step
-from hydra_tune.fusion.tails import Rows
+from hydra_tune.fusion.tails import HeadAssignment
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PlanLibrary, Prepared
-from hydra_tune.shard.request import Layout
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.shard.request import TrialStateLayout
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 CUDA_GRAPHS = "cudagraphs"
@@ -28,7 +28,7 @@ CUDA_GRAPHS = "cudagraphs"
 _MAX_KEPT = 64  # stacked plans of each kind of batch, and comparisons
 
 
-class GroupPlans:
+class GroupPlanFactory:
     """Makes and caches the plans of groups for a pool.
 
     Args:
@@ -48,10 +48,12 @@ class GroupPlans:
         self._lock = threading.Lock()
         self._alike: set[Hashable] = set()
         self._unlike: dict[Hashable, str] = {}  # differences of pairs of architectures
-        self._likenesses: dict[tuple[Prepared, ...], Likeness] = {}  # by the plans of the members
-        self._stacked: WeakKeyDictionary[Prepared, dict[Hashable, Prepared]] = WeakKeyDictionary()
+        self._likenesses: dict[tuple[PreparedPlan, ...], MemberDifferences] = {}  # by the plans of the members
+        self._stacked: WeakKeyDictionary[PreparedPlan, dict[Hashable, PreparedPlan]] = WeakKeyDictionary()
 
-    def of_member(self, member: Member, wanted: Wanted, like: Layout | None = None) -> Prepared:
+    def of_member(
+        self, member: MemberTrial, wanted: MemberBatchRequest, like: TrialStateLayout | None = None
+    ) -> PreparedPlan:
         """Return a member's plan for a request.
 
         Args:
@@ -72,8 +74,8 @@ class GroupPlans:
         return prepared
 
     def of_members(
-        self, members: Sequence[Member], wanted: Wanted, like: Layout | None = None
-    ) -> tuple[Prepared, Likeness]:
+        self, members: Sequence[MemberTrial], wanted: MemberBatchRequest, like: TrialStateLayout | None = None
+    ) -> tuple[PreparedPlan, MemberDifferences]:
         """Return the first member's plan, with the differences of the others: dropout probabilities and losses.
 
         Args:
@@ -87,8 +89,8 @@ class GroupPlans:
         Raises:
             UnfusableError: as of `of_member`, or the members differ in anything else.
         """
-        known: dict[Hashable, Prepared] = {}
-        own: list[Prepared] = []
+        known: dict[Hashable, PreparedPlan] = {}
+        own: list[PreparedPlan] = []
         for member in members:
             key = object() if member.architecture is None else member.architecture
             if key not in known:
@@ -99,7 +101,7 @@ class GroupPlans:
             raise UnfusableError("its loss is another, and the step's Python asks for values of the batch")
         return own[0], found
 
-    def _likeness(self, own: Sequence[Prepared]) -> Likeness:
+    def _likeness(self, own: Sequence[PreparedPlan]) -> MemberDifferences:
         key = tuple(own)
         with self._lock:
             known = self._likenesses.get(key)
@@ -116,7 +118,7 @@ class GroupPlans:
             self._likenesses[key] = found
         return found
 
-    def check_alike(self, first: Member, other: Member) -> None:
+    def check_alike(self, first: MemberTrial, other: MemberTrial) -> None:
         """Refuse two trials of equal family that still cannot share a group.
 
         Args:
@@ -144,8 +146,8 @@ class GroupPlans:
         """Return whether trials of two architectures are known to be alike."""
         return first == other or (first, other) in self._alike
 
-    def _check_plans(self, first: Member, other: Member) -> None:
-        like: Layout | None = None
+    def _check_plans(self, first: MemberTrial, other: MemberTrial) -> None:
+        like: TrialStateLayout | None = None
         for wanted in _compared(first, other):  # training first: its plan decides how the state is cut
             prepared, found = self.of_members([first, other], wanted, like)
             self.stacked(prepared, 2, slots=found.drops, rows=found.rows)
@@ -153,12 +155,12 @@ class GroupPlans:
 
     def stacked(
         self,
-        prepared: Prepared,
+        prepared: PreparedPlan,
         count: int,
         slots: Iterable[str] = (),
-        rows: Rows | None = None,
-        counted: Mapping[str, Counted] | None = None,
-    ) -> Prepared:
+        rows: HeadAssignment | None = None,
+        counted: Mapping[str, MaskedReduction] | None = None,
+    ) -> PreparedPlan:
         """Return a member's plan stacked for a group of `count` members.
 
         Args:
@@ -183,7 +185,7 @@ class GroupPlans:
 
     def trace(
         self,
-        prepared: Prepared,
+        prepared: PreparedPlan,
         state: dict[str, Tensor],
         inputs: tuple[Tensor, ...],
         count: int,
@@ -232,7 +234,7 @@ class GroupPlans:
             _LOGGER.warning("%s", why)
 
 
-def _compared(first: Member, other: Member) -> list[Wanted]:
+def _compared(first: MemberTrial, other: MemberTrial) -> list[MemberBatchRequest]:
     """Return the batches on which two trials are compared.
 
     If metrics may differ, an evaluation is included even where neither trial validates, because a later member may.
@@ -244,7 +246,7 @@ def _compared(first: Member, other: Member) -> list[Wanted]:
     return list(found.values())
 
 
-def _with_tails_of(found: Likeness, other: Likeness) -> Likeness:
+def _with_tails_of(found: MemberDifferences, other: MemberDifferences) -> MemberDifferences:
     """Return the likeness with the tails of an equal earlier likeness.
 
     Sharing the same `Tails` object lets the caches of stacked plans find their entries again.
@@ -257,7 +259,7 @@ def _with_tails_of(found: Likeness, other: Likeness) -> Likeness:
     return replace(found, rows=replace(found.rows, tails=other.rows.tails))
 
 
-def check_updates(prepared: Prepared) -> None:
+def check_updates(prepared: PreparedPlan) -> None:
     """Refuse a plan whose updates no group supports.
 
     Raises:
@@ -267,7 +269,7 @@ def check_updates(prepared: Prepared) -> None:
         raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
 
 
-def room_for(prepared: Prepared, budget_bytes: int, most: int, least: int = 2) -> int:
+def room_for(prepared: PreparedPlan, budget_bytes: int, most: int, least: int = 2) -> int:
     """Return the number of members that fit a device, at most `most`.
 
     Args:
@@ -285,7 +287,7 @@ def room_for(prepared: Prepared, budget_bytes: int, most: int, least: int = 2) -
     return room
 
 
-def layout_of(prepared: Prepared) -> Layout:
+def layout_of(prepared: PreparedPlan) -> TrialStateLayout:
     """Return how the state of a trial is cut if the trial runs the given plan first."""
     owners = {name: shards[0] for name, shards in prepared.plan.used_state().items() if len(shards) == 1}
-    return Layout(plan=prepared.plan, owners=owners)
+    return TrialStateLayout(plan=prepared.plan, owners=owners)

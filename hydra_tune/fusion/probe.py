@@ -1,4 +1,4 @@
-"""`Bench`: time a step alone and stacked, by a few real steps on copies that are then discarded.
+"""`FusionBenchmark`: time a step alone and stacked, by a few real steps on copies that are then discarded.
 
 Note: isolation. The timed trials are separate, with copies of a model and of a batch and with separate random streams.
 The requesting trial stays unchanged, and the pool's ledgers, times and figures do not see the probe. For the duration
@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.fusion.member import Member
-from hydra_tune.fusion.plans import GroupPlans
-from hydra_tune.fusion.seat import ClosedDesk, Seat
+from hydra_tune.fusion.member import MemberTrial
+from hydra_tune.fusion.plans import GroupPlanFactory
+from hydra_tune.fusion.seat import ClosedGroupDelegate, GroupSlot
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.task import TrainTask
-from hydra_tune.train.feed import Feed
+from hydra_tune.train.feed import TrialDataFeed
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.trial import Trial, run_unit
@@ -40,7 +40,7 @@ _ENOUGH_SECONDS = 0.02
 _DRAWS = 4
 
 
-class Bench:
+class FusionBenchmark:
     """Times steps of a task on a device. Call from a single thread, which computes as a device's worker does.
 
     Args:
@@ -79,10 +79,10 @@ class Bench:
         Raises:
             HydraTuneError: the trial cannot run.
         """
-        trial = Member(self._task, self._library, self._device)
+        trial = MemberTrial(self._task, self._library, self._device)
         return self._steps(trial, lambda: trial.progress.steps)
 
-    def together(self, count: int, plans: GroupPlans) -> float:
+    def together(self, count: int, plans: GroupPlanFactory) -> float:
         """Return the seconds of a step of `count` trials together.
 
         Args:
@@ -95,8 +95,8 @@ class Bench:
         Raises:
             HydraTuneError: the trials cannot be stacked, or cannot run.
         """
-        seats = [Seat(Member(self._task, self._library, self._device), waits=False) for _ in range(count)]
-        trial = GroupTrial(seats, plans, self._library, self._device, ClosedDesk())
+        seats = [GroupSlot(MemberTrial(self._task, self._library, self._device), waits=False) for _ in range(count)]
+        trial = GroupTrial(seats, plans, self._library, self._device, ClosedGroupDelegate())
         return self._steps(trial, lambda: seats[0].member.progress.steps)
 
     def drawing(self) -> float:
@@ -105,7 +105,7 @@ class Bench:
         if isinstance(handle, DataLoader) and handle.num_workers > 0:
             return 0.0
         streams = RandomStreams(self._original.seed)
-        feed = Feed(self._original.batch_size, streams.everything, streams.moves)
+        feed = TrialDataFeed(self._original.batch_size, streams.everything, streams.moves)
         feed.check(handle)
         seen, before = [], self.now()
         with closing(feed), closing(feed.draw(handle, shuffle=True)) as drawn:

@@ -1,4 +1,4 @@
-"""`Rates`: the members' optimizer options, as floats where all members agree, and as tensors otherwise."""
+"""`MemberRates`: the members' optimizer options, as floats where all members agree, and as tensors otherwise."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
@@ -32,7 +32,7 @@ def _steady(group: Mapping[str, Any]) -> dict[str, float]:
     return {name: _option(group, name) for name in _STEADY if name in group or (name in _BETAS and "betas" in group)}
 
 
-class Rates:
+class MemberRates:
     """The members' options of a parameter group, as numbers, or as tensors that broadcast over stacked tensors.
 
     Args:

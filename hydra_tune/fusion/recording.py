@@ -38,13 +38,13 @@ def recorded(node: fx.Node) -> fx.Graph | None:
         }
         arguments = fx.node.map_arg(node.args, own.__getitem__)
         keywords = fx.node.map_arg(dict(node.kwargs), own.__getitem__)
-        recorder = _Recorder([own[n] for n in node.all_input_nodes])
+        recorder = _PrimitiveRecorder([own[n] for n in node.all_input_nodes])
         with recorder, torch.enable_grad():
             result = target(*arguments, **keywords)
     return recorder.record(result)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _PrimitiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the primitives of an operator, and adds a generator to random primitives.
 
     Autograd runs additional primitives: it detaches saved tensors, and regenerates views of an overwritten base. A

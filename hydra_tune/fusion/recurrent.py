@@ -15,11 +15,11 @@ from hydra_tune.fusion.drawing import drawn, masks
 aten: Any = torch.ops.aten
 
 _State = tuple[Tensor, ...]
-_Cell = Callable[[Tensor, _State, "_Weights"], _State]
+_Cell = Callable[[Tensor, _State, "_RecurrentWeights"], _State]
 """Cell of a layer: (projected inputs, state, weights) -> next state, whose first tensor is the layer's output."""
 
 
-class _Weights:
+class _RecurrentWeights:
     """Parameters of a layer in a direction, for stacked rows.
 
     Args:
@@ -44,7 +44,7 @@ class _Weights:
         return torch.baddbmm(self._biases[1], hidden, self._hidden) if self._biases else hidden @ self._hidden
 
 
-def _lstm_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
+def _lstm_cell(inputs: Tensor, state: _State, weights: _RecurrentWeights) -> _State:
     hidden, cell = state
     enters, forgets, new, leaves = (weights.of_hidden(hidden) + inputs).chunk(4, 2)
     cell = forgets.sigmoid() * cell + enters.sigmoid() * new.tanh()
@@ -52,7 +52,7 @@ def _lstm_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
     return (hidden if weights.projection is None else hidden @ weights.projection), cell
 
 
-def _gru_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
+def _gru_cell(inputs: Tensor, state: _State, weights: _RecurrentWeights) -> _State:
     (hidden,) = state
     resets, keeps, new = weights.of_hidden(hidden).chunk(3, 2)
     own_resets, own_keeps, own_new = inputs.chunk(3, 2)
@@ -61,11 +61,11 @@ def _gru_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
     return ((hidden - made) * (keeps + own_keeps).sigmoid() + made,)
 
 
-def _tanh_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
+def _tanh_cell(inputs: Tensor, state: _State, weights: _RecurrentWeights) -> _State:
     return ((weights.of_hidden(state[0]) + inputs).tanh(),)
 
 
-def _relu_cell(inputs: Tensor, state: _State, weights: _Weights) -> _State:
+def _relu_cell(inputs: Tensor, state: _State, weights: _RecurrentWeights) -> _State:
     return ((weights.of_hidden(state[0]) + inputs).relu(),)
 
 
@@ -128,13 +128,15 @@ def _layers(
     return (x.transpose(1, 2) if batch_first else x, *last)
 
 
-def _by_layer(parameters: Sequence[Tensor], count: int, *, has_biases: bool) -> Iterator[_Weights]:
+def _by_layer(parameters: Sequence[Tensor], count: int, *, has_biases: bool) -> Iterator[_RecurrentWeights]:
     each = len(parameters) // count
     for first in range(0, len(parameters), each):
-        yield _Weights(parameters[first : first + each], has_biases=has_biases)
+        yield _RecurrentWeights(parameters[first : first + each], has_biases=has_biases)
 
 
-def _layer(cell: _Cell, x: Tensor, state: _State, weights: _Weights, *, backwards: bool) -> tuple[Tensor, _State]:
+def _layer(
+    cell: _Cell, x: Tensor, state: _State, weights: _RecurrentWeights, *, backwards: bool
+) -> tuple[Tensor, _State]:
     """Run a layer in a direction; return the outputs in time order, and the last state."""
     inputs = weights.of_inputs(x).unbind(1)
     made: list[Tensor] = []

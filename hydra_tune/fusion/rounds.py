@@ -1,4 +1,4 @@
-"""`Round`: several steps of a group in a single unit, for models whose step is short beside the overhead of a unit.
+"""`GroupRound`: several steps of a group in a single unit, for models whose step is short beside the overhead of a unit.
 
 Note: contents of a round. A single lease holds parameters and optimizer state from the first step to the last. Between
 steps the members take their losses and advance to their next batches. A round ends when a member wants anything other
@@ -22,20 +22,20 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.batches import StackedBatches
-from hydra_tune.fusion.plan import StackedComputing
+from hydra_tune.fusion.plan import StackedPlanExecutor
 from hydra_tune.fusion.steps import leave_out_bad
-from hydra_tune.fusion.tracing import Traced
+from hydra_tune.fusion.tracing import JointTrace
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.batch import Leaves
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.plan import Shard, ShardPlan
 from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.gradients import GradientProcessor
 from hydra_tune.train.state import STEP_BEGUN, ModelState
-from hydra_tune.train.step import Expected, PendingUnit
+from hydra_tune.train.step import PendingUnit, UpcomingUnit
 from hydra_tune.train.streams import RandomStreams
 
 SECONDS = 0.02  # age beyond which a round begins no further step
@@ -43,7 +43,7 @@ _SHARE = 0.5  # limit on a round's share of device memory: a round holds more at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class RoundContext:
     """The fixed inputs of a round.
 
     Args:
@@ -55,11 +55,11 @@ class Rules:
         resting: places of members that take no part.
     """
 
-    plan: Plan
+    plan: ShardPlan
     times: UnitTimes
     state: ModelState
     streams: RandomStreams
-    gradients: Gradients
+    gradients: GradientProcessor
     resting: Collection[int]
 
     @property
@@ -69,13 +69,13 @@ class Rules:
         return shard
 
     @property
-    def trace(self) -> Traced | None:
+    def trace(self) -> JointTrace | None:
         """The trace of the shard's forward and backward, if any."""
         computing = self.plan.computing
-        assert isinstance(computing, StackedComputing), "not a group's plan"
+        assert isinstance(computing, StackedPlanExecutor), "not a group's plan"
         return computing.traces.get(self.shard.graph.first)
 
-    def workspace_bytes(self, leaves: Leaves) -> int:
+    def workspace_bytes(self, leaves: BatchLeaves) -> int:
         """Return the bytes of a step beside parameters, buffers and optimizer state.
 
         The sum covers the batch, the gradients and the memory of the computation.
@@ -86,7 +86,7 @@ class Rules:
         return inputs + max(cost.forward_workspace, cost.backward_workspace) + cost.trained_bytes + update
 
 
-def may_go_round(plan: Plan, device: Device, budget_bytes: int) -> bool:
+def may_go_round(plan: ShardPlan, device: Device, budget_bytes: int) -> bool:
     """Return whether a unit may run several batches of a plan.
 
     Args:
@@ -97,7 +97,7 @@ def may_go_round(plan: Plan, device: Device, budget_bytes: int) -> bool:
     if len(plan.shards) > 1 or device.torch_device.type != "cpu" or getattr(device, "link", None) is not None:
         return False
     (shard,) = plan.shards
-    assert isinstance(plan.computing, StackedComputing), "not a group's plan"
+    assert isinstance(plan.computing, StackedPlanExecutor), "not a group's plan"
     # A repeated unit must reuse the random numbers of the failed step. Only traced training steps draw
     # their numbers in advance, so a stochastic evaluation or an untraced step cannot join a round.
     if shard.graph.stochastic if plan.mode != "train" else shard.graph.first not in plan.computing.traces:
@@ -108,7 +108,7 @@ def may_go_round(plan: Plan, device: Device, budget_bytes: int) -> bool:
     return held + work <= _SHARE * budget_bytes
 
 
-class Round:
+class GroupRound:
     """Several steps in a unit.
 
     Args:
@@ -125,9 +125,9 @@ class Round:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: RoundContext,
         batches: StackedBatches,
-        leaves: Leaves,
+        leaves: BatchLeaves,
         settle: Callable[[list[Any]], None],
         go_on: Callable[[], StackedBatches | None],
     ) -> None:
@@ -145,7 +145,7 @@ class Round:
         rules = self._rules
         kind = "backward" if rules.plan.mode == "train" else "evaluate"
         seconds = max(rules.times.total, SECONDS)
-        expected = Expected(
+        expected = UpcomingUnit(
             kind=kind, shard=0, seconds=seconds, blocks=self._blocks, workspace_bytes=self._workspace_bytes
         )
         return PendingUnit(
@@ -210,10 +210,10 @@ class Round:
         rules = self._rules
         return rules.streams.drawing(device, keep=True) if rules.shard.graph.stochastic else nullcontext()
 
-    def _step(self, leaves: Leaves, device: Device) -> Any:
+    def _step(self, leaves: BatchLeaves, device: Device) -> Any:
         rules = self._rules
         graph = rules.shard.graph
-        operands = Operands(
+        operands = ShardOperands(
             state=[rules.state.tensors[name] for name in graph.state],
             constants=[rules.plan.constants[name] for name in graph.constants],
             inputs=[leaves.tensors[index] for index in graph.inputs],
@@ -227,7 +227,7 @@ class Round:
             named = zip(rules.plan.names, rules.plan.outputs, strict=True)
             return {metric: outputs[name].tolist() for metric, name in named}
 
-    def _trained(self, operands: Operands, device: Device) -> list[float]:
+    def _trained(self, operands: ShardOperands, device: Device) -> list[float]:
         """Run a training step; return the members' losses."""
         rules, trace = self._rules, self._rules.trace
         assert trace is not None

@@ -19,10 +19,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.counted import Counted
+from hydra_tune.fusion.counted import MaskedReduction
 from hydra_tune.fusion.sample_rules import LOSSES, ROW_MAJOR, keeps_samples_apart, outer_of
 from hydra_tune.shard.capture import StateSpec
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.stochastic import draws_random_numbers, named_arguments
 
 aten: Any = torch.ops.aten
@@ -42,7 +42,7 @@ _SIZES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Batched:
+class PlanBatchSpec:
     """A plan with the batch that it serves.
 
     Attributes:
@@ -52,7 +52,7 @@ class Batched:
         samples: number of samples in the batch.
     """
 
-    plan: Plan
+    plan: ShardPlan
     state: Mapping[str, StateSpec]
     inputs: Sequence[Tensor]
     samples: int
@@ -77,7 +77,7 @@ class Batched:
         return list(copies.values())
 
 
-def counted_losses(one: Batched, other: Batched) -> dict[str, Counted]:
+def counted_losses(one: PlanBatchSpec, other: PlanBatchSpec) -> dict[str, MaskedReduction]:
     """Return the reductions over samples in the plan of the larger batch, by node name.
 
     Args:
@@ -102,7 +102,7 @@ def counted_losses(one: Batched, other: Batched) -> dict[str, Counted]:
     if a.code is None or b.code is None or not a.inputs or a.live_in:
         raise UnfusableError("its step has no graph of the batch")
     first = len(a.state) + len(a.constants)
-    walk = _Walk((one.samples, other.samples), range(first, first + len(a.inputs)))
+    walk = _SampleWalk((one.samples, other.samples), range(first, first + len(a.inputs)))
     walk.go(one.nodes(), other.nodes())
     if not walk.counted:
         raise UnfusableError("nothing that it gives out is over samples")
@@ -112,7 +112,7 @@ def counted_losses(one: Batched, other: Batched) -> dict[str, Counted]:
     return walk.counted
 
 
-class _Walk:
+class _SampleWalk:
     """Walks both graphs in parallel.
 
     Args:
@@ -121,7 +121,7 @@ class _Walk:
     """
 
     def __init__(self, samples: tuple[int, int], inputs: range) -> None:
-        self.counted: dict[str, Counted] = {}
+        self.counted: dict[str, MaskedReduction] = {}
         self._samples = samples
         self._inputs = inputs
         self._outer: dict[fx.Node, int] = {}  # number of consecutive sets of all samples in the dimension
@@ -168,7 +168,7 @@ class _Walk:
 
     def _check_arguments(self, a: fx.Node, b: fx.Node, numbers: Mapping[fx.Node, int]) -> None:
         """Check that both nodes have equal arguments, except for sizes."""
-        place: Any = lambda leaf: _Place(numbers[leaf])  # noqa: E731
+        place: Any = lambda leaf: _NodePosition(numbers[leaf])  # noqa: E731
         found: list[Any]
         if not isinstance(b.target, OpOverload):
             found = [fx.node.map_arg((n.args, n.kwargs), place) for n in (a, b)]
@@ -202,7 +202,7 @@ class _Walk:
             if reduced is not None:
                 dim, reduction, keywords = reduced
                 rows = b.all_input_nodes[0].meta["val"].shape[dim]
-                self.counted[b.name] = Counted(target, dim, rows, rows // self._samples[1], reduction, keywords)
+                self.counted[b.name] = MaskedReduction(target, dim, rows, rows // self._samples[1], reduction, keywords)
             elif not self._keeps_apart(b, given, by_size):
                 raise _refused(b)
             return by_size
@@ -246,7 +246,7 @@ class _Walk:
         return dims[0]
 
 
-class _Place:
+class _NodePosition:
     """Stand-in for a node, printed as the node's position."""
 
     def __init__(self, number: int) -> None:

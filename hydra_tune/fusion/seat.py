@@ -1,4 +1,4 @@
-"""`Seat`: a member's place in a group, and `Desk`: the interface through which a group reports on its places."""
+"""`GroupSlot`: a member's place in a group, and `GroupDelegate`: the interface through which a group reports on its places."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from hydra_tune.fusion.measured import Measured
-from hydra_tune.fusion.member import Member, NoMore, Wanted
-from hydra_tune.train.trial import Report
+from hydra_tune.fusion.measured import AutotuneResult
+from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial, PartialStepRequest
+from hydra_tune.train.trial import PendingReport
 
 
-class Seat:
+class GroupSlot:
     """A member's place in a group.
 
     Args:
@@ -38,10 +38,10 @@ class Seat:
         module, optimizer: set for a completed member, with its final weights and state.
     """
 
-    def __init__(self, member: Member, *, waits: bool) -> None:
+    def __init__(self, member: MemberTrial, *, waits: bool) -> None:
         self.member = member
         self.waits = waits
-        self.wants: Wanted | NoMore | Report | None = None
+        self.wants: MemberBatchRequest | PartialStepRequest | PendingReport | None = None
         self.is_ahead = False
         self.waits_until: float | None = None
         self.is_answered = False
@@ -57,7 +57,9 @@ class Seat:
     @property
     def is_waiting(self) -> bool:
         """Whether the member waits for an answer to a report."""
-        return self.status is None and self.stop is None and isinstance(self.wants, Report) and not self.is_answered
+        return (
+            self.status is None and self.stop is None and isinstance(self.wants, PendingReport) and not self.is_answered
+        )
 
     def go_on(self) -> None:
         """Run the member's own code up to its next request.
@@ -68,30 +70,30 @@ class Seat:
         self.wants, self.waits_until, self.is_answered = self.member.go_on(), None, False
 
 
-def vacant(like: Seat) -> Seat:
+def vacant(like: GroupSlot) -> GroupSlot:
     """Return a vacant place: computed like `like`, and masked."""
     # The place still computes, so it needs a member for the stacked module, streams and rules.
-    seat = Seat(like.member, waits=False)
+    seat = GroupSlot(like.member, waits=False)
     seat.status = "vacant"
     return seat
 
 
-class Desk(Protocol):
+class GroupDelegate(Protocol):
     """Interface that a group calls about its places, on the thread that advances the group."""
 
-    def ended(self, seat: Seat) -> None:
+    def ended(self, seat: GroupSlot) -> None:
         """A member has ended."""
 
-    def reported(self, seat: Seat) -> None:
+    def reported(self, seat: GroupSlot) -> None:
         """A member has reported; the desk sets `is_answered`, now or later, on any thread."""
 
-    def left(self, seat: Seat) -> None:
+    def left(self, seat: GroupSlot) -> None:
         """A paused member has left with its state; the member may return to the same group or join another."""
 
     def waiting(self) -> int:
         """Return the number of members that would join if there were vacant places."""
 
-    def joining(self, free: int, *, ends: bool) -> Sequence[Seat]:
+    def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
         """Return members that join now.
 
         Args:
@@ -105,28 +107,28 @@ class Desk(Protocol):
         Otherwise start making the plans in the background.
         """
 
-    def measured(self, found: Measured, like: Wanted) -> None:
+    def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None:
         """Receive the measured time of planned steps, for batches like `like`."""
 
 
-class ClosedDesk(Desk):
+class ClosedGroupDelegate(GroupDelegate):
     """Desk of a group that no member joins and no observer watches."""
 
     @override
-    def ended(self, seat: Seat) -> None: ...
+    def ended(self, seat: GroupSlot) -> None: ...
 
-    def reported(self, seat: Seat) -> None:
-        """As of `Desk`; answers at once, so the group continues."""
+    def reported(self, seat: GroupSlot) -> None:
+        """As of `GroupDelegate`; answers at once, so the group continues."""
         seat.is_answered = True
 
     @override
-    def left(self, seat: Seat) -> None: ...
+    def left(self, seat: GroupSlot) -> None: ...
 
     def waiting(self) -> int:
         """Return 0: no member waits."""
         return 0
 
-    def joining(self, free: int, *, ends: bool) -> Sequence[Seat]:
+    def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
         """Return no members."""
         del free, ends
         return ()
@@ -137,4 +139,4 @@ class ClosedDesk(Desk):
         return False
 
     @override
-    def measured(self, found: Measured, like: Wanted) -> None: ...
+    def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None: ...

@@ -1,9 +1,9 @@
-"""`Sizes`: decide how many places a group has, from step to step."""
+"""`GroupResizePolicy`: decide how many places a group has, from step to step."""
 
 _PATIENCE_STEPS = 16
 
 
-class Sizes:
+class GroupResizePolicy:
     """Decides when a group gains or loses places.
 
     Sizes are powers of two, which keeps the number of plans small, or the largest permitted size. A group grows as soon

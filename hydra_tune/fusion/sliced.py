@@ -1,4 +1,4 @@
-"""`SlicedOptimizer`: run the members' own optimizers, each on its part of the stacked parameters.
+"""`PerMemberOptimizer`: run the members' own optimizers, each on its part of the stacked parameters.
 
 The fallback for optimizers without stacked arithmetic, such as a user's own optimizer class.
 """
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from hydra_tune.fusion.optimizers import OptimizerAtOnce, StackedOptimizer, is_stackable
+from hydra_tune.fusion.optimizers import BatchedOptimizer, StackedOptimizer, is_stackable
 
 
-class SlicedOptimizer(StackedOptimizer):
+class PerMemberOptimizer(StackedOptimizer):
     """Steps the members in turn, by their own optimizers, including hooks.
 
     During a member's step the member's own parameters are views of the stacked parameters. The member's state is also
@@ -115,5 +115,5 @@ def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Non
 
 def group_optimizer(members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> StackedOptimizer:
     """Return the optimizer of a group: stacked where possible, otherwise member by member."""
-    kind = OptimizerAtOnce if is_stackable(members[0]) else SlicedOptimizer
+    kind = BatchedOptimizer if is_stackable(members[0]) else PerMemberOptimizer
     return kind(members, groups)

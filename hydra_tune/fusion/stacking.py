@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.apart import apart, has_batched_form
-from hydra_tune.fusion.counted import LOSS, Counted, counted_loss
+from hydra_tune.fusion.counted import LOSS, MaskedReduction, counted_loss
 from hydra_tune.fusion.drawing import drawn, masks
 from hydra_tune.fusion.recording import recorded
 from hydra_tune.fusion.recurrent import RECURRENT
@@ -44,7 +44,7 @@ _Run = Callable[[int, Sequence[Any], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _StackedCall:
     """A node ready to run: its function, inputs, values to free afterwards, and whether an argument names a device."""
 
     node: fx.Node
@@ -298,7 +298,7 @@ class StackedGraph:
     def _is_stacked(self, value: Any) -> bool:
         return any(leaf in self._stacked for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
 
-    def _with_last_uses(self) -> list[_Call]:
+    def _with_last_uses(self) -> list[_StackedCall]:
         last: dict[fx.Node, int] = {}
         for position, (node, _, arguments, keywords) in enumerate(self._planned):
             last[node] = position
@@ -311,7 +311,7 @@ class StackedGraph:
             if node not in kept:
                 ends.setdefault(position, []).append(node)
         return [
-            _Call(
+            _StackedCall(
                 node,
                 run,
                 tuple(arguments),
@@ -330,7 +330,7 @@ def _masks(slot: str, strides: Sequence[int], is_dropout: bool, is_stacked: bool
     return run
 
 
-def _counting(loss: Counted, stacked: Sequence[bool]) -> _Run:
+def _counting(loss: MaskedReduction, stacked: Sequence[bool]) -> _Run:
     def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Tensor:
         return loss(*(t if one else _expanded(t, count) for t, one in zip(found, stacked, strict=True)))
 

@@ -1,4 +1,4 @@
-"""`Stand`: a device on which the planner profiles steps, representing all devices of its kind."""
+"""`ProfilingDevice`: a device on which the planner profiles steps, representing all devices of its kind."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
+class ProfilingDevice:
     """A device to profile on.
 
     Attributes:
@@ -22,4 +22,4 @@ class Stand:
     borrowed: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-HOST = Stand(torch.device("cpu"))
+HOST = ProfilingDevice(torch.device("cpu"))

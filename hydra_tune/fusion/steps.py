@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device, RandomGenerator
-from hydra_tune.fusion.captures import CapturedComputing
+from hydra_tune.fusion.captures import CapturedPlanExecutor
 from hydra_tune.fusion.clipping import clip_, factors_of, norms_of
 from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.streams import GroupStreams
@@ -18,13 +18,13 @@ from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.plan import Shard
 from hydra_tune.shard.steps import Objective, objective
 from hydra_tune.task import TrainTask
-from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.step import EvaluationStep, PendingUnit, Step
+from hydra_tune.train.gradients import GradientProcessor
+from hydra_tune.train.step import BatchUnits, EvaluationBatch, PendingUnit
 from hydra_tune.train.training import OptimizerStep
-from hydra_tune.train.training_batch import Part, TrainingBatch
+from hydra_tune.train.training_batch import BatchPart, TrainingBatch
 
 
-class GroupGradients(Gradients):
+class GroupGradients(GradientProcessor):
     """Gradient rules of a group: a separate loss and a separate clipping norm for every member.
 
     Args:
@@ -62,7 +62,7 @@ class GroupGradients(Gradients):
         return lambda losses: own(losses).sum()
 
     def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
-        """As of `Gradients`, separately for every member."""
+        """As of `GradientProcessor`, separately for every member."""
         if self._max_norm is None:
             return
         norms = [self._member_norms[name] for name in order if name in self._member_norms]
@@ -96,7 +96,7 @@ def leave_out_bad(optimizer: Optimizer, losses: Sequence[float]) -> None:
     optimizer.active = [active and good for active, good in zip(optimizer.active, finite, strict=True)]
 
 
-class _Masked(Step):
+class _MaskedBatchUnits(BatchUnits):
     """Units that leave the buffers of resting members unchanged."""
 
     resting: Sequence[int] = ()
@@ -125,19 +125,19 @@ class _Masked(Step):
                 tensor[rows.to(tensor.device)] = kept
 
 
-class GroupBatch(_Masked, TrainingBatch):
+class GroupBatch(_MaskedBatchUnits, TrainingBatch):
     """A batch of each member. After the units have run, `losses` holds the members' training losses."""
 
     losses: list[float]
     holding: Sequence[int] = ()
 
     def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
-        """As of `Step`.
+        """As of `BatchUnits`.
 
         A recorded or replayed step takes the generator's turn, and waits for the turn before the capture gate.
         """
         stack = ExitStack()
-        if isinstance(self._plan.computing, CapturedComputing):
+        if isinstance(self._plan.computing, CapturedPlanExecutor):
             stack.enter_context(device.generator.in_turn())
         stack.enter_context(super()._surroundings(shard, device, draws))
         return stack
@@ -145,7 +145,7 @@ class GroupBatch(_Masked, TrainingBatch):
     def _backward(self, index: int, completes: bool, device: Device) -> None:
         """As of `TrainingBatch`; members in `holding` keep their gradients."""
         computing = self._plan.computing
-        if isinstance(computing, CapturedComputing):
+        if isinstance(computing, CapturedPlanExecutor):
             computing.lease = self._store.lease
         names = self._plan.shards[index].trained if self.holding else ()
         earlier = {name: self._store.get(earlier_gradient_key(name)) for name in names}
@@ -167,7 +167,7 @@ class GroupBatch(_Masked, TrainingBatch):
         leave_out_bad(self._state.optimizer, self.losses)
 
 
-class GroupEvaluation(_Masked, EvaluationStep):
+class GroupEvaluation(_MaskedBatchUnits, EvaluationBatch):
     """An evaluated batch of each member. After the units have run, `values` holds the members' values by metric."""
 
     def _take_metric(self, metric: str, value: Tensor) -> None:
@@ -193,7 +193,7 @@ class GroupStep(OptimizerStep):
         assert isinstance(self._batch, GroupBatch), "no batch has run"
         return self._batch.losses
 
-    def _batch_of(self, part: Part) -> TrainingBatch:
+    def _batch_of(self, part: BatchPart) -> TrainingBatch:
         batch = GroupBatch(part, self._state, self._streams, self._device, self._gradients)
         batch.resting, batch.holding = self.resting, self.holding
         return batch

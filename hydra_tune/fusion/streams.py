@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.devices.own_generator import drawing_from
-from hydra_tune.fusion.drawing import GroupGenerator, TurnsGenerator
+from hydra_tune.fusion.drawing import GroupGenerator, TurnTakingGenerator
 from hydra_tune.train.streams import RandomStreams
 
 
@@ -30,7 +30,7 @@ class GroupStreams(RandomStreams):
         self._members = list(members)
         self.active = [True] * len(self._members)
         self.probabilities: Mapping[str, Sequence[float]] = {}
-        self._turns: TurnsGenerator | None = None  # set while members draw on a GPU
+        self._turns: TurnTakingGenerator | None = None  # set while members draw on a GPU
 
     def replace(self, index: int, member: RandomStreams) -> None:
         """Give a place to another member's stream."""
@@ -55,7 +55,7 @@ class GroupStreams(RandomStreams):
 
     def generator_on(self, device: Device) -> RandomGenerator:
         """Return the generator for the start of a recompute, while members draw on a device."""
-        return device.generator if self._turns is None else _Rewound(self._turns)
+        return device.generator if self._turns is None else _GroupGeneratorAdapter(self._turns)
 
     @override
     def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
@@ -83,7 +83,7 @@ class GroupStreams(RandomStreams):
         """
         states = [member.gpu_state(device) for member in self._members]
         with device.generator.in_turn():
-            group = self._turns = TurnsGenerator(states, device.generator, self.active, self.probabilities)
+            group = self._turns = TurnTakingGenerator(states, device.generator, self.active, self.probabilities)
             try:
                 with drawing_from(group):
                     yield
@@ -95,10 +95,10 @@ class GroupStreams(RandomStreams):
 
 
 @dataclass(frozen=True, slots=True)
-class _Rewound:
+class _GroupGeneratorAdapter:
     """The members' streams in the form of a device's generator, to save states and restore them."""
 
-    group: TurnsGenerator
+    group: TurnTakingGenerator
 
     def get_state(self) -> Tensor:
         """Return all states."""

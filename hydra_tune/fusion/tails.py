@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.parts import arguments_of, operators_of, part_of, placeholders_of, value_of
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.stochastic import draws_random_numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tail:
+class LossHead:
     """Computation of a plan after the common beginning.
 
     Attributes:
@@ -44,7 +44,7 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tails:
+class MultiHeadPlan:
     """Single-shard plans that differ only in their ends.
 
     Attributes:
@@ -53,13 +53,13 @@ class Tails:
         tails: the rest of every plan.
     """
 
-    plans: tuple[Plan, ...]
+    plans: tuple[ShardPlan, ...]
     length: int
-    tails: tuple[Tail, ...]
+    tails: tuple[LossHead, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class HeadAssignment:
     """Assignment of tails to members.
 
     Attributes:
@@ -67,7 +67,7 @@ class Rows:
         of: for each member, the number of its tail.
     """
 
-    tails: Tails
+    tails: MultiHeadPlan
     of: tuple[int, ...]
 
     def names(self, index: int) -> frozenset[str]:
@@ -75,7 +75,7 @@ class Rows:
         return frozenset(self.tails.tails[self.of[index]].results)
 
 
-def tails_of(plans: Sequence[Plan], length: int) -> Tails:
+def tails_of(plans: Sequence[ShardPlan], length: int) -> MultiHeadPlan:
     """Return the tails of single-shard plans with `length` equal leading operators and no difference in anything else.
 
     Raises:
@@ -92,13 +92,13 @@ def tails_of(plans: Sequence[Plan], length: int) -> Tails:
         ]
         apart = none.union(*reached) - reached[0].intersection(*reached)
         if not apart:
-            return Tails(tuple(plans), length, tails)
+            return MultiHeadPlan(tuple(plans), length, tails)
         # Shorten the common part by an operator at a time until every loss sends gradients into the same common
         # values. Otherwise some members would lack gradients that the stacked backward computes for others.
         length -= 1
 
 
-def _tail(plan: Plan, length: int, number: int) -> Tail:
+def _tail(plan: ShardPlan, length: int, number: int) -> LossHead:
     """Return the operators of a plan from index `length` on, as a tail."""
     graph = plan.shards[-1].graph
     code = graph.code
@@ -130,7 +130,7 @@ def _tail(plan: Plan, length: int, number: int) -> Tail:
         value_of(node)
     part = part_of(code, [*made, *taken["input"], *taken["constant"]], rest, wanted)
     constants = {f"{own[node][1]}:{number}": plan.constants[str(own[node][1])] for node in taken["constant"]}
-    return Tail(
+    return LossHead(
         code=part,
         made=tuple(begins[node] for node in made),
         inputs=tuple(int(own[node][1]) for node in taken["input"]),
@@ -157,7 +157,7 @@ def _regions(node: fx.Node, code: fx.GraphModule) -> list[fx.GraphModule]:
     return found
 
 
-def _reached(plan: Plan, tail: Tail) -> set[int]:
+def _reached(plan: ShardPlan, tail: LossHead) -> set[int]:
     """Return the common operators whose values receive gradients from a plan's loss."""
     placeholders = placeholders_of(tail.code)
     trained = _trained(plan)
@@ -178,7 +178,7 @@ def _reached(plan: Plan, tail: Tail) -> set[int]:
     return {number for number, gradient in zip(leaves, found, strict=True) if gradient is not None}
 
 
-def _trained(plan: Plan) -> set[int]:
+def _trained(plan: ShardPlan) -> set[int]:
     """Return the operators that depend on parameters."""
     graph = plan.shards[-1].graph
     assert graph.code is not None, "compared before"

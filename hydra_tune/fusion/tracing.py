@@ -17,20 +17,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hydra_tune.devices.own_generator import own_generator
-from hydra_tune.fusion.drawing import GroupGenerator, Noise, draw_all, given, noting
-from hydra_tune.fusion.flat import Layout, runs
+from hydra_tune.fusion.drawing import GroupGenerator, HoistedDraw, draw_all, given, noting
+from hydra_tune.fusion.flat import FlatLayout, runs
 from hydra_tune.fusion.tidying import call_directly, overwrite, tidy, write_in_place
-from hydra_tune.shard.compute import Gradients, Operands
+from hydra_tune.shard.compute import ShardGradients, ShardOperands
 from hydra_tune.shard.placing import placed
 from hydra_tune.shard.quiet import quiet_fakes
 
 _MAX_REMEMBERED = 64
-_Layouts = list[tuple[Layout, list[int]]]
+_Layouts = list[tuple[FlatLayout, list[int]]]
 """Layouts, each with the indices of the tensors of this layout."""
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class JointTrace:
     """The traced forward and backward of a shard.
 
     Attributes:
@@ -50,7 +50,7 @@ class Traced:
     trained: tuple[str, ...]
     places: tuple[int, ...]
     written: tuple[int, ...]
-    noise: tuple[Noise, ...]
+    noise: tuple[HoistedDraw, ...]
     loss: str
     pure: fx.GraphModule
     place: torch.device
@@ -66,7 +66,9 @@ class Traced:
         assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
         return draw_all(self.noise, group, device)
 
-    def run(self, operands: Operands, noise: Sequence[Tensor] | None = None, *, is_laid_out: bool = False) -> Gradients:
+    def run(
+        self, operands: ShardOperands, noise: Sequence[Tensor] | None = None, *, is_laid_out: bool = False
+    ) -> ShardGradients:
         """Return the gradients of every member's loss, and the losses.
 
         Args:
@@ -89,7 +91,7 @@ class Traced:
                 rest = [index for index in range(len(room)) if index not in written]
                 torch._foreach_copy_([room[index] for index in rest], [gradients[index] for index in rest])
                 gradients = [room[index] for index in range(len(room))]
-        return Gradients(
+        return ShardGradients(
             live_in={}, parameters=dict(zip(self.trained, gradients, strict=True)), outputs={self.loss: losses}
         )
 
@@ -120,7 +122,7 @@ def _layouts(parameters: Sequence[Tensor]) -> _Layouts:
     return [(layout, [index for _, index in run]) for kind in kinds.values() for layout, run in runs(kind)]
 
 
-def traced_forward(run: Any, operands: Operands) -> fx.GraphModule:
+def traced_forward(run: Any, operands: ShardOperands) -> fx.GraphModule:
     """Trace the forward of a shard that draws no random numbers.
 
     Args:
@@ -139,7 +141,7 @@ def traced_forward(run: Any, operands: Operands) -> fx.GraphModule:
 def traced(
     run: Any,
     names: Sequence[str],
-    operands: Operands,
+    operands: ShardOperands,
     trains: Sequence[bool],
     loss: str,
     count: int,
@@ -147,7 +149,7 @@ def traced(
     draws: bool = True,
     accumulate: int = 1,
     place: torch.device | None = None,
-) -> Traced | None:
+) -> JointTrace | None:
     """Trace a shard whose only output is the loss; return None if its random draws depend on values.
 
     Args:
@@ -164,7 +166,7 @@ def traced(
     """
     mode = FakeTensorMode()
     fakes = [_fake(mode, tensor.detach(), place) for tensor in operands.all]
-    drawn: Sequence[Noise] | None = _drawn(run, fakes, mode) if draws else ()
+    drawn: Sequence[HoistedDraw] | None = _drawn(run, fakes, mode) if draws else ()
     if drawn is None:
         return None
     with mode:
@@ -199,7 +201,7 @@ def traced(
     trained = tuple(names[place] for place in reached)
     home = fakes[0].device
     forward = placed(module, home=home)
-    return Traced(module, trained, tuple(reached), written, tuple(drawn), loss, pure, home, forward)
+    return JointTrace(module, trained, tuple(reached), written, tuple(drawn), loss, pure, home, forward)
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> Tensor:
@@ -210,7 +212,7 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> T
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
 
 
-def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[Noise] | None:
+def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[HoistedDraw] | None:
     """Return the random numbers that a shard draws; None if the draws depend on values."""
     with mode, torch.no_grad(), noting() as noted:
         run(*fakes)

@@ -1,7 +1,7 @@
 """Arithmetic of stacked optimizers: the single-tensor functions of `torch.optim`, for all members at once.
 
-Every update takes parameters that lie contiguously in memory (`Run`) with their gradients, which the update overwrites.
-Every rate is either common to all members or separate for each member.
+Every update takes parameters that lie contiguously in memory (`StackedParameterUpdate`) with their gradients, which
+the update overwrites. Every rate is either common to all members or separate for each member.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from hydra_tune.fusion.flat import Flat, Layout, Numbers
-from hydra_tune.fusion.rates import Rates
+from hydra_tune.fusion.flat import FlatLayout, FlatTensor, Numbers
+from hydra_tune.fusion.rates import MemberRates
 
 
-class Run:
+class StackedParameterUpdate:
     """Parameters that take a step together; for each member, all have taken equally many steps before.
 
     Args:
@@ -32,12 +32,12 @@ class Run:
 
     def __init__(
         self,
-        layout: Layout,
-        p: Flat,
-        gradient: Flat,
+        layout: FlatLayout,
+        p: FlatTensor,
+        gradient: FlatTensor,
         states: Sequence[dict[str, Any]],
-        found: Mapping[str, Flat],
-        rates: Sequence[Rates],
+        found: Mapping[str, FlatTensor],
+        rates: Sequence[MemberRates],
         switches: dict[str, bool],
         active: Sequence[bool],
     ) -> None:
@@ -45,7 +45,7 @@ class Run:
         self._layout, self._states, self._found, self._active = layout, states, found, active
         self._rates, self._distinct = rates, list(dict.fromkeys(rates))
         self._everybody = all(active)
-        self._before: list[tuple[Flat, Tensor]] = []
+        self._before: list[tuple[FlatTensor, Tensor]] = []
         self._hold(p)
 
     @property
@@ -53,7 +53,7 @@ class Run:
         """Steps that each member has taken before."""
         return tuple(self._states[0]["steps"])
 
-    def numbers(self, key: Hashable, make: Callable[[Rates], Sequence[float]]) -> Numbers:
+    def numbers(self, key: Hashable, make: Callable[[MemberRates], Sequence[float]]) -> Numbers:
         """Return rates that may change at every step, for `mul_` and `add_`.
 
         Both round equally for a common number and for separate numbers, so the form may change from step to step.
@@ -84,7 +84,7 @@ class Run:
         """Return an option of all members, active or resting."""
         return self._beside([rates(name) for rates in self._distinct])
 
-    def descend(self, direction: Flat, numbers: Numbers) -> None:
+    def descend(self, direction: FlatTensor, numbers: Numbers) -> None:
         """Move the parameters along a direction; overwrites the gradient."""
         if direction is self.gradient:
             direction.mul_(numbers)
@@ -96,7 +96,7 @@ class Run:
         """Return whether the optimizer state has an entry."""
         return name in self._states[0]
 
-    def state(self, name: str, first: Callable[[], Numbers] = float) -> Flat:
+    def state(self, name: str, first: Callable[[], Numbers] = float) -> FlatTensor:
         """Return a state entry of all parameters, created with the value of `first` (default 0) if missing."""
         if not self.has(name):
             made = self._layout.new(self.p.whole)
@@ -122,9 +122,9 @@ class Run:
             state["begun"] = begin[rates].copy()
         return begun
 
-    def like(self, whole: Tensor) -> Flat:
+    def like(self, whole: Tensor) -> FlatTensor:
         """Return a temporary with the layout of the parameters."""
-        return Flat(whole, self._layout.parts(whole))
+        return FlatTensor(whole, self._layout.parts(whole))
 
     def finish(self) -> None:
         """Finish the step: restore resting members, and count the step for active members."""
@@ -152,7 +152,7 @@ class Run:
         values = dict(zip(self._distinct, own, strict=True))
         return [rates.beside(values[rates], part) for rates, part in zip(self._rates, self.p.parts, strict=True)]
 
-    def _hold(self, flat: Flat) -> None:
+    def _hold(self, flat: FlatTensor) -> None:
         # Only a step with resting members pays for copies.
         if not self._everybody:
             self._before.append((flat, flat.whole.clone()))
@@ -171,7 +171,7 @@ def _are_all_one(own: Sequence[tuple[float, ...]]) -> bool:
     return all(values.count(own[0][0]) == len(values) for values in own)
 
 
-def _options(rates: Rates, name: str, make: Callable[[float], float]) -> list[float]:
+def _options(rates: MemberRates, name: str, make: Callable[[float], float]) -> list[float]:
     return [make(value) for value in rates(name)]
 
 
@@ -179,13 +179,13 @@ def _rest(value: float) -> float:
     return 1 - value
 
 
-def _decay(run: Run) -> None:
+def _decay(run: StackedParameterUpdate) -> None:
     decay = run.option("weight_decay")
     if decay != 0.0:
         run.gradient.add_product_(run.p, decay)
 
 
-def _follow(run: Run, name: str, momentum: Numbers) -> Flat:
+def _follow(run: StackedParameterUpdate, name: str, momentum: Numbers) -> FlatTensor:
     """Add the gradients to the decayed buffer of earlier gradients."""
     buffer, steady = run.state(name), run.option("momentum")
     if isinstance(steady, float):
@@ -196,11 +196,11 @@ def _follow(run: Run, name: str, momentum: Numbers) -> Flat:
     return buffer
 
 
-def _descent(rates: Rates) -> list[float]:
+def _descent(rates: MemberRates) -> list[float]:
     return [-rate for rate in rates("lr")]
 
 
-def _sgd(run: Run) -> None:
+def _sgd(run: StackedParameterUpdate) -> None:
     _decay(run)
     gradient, momentum = run.gradient, run.numbers("momentum", lambda rates: rates("momentum"))
     direction = gradient
@@ -217,26 +217,26 @@ def _sgd(run: Run) -> None:
     run.descend(direction, run.numbers("descent", _descent))
 
 
-def _fresh(rates: Rates, begun: Sequence[bool]) -> list[float]:
+def _fresh(rates: MemberRates, begun: Sequence[bool]) -> list[float]:
     """Return the factors of the gradients: undampened for a member's first gradient."""
     own = zip(rates("dampening"), begun, rates("momentum"), strict=True)
     return [1 - d if b and m else 1.0 for d, b, m in own]
 
 
-def _adam(run: Run) -> None:
+def _adam(run: StackedParameterUpdate) -> None:
     _decay(run)
     _adam_step(run)
 
 
-def _adamw(run: Run) -> None:
-    def kept(rates: Rates) -> list[float]:
+def _adamw(run: StackedParameterUpdate) -> None:
+    def kept(rates: MemberRates) -> list[float]:
         return [1 - lr * decay for lr, decay in zip(rates("lr"), rates("weight_decay"), strict=True)]
 
     run.p.mul_(run.numbers("kept", kept))
     _adam_step(run)
 
 
-def _adam_step(run: Run) -> None:
+def _adam_step(run: StackedParameterUpdate) -> None:
     """Step like Adam, with the root r of the second moment's correction moved out of the sum.
 
     `m / (sqrt(v) / r + eps)` equals `r m / (sqrt(v) + r eps)`.
@@ -246,16 +246,16 @@ def _adam_step(run: Run) -> None:
     mean.lerp_(gradient, run.option("beta1", _rest))
     square.average_square_(gradient, run.option("beta2"), run.option("beta2", _rest))
 
-    def made(rates: Rates) -> list[float]:
+    def made(rates: MemberRates) -> list[float]:
         return [(1 - b ** (n + 1)) ** 0.5 for b, n in zip(rates("beta2"), done, strict=True)]
 
-    def roots(rates: Rates) -> tuple[float, ...]:
+    def roots(rates: MemberRates) -> tuple[float, ...]:
         return rates.made(("roots", *done), partial(made, rates))
 
-    def epsilons(rates: Rates) -> list[float]:
+    def epsilons(rates: MemberRates) -> list[float]:
         return [eps * root for eps, root in zip(rates("eps"), roots(rates), strict=True)]
 
-    def sizes(rates: Rates) -> list[float]:
+    def sizes(rates: MemberRates) -> list[float]:
         own = zip(rates("lr"), rates("beta1"), done, roots(rates), strict=True)
         return [-lr / (1 - b ** (n + 1)) * root for lr, b, n, root in own]
 
@@ -267,7 +267,7 @@ def _adam_step(run: Run) -> None:
     run.descend(gradient, run.numbers(("sizes", *done), sizes))
 
 
-def _rmsprop(run: Run) -> None:
+def _rmsprop(run: StackedParameterUpdate) -> None:
     _decay(run)
     gradient, square, rest = run.gradient, run.state("square_avg"), run.option("alpha", _rest)
     square.average_square_(gradient, run.option("alpha"), rest)
@@ -285,7 +285,7 @@ def _rmsprop(run: Run) -> None:
     run.descend(gradient, run.numbers("descent", _descent))
 
 
-def _adagrad(run: Run) -> None:
+def _adagrad(run: StackedParameterUpdate) -> None:
     _decay(run)
     done, gradient = run.steps, run.gradient
     total = run.state("sum", lambda: run.every("initial_accumulator_value"))
@@ -294,14 +294,14 @@ def _adagrad(run: Run) -> None:
     run.like(root).add_(run.option("eps"))
     gradient.whole.div_(root)
 
-    def sizes(rates: Rates) -> list[float]:
+    def sizes(rates: MemberRates) -> list[float]:
         own = zip(rates("lr"), rates("lr_decay"), done, strict=True)
         return [-rate / (1 + step * decay) for rate, decay, step in own]
 
     run.descend(gradient, run.numbers(("sizes", *done), sizes))
 
 
-UPDATES: dict[type[Optimizer], Callable[[Run], None]] = {
+UPDATES: dict[type[Optimizer], Callable[[StackedParameterUpdate], None]] = {
     SGD: _sgd,
     Adam: _adam,
     AdamW: _adamw,
@@ -314,7 +314,7 @@ COUNTED = (Adam, AdamW, RMSprop, Adagrad)
 """Optimizers with a "step" in their state."""
 
 
-def update_of(optimizer: Optimizer) -> Callable[[Run], None]:
+def update_of(optimizer: Optimizer) -> Callable[[StackedParameterUpdate], None]:
     """Return the update function for optimizers like the given optimizer."""
     kind = type(optimizer)
     if kind is Adam and optimizer.param_groups[0].get("decoupled_weight_decay"):

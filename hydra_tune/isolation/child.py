@@ -19,13 +19,13 @@ from hydra_tune.checkpoint.folder import generations
 from hydra_tune.isolation.sending import packed_error, packed_result, unpickled
 from hydra_tune.pool.job import EventStream, Job, Reported, Result
 from hydra_tune.supervision.marks import at_work, marked_as
-from hydra_tune.supervision.supervisor import Beginning
+from hydra_tune.supervision.supervisor import RestartContext
 from hydra_tune.train.worker_server import SERVERS
 
 _FAILED = 1
 
 
-class Executor(Protocol):
+class ServedExecutor(Protocol):
     """The part of the pool used here; see `HydraExecutor`."""
 
     @property
@@ -41,7 +41,7 @@ class Executor(Protocol):
         """End the pool."""
 
 
-class _Unanswered(EventStream):
+class _UnansweredEventStream(EventStream):
     """Event stream of jobs that go on after reports without an answer."""
 
     def __init__(self, stream: EventStream) -> None:
@@ -53,7 +53,7 @@ class _Unanswered(EventStream):
         return False
 
 
-class Server:
+class IsolatedPoolServer:
     """One life of the pool.
 
     Args:
@@ -67,15 +67,15 @@ class Server:
         self,
         connection: Connection,
         known: Mapping[int, object],
-        beginning: Beginning,
-        make: Callable[[], tuple[Executor, Callable[[Job], Path | None]]],
+        beginning: RestartContext,
+        make: Callable[[], tuple[ServedExecutor, Callable[[Job], Path | None]]],
     ) -> None:
         self._connection = connection
         self._known = known
         self._aside = beginning.aside
         self._make = make
         self._stream = EventStream()
-        self._unanswered = _Unanswered(self._stream)
+        self._unanswered = _UnansweredEventStream(self._stream)
         self._jobs: dict[str, Job] = {}
         self._keys: dict[int, str] = {}
 
@@ -107,7 +107,7 @@ class Server:
                 last = self._stream.get(timeout=0)
         return 0
 
-    def _serve(self, executor: Executor) -> None:
+    def _serve(self, executor: ServedExecutor) -> None:
         while True:
             event: Any = self._stream.get()
             if not isinstance(event, tuple):
@@ -137,7 +137,7 @@ class Server:
 
     def _submit(
         self,
-        executor: Executor,
+        executor: ServedExecutor,
         key: str,
         task: bytes,
         name: str,

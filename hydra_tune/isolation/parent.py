@@ -24,13 +24,13 @@ from typing import Any
 
 from hydra_tune.checkpoint.folder import generations
 from hydra_tune.errors import ConfigError, HydraTuneError
-from hydra_tune.isolation.child import Executor, Server
+from hydra_tune.isolation.child import IsolatedPoolServer, ServedExecutor
 from hydra_tune.isolation.sending import known_here, pickled_task, unpacked_error, unpacked_result
-from hydra_tune.pool.job import OVER, EventStream, Failed, Finished, Job, Progress, Reported, Result
-from hydra_tune.pool.record import Told
-from hydra_tune.supervision.supervisor import Beginning, dies_with, supervise
+from hydra_tune.pool.job import OVER, EventStream, Failed, Finished, Job, JobProgress, Reported, Result
+from hydra_tune.pool.record import ReportCursor
+from hydra_tune.supervision.supervisor import RestartContext, dies_with, supervise
 from hydra_tune.task import TrainTask
-from hydra_tune.train.trial import Report
+from hydra_tune.train.trial import PendingReport
 from hydra_tune.train.worker_server import is_quiet
 
 _LOGGER = logging.getLogger("hydra_tune.isolation")
@@ -48,7 +48,7 @@ THERE_IS = (
 
 
 @dataclass(slots=True, kw_only=True)
-class _Entry:
+class _IsolatedJob:
     """An unfinished job, with everything needed to continue the job in another process."""
 
     job: Job
@@ -56,7 +56,7 @@ class _Entry:
     name: str
     options: dict[str, Any]
     left: Path | None = None
-    told: Told = field(default_factory=Told)
+    told: ReportCursor = field(default_factory=ReportCursor)
     # Requested end of the job.
     wanted: str | None = None
     # Reports received so far.
@@ -79,20 +79,20 @@ class _Entry:
         )
 
 
-class Isolated:
+class IsolatedPoolClient:
     """Steers a pool in another process, and restarts the pool.
 
     Args:
-        make: called in the other process with the number of earlier crashes; returns as `make` of `Server`.
+        make: called in the other process with the number of earlier crashes; returns as `make` of `IsolatedPoolServer`.
     """
 
-    def __init__(self, make: Callable[[int], tuple[Executor, Callable[[Job], Path | None]]]) -> None:
+    def __init__(self, make: Callable[[int], tuple[ServedExecutor, Callable[[Job], Path | None]]]) -> None:
         self._make = make
         self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
         self._known: dict[int, object] = {}
         self._connection: connection.Connection | None = None
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _IsolatedJob] = {}
         self._names: set[str] = set()
         self._number = 0
         self._has_begun, self._is_suspended = threading.Event(), threading.Event()
@@ -121,7 +121,7 @@ class Isolated:
             self._names.add(unique)
             job = Job(key=f"{number}:{name}", name=name, task=task, pool=self, events=events)
             options = options | {"saved_as": options["saved_as"] or name}
-            entry = self._entries[job.key] = _Entry(job=job, task=data, name=unique, options=options)
+            entry = self._entries[job.key] = _IsolatedJob(job=job, task=data, name=unique, options=options)
             self._send_job(entry)
         return job
 
@@ -178,7 +178,7 @@ class Isolated:
         """Refuse: an isolated pool does not support new priorities."""
         raise _refused(job, f"set_priority({priority})")
 
-    def progress(self, job: Job) -> Progress:
+    def progress(self, job: Job) -> JobProgress:
         """Refuse: an isolated pool does not report progress."""
         raise _refused(job, "progress")
 
@@ -233,12 +233,12 @@ class Isolated:
         dies_with(parent)
         ours.close()
 
-        def run(beginning: Beginning) -> int:
+        def run(beginning: RestartContext) -> int:
             mine, other = socket.socketpair()
             socket.send_fds(theirs, [b"connection"], [other.fileno()])
             other.close()
             words = connection.Connection(mine.detach())
-            return Server(words, self._known, beginning, lambda: self._make(beginning.crashes)).run()
+            return IsolatedPoolServer(words, self._known, beginning, lambda: self._make(beginning.crashes)).run()
 
         def say(text: str) -> None:
             theirs.send(text.encode()[:_MOST_BYTES])
@@ -283,7 +283,7 @@ class Isolated:
                 else:
                     self._over(entry, entry.ended())
 
-    def _send_job(self, entry: _Entry) -> None:
+    def _send_job(self, entry: _IsolatedJob) -> None:
         waits = not entry.job.reports_freely
         self._send("submit", entry.job.key, entry.task, entry.name, entry.options, waits, entry.left)
         entry.job.enter("running")
@@ -310,7 +310,7 @@ class Isolated:
                 known = entry.history[-1]["step"] if entry.history else -1
                 entry.history += [one for one in history if one["step"] > known]
                 self._tell_missed(entry, [one for one in history if one["step"] < step])
-                self._reported(entry, Report(step=step, metrics=metrics))
+                self._reported(entry, PendingReport(step=step, metrics=metrics))
             else:
                 result = unpacked_result(facts[1], entry.job.task, self._known)
                 self._tell_missed(entry, result.history)
@@ -320,7 +320,7 @@ class Isolated:
                     result.metrics = _metrics(entry.history[-1]) if entry.history else {}
                 self._over(entry, result)
 
-    def _tell_missed(self, entry: _Entry, history: Sequence[Mapping[str, float]]) -> None:
+    def _tell_missed(self, entry: _IsolatedJob, history: Sequence[Mapping[str, float]]) -> None:
         """Deliver reports that a process saved before a crash, but did not deliver."""
         job, told = entry.job, entry.told
         if job.events is None or job.reports_freely or not entry.is_again or (told.step < 0 and entry.was_resumed):
@@ -330,7 +330,7 @@ class Isolated:
                 told.step, told.is_answered = int(one["step"]), True
                 job.events.put(Reported(job, told.step, _metrics(one)))
 
-    def _reported(self, entry: _Entry, report: Report) -> None:
+    def _reported(self, entry: _IsolatedJob, report: PendingReport) -> None:
         job = entry.job
         with self._lock:
             if not entry.told.takes(report):
@@ -342,7 +342,7 @@ class Isolated:
         if job.events is not None:
             job.events.put(Reported(job, report.step, report.metrics))
 
-    def _over(self, entry: _Entry, result: Result) -> None:
+    def _over(self, entry: _IsolatedJob, result: Result) -> None:
         with self._lock:
             del self._entries[entry.job.key]
         entry.job.end(result)

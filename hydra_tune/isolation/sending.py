@@ -37,7 +37,7 @@ def _is_nameless(value: object) -> bool:
     return getattr(value, "__module__", None) == "__main__" or "<" in str(getattr(value, "__qualname__", ""))
 
 
-class _Pickler(pickle.Pickler):
+class _SharedObjectPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, known: Mapping[int, object]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self._known = known
@@ -53,7 +53,7 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Unpickler(pickle.Unpickler):
+class _SharedObjectUnpickler(pickle.Unpickler):
     def __init__(self, data: bytes, known: Mapping[int, object]) -> None:
         super().__init__(io.BytesIO(data))
         self._known = known
@@ -69,13 +69,13 @@ def pickled(value: object, known: Mapping[int, object]) -> bytes:
         Exception: any error that pickling raises.
     """
     file = io.BytesIO()
-    _Pickler(file, known).dump(value)
+    _SharedObjectPickler(file, known).dump(value)
     return file.getvalue()
 
 
 def unpickled(data: bytes, known: Mapping[int, object]) -> Any:
     """Return the object of `pickled`, in the other process."""
-    return _Unpickler(data, known).load()
+    return _SharedObjectUnpickler(data, known).load()
 
 
 def pickled_task(task: TrainTask, known: Mapping[int, object]) -> bytes:
@@ -94,7 +94,7 @@ def pickled_task(task: TrainTask, known: Mapping[int, object]) -> bytes:
         ) from error
 
 
-class _State:
+class _OptimizerStandIn:
     """Stand-in for a finished optimizer: holds its `state_dict()`, or the reason why the state is missing."""
 
     def __init__(self, found: dict[str, Any] | str) -> None:
@@ -141,7 +141,7 @@ def unpacked_result(packed: Mapping[str, Any], task: TrainTask, known: Mapping[i
         result.status, result.error = "failed", error
         error.add_note("while what the trial has learnt was taken over from the pool's process")
         return result
-    result.keep(module, _State(state))  # type: ignore[arg-type]  # nothing else is asked of it
+    result.keep(module, _OptimizerStandIn(state))  # type: ignore[arg-type]  # nothing else is asked of it
     return result
 
 

@@ -19,14 +19,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.devices.copying import Copy
+from hydra_tune.devices.copying import BackgroundCopy
 from hydra_tune.devices.device import Device
-from hydra_tune.memory.readers import Readers
-from hydra_tune.memory.states import FOLLOWING, NUM_KEPT, State, impossible
-from hydra_tune.memory.tenant import Tenant
+from hydra_tune.memory.readers import TrialTensorReaders
+from hydra_tune.memory.states import FOLLOWING, NUM_KEPT, BlockState, impossible
+from hydra_tune.memory.tenant import TrialMemoryContext
 
 
-class Kind(StrEnum):
+class BlockKind(StrEnum):
     """Content of a block; the counts of moved bytes are kept per kind.
 
     Boundaries cross the cuts between shards: values in the forward pass and their gradients in the backward pass. A
@@ -45,7 +45,7 @@ class Kind(StrEnum):
 _NUMBERS = itertools.count()
 
 
-class Home(Protocol):
+class PagerInterface(Protocol):
     """View of a pager from a block on the pager's device."""
 
     device: Device
@@ -70,7 +70,7 @@ class Home(Protocol):
 
 
 @dataclass(slots=True)
-class Coming:
+class IncomingTransfer:
     """Bytes on the way to a device.
 
     Args:
@@ -81,14 +81,14 @@ class Coming:
         lease: number of the unit beside which the copy was started.
     """
 
-    home: Home
+    home: PagerInterface
     host: Tensor | None
     data: Tensor
-    copy: Copy
+    copy: BackgroundCopy
     lease: int
 
 
-class Tier(Protocol):
+class HostTierInterface(Protocol):
     """View of the host tier from a block: counts host copies and may keep bytes on disk (`memory/host.py`)."""
 
     def provide(self, block: "Block", device: Device) -> None:
@@ -133,7 +133,7 @@ class Block:
         "size", "state", "tenant", "tier",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, size: int, alignment: int, state: State = State.HOST) -> None:
+    def __init__(self, kind: BlockKind, size: int, alignment: int, state: BlockState = BlockState.HOST) -> None:
         self.number = next(_NUMBERS)  # identifies the block in records and file names
         self.kind = kind
         self.owner: int | None = None  # the trial
@@ -141,19 +141,19 @@ class Block:
         self.nbytes = -(-size // alignment) * alignment  # what the ledger counts
         self.host: Tensor | None = None
         self.data: Tensor | None = None
-        self.home: Home | None = None
+        self.home: PagerInterface | None = None
         self.dirty = False
         self.pinned_for: object = None
-        self.tier: Tier | None = None
-        self.tenant: Tenant | None = None  # owner of the bytes, if known
-        self.coming: Coming | None = None
-        self.leaving: Copy | None = None
+        self.tier: HostTierInterface | None = None
+        self.tenant: TrialMemoryContext | None = None  # owner of the bytes, if known
+        self.coming: IncomingTransfer | None = None
+        self.leaving: BackgroundCopy | None = None
         # Reentrant: `Lease.absorb`, for example, calls `drop` with the lock held.
         self.lock = threading.RLock()
         self.state = state
-        self.past: deque[State] = deque(maxlen=NUM_KEPT)
+        self.past: deque[BlockState] = deque(maxlen=NUM_KEPT)
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: BlockState) -> None:
         """Change to another state. Call under `lock`.
 
         Raises:
@@ -204,7 +204,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """Place of a tensor in a flat buffer; `offset` in elements of the tensor's dtype."""
 
     offset: int
@@ -217,7 +217,7 @@ class Slot:
         return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
-def lay_out(tensors: Sequence[Tensor], alignment: int) -> tuple[list[Slot], int]:
+def lay_out(tensors: Sequence[Tensor], alignment: int) -> tuple[list[TensorSlot], int]:
     """Return slots for tensors in one flat buffer, each aligned as if allocated alone, and the buffer's size in bytes.
 
     Dense tensors keep their strides (channels_last stays channels_last); other tensors are laid out contiguous.
@@ -226,12 +226,12 @@ def lay_out(tensors: Sequence[Tensor], alignment: int) -> tuple[list[Slot], int]
     for tensor in tensors:
         dense = tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor)
         stride = tensor.stride() if dense else tensor.contiguous().stride()
-        slots.append(Slot(position // tensor.element_size(), tensor.shape, tuple(stride), tensor.dtype))
+        slots.append(TensorSlot(position // tensor.element_size(), tensor.shape, tuple(stride), tensor.dtype))
         position += -(-tensor.numel() * tensor.element_size() // alignment) * alignment
     return slots, position
 
 
-class Group(Block):
+class TensorBlock(Block):
     """A block under long-lived tensors, which are views of the block.
 
     Note: loose groups. Tensors that already lie where their device computes, such as host tensors for a CPU device,
@@ -244,7 +244,7 @@ class Group(Block):
     Note: strays. The user's code may give a tensor other memory (`p.data = ...`, `module.double()`). From then on the
     other memory counts, and the bytes in the buffer are stale. A move leaves such a stray tensor in place until
     `collect` copies the tensor back into the buffer, or until another group takes the tensor. Tensors common to several
-    trials (`Readers`) stay in place as well.
+    trials (`TrialTensorReaders`) stay in place as well.
 
     Attributes:
         is_loose: whether the tensors have their own storages.
@@ -265,14 +265,14 @@ class Group(Block):
 
     def __init__(
         self,
-        kind: Kind,
+        kind: BlockKind,
         tensors: Sequence[Tensor],
         device: Device,
-        readers: Readers | None = None,
+        readers: TrialTensorReaders | None = None,
         *,
         is_loose: bool = False,
     ) -> None:
-        self._readers = Readers() if readers is None else readers
+        self._readers = TrialTensorReaders() if readers is None else readers
         self._slots, nbytes = lay_out(tensors, device.alignment)
         super().__init__(kind, nbytes, device.alignment)
         self.tensors = list(tensors)
@@ -284,8 +284,9 @@ class Group(Block):
             tuple[int, int]
         ] = []  # storage and offset of each tensor after the last move; empty while the group is loose
         self._common: set[int] = set()  # by `id`: tensors found to belong to another trial as well
-        if kind is not Kind.OPTIMIZER:
-            # Optimizer state belongs to a single trial, and `Readers` would take the state for untrained parameters.
+        if kind is not BlockKind.OPTIMIZER:
+            # Optimizer state belongs to a single trial, and `TrialTensorReaders` would take the state for untrained
+            # parameters.
             self._readers.hold(self.tensors)
         if is_loose:
             self._host_views: list[Tensor] = []
@@ -316,7 +317,7 @@ class Group(Block):
 
     def part(self) -> None:
         """Release the tensors, which now belong to another group or to nobody."""
-        if self.kind is not Kind.OPTIMIZER:
+        if self.kind is not BlockKind.OPTIMIZER:
             self._readers.let_go(self.tensors)
         self.tensors, self._slots, self._strides, self._places, self._host_views = [], [], [], [], []
 
@@ -340,7 +341,7 @@ class Group(Block):
 
     def moved(self) -> None:
         """Point the tensors at the present place of the bytes."""
-        if self.is_loose and (self.home is not None or (self.host is None and self.state is not State.DROPPED)):
+        if self.is_loose and (self.home is not None or (self.host is None and self.state is not BlockState.DROPPED)):
             self.announce(self.place)  # still loose: the tensors have not moved
             return
         # Strays are found before the places change: afterwards every tensor would look like a stray.
@@ -434,7 +435,7 @@ class Group(Block):
             self.on_moved(place)
 
 
-def _is_alike(tensor: Tensor, slot: Slot) -> bool:
+def _is_alike(tensor: Tensor, slot: TensorSlot) -> bool:
     return tensor.layout is torch.strided and tensor.shape == slot.shape and tensor.dtype == slot.dtype
 
 
@@ -460,7 +461,7 @@ def _sole_user() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class TensorGeometry:
     """Place of a tensor in its storage; `offset` in elements of the tensor's dtype."""
 
     offset: int
@@ -469,9 +470,9 @@ class Geometry:
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor) -> "Geometry":
+    def of(tensor: Tensor) -> "TensorGeometry":
         """Return the geometry of a tensor."""
-        return Geometry(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
+        return TensorGeometry(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
 
     def view(self, storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:
         """Return a tensor with this geometry on a storage of the same contents.
@@ -484,14 +485,14 @@ class Geometry:
         return empty.set_(storage, self.offset, self.shape, self.stride)
 
 
-class Value:
+class BlockTensorView:
     """A view of a block, kept by a store under a key; holds no memory itself."""
 
     __slots__ = ("_geometry", "block")
 
     def __init__(self, block: Block, tensor: Tensor) -> None:
         self.block = block
-        self._geometry = Geometry.of(tensor)
+        self._geometry = TensorGeometry.of(tensor)
 
     def tensor(self) -> Tensor:
         """Return the value on the device of its block."""

@@ -32,7 +32,7 @@ _TOO_SHORT = "the file is shorter than what was written to it"
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
-class Disk:
+class SpillDisk:
     """Files of a pool's blocks.
 
     Args:

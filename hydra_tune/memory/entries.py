@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.uses import AHEAD, Uses
+from hydra_tune.memory.uses import AHEAD, BlockUseHistory
 
 
 @dataclass(slots=True)
-class Entry:
+class HostTierEntry:
     """Knowledge of the host tier about a block.
 
     Attributes:
@@ -19,7 +19,7 @@ class Entry:
     """
 
     block: Block
-    uses: Uses
+    uses: BlockUseHistory
     on_host: bool = False
     is_stored: bool = False
     is_refused: bool = False
@@ -36,7 +36,7 @@ class Entry:
         return self.block.tenant is None or self.block.tenant.failure is None
 
 
-def worth(entry: Entry, now: int) -> tuple[bool, bool, int, int]:
+def worth(entry: HostTierEntry, now: int) -> tuple[bool, bool, int, int]:
     """Sort key for giving copies up, lowest first.
 
     A failed trial's copies go first. A copy with a duplicate on a device costs nothing. A copy refused by the disk is
@@ -60,19 +60,19 @@ def is_moving(block: Block) -> bool:
     return block.leaving is not None or block.coming is not None
 
 
-def may_always(entry: Entry, now: int) -> bool:
+def may_always(entry: HostTierEntry, now: int) -> bool:
     """Rule for a waiting unit: any copy may go."""
     del entry, now
     return True
 
 
-def is_far(entry: Entry, now: int) -> bool:
+def is_far(entry: HostTierEntry, now: int) -> bool:
     """Rule for work ahead: a copy may go if no unit needs the copy as soon, and no write-back is wasted."""
     if entry.is_refused:
         return False
     return is_on_device(entry.block) or (not is_moving(entry.block) and entry.uses.distance(now) > AHEAD)
 
 
-def costs_nothing(entry: Entry, now: int) -> bool:
+def costs_nothing(entry: HostTierEntry, now: int) -> bool:
     """Rule for callers that must not wait for the disk."""
     return is_far(entry, now) and (entry.is_stored or is_on_device(entry.block))

@@ -1,14 +1,14 @@
 """Dropping blocks, and bringing blocks home to the host from any place.
 
-`AtHome` pins blocks for work on the host, such as an update on the CPU; a device in need of such a block waits for the
-end of the work.
+`HostBlockPin` pins blocks for work on the host, such as an update on the CPU; a device in need of such a block waits
+for the end of the work.
 """
 
 import threading
 from collections.abc import Sequence
 
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.states import State
+from hydra_tune.memory.states import BlockState
 from hydra_tune.observe.turns import note
 
 
@@ -24,8 +24,8 @@ def drop(block: Block) -> None:
         # Copies end first: DROPPED may not follow LOADING or SPILLING, and a running copy still uses the memory.
         if block.home is not None and block.leaving is not None:
             block.home.finish_leaving(block)
-        if block.state is not State.DROPPED:
-            block.enter(State.DROPPED)
+        if block.state is not BlockState.DROPPED:
+            block.enter(BlockState.DROPPED)
         if block.home is not None:
             block.home.release(block)
         if block.tier is not None:
@@ -34,7 +34,7 @@ def drop(block: Block) -> None:
         block.part()
 
 
-class AtHome:
+class HostBlockPin:
     """Blocks in use by work on the host: a device in need of a block waits until the work is done.
 
     Args:
@@ -69,7 +69,7 @@ class AtHome:
 def await_home(block: Block) -> None:
     """Wait for the end of work on the host that uses a block. Call without the block's lock."""
     work = block.pinned_for
-    if isinstance(work, AtHome):
+    if isinstance(work, HostBlockPin):
         work.wait()
 
 
@@ -81,11 +81,11 @@ def pin(block: Block, holder: object) -> None:
     while True:
         with block.lock:
             worker = block.pinned_for
-            if not isinstance(worker, AtHome):
+            if not isinstance(worker, HostBlockPin):
                 assert worker in (None, holder), "two units of one trial at once"
                 block.pinned_for = holder
                 return
-        # Outside the lock: `AtHome.leave` needs the lock to unpin.
+        # Outside the lock: `HostBlockPin.leave` needs the lock to unpin.
         worker.wait()
 
 

@@ -47,18 +47,18 @@ from dataclasses import dataclass, field
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.disk import Disk
-from hydra_tune.memory.entries import Entry, costs_nothing, is_far, is_moving, may_always, worth
-from hydra_tune.memory.ledger import Ledger
-from hydra_tune.memory.states import State
-from hydra_tune.memory.tenant import Tenant, check_tenant, tenant_at_work
-from hydra_tune.memory.uses import Uses
+from hydra_tune.memory.disk import SpillDisk
+from hydra_tune.memory.entries import HostTierEntry, costs_nothing, is_far, is_moving, may_always, worth
+from hydra_tune.memory.ledger import MemoryLedger
+from hydra_tune.memory.states import BlockState
+from hydra_tune.memory.tenant import TrialMemoryContext, check_tenant, tenant_at_work
+from hydra_tune.memory.uses import BlockUseHistory
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
 _PATIENCE_SECONDS = 0.05  # between looks at copies being moved by other threads
 
 
-class HostLedger(Ledger):
+class HostLedger(MemoryLedger):
     """Counts the bytes of host copies."""
 
     def overdraw(self, nbytes: int) -> None:
@@ -69,7 +69,7 @@ class HostLedger(Ledger):
 
 
 @dataclass(slots=True)
-class _Search:
+class _VictimSearchResult:
     """Result of a search for a copy to give up.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Search:
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _TrialHostMinimum:
     """Host memory that a trial needs even if everything else goes to disk."""
 
     fixed_bytes: int
@@ -100,13 +100,13 @@ class HostTier:
         device: any device of the pool, for allocating host memory.
     """
 
-    def __init__(self, budget_bytes: int, disk: Disk, device: Device) -> None:
+    def __init__(self, budget_bytes: int, disk: SpillDisk, device: Device) -> None:
         self.ledger = HostLedger("host", budget_bytes)
         self.disk = disk
         self._device = device
-        self._entries: dict[int, Entry] = {}
-        self._shares: dict[Tenant, _Share] = {}
-        self._reserved: dict[Tenant, int] = {}
+        self._entries: dict[int, HostTierEntry] = {}
+        self._shares: dict[TrialMemoryContext, _TrialHostMinimum] = {}
+        self._reserved: dict[TrialMemoryContext, int] = {}
         self._lock = threading.Lock()
         self._times = itertools.count(1)
         self._now = 0
@@ -134,7 +134,7 @@ class HostTier:
                 f"least {format_bytes_up(nbytes)}, or cut the model finer (num_shards)"
             )
 
-    def admit(self, tenant: Tenant, fixed_bytes: int, largest_bytes: int) -> bool:
+    def admit(self, tenant: TrialMemoryContext, fixed_bytes: int, largest_bytes: int) -> bool:
         """Admit a trial, or let an admitted trial need more; return False if there is no room beside the other trials.
 
         Args:
@@ -149,10 +149,10 @@ class HostTier:
             fixed = sum(share.fixed_bytes for share in others) + fixed_bytes
             if fixed + max([largest_bytes, *(share.largest_bytes for share in others)]) > self.ledger.budget_bytes:
                 return False
-            self._shares[tenant] = _Share(fixed_bytes, largest_bytes)
+            self._shares[tenant] = _TrialHostMinimum(fixed_bytes, largest_bytes)
         return True
 
-    def reserve(self, tenant: Tenant) -> None:
+    def reserve(self, tenant: TrialMemoryContext) -> None:
         """Take the admitted bytes that cannot go to disk, or give back the part no longer needed."""
         share, taken = self._shares.get(tenant), self._reserved.get(tenant, 0)
         if share is None:
@@ -165,7 +165,7 @@ class HostTier:
         with self._lock:
             self._reserved[tenant] = share.fixed_bytes
 
-    def leave(self, tenant: Tenant) -> None:
+    def leave(self, tenant: TrialMemoryContext) -> None:
         """Free the reservation of a trial that is over."""
         with self._lock:
             self._shares.pop(tenant, None)
@@ -360,9 +360,9 @@ class HostTier:
 
     # Giving up.
 
-    def _give_up_one(self, may_go: Callable[[Entry, int], bool] | None = None) -> _Search:
+    def _give_up_one(self, may_go: Callable[[HostTierEntry, int], bool] | None = None) -> _VictimSearchResult:
         """Give up the host copy with the most distant next use among the copies that may go."""
-        search = _Search()
+        search = _VictimSearchResult()
         with self._lock:
             now = self._now
             on_host = [entry for entry in self._entries.values() if entry.on_host]
@@ -383,7 +383,9 @@ class HostTier:
                 search.failed.append((entry.block, error))
         return search
 
-    def _give_up(self, entry: Entry, search: _Search, may_go: Callable[[Entry, int], bool]) -> bool:
+    def _give_up(
+        self, entry: HostTierEntry, search: _VictimSearchResult, may_go: Callable[[HostTierEntry, int], bool]
+    ) -> bool:
         block = entry.block
         if not block.lock.acquire(blocking=False):
             search.is_busy = True
@@ -408,7 +410,7 @@ class HostTier:
             block.lock.release()
         return True
 
-    def _has_settled(self, entry: Entry, may_go: Callable[[Entry, int], bool]) -> bool:
+    def _has_settled(self, entry: HostTierEntry, may_go: Callable[[HostTierEntry, int], bool]) -> bool:
         """End background copies that use the host copy; return False if the copy may not go. Call under the block's lock."""
         block = entry.block
         if not may_go(entry, self._now):
@@ -420,7 +422,7 @@ class HostTier:
         # a failed copy may have left the block in a place where the host copy is needed
         return may_go(entry, self._now)
 
-    def _store(self, entry: Entry) -> None:
+    def _store(self, entry: HostTierEntry) -> None:
         block = entry.block
         assert block.host is not None
         if not entry.is_stored:
@@ -428,7 +430,7 @@ class HostTier:
             self.disk.write(block.number, block.host)
             entry.is_stored, entry.is_refused = True, False
 
-    def _free(self, entry: Entry, *, is_wanted: bool) -> None:
+    def _free(self, entry: HostTierEntry, *, is_wanted: bool) -> None:
         """Free a host copy; if the bytes are wanted, the file holds them."""
         block = entry.block
         mapped = (lambda: self.disk.mapped(block.number, block.size)) if is_wanted else None
@@ -439,22 +441,22 @@ class HostTier:
             raise
         entry.on_host = False
         if block.data is None:
-            block.enter(State.DISK if is_wanted else State.DROPPED)
+            block.enter(BlockState.DISK if is_wanted else BlockState.DROPPED)
         self.ledger.give_back(block.nbytes)
 
     # Files.
 
-    def _entry(self, block: Block) -> Entry:
+    def _entry(self, block: Block) -> HostTierEntry:
         """Return a block's entry, created as if just used. Call under the lock of the tier."""
         entry = self._entries.get(block.number)
         if entry is None:
-            entry = self._entries[block.number] = Entry(block, Uses(self._now))
+            entry = self._entries[block.number] = HostTierEntry(block, BlockUseHistory(self._now))
             entry.holds = self._whole[block.number]  # a loose block may be entered while wanted whole
             block.tier = self
         entry.on_host = True
         return entry
 
-    def _read(self, entry: Entry, device: Device) -> None:
+    def _read(self, entry: HostTierEntry, device: Device) -> None:
         """Read a file into a new host copy; the bytes must be taken. The block changes only after the whole file is read."""
         block = entry.block
         try:
@@ -465,7 +467,7 @@ class HostTier:
             raise
         device.on_host(lambda: block.put_host(flat))
         block.moved()
-        block.enter(State.HOST)
+        block.enter(BlockState.HOST)
         entry.on_host = True
 
 
@@ -475,7 +477,7 @@ def _blame(failed: Sequence[tuple[Block, SpillError]]) -> None:
     Raises:
         SpillError: this thread works for the failed trial.
     """
-    nbytes: Counter[Tenant | None] = Counter()
+    nbytes: Counter[TrialMemoryContext | None] = Counter()
     for block, _ in failed:
         nbytes[block.tenant] += block.nbytes
     ((tenant, _),) = nbytes.most_common(1)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
-from hydra_tune.memory.block import Block, Kind, storage_identity
+from hydra_tune.memory.block import Block, BlockKind, storage_identity
 from hydra_tune.memory.home import drop, pin
-from hydra_tune.memory.saved import SavedTensors
-from hydra_tune.memory.states import State
-from hydra_tune.observe.turns import Turn, current_turn, in_turn, note
+from hydra_tune.memory.saved import SavedTensorSpiller
+from hydra_tune.memory.states import BlockState
+from hydra_tune.observe.turns import WorkerTurn, current_turn, in_turn, note
 
 if TYPE_CHECKING:
-    from hydra_tune.memory.pager import Held, Pager
+    from hydra_tune.memory.pager import DeviceCacheReservation, Pager
 
 
 class Lease:
@@ -39,7 +39,7 @@ class Lease:
         self._blocks = blocks
         self._workspace_bytes = workspace_bytes
         self._storages: dict[int, Block] = {}
-        self._turn: Turn | None = None
+        self._turn: WorkerTurn | None = None
         self.has_ended = False
         self._end_lock = threading.Lock()
 
@@ -57,7 +57,7 @@ class Lease:
             raise
         self._pager.ready_ns = self._pager.ready_ns or time.perf_counter_ns()
         for block in self._blocks:
-            _enter(block, State.COMPUTING)
+            _enter(block, BlockState.COMPUTING)
         self._storages = {storage_identity(block.data): block for block in self._blocks if block.data is not None}
         try:
             if self._pager.begins is not None:
@@ -85,7 +85,7 @@ class Lease:
         self._storages = {}
         self._pager.ledger.give_back(self._workspace_bytes)
 
-    def block_of(self, kind: Kind, tensor: Tensor) -> Block:
+    def block_of(self, kind: BlockKind, tensor: Tensor) -> Block:
         """Return the block under a tensor: a block of the lease, or a new block made from the workspace.
 
         Raises:
@@ -100,7 +100,7 @@ class Lease:
             block = self._pager.adopt(kind, tensor)
             self._workspace_bytes -= nbytes
             block.pinned_for = self._pager  # until the unit ends, like all its blocks
-            _enter(block, State.COMPUTING)
+            _enter(block, BlockState.COMPUTING)
             note("adopt", [block], nbytes)
             self._blocks.append(block)
             self._storages[storage] = block
@@ -116,7 +116,7 @@ class Lease:
                 return
             note("drop", [block])
             del self._storages[storage_identity(block.data)]
-            block.enter(State.DROPPED)
+            block.enter(BlockState.DROPPED)
             self._pager.vacate(block)
             if block.tier is not None:
                 block.tier.forget(block)
@@ -143,7 +143,7 @@ class Lease:
             self._blocks.remove(old)
             with old.lock:
                 old.part()
-                old.enter(State.DROPPED)
+                old.enter(BlockState.DROPPED)
                 self._pager.vacate(old)
                 if old.tier is not None:
                     old.tier.forget(old)
@@ -152,7 +152,7 @@ class Lease:
             # Pinned before the load, so that no other thread moves the block in between.
             new.pinned_for = self._pager
             self._pager.take_new(new)
-            _enter(new, State.COMPUTING)
+            _enter(new, BlockState.COMPUTING)
             if new.data is not None:
                 self._storages[storage_identity(new.data)] = new
             self._blocks.append(new)
@@ -162,7 +162,7 @@ class Lease:
         if self._pager.pauses is not None:
             self._pager.pauses()
 
-    def owns(self, tensor: Tensor, kinds: tuple[Kind, ...]) -> bool:
+    def owns(self, tensor: Tensor, kinds: tuple[BlockKind, ...]) -> bool:
         """Whether a tensor lies in a block of the lease with a kind among `kinds`."""
         block = self._storages.get(storage_identity(tensor))
         return block is not None and block.kind in kinds
@@ -197,7 +197,7 @@ class Lease:
         """Name of the device."""
         return self._pager.device.name
 
-    def hold(self, nbytes: int, let_go: Callable[[], None]) -> "Held | None":
+    def hold(self, nbytes: int, let_go: Callable[[], None]) -> "DeviceCacheReservation | None":
         """Take room beyond the unit, as of `Pager.hold`."""
         return self._pager.hold(nbytes, let_go)
 
@@ -207,18 +207,18 @@ class Lease:
 
         The unit must end inside the context.
         """
-        saved = SavedTensors(self._pager.device, stays=lambda tensor: storage_identity(tensor) in self._storages)
+        saved = SavedTensorSpiller(self._pager.device, stays=lambda tensor: storage_identity(tensor) in self._storages)
         try:
             with saved.hooks():
                 yield
         finally:
             self.count(saved)
 
-    def count(self, saved: SavedTensors) -> None:
+    def count(self, saved: SavedTensorSpiller) -> None:
         """Add the spilled and loaded activations of the unit to the pager's counts."""
         pager = self._pager
-        pager.bytes_out[Kind.ACTIVATIONS] += saved.bytes_out
-        pager.bytes_in[Kind.ACTIVATIONS] += saved.bytes_in
+        pager.bytes_out[BlockKind.ACTIVATIONS] += saved.bytes_out
+        pager.bytes_in[BlockKind.ACTIVATIONS] += saved.bytes_in
         if pager.log is not None:
             pager.log.saved(pager.device.name, saved.bytes_in, saved.bytes_out)
 
@@ -226,11 +226,11 @@ class Lease:
         for block in self._blocks:
             with block.lock:
                 block.pinned_for = None
-                if block.state is State.COMPUTING:
-                    block.enter(State.RESIDENT)
+                if block.state is BlockState.COMPUTING:
+                    block.enter(BlockState.RESIDENT)
 
 
-def _enter(block: Block, state: State) -> None:
+def _enter(block: Block, state: BlockState) -> None:
     """Change the state of a pinned block."""
     with block.lock:
         block.enter(state)

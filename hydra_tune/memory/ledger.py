@@ -6,7 +6,7 @@ from hydra_tune.errors import BudgetError
 from hydra_tune.quantities import format_bytes
 
 
-class Ledger:
+class MemoryLedger:
     """Counts the bytes taken on a single device. Safe to call on any thread.
 
     Args:

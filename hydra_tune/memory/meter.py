@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Protocol
 
-from hydra_tune.devices.link import Link
+from hydra_tune.devices.link import LinkCostModel
 
 _LEAST_BYTES = 64 * 1024  # smallest copy that reveals the pace of the link; overhead dominates smaller copies
 _SMALL_BYTES = 4096  # largest copy that consists of overhead only
@@ -71,7 +71,7 @@ class CopyTimes:
     def updated_on_host(self, device: str, owner: int, shard: int, start_ns: int, end_ns: int) -> None:
         """Ignore updates on the host: an update is no copy."""
 
-    def link(self, guess: Link) -> Link:
+    def link(self, guess: LinkCostModel) -> LinkCostModel:
         """Return the measured link: the median time of small copies, and the median pace of large copies.
 
         Args:
@@ -84,7 +84,7 @@ class CopyTimes:
         # or negative.
         paces = [nbytes / max(seconds - per_block, seconds / 10) for nbytes, seconds in large]
         pace = statistics.median(paces) if paces else guess.bytes_per_second
-        return Link(bytes_per_second=pace, seconds_per_block=per_block)
+        return LinkCostModel(bytes_per_second=pace, seconds_per_block=per_block)
 
 
 class LinkMeter:

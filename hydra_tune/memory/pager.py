@@ -28,9 +28,9 @@ Note: take-over. A block held only by another device is copied directly to this 
 dirty, with a stale host copy or none; no byte passes through the host. Room here is taken before the copy, as for a
 load, and room on the other device is given back after the copy. The lock of the block is held meanwhile, so no thread
 moves or frees the source. A write-back already under way finishes first; a write-back still queued is cancelled. A
-block with a host copy is loaded from the host, unless the other device is nearer (`Reach`), because a copy over the
-link would burden the other device for nothing. A disk tier changes nothing here: the host copy, the file and their
-bytes stay as before.
+block with a host copy is loaded from the host, unless the other device is nearer (`DeviceCopyRoute`), because a copy
+over the link would burden the other device for nothing. A disk tier changes nothing here: the host copy, the file and
+their bytes stay as before.
 
 Note: copies under way between devices. A block sent ahead from another device stays usable there during the copy and
 takes room on both devices. The first thread to observe the end of the copy makes the block resident here and frees the
@@ -51,16 +51,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from hydra_tune.devices.device import Device, Reach
-from hydra_tune.devices.libraries import Room
+from hydra_tune.devices.device import Device, DeviceCopyRoute
+from hydra_tune.devices.libraries import LedgerAllowance
 from hydra_tune.errors import BlockStateError, BudgetError, HydraTuneError
-from hydra_tune.memory.block import Block, Coming, Kind, whole_storage
+from hydra_tune.memory.block import Block, BlockKind, IncomingTransfer, whole_storage
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.lease import Lease
-from hydra_tune.memory.ledger import Ledger
+from hydra_tune.memory.ledger import MemoryLedger
 from hydra_tune.memory.meter import CopyLog, LinkMeter
 from hydra_tune.memory.pressure import is_out_of_memory
-from hydra_tune.memory.states import State
+from hydra_tune.memory.states import BlockState
 from hydra_tune.memory.tenant import check_tenant
 from hydra_tune.observe.turns import note
 from hydra_tune.quantities import format_bytes
@@ -72,7 +72,7 @@ _SHORT_LEASES = 64  # units for which a device counts as short of room after mak
 _LEFT_OF, _LEFT_IN = 7, 8  # fraction of the bytes in use at an out-of-memory error that becomes the new limit
 
 
-class Held:
+class DeviceCacheReservation:
     """Room on a device for reproducible data kept for speed; released before the pager spills any block.
 
     Args:
@@ -119,10 +119,10 @@ class Pager:
         self.host = host
         self.log: CopyLog | None = None
         self.ready_ns = 0
-        self.ledger = Ledger(device.name, device.budget_bytes)
-        self.bytes_in: Counter[Kind] = Counter()
-        self.bytes_out: Counter[Kind] = Counter()
-        self.bytes_across: Counter[Kind] = Counter()
+        self.ledger = MemoryLedger(device.name, device.budget_bytes)
+        self.bytes_in: Counter[BlockKind] = Counter()
+        self.bytes_out: Counter[BlockKind] = Counter()
+        self.bytes_across: Counter[BlockKind] = Counter()
         self.link = LinkMeter()
         self.bytes_ahead = 0
         self.bytes_in_vain = 0
@@ -135,9 +135,9 @@ class Pager:
         self.num_leases = 0
         self.last_short = self.last_fetched = -_SHORT_LEASES
         self.owner: int | None = None
-        self._reaches: dict[str, Reach] = {}  # by name of the other device
+        self._reaches: dict[str, DeviceCopyRoute] = {}  # by name of the other device
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
-        self._held: list[Held] = []
+        self._held: list[DeviceCacheReservation] = []
         self._lock = threading.Lock()
 
     @property
@@ -195,10 +195,10 @@ class Pager:
             for block in blocks:
                 self._resident.move_to_end(id(block))
 
-    def adopt(self, kind: Kind, tensor: Tensor) -> Block:
+    def adopt(self, kind: BlockKind, tensor: Tensor) -> Block:
         """Make a block of a storage produced by a unit; the bytes must already be on the ledger."""
         flat = whole_storage(tensor)
-        block = Block(kind, flat.numel(), self.device.alignment, State.RESIDENT)
+        block = Block(kind, flat.numel(), self.device.alignment, BlockState.RESIDENT)
         block.data, block.home, block.dirty = flat, self, True
         with self._lock:
             self._resident[id(block)] = block
@@ -265,9 +265,9 @@ class Pager:
         with self._lock:
             self._resident.pop(id(block), None)
         block.data, block.home, block.dirty = None, None, False
-        if block.state is not State.DROPPED:
+        if block.state is not BlockState.DROPPED:
             has_gone = block.host is None and block.tier is not None and block.tier is self.host
-            block.enter(State.DISK if has_gone else State.HOST)
+            block.enter(BlockState.DISK if has_gone else BlockState.HOST)
         block.moved()
 
     def _fetch(self, block: Block) -> None:
@@ -297,7 +297,7 @@ class Pager:
         if block.tier is not None:
             block.tier.loaded(block)
         self.bytes_in[block.kind] += block.size
-        block.enter(State.RESIDENT)
+        block.enter(BlockState.RESIDENT)
         block.data, block.home, block.dirty = data, self, False
         self._list(block)
         block.moved()
@@ -305,7 +305,7 @@ class Pager:
 
     def _take_in_place(self, block: Block) -> None:
         """Count a loose block as resident: its tensors lie where the device computes. Call under the block's lock."""
-        block.enter(State.RESIDENT)
+        block.enter(BlockState.RESIDENT)
         # A loose block has no host copy of its own, so only the device counts as having the bytes.
         block.home, block.dirty = self, True
         self._list(block)
@@ -326,11 +326,11 @@ class Pager:
             return
         self._fetched()
         # `keep`: a write-back still in the queue is cancelled, because a direct copy does not need the host copy.
-        if block.leaving is not None and self.way_from(other, block) is not Reach.NONE:
+        if block.leaving is not None and self.way_from(other, block) is not DeviceCopyRoute.NONE:
             other.finish_leaving(block, keep=True)
         # Asked again: a write-back just finished leaves the block clean, and then the host may be the better source.
         way = self.way_from(other, block)
-        if way is not Reach.NONE:
+        if way is not DeviceCopyRoute.NONE:
             self._take_over(other, block, way)
         else:
             other.write_back(block)
@@ -342,22 +342,26 @@ class Pager:
         if not self.device.keeps_tensors:
             self.last_fetched = self.num_leases
 
-    def way_from(self, other: "Pager", block: Block) -> Reach:
+    def way_from(self, other: "Pager", block: Block) -> DeviceCopyRoute:
         """Best way for a block to come from another device in its present state. Call under the block's lock."""
         name = other.device.name
         reach = self._reaches.get(name)
         if reach is None:
             reach = self._reaches[name] = self.device.reach(other.device)
-        return Reach.NONE if reach is Reach.LINK and not block.dirty and block.host is not None else reach
+        return (
+            DeviceCopyRoute.NONE
+            if reach is DeviceCopyRoute.LINK and not block.dirty and block.host is not None
+            else reach
+        )
 
-    def _take_over(self, other: "Pager", block: Block, reach: Reach) -> None:
+    def _take_over(self, other: "Pager", block: Block, reach: DeviceCopyRoute) -> None:
         """Copy a block from another device, and have the other device give the block up. Call under the block's lock."""
         start = time.perf_counter_ns()
         assert block.data is not None, "a block is on its home"
         data = self.device.empty(block.size)
         begun = time.perf_counter()
         self.device.take_over(other.device, [(block.data, data)])
-        if reach is Reach.LINK:
+        if reach is DeviceCopyRoute.LINK:
             self.link.copied(block.size, time.perf_counter() - begun)
         self.bytes_across[block.kind] += block.size
         block.data, block.home = data, self
@@ -383,10 +387,10 @@ class Pager:
         """Whether a block is resident here or on the way here. Call under the block's lock."""
         return block.home is self or (block.coming is not None and block.coming.home is self)
 
-    def expect(self, block: Block, coming: Coming) -> None:
+    def expect(self, block: Block, coming: IncomingTransfer) -> None:
         """Register a block on the way here, to memory already counted on the ledger. Call under the block's lock."""
         if block.home is None:
-            block.enter(State.LOADING)
+            block.enter(BlockState.LOADING)
         block.coming = coming
         self._count(block, block.size)
         with self._lock:
@@ -417,7 +421,7 @@ class Pager:
     def _forget_coming(self, block: Block) -> None:
         block.coming = None
         if block.home is None:
-            block.enter(State.HOST)
+            block.enter(BlockState.HOST)
         with self._lock:
             self._resident.pop(id(block), None)
         block.announce(block.place)
@@ -464,9 +468,9 @@ class Pager:
             elif coming is not None and self.num_leases - coming.lease <= _SENT_LEASES:
                 sent.append(block)
             elif block.owner != self.owner:
-                (latest_state if block.kind is Kind.OPTIMIZER else others).append(block)
+                (latest_state if block.kind is BlockKind.OPTIMIZER else others).append(block)
             else:
-                (own_state if block.kind is Kind.OPTIMIZER else own).append(block)
+                (own_state if block.kind is BlockKind.OPTIMIZER else own).append(block)
         return [*leaving, *reversed(latest_state), *others, *reversed(own_state), *own, *sent]
 
     def _await(self, block: Block) -> None:
@@ -506,7 +510,7 @@ class Pager:
         self._take_in(block, coming)
         self._awaited(block, start)  # last, so that the record shows the block in its new place
 
-    def _copy_at_once(self, block: Block, coming: Coming) -> None:
+    def _copy_at_once(self, block: Block, coming: IncomingTransfer) -> None:
         if coming.host is not None:
             self.device.load([(coming.host, coming.data)])
             return
@@ -515,7 +519,7 @@ class Pager:
         assert block.data is not None
         self.device.take_over(block.home.device, [(block.data, coming.data)])
 
-    def _take_in(self, block: Block, coming: Coming) -> None:
+    def _take_in(self, block: Block, coming: IncomingTransfer) -> None:
         """Make a block sent ahead resident here.
 
         The dirty flag carries over from the source device; a block copied from the host is clean.
@@ -524,7 +528,7 @@ class Pager:
         if other is not None and block.leaving is not None:
             # A write-back still reads the memory on the source device, which is released below.
             other.finish_leaving(block, is_noted=False)
-        block.enter(State.RESIDENT)
+        block.enter(BlockState.RESIDENT)
         block.data, block.home = coming.data, self
         block.coming = None  # last: a reader without the lock finds the block either on the way or here, never nowhere
         block.moved()
@@ -557,7 +561,7 @@ class Pager:
         """
         leaving, block.leaving = block.leaving, None
         assert leaving is not None
-        block.enter(State.RESIDENT)
+        block.enter(BlockState.RESIDENT)
         if leaving.cancel():
             if keep:
                 note("keep", [block])
@@ -645,21 +649,21 @@ class Pager:
                 # a timeout, because a victim does not notify the ledger when its lock becomes free.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
-    def hold(self, nbytes: int, let_go: Callable[[], None]) -> Held | None:
+    def hold(self, nbytes: int, let_go: Callable[[], None]) -> DeviceCacheReservation | None:
         """Take room for reproducible data if nothing has to be spilled for the room; return None if there is no room.
 
         Args:
             nbytes: bytes to take.
-            let_go: frees the data, as of `Held`.
+            let_go: frees the data, as of `DeviceCacheReservation`.
         """
         if not self.ledger.try_take(nbytes):
             return None
-        held = Held(self, nbytes, let_go)
+        held = DeviceCacheReservation(self, nbytes, let_go)
         with self._lock:
             self._held.append(held)
         return held
 
-    def part_with_held(self, held: Held) -> None:
+    def part_with_held(self, held: DeviceCacheReservation) -> None:
         """Give the room of `held` back, unless the room was given back before."""
         with self._lock:
             if held not in self._held:
@@ -710,7 +714,7 @@ class Pager:
         ledger = self.ledger
         ledger.limit_bytes = min(ledger.limit_bytes, used_bytes * _LEFT_OF // _LEFT_IN)
 
-    def fit(self, room: Room) -> None:
+    def fit(self, room: LedgerAllowance) -> None:
         """Set the limit to the room proved by the device: lower, or higher if the budget was never too much.
 
         The most that one unit may need stays the same: the unit's next device has not proved the additional room.
@@ -749,7 +753,7 @@ class Pager:
         return False
 
 
-def _way_of(coming: Coming) -> str:
+def _way_of(coming: IncomingTransfer) -> str:
     """Direction of an incoming copy, as of `EventLog.copied`."""
     return "across" if coming.host is None else "in"
 

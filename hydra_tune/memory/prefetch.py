@@ -22,16 +22,16 @@ everything fits and no block comes over a link from another device, the prefetch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hydra_tune.devices.copying import Copy
-from hydra_tune.devices.device import Reach
-from hydra_tune.memory.block import Block, Coming
+from hydra_tune.devices.copying import BackgroundCopy
+from hydra_tune.devices.device import DeviceCopyRoute
+from hydra_tune.memory.block import Block, IncomingTransfer
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.states import State
+from hydra_tune.memory.states import BlockState
 from hydra_tune.observe.turns import current_turn
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class UnitMemoryNeeds:
     """Needs of a unit on its device: blocks in the order of need, and the workspace beside the blocks."""
 
     blocks: Sequence[Block]
@@ -43,7 +43,7 @@ class Need:
         return sum(block.nbytes for block in set(self.blocks)) + self.workspace_bytes
 
 
-class Prefetch:
+class BlockPrefetcher:
     """Sends blocks ahead to a single device. Call only on the device's worker thread.
 
     Args:
@@ -55,9 +55,9 @@ class Prefetch:
 
     def __init__(self, pager: Pager) -> None:
         self._pager = pager
-        self.asks: Callable[[], Sequence[Need]] | None = None
-        self._needs: Sequence[Need] = ()
-        self._awaited: Sequence[Copy] = ()
+        self.asks: Callable[[], Sequence[UnitMemoryNeeds]] | None = None
+        self._needs: Sequence[UnitMemoryNeeds] = ()
+        self._awaited: Sequence[BackgroundCopy] = ()
         pager.begins, pager.pauses = self.begin, self.go_on
 
     def begin(self) -> None:
@@ -75,12 +75,12 @@ class Prefetch:
         """Stop prefetching after the unit has ended or before a second run, and hold no blocks of other trials."""
         self.asks, self._needs, self._awaited = None, (), ()
 
-    def send(self, needs: Sequence[Need]) -> None:
+    def send(self, needs: Sequence[UnitMemoryNeeds]) -> None:
         """Send blocks that fit beside the running unit and beside blocks needed earlier."""
         wanted = [block for need in needs for block in need.blocks]
         if self._pager.host is not None:
             self._pager.host.expect(wanted)
-        journey = _Journey(self._pager, wanted)
+        journey = _UnitPrefetch(self._pager, wanted)
         room, sent = self._pager.ledger.limit_bytes, set[Block]()
         for need in needs:
             for block in dict.fromkeys(need.blocks):
@@ -99,7 +99,7 @@ class Prefetch:
         journey.make_ready(max((need.workspace_bytes for need in needs), default=0))
 
 
-class _Journey:
+class _UnitPrefetch:
     """Copies and write-backs started beside a single unit; `wanted` blocks stay in place.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Journey:
         self._pager, self._keep = pager, {id(block) for block in wanted}
         self._turn = current_turn()
         self._owed_bytes = 0  # bytes for blocks that wait for victims being written back
-        self.awaited: list[Copy] = []
+        self.awaited: list[BackgroundCopy] = []
 
     def send(self, block: Block) -> None:
         """Send a block, unless the block is under way or in use, or has no room."""
@@ -135,7 +135,7 @@ class _Journey:
 
     def _comes_across(self, block: Block) -> bool:
         home = block.home
-        return isinstance(home, Pager) and self._pager.way_from(home, block) is not Reach.NONE
+        return isinstance(home, Pager) and self._pager.way_from(home, block) is not DeviceCopyRoute.NONE
 
     def _start(self, block: Block) -> None:
         """Start the copy; the bytes must be taken. Call under the block's lock."""
@@ -157,7 +157,7 @@ class _Journey:
         except RuntimeError:
             pager.ledger.give_back(block.nbytes)  # fragmented, or the other device is lost: a prefetch is optional
             return
-        pager.expect(block, Coming(pager, host, data, copy, pager.num_leases))
+        pager.expect(block, IncomingTransfer(pager, host, data, copy, pager.num_leases))
         self._note("ahead", block, copy, "in" if host is not None else "across")
 
     def _make_room(self, nbytes: int) -> bool:
@@ -259,10 +259,10 @@ class _Journey:
             # at the start of the copy: the host copy changes from now on, so the file is stale
             victim.tier.written(victim)
         victim.leaving = copy = pager.device.start_spill([(victim.data, host)])
-        victim.enter(State.SPILLING)
+        victim.enter(BlockState.SPILLING)
         self._note("clean", victim, copy)
 
-    def _note(self, what: str, block: Block, copy: Copy | None = None, way: str = "out") -> None:
+    def _note(self, what: str, block: Block, copy: BackgroundCopy | None = None, way: str = "out") -> None:
         """Add an event to the record of the run."""
         if self._turn is None:
             return

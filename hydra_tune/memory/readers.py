@@ -1,4 +1,4 @@
-"""`Readers`: keeps the memory of a trial's tensors alive while the trial's own code may read the tensors.
+"""`TrialTensorReaders`: keeps the memory of a trial's tensors alive while the trial's own code may read the tensors.
 
 Between units, a trial's blocks are not pinned: workers of other devices and the disk's thread move the blocks to make
 room. A move points the tensors at the new place of the same bytes, but a reader already under way may still use the old
@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from torch import Tensor
 
 _LOCK = threading.Lock()  # guards tensors in common; held for microseconds, inside a trial's lock
-_ALL: "weakref.WeakSet[Readers]" = weakref.WeakSet()
+_ALL: "weakref.WeakSet[TrialTensorReaders]" = weakref.WeakSet()
 
 
-class Readers:
+class TrialTensorReaders:
     """Readers of a single trial's tensors."""
 
     def __init__(self) -> None:

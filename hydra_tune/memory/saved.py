@@ -1,8 +1,8 @@
 """Keeps tensors saved by autograd on the host until the backward pass reads them.
 
 Used for units that run the user's own code: such units cannot be cut or recomputed, so their activations are spilled
-instead. `SavedTensors` registers saved-tensor hooks, copies large saved tensors to the host in `pack`, and loads the
-copies back in `unpack`.
+instead. `SavedTensorSpiller` registers saved-tensor hooks, copies large saved tensors to the host in `pack`, and loads
+the copies back in `unpack`.
 
 Note: fidelity to autograd. Without hooks, autograd keeps a saved tensor alive and refuses a tensor overwritten in place
 before the backward pass. Autograd detects the overwrite by a version counter shared by all views of the tensor. With
@@ -26,12 +26,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.device import Device
-from hydra_tune.memory.block import Geometry, whole_storage
+from hydra_tune.memory.block import TensorGeometry, whole_storage
 
 SMALL_BYTES = 4096  # smaller storages stay on the device: a copy would cost more than the room is worth
 
 
-class HostCopy:
+class SavedStorageCopy:
     """Host copy of a storage, shared by all saved tensors on the storage.
 
     Args:
@@ -67,16 +67,16 @@ class HostCopy:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Packed:
+class PackedSavedTensor:
     """A saved tensor: place of the bytes, and geometry and version at the time of saving."""
 
-    bytes: HostCopy | Tensor
-    geometry: Geometry
+    bytes: SavedStorageCopy | Tensor
+    geometry: TensorGeometry
     counter: Tensor
     version: int
 
 
-class SavedTensors:
+class SavedTensorSpiller:
     """Sends tensors saved by autograd to the host.
 
     Args:
@@ -95,18 +95,18 @@ class SavedTensors:
         self._host_bytes = 0
         self._device = device
         self._stays = stays
-        self._copies: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
+        self._copies: weakref.WeakValueDictionary[int, SavedStorageCopy] = weakref.WeakValueDictionary()
 
     def hooks(self) -> AbstractContextManager[object]:
         """Context in which autograd saves tensors through this object."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> PackedSavedTensor:
         """Pack a tensor for autograd; the tensor is detached, because a node must not keep itself alive."""
         held = self._copy_of(tensor) if self._moves(tensor) else tensor.detach()
-        return Packed(held, Geometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
+        return PackedSavedTensor(held, TensorGeometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: PackedSavedTensor) -> Tensor:
         """Return a saved tensor to a backward pass.
 
         Raises:
@@ -134,7 +134,7 @@ class SavedTensors:
             and not self._stays(tensor)
         )
 
-    def _copy_of(self, tensor: Tensor) -> HostCopy:
+    def _copy_of(self, tensor: Tensor) -> SavedStorageCopy:
         key = tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity
         copy = self._copies.get(key)
         # A storage overwritten since the last save needs a new copy; the old copy stays with the earlier saved tensors.
@@ -143,12 +143,12 @@ class SavedTensors:
             self._copies[key] = copy
         return copy
 
-    def _spill(self, tensor: Tensor) -> HostCopy:
+    def _spill(self, tensor: Tensor) -> SavedStorageCopy:
         flat = whole_storage(tensor.detach())
         nbytes = flat.numel()
         host = self._device.on_host(lambda: self._device.host_empty(nbytes))
         self._device.spill([(flat, host)])
-        copy = HostCopy(tensor, host)
+        copy = SavedStorageCopy(tensor, host)
         # The copy dies with the last packed tensor, so no explicit release is needed when a graph is freed.
         weakref.finalize(copy, self._let_go, nbytes)
         self.bytes_out += nbytes
@@ -159,7 +159,7 @@ class SavedTensors:
     def _let_go(self, nbytes: int) -> None:
         self._host_bytes -= nbytes
 
-    def _on_device(self, copy: HostCopy) -> torch.UntypedStorage:
+    def _on_device(self, copy: SavedStorageCopy) -> torch.UntypedStorage:
         storage = copy.storage()
         if storage is None:
             flat = self._device.empty(copy.host.numel())
@@ -172,13 +172,13 @@ class SavedTensors:
         return storage
 
 
-class SheddingTensors(SavedTensors):
+class LazySavedTensorSpiller(SavedTensorSpiller):
     """Keeps saved tensors in place until room is needed; then all saved tensors, present and future, go to the host.
 
     Gradients of `torch.func` refuse hooks and run as without hooks: their saved tensors stay in place.
 
     Args:
-        device, stays: as of `SavedTensors`.
+        device, stays: as of `SavedTensorSpiller`.
         kept: receives each tensor that is to stay in place; may send all of the tensors to the host (`shed`).
 
     Attributes:
@@ -189,21 +189,21 @@ class SheddingTensors(SavedTensors):
         super().__init__(device, stays)
         self.is_shedding = False
         self._note_kept = kept
-        self._kept: weakref.WeakSet[Packed] = weakref.WeakSet()
+        self._kept: weakref.WeakSet[PackedSavedTensor] = weakref.WeakSet()
 
     def hooks(self) -> AbstractContextManager[object]:
         """Context in which autograd saves tensors through this object, except tensors saved by gradients of `torch.func`."""
         _let_transforms_by()
         return super().hooks()
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> PackedSavedTensor:
         """Pack a tensor for autograd, in place or on the host."""
         if self.is_shedding or not self._moves(tensor):
             return super().pack(tensor)
         self._note_kept(tensor)
         if self._has_shed():
             return super().pack(tensor)
-        packed = Packed(tensor.detach(), Geometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
+        packed = PackedSavedTensor(tensor.detach(), TensorGeometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
         self._kept.add(packed)
         return packed
 
@@ -222,21 +222,21 @@ class SheddingTensors(SavedTensors):
         self._kept.clear()
 
 
-class _Suspended(threading.local):
+class _SuspendedHooks(threading.local):
     """Hooks put aside by a transform on this thread."""
 
-    saved: SheddingTensors | None = None
+    saved: LazySavedTensorSpiller | None = None
 
 
-_SUSPENDED = _Suspended()
+_SUSPENDED = _SuspendedHooks()
 
 
 @functools.cache
 def _let_transforms_by() -> None:
-    """Have `torch.func` put hooks of `SheddingTensors` aside where `torch.func` would otherwise refuse to run.
+    """Have `torch.func` put hooks of `LazySavedTensorSpiller` aside where `torch.func` would otherwise refuse to run.
 
-    Only hooks of `SheddingTensors` are put aside, and only as the innermost hooks: with hooks of the user, `torch.func`
-    refuses as in a plain loop.
+    Only hooks of `LazySavedTensorSpiller` are put aside, and only as the innermost hooks: with hooks of the user,
+    `torch.func` refuses as in a plain loop.
     """
     torch_hooks: Any = torch._C._autograd  # noqa: SLF001 - torch has no public name for any of these
     disable, enable = torch_hooks._saved_tensors_hooks_disable, torch_hooks._saved_tensors_hooks_enable  # noqa: SLF001
@@ -246,7 +246,7 @@ def _let_transforms_by() -> None:
     def disable_around(*arguments: Any) -> None:
         hooks = torch_hooks._top_saved_tensors_default_hooks(True)  # noqa: SLF001
         saved = None if hooks is None else getattr(hooks[0], "__self__", None)
-        if not isinstance(saved, SheddingTensors):
+        if not isinstance(saved, LazySavedTensorSpiller):
             disable(*arguments)
             return
         # The hooks come off first, because `disable` refuses while any hooks are on.
@@ -269,7 +269,7 @@ def _let_transforms_by() -> None:
     torch_hooks._saved_tensors_hooks_enable = enable_again  # noqa: SLF001
 
 
-def overwritten(geometry: Geometry, present: int, expected: int) -> RuntimeError:
+def overwritten(geometry: TensorGeometry, present: int, expected: int) -> RuntimeError:
     """Autograd's error for a saved tensor that was overwritten in place."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

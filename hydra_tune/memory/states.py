@@ -26,7 +26,7 @@ NUM_KEPT = 8
 """Number of past states remembered by a block."""
 
 
-class State(StrEnum):
+class BlockState(StrEnum):
     """Place of a block, and the operation in progress."""
 
     HOST = "on host"
@@ -38,18 +38,29 @@ class State(StrEnum):
     DROPPED = "dropped"
 
 
-FOLLOWING: dict[State, frozenset[State]] = {
-    State.HOST: frozenset({State.LOADING, State.RESIDENT, State.DISK, State.DROPPED}),
-    State.LOADING: frozenset({State.RESIDENT, State.HOST}),
-    State.RESIDENT: frozenset({State.COMPUTING, State.SPILLING, State.HOST, State.DISK, State.RESIDENT, State.DROPPED}),
-    State.COMPUTING: frozenset({State.RESIDENT, State.DROPPED}),
-    State.SPILLING: frozenset({State.RESIDENT}),
-    State.DISK: frozenset({State.HOST, State.DROPPED}),
-    State.DROPPED: frozenset(),
+FOLLOWING: dict[BlockState, frozenset[BlockState]] = {
+    BlockState.HOST: frozenset({BlockState.LOADING, BlockState.RESIDENT, BlockState.DISK, BlockState.DROPPED}),
+    BlockState.LOADING: frozenset({BlockState.RESIDENT, BlockState.HOST}),
+    BlockState.RESIDENT: frozenset(
+        {
+            BlockState.COMPUTING,
+            BlockState.SPILLING,
+            BlockState.HOST,
+            BlockState.DISK,
+            BlockState.RESIDENT,
+            BlockState.DROPPED,
+        }
+    ),
+    BlockState.COMPUTING: frozenset({BlockState.RESIDENT, BlockState.DROPPED}),
+    BlockState.SPILLING: frozenset({BlockState.RESIDENT}),
+    BlockState.DISK: frozenset({BlockState.HOST, BlockState.DROPPED}),
+    BlockState.DROPPED: frozenset(),
 }
 
 
-def impossible(what: str, number: int, owner: int | None, states: Iterable[State], wanted: State) -> BlockStateError:
+def impossible(
+    what: str, number: int, owner: int | None, states: Iterable[BlockState], wanted: BlockState
+) -> BlockStateError:
     """Return the error for a change of state that is not allowed.
 
     Args:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from hydra_tune.errors import HydraTuneError
 
 
-class Tenant:
+class TrialMemoryContext:
     """A trial as seen by the memory tiers.
 
     Args:
@@ -57,16 +57,16 @@ class Tenant:
             _AT_WORK.reset(token)
 
 
-_AT_WORK: ContextVar[Tenant | None] = ContextVar("tenant at work", default=None)
+_AT_WORK: ContextVar[TrialMemoryContext | None] = ContextVar("tenant at work", default=None)
 
 
-def tenant_at_work() -> Tenant | None:
+def tenant_at_work() -> TrialMemoryContext | None:
     """Return the trial served by this thread, or None if unknown."""
     return _AT_WORK.get()
 
 
 def check_tenant() -> None:
-    """Call `Tenant.check` for the trial served by this thread, if any."""
+    """Call `TrialMemoryContext.check` for the trial served by this thread, if any."""
     tenant = tenant_at_work()
     if tenant is not None:
         tenant.check()

@@ -16,7 +16,7 @@ _PATTERNS = (1, 2, 3)  # uses of a block in a step
 _KEPT = 2 * _PATTERNS[-1] + 1
 
 
-class Uses:
+class BlockUseHistory:
     """The last uses of a block.
 
     Args:

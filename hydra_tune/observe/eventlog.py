@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.log_lines import Lines
+from hydra_tune.observe.log_lines import EventLogFormatter
 from hydra_tune.quantities import format_bytes
 
 _MOST_RECORDS = 1 << 16
@@ -112,7 +112,7 @@ class EventLog:
         self._awake = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        self._lines = Lines()
+        self._lines = EventLogFormatter()
         self.written_bytes = 0
         self.dropped: Counter[str] = Counter()
         self._room_for_details = sys.maxsize if limit_bytes is None else int(limit_bytes * _SHARE_OF_DETAILS)

@@ -18,7 +18,7 @@ _PIXELS = 4000  # gaps narrower than this fraction of the picture are not shown
 _LABELS = 60  # bars narrower than this fraction of the picture have no label
 
 
-class Bar(NamedTuple):
+class GanttBar(NamedTuple):
     """One bar: its row and lane, the job that sets the colour, its times in seconds, and the label of a wide bar."""
 
     row: str
@@ -30,7 +30,7 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class GanttLane:
     """A part of a row.
 
     Args:
@@ -47,7 +47,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
+class GanttChart:
     """A picture to draw.
 
     Args:
@@ -62,14 +62,14 @@ class Chart:
 
     title: str
     rows: Sequence[str]
-    lanes: dict[str, Lane]
-    bars: Sequence[Bar]
+    lanes: dict[str, GanttLane]
+    bars: Sequence[GanttBar]
     span: tuple[float, float]
     row_inches: float = 0.4
     names_jobs: bool = False
 
 
-def draw(chart: Chart, path: Path) -> None:
+def draw(chart: GanttChart, path: Path) -> None:
     """Draw bars as a PNG: a row for each device, a colour for each job.
 
     Raises:
@@ -94,7 +94,7 @@ def draw(chart: Chart, path: Path) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-def _draw_bars(chart: Chart, axes: Any) -> None:
+def _draw_bars(chart: GanttChart, axes: Any) -> None:
     colours = colours_of(bar.job for bar in chart.bars)
     shown = [bar for bar in chart.bars if bar.row in chart.rows and _is_shown(bar, chart)]
     is_many = len(shown) > _MANY_BARS
@@ -120,7 +120,7 @@ def _draw_bars(chart: Chart, axes: Any) -> None:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
 
 
-def _name_rows(chart: Chart, axes: Any) -> None:
+def _name_rows(chart: GanttChart, axes: Any) -> None:
     axes.set_yticks(range(len(chart.rows)), chart.rows)
     labels = [
         (number + look.top + look.height / 2, look.label)
@@ -138,17 +138,19 @@ def colours_of(jobs: Iterable[str]) -> dict[str, str]:
     return {job: _PALETTE[number % len(_PALETTE)] for number, job in enumerate(dict.fromkeys(jobs))}
 
 
-def _is_shown(bar: Bar, chart: Chart) -> bool:
+def _is_shown(bar: GanttBar, chart: GanttChart) -> bool:
     return bar.end > chart.span[0] and bar.start < chart.span[1]
 
 
-def _by_place(chart: Chart, shown: Sequence[Bar], *, is_many: bool) -> Iterator[tuple[tuple[str, str], list[Bar]]]:
+def _by_place(
+    chart: GanttChart, shown: Sequence[GanttBar], *, is_many: bool
+) -> Iterator[tuple[tuple[str, str], list[GanttBar]]]:
     """Group bars by row and lane; in a large picture, merge neighbours of one job with an invisible gap."""
     lanes = list(chart.lanes)
     gap = (chart.span[1] - chart.span[0]) / _PIXELS if is_many else -math.inf
     ordered = sorted(shown, key=lambda bar: (lanes.index(bar.lane), bar.row, bar.start))
     for place, bars in groupby(ordered, key=lambda bar: (bar.row, bar.lane)):
-        merged: list[Bar] = []
+        merged: list[GanttBar] = []
         for bar in bars:
             last = merged[-1] if merged else None
             if last is not None and last.job == bar.job and bar.start - last.end < gap:

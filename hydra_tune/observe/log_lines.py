@@ -18,7 +18,7 @@ _FAILED = ',"failed":true'
 _STEPS = ',"steps":%d'
 
 
-class Lines:
+class EventLogFormatter:
     """Makes lines. Times come from `time.perf_counter_ns`, and are written as nanoseconds since the start.
 
     The frequent lines of units, copies and waits are formatted by hand, several times faster than by `json.dumps`. The

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from hydra_tune.observe.screen import sweep_lines
 from hydra_tune.observe.snapshot import SweepView
-from hydra_tune.observe.ticker import Ticker
+from hydra_tune.observe.ticker import ViewRefreshTimer
 
 _WIDTH, _HEIGHT = 110, 40
 _PERIOD_SECONDS = 1.0
@@ -31,7 +31,7 @@ class NotebookView(AbstractContextManager["NotebookView"]):
     def __init__(self, snapshot: Callable[[], SweepView]) -> None:
         self._snapshot = snapshot
         self._handle: Any = None
-        self._ticker = Ticker(self._update, period_seconds=_PERIOD_SECONDS)
+        self._ticker = ViewRefreshTimer(self._update, period_seconds=_PERIOD_SECONDS)
 
     def _shown(self) -> dict[str, str]:
         lines = sweep_lines(self._snapshot(), (), _WIDTH, _HEIGHT)

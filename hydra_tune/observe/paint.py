@@ -13,7 +13,7 @@ from hydra_tune.observe.rows import Line
 _REPAINT = 10  # every this many pictures all lines are sent: programs may write to the terminal past the screen
 
 
-class Screen:
+class AlternateScreen:
     """The second screen of a terminal. Thread-safe.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Self
 
 from hydra_tune.observe import text
 from hydra_tune.observe.snapshot import SweepView
-from hydra_tune.observe.ticker import Ticker
+from hydra_tune.observe.ticker import ViewRefreshTimer
 from hydra_tune.quantities import format_seconds
 
 _PERIOD_SECONDS, _LOOK_SECONDS = 30.0, 1.0
@@ -93,7 +93,7 @@ class PlainView(AbstractContextManager["PlainView"]):
     ) -> None:
         self._write, self._snapshot, self._period_seconds = write, snapshot, period_seconds
         self._due = time.monotonic() + period_seconds
-        self._ticker = Ticker(self._look, period_seconds=min(_LOOK_SECONDS, period_seconds))
+        self._ticker = ViewRefreshTimer(self._look, period_seconds=min(_LOOK_SECONDS, period_seconds))
 
     def _look(self) -> None:
         view, now = self._snapshot(), time.monotonic()

@@ -12,7 +12,7 @@ from typing import TextIO
 _NUM_KEPT = 1000
 
 
-class Printed(io.TextIOBase):
+class CapturedOutputStream(io.TextIOBase):
     """A text file that keeps its last lines, and shows new lines among the recent ones. Any thread may write.
 
     Args:
@@ -59,7 +59,7 @@ def kept(recent: deque[str]) -> Iterator[None]:
     Args:
         recent: receives each line meanwhile.
     """
-    printed, stdout, stderr = Printed(recent), sys.stdout, sys.stderr
+    printed, stdout, stderr = CapturedOutputStream(recent), sys.stdout, sys.stderr
     try:
         with redirect_stdout(printed), redirect_stderr(printed), _logged_to(printed, (stdout, stderr)):
             yield
@@ -68,7 +68,7 @@ def kept(recent: deque[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _logged_to(printed: Printed, streams: tuple[TextIO, TextIO]) -> Iterator[None]:
+def _logged_to(printed: CapturedOutputStream, streams: tuple[TextIO, TextIO]) -> Iterator[None]:
     """Redirect handlers of loggers, since a handler keeps the stream of its creation."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []

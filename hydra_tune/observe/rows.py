@@ -16,14 +16,14 @@ _GAP = 1
 _FULL, _REST = "━", "─"  # distinguishable without colours
 
 
-class Cell(NamedTuple):
+class ScreenCell(NamedTuple):
     """A piece of text with its style, by rich's name."""
 
     text: str
     style: str = ""
 
 
-class Column(NamedTuple):
+class ScreenColumn(NamedTuple):
     """A column.
 
     Args:
@@ -58,7 +58,7 @@ def bar(share: float, width: int) -> str:
     return _FULL * full + _REST * (width - full)
 
 
-def one_line(cells: Iterable[Cell], width: int) -> Line:
+def one_line(cells: Iterable[ScreenCell], width: int) -> Line:
     """Join cells to a line, cut at a width."""
     line: Line = []
     for text, style in cells:
@@ -72,12 +72,12 @@ def one_line(cells: Iterable[Cell], width: int) -> Line:
     return line
 
 
-def heads(columns: Sequence[Column], width: int) -> Line:
+def heads(columns: Sequence[ScreenColumn], width: int) -> Line:
     """Make the line of column titles above a table."""
-    return row(columns, [Cell(column.title, "dim") for column in columns], width)
+    return row(columns, [ScreenCell(column.title, "dim") for column in columns], width)
 
 
-def row(columns: Sequence[Column], cells: Sequence[Cell], width: int) -> Line:
+def row(columns: Sequence[ScreenColumn], cells: Sequence[ScreenCell], width: int) -> Line:
     """Make a line of a table, cut at a width."""
     line: Line = []
     last = len(columns) - 1

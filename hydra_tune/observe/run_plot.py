@@ -5,18 +5,18 @@ from pathlib import Path
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.figures import RunFigures
-from hydra_tune.observe.gantt import Bar, Chart, Lane, draw
+from hydra_tune.observe.gantt import GanttBar, GanttChart, GanttLane, draw
 from hydra_tune.observe.runlog import RunLog
 
 _PALE = 0.35
 _MOST_DEVICES = 32
 _LANES = {
-    "wait": Lane(top=-0.42, height=0.46, alpha=_PALE),
-    "unit": Lane(top=-0.42, height=0.46, label="units"),
-    "load": Lane(top=0.09, height=0.13, alpha=_PALE, label="loads"),
-    "load ahead": Lane(top=0.09, height=0.13),
-    "spill": Lane(top=0.27, height=0.13, alpha=_PALE, label="spills"),
-    "spill ahead": Lane(top=0.27, height=0.13),
+    "wait": GanttLane(top=-0.42, height=0.46, alpha=_PALE),
+    "unit": GanttLane(top=-0.42, height=0.46, label="units"),
+    "load": GanttLane(top=0.09, height=0.13, alpha=_PALE, label="loads"),
+    "load ahead": GanttLane(top=0.09, height=0.13),
+    "spill": GanttLane(top=0.27, height=0.13, alpha=_PALE, label="spills"),
+    "spill ahead": GanttLane(top=0.27, height=0.13),
 }
 _SECOND = 1e9
 
@@ -52,15 +52,15 @@ def plot_run(
         f"{figures.overlap:.1%} of the copying under compute (pale: waited for)"
     )
     rows = list(log.budgets)[:_MOST_DEVICES]
-    draw(Chart(title=title, rows=rows, lanes=_LANES, bars=bars, span=span, row_inches=1.1, names_jobs=True), path)
+    draw(GanttChart(title=title, rows=rows, lanes=_LANES, bars=bars, span=span, row_inches=1.1, names_jobs=True), path)
 
 
-def _bars(log: RunLog) -> Iterator[Bar]:
+def _bars(log: RunLog) -> Iterator[GanttBar]:
     for unit in log.units:
         start, ready, end = (time / _SECOND for time in (unit.start_ns, unit.ready_ns, unit.end_ns))
         if ready > start:
-            yield Bar(unit.device, "wait", unit.job, start, ready)
-        yield Bar(unit.device, "unit", unit.job, ready, end, f"{unit.kind[:1].upper()}{unit.shard}")
+            yield GanttBar(unit.device, "wait", unit.job, start, ready)
+        yield GanttBar(unit.device, "unit", unit.job, ready, end, f"{unit.kind[:1].upper()}{unit.shard}")
     for copy in log.copies:
         lane = ("spill" if copy.what == "out" else "load") + (" ahead" if copy.is_in_background else "")
-        yield Bar(copy.device, lane, copy.job or "", copy.start_ns / _SECOND, copy.end_ns / _SECOND)
+        yield GanttBar(copy.device, lane, copy.job or "", copy.start_ns / _SECOND, copy.end_ns / _SECOND)

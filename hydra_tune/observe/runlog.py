@@ -14,7 +14,7 @@ _REMEDY = "hydra-tune sweep writes one to runs/, HydraExecutor(event_log=FILE) t
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
 
 
-class UnitRun(NamedTuple):
+class LoggedUnit(NamedTuple):
     """A unit: its start, the time when all inputs were there, its end, and the steps of a burst."""
 
     device: str
@@ -28,7 +28,7 @@ class UnitRun(NamedTuple):
     steps: int = 1
 
 
-class CopyMade(NamedTuple):
+class LoggedCopy(NamedTuple):
     """A copy from the host ("in"), to the host ("out") or from a device ("across"); fields as in `EventLog.copied`.
 
     Args:
@@ -53,7 +53,7 @@ class CopyMade(NamedTuple):
         return self.how in ("background", "vain")
 
 
-class Wait(NamedTuple):
+class LoggedWait(NamedTuple):
     """A wait for a background copy to or from a device, by the worker of device `by`, or by another thread (None)."""
 
     device: str
@@ -62,7 +62,7 @@ class Wait(NamedTuple):
     end_ns: int
 
 
-class DiskUse(NamedTuple):
+class LoggedDiskAccess(NamedTuple):
     """A "write" to the disk or a "read" from the disk."""
 
     what: str
@@ -71,7 +71,7 @@ class DiskUse(NamedTuple):
     end_ns: int
 
 
-class HostUpdate(NamedTuple):
+class LoggedHostUpdate(NamedTuple):
     """An update of a shard on the host, beside a device."""
 
     device: str
@@ -81,7 +81,7 @@ class HostUpdate(NamedTuple):
     end_ns: int
 
 
-class Saved(NamedTuple):
+class LoggedActivationBytes(NamedTuple):
     """Activations that a unit kept on the host."""
 
     device: str
@@ -89,7 +89,7 @@ class Saved(NamedTuple):
     bytes_out: int
 
 
-class JobEvent(NamedTuple):
+class LoggedJobEvent(NamedTuple):
     """An event of a job."""
 
     job: str
@@ -123,13 +123,13 @@ class RunLog:
     admission: str
     max_concurrent: int
     budgets: dict[str, int]
-    units: list[UnitRun] = field(default_factory=list)
-    copies: list[CopyMade] = field(default_factory=list)
-    waits: list[Wait] = field(default_factory=list)
-    disk: list[DiskUse] = field(default_factory=list)
-    host_updates: list[HostUpdate] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
-    jobs: list[JobEvent] = field(default_factory=list)
+    units: list[LoggedUnit] = field(default_factory=list)
+    copies: list[LoggedCopy] = field(default_factory=list)
+    waits: list[LoggedWait] = field(default_factory=list)
+    disk: list[LoggedDiskAccess] = field(default_factory=list)
+    host_updates: list[LoggedHostUpdate] = field(default_factory=list)
+    saved: list[LoggedActivationBytes] = field(default_factory=list)
+    jobs: list[LoggedJobEvent] = field(default_factory=list)
     lost: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
     dropped_from_ns: int | None = None
@@ -140,7 +140,7 @@ class RunLog:
     @property
     def last_ns(self) -> int:
         """Time of the last known event."""
-        timed = chain[UnitRun | CopyMade | Wait | DiskUse | HostUpdate](
+        timed = chain[LoggedUnit | LoggedCopy | LoggedWait | LoggedDiskAccess | LoggedHostUpdate](
             self.units, self.copies, self.waits, self.disk, self.host_updates
         )
         ends = (one.end_ns for one in timed)
@@ -218,22 +218,22 @@ def _take(log: RunLog, data: dict[str, Any], texts: dict[str, str]) -> None:
         case "unit":
             times = (data["start_ns"], data["ready_ns"], data["end_ns"])
             outcome = data.get("failed", False), data.get("steps", 1)
-            log.units.append(UnitRun(name("device"), name("job"), name("kind"), data["shard"], *times, *outcome))
+            log.units.append(LoggedUnit(name("device"), name("job"), name("kind"), data["shard"], *times, *outcome))
         case "copy":
             what = (name("device"), name("what"), name("job"), name("kind"), data["shard"], data["bytes"])
-            log.copies.append(CopyMade(*what, name("how"), name("by"), data["start_ns"], data["end_ns"]))
+            log.copies.append(LoggedCopy(*what, name("how"), name("by"), data["start_ns"], data["end_ns"]))
         case "wait":
-            log.waits.append(Wait(name("device"), name("by"), data["start_ns"], data["end_ns"]))
+            log.waits.append(LoggedWait(name("device"), name("by"), data["start_ns"], data["end_ns"]))
         case "disk":
-            log.disk.append(DiskUse(name("what"), data["bytes"], data["start_ns"], data["end_ns"]))
+            log.disk.append(LoggedDiskAccess(name("what"), data["bytes"], data["start_ns"], data["end_ns"]))
         case "host":
             span = (data["start_ns"], data["end_ns"])
-            log.host_updates.append(HostUpdate(name("device"), name("job"), data["shard"], *span))
+            log.host_updates.append(LoggedHostUpdate(name("device"), name("job"), data["shard"], *span))
         case "saved":
-            log.saved.append(Saved(name("device"), data["bytes_in"], data["bytes_out"]))
+            log.saved.append(LoggedActivationBytes(name("device"), data["bytes_in"], data["bytes_out"]))
         case "job":
             more = {key: value for key, value in data.items() if key not in ("event", "job", "what", "at_ns")}
-            log.jobs.append(JobEvent(name("job"), name("what"), data["at_ns"], more))
+            log.jobs.append(LoggedJobEvent(name("job"), name("what"), data["at_ns"], more))
         case seldom:
             _take_seldom(log, data, seldom)
 

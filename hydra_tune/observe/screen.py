@@ -10,7 +10,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from hydra_tune.observe import text
-from hydra_tune.observe.rows import Cell, Column, Line, bar, heads, one_line, row
+from hydra_tune.observe.rows import Line, ScreenCell, ScreenColumn, bar, heads, one_line, row
 from hydra_tune.observe.snapshot import DeviceView, SweepView, TrialView
 from hydra_tune.observe.sparkline import sparkline
 from hydra_tune.quantities import format_bytes, format_seconds
@@ -53,41 +53,41 @@ def _to_ascii(shown: str) -> str:
 
 
 def _header(view: SweepView, width: int) -> list[Line]:
-    lines = [one_line([Cell(view.name, "bold"), *_times(view)], width), one_line(_counts(view, width), width)]
+    lines = [one_line([ScreenCell(view.name, "bold"), *_times(view)], width), one_line(_counts(view, width), width)]
     best = view.best
     if best is None:
-        lines.append(one_line([Cell("no trial has completed yet", "dim")], width))
+        lines.append(one_line([ScreenCell("no trial has completed yet", "dim")], width))
     else:
-        value = Cell(f"{view.metric} {text.number(best.value)}", "bold green")
-        where = Cell(f" in {text.label(best)}: {text.params(best.params)}".rstrip(": "))
-        lines.append(one_line([Cell("best "), value, where], width))
+        value = ScreenCell(f"{view.metric} {text.number(best.value)}", "bold green")
+        where = ScreenCell(f" in {text.label(best)}: {text.params(best.params)}".rstrip(": "))
+        lines.append(one_line([ScreenCell("best "), value, where], width))
     if view.status == "stopping":
-        lines.append(one_line([Cell("stopping as soon as the running units end ...", "bold yellow")], width))
+        lines.append(one_line([ScreenCell("stopping as soon as the running units end ...", "bold yellow")], width))
     return lines
 
 
-def _times(view: SweepView) -> list[Cell]:
-    cells = [Cell(f"  {format_seconds(view.elapsed_seconds)}")]
+def _times(view: SweepView) -> list[ScreenCell]:
+    cells = [ScreenCell(f"  {format_seconds(view.elapsed_seconds)}")]
     if view.makespan_seconds is not None:
-        cells.append(Cell(f" of about {format_seconds(view.makespan_seconds)}"))
+        cells.append(ScreenCell(f" of about {format_seconds(view.makespan_seconds)}"))
         if view.bound_seconds and view.makespan_seconds >= view.SHORT_SECONDS:
-            cells.append(Cell(f", at least {format_seconds(view.bound_seconds)} of it units", "dim"))
+            cells.append(ScreenCell(f", at least {format_seconds(view.bound_seconds)} of it units", "dim"))
     return cells
 
 
-def _counts(view: SweepView, width: int) -> list[Cell]:
+def _counts(view: SweepView, width: int) -> list[ScreenCell]:
     ended = sum(trial.is_over for trial in view.trials)
     planned = f"/{view.num_planned}" if view.num_planned is not None else ""
     failed, cancelled = view.count("failed"), view.count("cancelled")
-    cells = [Cell(f"{ended}{planned} trials  ")]
+    cells = [ScreenCell(f"{ended}{planned} trials  ")]
     if view.num_planned:
-        cells.append(Cell(bar(ended / view.num_planned, min(40, width // 6)) + "  "))
-    cells.append(Cell(f"{view.count('completed')} done  {view.count('pruned')} pruned  "))
-    cells.append(Cell(f"{failed} failed", "red" if failed else ""))
+        cells.append(ScreenCell(bar(ended / view.num_planned, min(40, width // 6)) + "  "))
+    cells.append(ScreenCell(f"{view.count('completed')} done  {view.count('pruned')} pruned  "))
+    cells.append(ScreenCell(f"{failed} failed", "red" if failed else ""))
     if cancelled:
-        cells.append(Cell(f"  {cancelled} cancelled"))
+        cells.append(ScreenCell(f"  {cancelled} cancelled"))
     fused = sum(trial.group_size > 1 for trial in view.trials if not trial.is_over)
-    return [*cells, Cell(f"  {len(view.trials) - ended} in flight" + (f", {fused} in groups" if fused else ""))]
+    return [*cells, ScreenCell(f"  {len(view.trials) - ended} in flight" + (f", {fused} in groups" if fused else ""))]
 
 
 def _devices(devices: Sequence[DeviceView], width: int, room: int) -> list[Line]:
@@ -97,37 +97,40 @@ def _devices(devices: Sequence[DeviceView], width: int, room: int) -> list[Line]
     is_wide = width >= _WIDE
     name = min(16, max(6, *(len(device.name) for device in devices)))
     bars = 20 if is_wide else max(4, min(20, width - name - 64))
-    columns = [Column("device", name), Column("use", bars), Column("", 4, is_right=True)]
-    columns += [Column("", bars)] if is_wide else []
-    columns += [Column("resident / budget", 21, is_right=True), Column("loading", 7, is_right=True)]
-    columns += [Column("in", 12, is_right=True), Column("out", 12, is_right=True)]
-    columns += [Column("in all", 11, is_right=True), Column("units", 8, is_right=True)] if is_wide else []
-    columns.append(Column("", 0))
+    columns = [ScreenColumn("device", name), ScreenColumn("use", bars), ScreenColumn("", 4, is_right=True)]
+    columns += [ScreenColumn("", bars)] if is_wide else []
+    columns += [ScreenColumn("resident / budget", 21, is_right=True), ScreenColumn("loading", 7, is_right=True)]
+    columns += [ScreenColumn("in", 12, is_right=True), ScreenColumn("out", 12, is_right=True)]
+    columns += [ScreenColumn("in all", 11, is_right=True), ScreenColumn("units", 8, is_right=True)] if is_wide else []
+    columns.append(ScreenColumn("", 0))
     shown = devices if len(devices) <= room else devices[: room - 1]
     lines: list[Line] = [[], heads(columns, width)]
-    lines += [row(columns, [*_device(device, bars, is_wide=is_wide), Cell("")], width) for device in shown]
+    lines += [row(columns, [*_device(device, bars, is_wide=is_wide), ScreenCell("")], width) for device in shown]
     rest = devices[len(shown) :]
     if rest:
         use = sum(device.busy_share for device in rest) / len(rest)
-        lines.append(one_line([Cell(f"... and {len(rest)} more, used {use:.0%}", "dim")], width))
+        lines.append(one_line([ScreenCell(f"... and {len(rest)} more, used {use:.0%}", "dim")], width))
     return lines
 
 
-def _device(device: DeviceView, bars: int, *, is_wide: bool) -> list[Cell]:
+def _device(device: DeviceView, bars: int, *, is_wide: bool) -> list[ScreenCell]:
     share = device.resident_bytes / device.budget_bytes if device.budget_bytes else 0.0
     cells = [
-        Cell(device.name),
-        Cell(bar(device.busy_share, bars), "cyan"),
-        Cell(f"{device.busy_share:.0%}"),
-        *([Cell(bar(share, bars), "magenta")] if is_wide else []),
-        Cell(f"{format_bytes(device.resident_bytes)} / {format_bytes(device.budget_bytes)}"),
-        Cell(str(device.loads_under_way or "-")),
-        Cell(_rate(device.bytes_in_per_second)),
-        Cell(_rate(device.bytes_out_per_second)),
+        ScreenCell(device.name),
+        ScreenCell(bar(device.busy_share, bars), "cyan"),
+        ScreenCell(f"{device.busy_share:.0%}"),
+        *([ScreenCell(bar(share, bars), "magenta")] if is_wide else []),
+        ScreenCell(f"{format_bytes(device.resident_bytes)} / {format_bytes(device.budget_bytes)}"),
+        ScreenCell(str(device.loads_under_way or "-")),
+        ScreenCell(_rate(device.bytes_in_per_second)),
+        ScreenCell(_rate(device.bytes_out_per_second)),
     ]
     if is_wide:
         moved = sum(device.bytes_in_by_kind.values()) + sum(device.bytes_out_by_kind.values())
-        cells += [Cell(format_bytes(moved + sum(device.bytes_across_by_kind.values()))), Cell(str(device.units))]
+        cells += [
+            ScreenCell(format_bytes(moved + sum(device.bytes_across_by_kind.values()))),
+            ScreenCell(str(device.units)),
+        ]
     return cells
 
 
@@ -143,16 +146,19 @@ def _trials(active: Sequence[TrialView], metric: str, width: int, room: int) -> 
     epochs = max(5, *(len(text.epochs(trial.epochs, trial.epochs)) for trial in active))
     order = _varying_first(active)
     name = min(20, max(5, *(len(trial.name or str(trial.number)) for trial in active)))
-    columns = [Column("trial", name, is_right=True), Column("state", 9), Column("done", bars)]
-    columns += [Column("epoch", epochs, is_right=True), Column(metric, max(10, min(14, len(metric))), is_right=True)]
-    columns += [Column("reports", spark), Column("left", 6, is_right=True), Column("parameters", 0)]
+    columns = [ScreenColumn("trial", name, is_right=True), ScreenColumn("state", 9), ScreenColumn("done", bars)]
+    columns += [
+        ScreenColumn("epoch", epochs, is_right=True),
+        ScreenColumn(metric, max(10, min(14, len(metric))), is_right=True),
+    ]
+    columns += [ScreenColumn("reports", spark), ScreenColumn("left", 6, is_right=True), ScreenColumn("parameters", 0)]
     shown = active if len(active) <= room else active[: room - 1]
     lines: list[Line] = [[], heads(columns, width)]
     lines += [row(columns, _trial(trial, bars, spark, order), width) for trial in shown]
     rest = active[len(shown) :]
     if rest:
         counts = ", ".join(f"{count} {state}" for state in _ORDER if (count := sum(t.state == state for t in rest)))
-        lines.append(one_line([Cell(f"... and {len(rest)} more: {counts}", "dim")], width))
+        lines.append(one_line([ScreenCell(f"... and {len(rest)} more: {counts}", "dim")], width))
     return lines
 
 
@@ -163,24 +169,24 @@ def _varying_first(trials: Sequence[TrialView]) -> list[str]:
     return sorted(names, key=lambda name: kinds[name] == 1)
 
 
-def _trial(trial: TrialView, bars: int, spark: int, order: Sequence[str]) -> list[Cell]:
+def _trial(trial: TrialView, bars: int, spark: int, order: Sequence[str]) -> list[ScreenCell]:
     left = trial.remaining_seconds
     return [
-        Cell(trial.name or str(trial.number)),
-        Cell(trial.state, _STYLES.get(trial.state, "")),
-        Cell(bar(trial.share_done, bars), "green"),
-        Cell(text.epochs(trial.epoch, trial.epochs)),
-        Cell(text.number(trial.value)),
-        Cell(sparkline(trial.values, spark), "cyan"),
-        Cell("-" if left is None else format_seconds(left)),
-        Cell(text.params({name: trial.params[name] for name in order if name in trial.params})),
+        ScreenCell(trial.name or str(trial.number)),
+        ScreenCell(trial.state, _STYLES.get(trial.state, "")),
+        ScreenCell(bar(trial.share_done, bars), "green"),
+        ScreenCell(text.epochs(trial.epoch, trial.epochs)),
+        ScreenCell(text.number(trial.value)),
+        ScreenCell(sparkline(trial.values, spark), "cyan"),
+        ScreenCell("-" if left is None else format_seconds(left)),
+        ScreenCell(text.params({name: trial.params[name] for name in order if name in trial.params})),
     ]
 
 
 def _tail(recent: Sequence[str], width: int, room: int) -> list[Line]:
     if not recent or room < 2:  # noqa: PLR2004 - a blank line, and one to read
         return []
-    return [[], *(one_line([Cell(_plain(line), "dim")], width) for line in recent[-(room - 1) :])]
+    return [[], *(one_line([ScreenCell(_plain(line), "dim")], width) for line in recent[-(room - 1) :])]
 
 
 @functools.lru_cache(maxsize=256)

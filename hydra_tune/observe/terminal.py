@@ -13,10 +13,10 @@ from typing import Self
 
 from rich.console import Console
 
-from hydra_tune.observe.paint import Screen
+from hydra_tune.observe.paint import AlternateScreen
 from hydra_tune.observe.screen import sweep_lines
 from hydra_tune.observe.snapshot import SweepView
-from hydra_tune.observe.ticker import Ticker
+from hydra_tune.observe.ticker import ViewRefreshTimer
 
 
 class LiveView(AbstractContextManager["LiveView"]):
@@ -33,8 +33,8 @@ class LiveView(AbstractContextManager["LiveView"]):
     def __init__(self, console: Console, snapshot: Callable[[], SweepView], recent: deque[str]) -> None:
         self._snapshot = snapshot
         self._recent = recent
-        self._screen = Screen(console)
-        self._ticker = Ticker(self.refresh, on_error=self._screen.close)
+        self._screen = AlternateScreen(console)
+        self._ticker = ViewRefreshTimer(self.refresh, on_error=self._screen.close)
 
     @property
     def cpu_seconds(self) -> float:

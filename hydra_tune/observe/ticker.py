@@ -13,7 +13,7 @@ _MOST_SECONDS = 2.5
 _LOGGER = logging.getLogger(__name__)
 
 
-class Ticker:
+class ViewRefreshTimer:
     """Calls a function regularly, within half a per cent of this process's CPU time, until stopped.
 
     The limit keeps the cost to training negligible, however large the view and however slow the machine. The function

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hydra_tune.observe.chrome import COPY_TITLES, bar, mark, named, placed
 from hydra_tune.observe.figures import PLANNED_EVENTS
-from hydra_tune.observe.runlog import CopyMade, JobEvent, RunLog
+from hydra_tune.observe.runlog import LoggedCopy, LoggedJobEvent, RunLog
 
 _TRIALS = 1
 _HOST_UPDATES = 2  # the row below that of the units
@@ -34,7 +34,7 @@ _ROWS = {
 _DISK_TITLES = {"read": "read from disk", "write": "write to disk"}
 
 
-class Stay(NamedTuple):
+class JobStatePeriod(NamedTuple):
     """A period of a job in one state."""
 
     job: str
@@ -98,7 +98,7 @@ def _host_updates(log: RunLog, device: str, process: int) -> Iterator[dict[str, 
         yield bar(f"{update.job} update {update.shard}", row, update.start_ns, update.end_ns, what)
 
 
-def _copies(copies: Sequence[CopyMade], process: int) -> Iterator[dict[str, Any]]:
+def _copies(copies: Sequence[LoggedCopy], process: int) -> Iterator[dict[str, Any]]:
     thread = _HOST_UPDATES + 1
     for (what, is_background), title in _ROWS.items():
         mine = [copy for copy in copies if (copy.what, copy.is_in_background) == (what, is_background)]
@@ -124,9 +124,9 @@ def _disk(log: RunLog, process: int) -> Iterator[dict[str, Any]]:
                 yield bar(title, (process, thread), use.start_ns, use.end_ns, facts)
 
 
-def _apart(copies: Sequence[CopyMade]) -> list[list[CopyMade]]:
+def _apart(copies: Sequence[LoggedCopy]) -> list[list[LoggedCopy]]:
     """Distribute copies over as few rows as possible, because a row cannot show overlapping bars."""
-    rows: list[list[CopyMade]] = []
+    rows: list[list[LoggedCopy]] = []
     free: list[tuple[int, int]] = []  # time at which each row is free, the earliest first
     for copy in sorted(copies, key=lambda one: one.start_ns):
         if free and free[0][0] <= copy.start_ns:
@@ -162,15 +162,15 @@ def _stories(log: RunLog) -> Iterator[dict[str, Any]]:
         yield mark("e", job, _TRIALS, number, end_ns, {})
 
 
-def by_job(log: RunLog) -> Mapping[str, list[JobEvent]]:
+def by_job(log: RunLog) -> Mapping[str, list[LoggedJobEvent]]:
     """Group the events of each job, in order."""
-    found: dict[str, list[JobEvent]] = {}
+    found: dict[str, list[LoggedJobEvent]] = {}
     for event in log.jobs:
         found.setdefault(event.job, []).append(event)
     return found
 
 
-def stays(job: str, events: Sequence[JobEvent], end_ns: int) -> Iterator[Stay]:
+def stays(job: str, events: Sequence[LoggedJobEvent], end_ns: int) -> Iterator[JobStatePeriod]:
     """Iterate over a job's states in order: queued, preparing, running, waiting (for an answer), paused, ending."""
     base, is_paused = "queued", False
     state, since_ns = base, events[0].at_ns
@@ -180,7 +180,7 @@ def stays(job: str, events: Sequence[JobEvent], end_ns: int) -> Iterator[Stay]:
         following = "paused" if is_paused else base
         if following != state:
             if event.at_ns > since_ns:
-                yield Stay(job, state, since_ns, event.at_ns)
+                yield JobStatePeriod(job, state, since_ns, event.at_ns)
             state, since_ns = following, event.at_ns
     if end_ns > since_ns:
-        yield Stay(job, state, since_ns, end_ns)
+        yield JobStatePeriod(job, state, since_ns, end_ns)

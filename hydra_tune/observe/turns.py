@@ -1,6 +1,6 @@
 """Records the memory actions of a worker, action by action, while a run is recorded.
 
-The pool opens a `Turn` on the worker's thread for each command to run a unit; the pager notes its actions on the
+The pool opens a `WorkerTurn` on the worker's thread for each command to run a unit; the pager notes its actions on the
 thread's turn. Without a recording there is no turn, and a note costs a single thread-local lookup.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 _MEETS = ("lease", "adopt")  # actions on a job's own blocks; a worker may also give up blocks of another, finished job
 
 
-class Action(NamedTuple):
+class TurnAction(NamedTuple):
     """One entry of a turn.
 
     Args:
@@ -44,7 +44,7 @@ class Action(NamedTuple):
     nbytes: int = 0
 
 
-class Sent(NamedTuple):
+class BlockCopySpan(NamedTuple):
     """A background copy of a block: "in", "out" or "across", with its times."""
 
     what: str
@@ -79,7 +79,7 @@ class BlockFacts(NamedTuple):
     shard: int | None
 
 
-class AnyBlock(Protocol):
+class RecordableBlock(Protocol):
     """Interface of a block of memory, as far as a record needs it."""
 
     number: int
@@ -94,7 +94,7 @@ class AnyBlock(Protocol):
         """Size in bytes."""
 
 
-class AnyCopy(Protocol):
+class RecordableCopy(Protocol):
     """Interface of a background copy; times are 0 until the copy begins, or ends."""
 
     began_ns: int
@@ -102,7 +102,7 @@ class AnyCopy(Protocol):
 
 
 @dataclass(slots=True)
-class Turn:
+class WorkerTurn:
     """A worker's actions for one command of the scheduler.
 
     Args:
@@ -117,16 +117,16 @@ class Turn:
     job: str
     device: str
     facts: dict[int, BlockFacts] = field(repr=False)
-    actions: list[Action] = field(default_factory=list)
+    actions: list[TurnAction] = field(default_factory=list)
     units: list[UnitSpan] = field(default_factory=list)
-    sent: list[Sent] = field(default_factory=list)
-    _under_way: list[tuple[str, int, int, AnyCopy]] = field(default_factory=list, repr=False, compare=False)
+    sent: list[BlockCopySpan] = field(default_factory=list)
+    _under_way: list[tuple[str, int, int, RecordableCopy]] = field(default_factory=list, repr=False, compare=False)
 
-    def note(self, what: str, blocks: Iterable[AnyBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
+    def note(self, what: str, blocks: Iterable[RecordableBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
         """Note an action finished now.
 
         Args:
-            what: as `Action.what`.
+            what: as `TurnAction.what`.
             blocks: the blocks.
             nbytes: bytes.
             since_ns: beginning of the copy; 0: no copy.
@@ -138,18 +138,18 @@ class Turn:
             if what in _MEETS and block.number not in self.facts:
                 shard = getattr(block, "shard", None)  # only groups of blocks have a shard
                 self.facts[block.number] = BlockFacts(self.job, str(block.kind), block.nbytes, shard)
-        self.actions.append(Action(what, now, now - since_ns if since_ns else 0, tuple(numbers), nbytes))
+        self.actions.append(TurnAction(what, now, now - since_ns if since_ns else 0, tuple(numbers), nbytes))
 
     @property
-    def copies(self) -> list[Sent]:
+    def copies(self) -> list[BlockCopySpan]:
         """Copies that the turn has waited for from beginning to end."""
         return [
-            Sent(a.what, a.blocks[0], a.nbytes, a.at_ns - a.copy_ns, a.at_ns)
+            BlockCopySpan(a.what, a.blocks[0], a.nbytes, a.at_ns - a.copy_ns, a.at_ns)
             for a in self.actions
             if a.what in ("in", "out", "across") and a.copy_ns
         ]
 
-    def follow(self, what: str, block: AnyBlock, copy: AnyCopy) -> None:
+    def follow(self, what: str, block: RecordableBlock, copy: RecordableCopy) -> None:
         """Follow a background copy until its end."""
         self._under_way.append((what, block.number, block.size, copy))
 
@@ -158,7 +158,7 @@ class Turn:
         left = []
         for what, number, size, copy in self._under_way:
             if copy.ended_ns:
-                self.sent.append(Sent(what, number, size, copy.began_ns, copy.ended_ns))
+                self.sent.append(BlockCopySpan(what, number, size, copy.began_ns, copy.ended_ns))
             else:
                 left.append((what, number, size, copy))
         self._under_way = left
@@ -173,27 +173,27 @@ class Turn:
             self.units.append(UnitSpan(kind, shard, start, time.perf_counter_ns()))
 
 
-class _Thread(threading.local):
-    turn: Turn | None = None
+class _ThreadLocalTurn(threading.local):
+    turn: WorkerTurn | None = None
 
 
-_THREAD = _Thread()
+_THREAD = _ThreadLocalTurn()
 
 
-def current_turn() -> Turn | None:
+def current_turn() -> WorkerTurn | None:
     """Return this thread's turn, or None without a recording."""
     return _THREAD.turn
 
 
-def note(what: str, blocks: Iterable[AnyBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
-    """Note an action on this thread's turn, if any; arguments as of `Turn.note`."""
+def note(what: str, blocks: Iterable[RecordableBlock] = (), nbytes: int = 0, *, since_ns: int = 0) -> None:
+    """Note an action on this thread's turn, if any; arguments as of `WorkerTurn.note`."""
     turn = _THREAD.turn
     if turn is not None:
         turn.note(what, blocks, nbytes, since_ns=since_ns)
 
 
 @contextmanager
-def in_turn(turn: Turn | None) -> Iterator[None]:
+def in_turn(turn: WorkerTurn | None) -> Iterator[None]:
     """Within the block, record this thread's actions on a turn; None records nothing."""
     before, _THREAD.turn = _THREAD.turn, turn
     try:

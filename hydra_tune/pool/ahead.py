@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from hydra_tune.memory.prefetch import Need
-from hydra_tune.schedule import Ahead, Command, Event, JobView, Policy, Release, Run, Scheduler, Unit
-from hydra_tune.train.step import Expected, PendingUnit
+from hydra_tune.memory.prefetch import UnitMemoryNeeds
+from hydra_tune.schedule import Command, Event, JobView, NextJobPredictor, Policy, Release, Run, Scheduler, Unit
+from hydra_tune.train.step import PendingUnit, UpcomingUnit
 
 
-class Ongoing(Protocol):
+class PredictedJob(Protocol):
     """The facts about a job that the prediction needs."""
 
     @property
@@ -42,7 +42,7 @@ class Ongoing(Protocol):
         """The next unit, where exactly one unit is due and does not run yet."""
 
 
-class NextUnits:
+class NextUnitPredictor:
     """Predicts the next unit of each device.
 
     Args:
@@ -61,13 +61,13 @@ class NextUnits:
         policy: Policy,
         scheduler: Scheduler,
         devices: Iterable[str],
-        records: Mapping[str, Ongoing],
+        records: Mapping[str, PredictedJob],
         lock: threading.Condition,
     ) -> None:
         self._scheduler = scheduler
         self._records = records
         self._lock = lock
-        self._ahead = Ahead(policy, scheduler)
+        self._ahead = NextJobPredictor(policy, scheduler)
         self._concerned: set[str] = set()  # jobs whose view may differ from the one last given to the policy
         self._begun: set[str] = set()
         self._paces: dict[str, float | None] = {}
@@ -104,7 +104,7 @@ class NextUnits:
             elif type(command) is Release:
                 self._forget(command.job)
 
-    def needs(self, record: Ongoing, pending: PendingUnit, device: str) -> list[Need]:
+    def needs(self, record: PredictedJob, pending: PendingUnit, device: str) -> list[UnitMemoryNeeds]:
         """Return the needs of the units after a unit that begins to compute.
 
         Args:
@@ -116,7 +116,7 @@ class NextUnits:
             The needs of the next units, in their order.
         """
         following = [] if record.is_spread else pending.following()
-        due: list[PendingUnit | Expected] = []
+        due: list[PendingUnit | UpcomingUnit] = []
         if following and (following[0].kind, following[0].shard) == ("update", pending.shard):
             due.append(following.pop(0))  # an update always runs right after its backward
         with self._lock:
@@ -125,11 +125,11 @@ class NextUnits:
             self.seconds += time.thread_time() - start
         if unit is not None:
             due.append(unit)
-        return [Need(one.blocks(), one.workspace_bytes) for one in due]
+        return [UnitMemoryNeeds(one.blocks(), one.workspace_bytes) for one in due]
 
     def _next_unit(
-        self, record: Ongoing, pending: PendingUnit, following: Sequence[Expected], device: str
-    ) -> PendingUnit | Expected | None:
+        self, record: PredictedJob, pending: PendingUnit, following: Sequence[UpcomingUnit], device: str
+    ) -> PendingUnit | UpcomingUnit | None:
         self._catch_up()
         own = self._own_view(record, pending, following[0]) if following else None
         job = self._ahead.choose(device, own)
@@ -140,7 +140,7 @@ class NextUnits:
         other = self._records.get(job)
         return None if other is None else other.pending
 
-    def _own_view(self, record: Ongoing, pending: PendingUnit, expected: Expected) -> JobView | None:
+    def _own_view(self, record: PredictedJob, pending: PendingUnit, expected: UpcomingUnit) -> JobView | None:
         """View of the running job as of the end of its unit; None if the job does not go on."""
         if not record.goes_on:
             return None

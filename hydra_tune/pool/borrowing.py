@@ -1,4 +1,4 @@
-"""`Borrowing`: exclusive use of a device between two units, with all of its memory, for work that is not a unit.
+"""`DeviceReservations`: exclusive use of a device between two units, with all of its memory, for work that is not a unit.
 
 The planner profiles steps on GPUs this way, on whichever thread makes the plan. Without exclusive use, the profile's
 memory would be missing from the ledger, kernels of unit and profile would alternate, the allocator's peak would include
@@ -19,14 +19,14 @@ import torch
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import device_kind
 from hydra_tune.errors import DeviceLostError, HydraTuneError, first_line
-from hydra_tune.fusion.stand import HOST, Stand
+from hydra_tune.fusion.stand import HOST, ProfilingDevice
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.faults import found_lost
 
 _PATIENCE_SECONDS = 60.0  # for running units to end; a unit may hang in a data loader
 
 
-class DeviceTurn:
+class DeviceUseLock:
     """Grants a device either to its worker's units or to a borrower; a waiting borrower goes first.
 
     Several units may hold the turn together, because a device whose unit hangs in a data loader gets a second worker.
@@ -81,7 +81,7 @@ class DeviceTurn:
                 self._changed.notify_all()
 
 
-class Borrowing:
+class DeviceReservations:
     """Lends the devices of a pool.
 
     Args:
@@ -93,23 +93,23 @@ class Borrowing:
         self, devices: Mapping[str, Device], pagers: Mapping[str, Pager], away: Callable[[], Collection[str]]
     ) -> None:
         self._devices, self._pagers, self._away = devices, pagers, away
-        self._turns: dict[str, DeviceTurn] = {}
+        self._turns: dict[str, DeviceUseLock] = {}
 
-    def turn(self, name: str) -> DeviceTurn:
+    def turn(self, name: str) -> DeviceUseLock:
         """Return the turn of a device, made on first use, before the device's worker begins. Under the pool's lock."""
-        return self._turns.setdefault(name, DeviceTurn())
+        return self._turns.setdefault(name, DeviceUseLock())
 
     @property
-    def stands(self) -> tuple[Stand, ...]:
+    def stands(self) -> tuple[ProfilingDevice, ...]:
         """Places for profiling steps: for each kind of device, the device with the least memory."""
         away, known = self._away(), list(self._devices.items())  # a copy, because other threads may add devices
         kinds: dict[str, Device] = {}
         for name, device in sorted(known, key=lambda one: one[1].budget_bytes):
             if not device.is_host and name not in away:
                 kinds.setdefault(device_kind(device), device)
-        return tuple(Stand(one.torch_device, one.alignment, partial(self.borrowed, one)) for one in kinds.values()) or (
-            HOST,
-        )
+        return tuple(
+            ProfilingDevice(one.torch_device, one.alignment, partial(self.borrowed, one)) for one in kinds.values()
+        ) or (HOST,)
 
     @contextmanager
     def borrowed(self, device: Device) -> Iterator[None]:

@@ -9,9 +9,9 @@ from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import device_kind, num_cores
 from hydra_tune.devices.dram import dram_bandwidth
 from hydra_tune.devices.link import link_of, measured_link
-from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.partition import NumShards
-from hydra_tune.shard.placement import Speeds
+from hydra_tune.shard.placement import MachineSpeeds
 
 
 def budget_of(
@@ -22,7 +22,7 @@ def budget_of(
     buffer_fraction: float | Literal["auto"],
     num_shards: NumShards,
     optimizer_placement: Literal["device", "host", "auto"],
-) -> Budget:
+) -> ShardPlanConstraints:
     """Return the budget for which every model of a pool is cut.
 
     Args:
@@ -34,7 +34,7 @@ def budget_of(
         optimizer_placement: as of `HydraExecutor`.
     """
     has_cpu = any(device.torch_device.type == "cpu" for device in devices)
-    return Budget(
+    return ShardPlanConstraints(
         budget_bytes=min(device.budget_bytes for device in devices),
         buffer_fraction=buffer_fraction,
         # A plan serves every device, so views are aligned for all of them.
@@ -54,9 +54,9 @@ def budget_of(
     )
 
 
-def _speeds(devices: Sequence[Device], *, is_host: bool) -> Speeds:
+def _speeds(devices: Sequence[Device], *, is_host: bool) -> MachineSpeeds:
     """Measure the speeds for choosing the placement of updates."""
-    return Speeds(
+    return MachineSpeeds(
         link=measured_link(devices[0]),
         dram_bytes_per_second=dram_bandwidth(),
         is_host=is_host,

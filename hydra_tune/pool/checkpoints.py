@@ -25,15 +25,15 @@ import psutil
 import torch
 from torch import Tensor
 
-from hydra_tune.checkpoint.every import Every, parse_every
+from hydra_tune.checkpoint.every import CheckpointInterval, parse_every
 from hydra_tune.checkpoint.files import make_private_folder
 from hydra_tune.checkpoint.folder import CheckpointFolder, check_private, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.memory.host import HostTier
-from hydra_tune.train.capture import Beginning
-from hydra_tune.train.snapshot import Snapshots
+from hydra_tune.train.capture import StartCheckpoint
+from hydra_tune.train.snapshot import SnapshotSource
 
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
 _ROOM_SHARE = 0.5  # of the free host memory: the most that a copy may take
@@ -56,7 +56,7 @@ def check_checkpoint_dir(path: object) -> Path:
     return folder
 
 
-def check_saving(folder: object, every: object) -> tuple[Path | None, Every]:
+def check_saving(folder: object, every: object) -> tuple[Path | None, CheckpointInterval]:
     """Check `checkpoint_dir` and `checkpoint_every`.
 
     Raises:
@@ -68,18 +68,18 @@ def check_saving(folder: object, every: object) -> tuple[Path | None, Every]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class StartCheckpointSource:
     """The state that a job continues from; by default the job starts from scratch.
 
     Attributes:
         path: a checkpoint folder, or a manifest in a checkpoint folder; read when the job is prepared.
         saved: a state in memory.
-        allows_changes: as of `Beginning`.
-        only_weights: as of `Beginning`.
+        allows_changes: as of `StartCheckpoint`.
+        only_weights: as of `StartCheckpoint`.
     """
 
     path: Path | None = None
-    saved: Saved | None = None
+    saved: CheckpointContent | None = None
     allows_changes: bool = False
     only_weights: bool = False
 
@@ -90,7 +90,7 @@ class Origin:
             return None
         return self.path if self.path.is_dir() else self.path.parent
 
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> StartCheckpoint | None:
         """Read the state now.
 
         Raises:
@@ -99,10 +99,10 @@ class Origin:
         saved = self.saved if self.path is None else load_checkpoint(self.path)
         if saved is None:
             return None
-        return Beginning(saved=saved, allows_changes=self.allows_changes, only_weights=self.only_weights)
+        return StartCheckpoint(saved=saved, allows_changes=self.allows_changes, only_weights=self.only_weights)
 
 
-class Checkpoints:
+class PoolCheckpointWriter:
     """All checkpoints of a pool.
 
     Args:
@@ -111,7 +111,7 @@ class Checkpoints:
         host: host tier with the ledger of host memory; None: a copy may take half of the free memory.
     """
 
-    def __init__(self, root: Path | None, every: Every, host: HostTier | None) -> None:
+    def __init__(self, root: Path | None, every: CheckpointInterval, host: HostTier | None) -> None:
         self.root = root
         self.every = every
         self._host = host
@@ -213,7 +213,7 @@ class Checkpoints:
             del job
 
 
-class TrialKeeper:
+class TrialCheckpointer:
     """Saves a single trial.
 
     Args:
@@ -229,7 +229,7 @@ class TrialKeeper:
 
     def __init__(
         self,
-        checkpoints: Checkpoints,
+        checkpoints: PoolCheckpointWriter,
         name: str,
         path: Path | None,
         labels: Mapping[str, Any],
@@ -241,9 +241,9 @@ class TrialKeeper:
         self._labels = labels
         self._folder: CheckpointFolder | None = None
         self._lock = threading.Lock()
-        self._copies: list[Future[Saved]] = []
+        self._copies: list[Future[CheckpointContent]] = []
         self._files: list[Future[Path]] = []
-        self._at_end: list[Future[Saved]] = []
+        self._at_end: list[Future[CheckpointContent]] = []
         self._end: str | None = None
         self._is_owed = False
         self._steps = -1
@@ -278,11 +278,11 @@ class TrialKeeper:
             self.has_any = True
             self._folder.go_back_to(manifest)
 
-    def copy(self) -> Future[Saved]:
+    def copy(self) -> Future[CheckpointContent]:
         """Request a copy of the trial's next state between two steps."""
         return self._ask(self._copies)
 
-    def copy_at_end(self) -> Future[Saved]:
+    def copy_at_end(self) -> Future[CheckpointContent]:
         """Request a copy of the trial's final state; the request may be cancelled."""
         return self._ask(self._at_end)
 
@@ -304,7 +304,7 @@ class TrialKeeper:
         """As `Keeper.every_steps`."""
         return None if self._folder is None else self._all.every.steps
 
-    def reached(self, trial: Snapshots, *, steps: int, at_report: bool, is_last: bool) -> None:
+    def reached(self, trial: SnapshotSource, *, steps: int, at_report: bool, is_last: bool) -> None:
         """As `Keeper.reached`."""
         if self._folder is None and not is_last and not self._copies:
             return  # the common case, without the lock; a request made right now is served after the next step
@@ -312,7 +312,7 @@ class TrialKeeper:
             # Taken in a single step: a request that comes later waits for the next call.
             copies, self._copies = self._copies, []
             files, self._files = self._files, []
-            at_end: list[Future[Saved]] = []
+            at_end: list[Future[CheckpointContent]] = []
             if is_last:
                 at_end, self._at_end = self._at_end, []
         _copy_last(trial, self._labels, at_end)
@@ -334,12 +334,12 @@ class TrialKeeper:
                     future.set_exception(error)
             raise
 
-    def answer(self, trial: Snapshots) -> None:
+    def answer(self, trial: SnapshotSource) -> None:
         """Serve requests made while the trial waits at a report."""
         if self.is_asked:
             self.reached(trial, steps=self._steps, at_report=False, is_last=False)
 
-    def _check(self, trial: Snapshots) -> None:
+    def _check(self, trial: SnapshotSource) -> None:
         """Refuse, at the first step, a trial whose state cannot be saved later."""
         if self._steps < 0 and self._folder is not None:
             trial.snapshot()
@@ -353,7 +353,7 @@ class TrialKeeper:
         by_time = every.seconds is not None and time.monotonic() - self._seconds >= every.seconds
         return at_report or is_last or by_steps or by_time or self._is_owed
 
-    def _save(self, trial: Snapshots, steps: int, files: list[Future[Path]]) -> None:
+    def _save(self, trial: SnapshotSource, steps: int, files: list[Future[Path]]) -> None:
         """Copy the state and queue the write, or write in place; the caller holds the slot."""
         buffer, nbytes = None, 0
         try:
@@ -380,7 +380,7 @@ class TrialKeeper:
 
         self._all.start(write)
 
-    def _write(self, saved: Saved, files: list[Future[Path]]) -> None:
+    def _write(self, saved: CheckpointContent, files: list[Future[Path]]) -> None:
         assert self._folder is not None
         try:
             self._folder.write(saved)
@@ -435,7 +435,7 @@ class TrialKeeper:
         return CheckpointError(f"{self._name} is over ({self._end}) and was not saved before")
 
 
-def _copy_last(trial: Snapshots, labels: Mapping[str, Any], asked: list[Future[Saved]]) -> None:
+def _copy_last(trial: SnapshotSource, labels: Mapping[str, Any], asked: list[Future[CheckpointContent]]) -> None:
     """Copy the final state for each request; an error goes to the request, and never fails a finished trial."""
     for copy in asked:
         if not copy.set_running_or_notify_cancel():

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from hydra_tune.errors import HydraTuneError, first_line
 from hydra_tune.observe.eventlog import EventLog
-from hydra_tune.pool.ahead import NextUnits
-from hydra_tune.pool.faults import Faults
-from hydra_tune.pool.hints import FusionHint
+from hydra_tune.pool.ahead import NextUnitPredictor
+from hydra_tune.pool.faults import FaultRecovery
+from hydra_tune.pool.hints import FusionAdvisor
 from hydra_tune.pool.job import Failed, Finished, Job, Reported, Result
 from hydra_tune.pool.lifecycle import log_decision, log_end, log_retry
-from hydra_tune.pool.record import Following, Record
-from hydra_tune.pool.recorder import Recorder
+from hydra_tune.pool.record import JobState, NextAction
+from hydra_tune.pool.recorder import PoolRecorder
 from hydra_tune.schedule import (
     Admit,
     Command,
@@ -44,17 +44,17 @@ from hydra_tune.schedule import (
     UnitFinished,
 )
 from hydra_tune.train.drawing import DrawClock
-from hydra_tune.train.trial import Report
+from hydra_tune.train.trial import PendingReport
 
 
-class Probe:
+class DeviceLossProbe:
     """Message that asks a worker to check whether the worker's device is lost."""
 
 
-PROBE = Probe()
+PROBE = DeviceLossProbe()
 
 
-class Core:
+class JobDispatcher:
     """Decides, carries out commands, and ends jobs.
 
     Args:
@@ -89,36 +89,36 @@ class Core:
         max_concurrent: int,
         admission: str,
         devices: Sequence[str],
-        recorder: Recorder | None,
+        recorder: PoolRecorder | None,
         sends_ahead: bool,
         log: EventLog | None = None,
-        faults: Faults | None = None,
+        faults: FaultRecovery | None = None,
     ) -> None:
         self.log = log
         self._faults = faults
         self.scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
         # Reentrant (`Condition` uses an `RLock`): `decide` may have to break the pool down while it holds the lock.
         self.changed = threading.Condition()
-        self.records: dict[str, Record] = {}
-        self.inboxes: dict[str, queue.SimpleQueue[tuple[Record, Unit] | Probe | None]] = {
+        self.records: dict[str, JobState] = {}
+        self.inboxes: dict[str, queue.SimpleQueue[tuple[JobState, Unit] | DeviceLossProbe | None]] = {
             name: queue.SimpleQueue() for name in devices
         }
-        self.to_prepare: queue.SimpleQueue[Record | None] = queue.SimpleQueue()
-        self.hint: FusionHint | None = None
-        self.next_units: NextUnits | None = None
+        self.to_prepare: queue.SimpleQueue[JobState | None] = queue.SimpleQueue()
+        self.hint: FusionAdvisor | None = None
+        self.next_units: NextUnitPredictor | None = None
         if sends_ahead:
-            self.next_units = NextUnits(policy, self.scheduler, devices, self.records, self.changed)
+            self.next_units = NextUnitPredictor(policy, self.scheduler, devices, self.records, self.changed)
         self.leaving: set[str] = set()
         self.gone: set[str] = set()
         self.is_closed = False
         self.error: BaseException | None = None
-        self.abandoned: list[Record] = []
+        self.abandoned: list[JobState] = []
         self.failing: list[threading.Thread] = []
         self.units_saved = 0
         self._recorder = recorder
         self._deciding_seconds = 0.0
         self._moves: deque[tuple[str, int, str | None]] = deque()
-        self._to_release: deque[Record] = deque()
+        self._to_release: deque[JobState] = deque()
 
     @property
     def scheduler_seconds(self) -> float:
@@ -215,7 +215,7 @@ class Core:
 
     def _shard_moves(self, events: tuple[Event, ...]) -> list[ShardMoved]:
         """Return loads and spills since the last call that concern a unit the scheduler may assign now."""
-        concerned: dict[str, Record] = {}
+        concerned: dict[str, JobState] = {}
         with contextlib.suppress(IndexError):
             while True:
                 key, shard, device = self._moves.popleft()
@@ -249,14 +249,14 @@ class Core:
             if not record.is_detached or record.is_abandoned:  # a detached thread releases the job upon return
                 self._to_release.append(record)
 
-    def tell_of(self, record: Record, report: Report) -> None:
+    def tell_of(self, record: JobState, report: PendingReport) -> None:
         """Announce a report to the job's driver; under the lock, before the job can be over."""
         if record.job.events is not None and record.told_of.tell(report):
             record.job.events.put(Reported(record.job, report.step, report.metrics))
 
     # Ends.
 
-    def stop_completed(self, record: Record) -> None:
+    def stop_completed(self, record: JobState) -> None:
         """End a job that has no further unit, together with the unit finishing now."""
         with self.changed:
             if record.outcome is None:
@@ -265,7 +265,7 @@ class Core:
                 self.decide(JobStopped(job=record.job.key))
         self.release_all()
 
-    def fail(self, record: Record, error: BaseException, event: Event) -> None:
+    def fail(self, record: JobState, error: BaseException, event: Event) -> None:
         """End a job after an error of a unit or of the job's own code; `event` informs the scheduler."""
         with self.changed:
             record.fail(error)
@@ -274,7 +274,7 @@ class Core:
 
     # Jobs whose thread waits for a loader, while their device has another worker.
 
-    def detach(self, record: Record, device: str, seconds: float) -> None:
+    def detach(self, record: JobState, device: str, seconds: float) -> None:
         """Free the device of a job waiting for data; under the lock, like `decide`."""
         assert record.trial is not None
         record.is_detached = True
@@ -290,7 +290,7 @@ class Core:
             )
         )
 
-    def came_back(self, record: Record, found: Following | BaseException) -> None:
+    def came_back(self, record: JobState, found: NextAction | BaseException) -> None:
         """Accept the data or the error of a detached job's thread; the thread ends afterwards."""
         with self.changed:
             # The job has ended without this thread, so there is nothing left to report.
@@ -305,14 +305,14 @@ class Core:
                 self._go_on(record, found)
         self.release_all()
 
-    def _go_on(self, record: Record, found: Following | BaseException) -> None:
+    def _go_on(self, record: JobState, found: NextAction | BaseException) -> None:
         job, trial = record.job, record.trial
         assert trial is not None
-        if isinstance(found, Following) and isinstance(found.step, Report):
+        if isinstance(found, NextAction) and isinstance(found.step, PendingReport):
             job.enter("waiting")
             self.tell_of(record, found.step)
             return
-        if isinstance(found, Following) and not found.is_end:
+        if isinstance(found, NextAction) and not found.is_end:
             units, seconds = found.units, trial.remaining_seconds
             self.decide(JobResumed(job=job.key, unit=units[0], remaining_seconds=seconds, others=units[1:]))
             return
@@ -320,7 +320,7 @@ class Core:
             record.outcome = trial.outcome
         self.decide(JobStopped(job=job.key))
 
-    def abandon(self, record: Record, clock: DrawClock, error: BaseException, *, is_preparing: bool) -> bool:
+    def abandon(self, record: JobState, clock: DrawClock, error: BaseException, *, is_preparing: bool) -> bool:
         """Give up waiting for the thread of a detached or preparing job; under the lock, like `decide`.
 
         Args:
@@ -369,7 +369,7 @@ class Core:
                 self.changed.notify_all()
             self.release_all()
 
-    def _release(self, record: Record) -> None:
+    def _release(self, record: JobState) -> None:
         """Give back the memory of an ended job without running units, and announce the end."""
         # The job's result if an interrupt prevents `finish` from returning one.
         result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
@@ -383,7 +383,7 @@ class Core:
             if not record.begins_again or not self._begin_again(record, result):
                 self._say_over(record.job, result)
 
-    def _begin_again(self, record: Record, result: Result) -> bool:
+    def _begin_again(self, record: JobState, result: Result) -> bool:
         """Submit a job again from the last saved state; return False if the job has to end after all."""
         job, keeper, error = record.job, record.keeper, result.error
         assert self._faults is not None
@@ -403,7 +403,7 @@ class Core:
             begin = self._faults.beginning(record, error)
             if keeper is not None:
                 keeper.begin_again()
-            again = self.records[job.key] = Record(
+            again = self.records[job.key] = JobState(
                 job,
                 self.failure(job.key),
                 self.log,

@@ -22,10 +22,10 @@ from hydra_tune.errors import (
     first_line,
 )
 from hydra_tune.memory.pressure import is_out_of_memory
-from hydra_tune.pool.checkpoints import Checkpoints, TrialKeeper
+from hydra_tune.pool.checkpoints import PoolCheckpointWriter, TrialCheckpointer
 from hydra_tune.pool.job import Job, Result
-from hydra_tune.pool.record import Record
-from hydra_tune.train.capture import Beginning
+from hydra_tune.pool.record import JobState
+from hydra_tune.train.capture import StartCheckpoint
 
 # A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
 # warnings into errors.
@@ -66,17 +66,17 @@ def is_not_its_own(error: BaseException | None) -> bool:
     return isinstance(error, _NOT_ITS_OWN)
 
 
-class Retried(Protocol):
-    """The retry account of a job; see `Record`."""
+class JobRetryAccount(Protocol):
+    """The retry account of a job; see `JobState`."""
 
     job: Job
-    keeper: TrialKeeper | None
-    begin: Callable[[], Beginning | None]
+    keeper: TrialCheckpointer | None
+    begin: Callable[[], StartCheckpoint | None]
     max_retries: int
     faults: tuple[str, ...]
 
 
-class Faults:
+class FaultRecovery:
     """Decides which failed jobs begin again.
 
     Args:
@@ -84,11 +84,11 @@ class Faults:
         checkpoints: checkpoints of the pool.
     """
 
-    def __init__(self, devices: Mapping[str, Device], checkpoints: Checkpoints) -> None:
+    def __init__(self, devices: Mapping[str, Device], checkpoints: PoolCheckpointWriter) -> None:
         self._devices = devices
         self._checkpoints = checkpoints
 
-    def may_begin_again(self, record: Record, result: Result) -> bool:
+    def may_begin_again(self, record: JobState, result: Result) -> bool:
         """Return whether a failed job, its memory given back, is to be retried.
 
         An error that comes from a lost device is replaced in `result` by a `DeviceLostError`.
@@ -114,7 +114,7 @@ class Faults:
             return False
         return record.wanted_end is None
 
-    def beginning(self, record: Retried, error: BaseException) -> Callable[[], Beginning | None]:
+    def beginning(self, record: JobRetryAccount, error: BaseException) -> Callable[[], StartCheckpoint | None]:
         """Log a retry, and return the function that reads the state for the retry when the job is prepared."""
         keeper = record.keeper
         has_saved = keeper is not None and keeper.has_any
@@ -128,17 +128,17 @@ class Faults:
         )
         return self.last_saved(record)
 
-    def last_saved(self, record: Retried) -> Callable[[], Beginning | None]:
+    def last_saved(self, record: JobRetryAccount) -> Callable[[], StartCheckpoint | None]:
         """Return the function that reads the last saved state, or the original one, when the job is prepared."""
         first, keeper = record.begin, record.keeper
         return lambda: self._last_saved(record.job.name, keeper) or first()
 
-    def _last_saved(self, name: str, keeper: TrialKeeper | None) -> Beginning | None:
+    def _last_saved(self, name: str, keeper: TrialCheckpointer | None) -> StartCheckpoint | None:
         # The latest checkpoint may still be in the writer thread's queue.
         self._checkpoints.flush()
         try:
             if keeper is not None and keeper.path is not None and generations(keeper.path):
-                return Beginning(saved=load_checkpoint(keeper.path), allows_changes=False, only_weights=False)
+                return StartCheckpoint(saved=load_checkpoint(keeper.path), allows_changes=False, only_weights=False)
         except (CheckpointError, FileError) as error:
             _LOGGER.warning("trial %r has no checkpoint to go on from, and begins anew: %s", name, error)
         return None

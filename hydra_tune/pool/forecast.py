@@ -20,24 +20,24 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.link import Link
+from hydra_tune.devices.link import LinkCostModel
 from hydra_tune.devices.weightless import WeightlessDevice
 from hydra_tune.errors import ConfigError, HydraTuneError
-from hydra_tune.memory.block import Kind
+from hydra_tune.memory.block import BlockKind
 from hydra_tune.pool.fusion_forecast import FusionForecast, FusionOf, refused
-from hydra_tune.pool.plan_failures import RehearsedError, failure_of
-from hydra_tune.pool.rehearsal import Moved, Play
+from hydra_tune.pool.plan_failures import RehearsalError, failure_of
+from hydra_tune.pool.rehearsal import Moved, PoolRehearsal
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import Policy
 from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
-from hydra_tune.shard.library import PlanLibrary, Prepared
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.rules import GradientRules
-from hydra_tune.shard.stage import Stage
-from hydra_tune.shard.unbuilt import BuildLimit, TooLargeError, Unbuilt
+from hydra_tune.shard.stage import RehearsalFakeMode
+from hydra_tune.shard.unbuilt import BuildLimitError, BuildLimitTracker, LargeTensorFakeMode
 from hydra_tune.shard.whole import uncaptured
 from hydra_tune.task import TrainTask
-from hydra_tune.train.rehearsal import Rehearsal
+from hydra_tune.train.rehearsal import TrialRehearsal
 from hydra_tune.train.timing import timed_steps
 from hydra_tune.train.trial import Trial
 
@@ -121,7 +121,7 @@ class DeviceForecast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class PoolForecast:
     """Forecast of a joint run of tasks.
 
     Attributes:
@@ -158,7 +158,7 @@ class Forecast:
     def parameter_traffic(self) -> float:
         """Bytes of parameters moved per step, in all directions, over a trial's mean parameter bytes."""
         mean = sum(trial.parameter_bytes for trial in self.trials) / len(self.trials)
-        return self.bytes_by_kind.get(Kind.PARAMETERS.value, 0.0) / mean
+        return self.bytes_by_kind.get(BlockKind.PARAMETERS.value, 0.0) / mean
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`."""
@@ -175,7 +175,7 @@ def forecast(
     tasks: Mapping[str, TrainTask],
     library: PlanLibrary,
     architectures: dict[Hashable, int],
-    known: "dict[Hashable, Known]",
+    known: "dict[Hashable, CachedForecast]",
     fusion_of: FusionOf,
     devices: Sequence[Device],
     policy: Policy,
@@ -183,7 +183,7 @@ def forecast(
     max_concurrent: int,
     admission: str,
     sends_ahead: bool,
-) -> Forecast:
+) -> PoolForecast:
     """Plan tasks, and rehearse the tasks together; see `HydraExecutor.plan`.
 
     Args:
@@ -206,7 +206,7 @@ def forecast(
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
         # A task that fails changes the traffic of all others, so the remaining tasks are planned and rehearsed again.
         while left:
-            company = _Company(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
+            company = _ForecastBuilder(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
             failing = thread.submit(company.cast, left).result()
             was_alone = len(left) == 1
             failed |= failing
@@ -216,8 +216,8 @@ def forecast(
             if left:
                 play = partial(company.perform, policy, max_concurrent=max_concurrent, admission=admission)
                 try:
-                    found: Forecast = thread.submit(play).result()
-                except RehearsedError as error:
+                    found: PoolForecast = thread.submit(play).result()
+                except RehearsalError as error:
                     failed[error.name] = error
                     del left[error.name]
                 else:
@@ -226,7 +226,7 @@ def forecast(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class CachedForecast:
     """Forecast of a lone task, valid for all tasks with the same plan.
 
     Attributes:
@@ -234,17 +234,17 @@ class Known:
         found: the forecast.
     """
 
-    prepared: Prepared
-    found: Forecast
+    prepared: PreparedPlan
+    found: PoolForecast
 
 
 @dataclass(slots=True, kw_only=True)
-class _Part:
+class _ForecastTrial:
     """A single trial: planning results, and rehearsals that each run once."""
 
     task: TrainTask
-    rehearsals: list[Rehearsal]
-    prepared: Prepared
+    rehearsals: list[TrialRehearsal]
+    prepared: PreparedPlan
     key: Hashable
     smallest_budget_bytes: int
     is_checked: bool
@@ -255,15 +255,15 @@ class _Part:
     runs_own_code: bool
     way_why: str
     fusion: FusionForecast
-    link: Link | None = None
+    link: LinkCostModel | None = None
 
 
-class _Company:
+class _ForecastBuilder:
     def __init__(
         self,
         library: PlanLibrary,
         architectures: dict[Hashable, int],
-        known: dict[Hashable, Known],
+        known: dict[Hashable, CachedForecast],
         fusion_of: FusionOf,
         devices: Sequence[Device],
         *,
@@ -276,8 +276,8 @@ class _Company:
         self._library = library.for_plans(_MOST_CHECKED_BYTES)
         self._host = devices[0]
         self._devices = devices
-        self._stage = Stage()
-        self._parts: dict[str, _Part] = {}
+        self._stage = RehearsalFakeMode()
+        self._parts: dict[str, _ForecastTrial] = {}
         self._lengths = [_WARM_STEPS + _STEPS_ALONE]
 
     def cast(self, tasks: Mapping[str, TrainTask]) -> dict[str, HydraTuneError]:
@@ -292,21 +292,21 @@ class _Company:
                 failed[name] = failure_of(name, error)
         return failed
 
-    def _part(self, name: str, task: TrainTask) -> _Part:
+    def _part(self, name: str, task: TrainTask) -> _ForecastTrial:
         part, no_group = self._planned(name, task), refused(task)
         return part if no_group is None else replace(part, fusion=no_group)
 
-    def _planned(self, name: str, task: TrainTask) -> _Part:
+    def _planned(self, name: str, task: TrainTask) -> _ForecastTrial:
         if task.compile is not None:
             # Compiled code cannot be rehearsed. A compiled task is cut and updated like an uncompiled task, and keeps
             # no activations.
             task = replace(task, compile=None, activations="recompute")
         try:
-            return self._timed(self._built(task, BuildLimit(_MOST_BUILT_BYTES)))
-        except TooLargeError:
+            return self._timed(self._built(task, BuildLimitTracker(_MOST_BUILT_BYTES)))
+        except BuildLimitError:
             pass
         try:
-            return self._built(task, Unbuilt())
+            return self._built(task, LargeTensorFakeMode())
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
                 f"{name} cannot be planned: its model is too large to be built for that (more than "
@@ -314,7 +314,7 @@ class _Company:
                 f"({type(error).__name__}: {error}); leave out what they read, or train some steps of it, and look at stats()"
             ) from error
 
-    def _built(self, task: TrainTask, building: AbstractContextManager[object]) -> "_Part":
+    def _built(self, task: TrainTask, building: AbstractContextManager[object]) -> "_ForecastTrial":
         trial = Trial(task, self._library, self._host)
         try:
             kept, leaves = trial.prepare(building)
@@ -327,7 +327,7 @@ class _Company:
             same = _likeness(task, prepared, optimizer, knows_length=knows_length)
             with self._stage:
                 rehearsals = [
-                    Rehearsal(
+                    TrialRehearsal(
                         *(task, module, optimizer, kept, leaves, device),
                         knows_length=knows_length,
                         counts_draws=self._library.budget.counts_draws,
@@ -337,7 +337,7 @@ class _Company:
             runs_own_code, way_why = _way(task, module, optimizer, self._library, prepared)
             key = architecture_key(task, module)
             known = self._architectures
-            return _Part(
+            return _ForecastTrial(
                 task=task,
                 rehearsals=rehearsals,
                 prepared=prepared,
@@ -355,7 +355,7 @@ class _Company:
         finally:
             trial.close(keep=False)
 
-    def _timed(self, part: "_Part") -> "_Part":
+    def _timed(self, part: "_ForecastTrial") -> "_ForecastTrial":
         """Add measured step times where the host can measure steps."""
         host = self._host
         if not part.is_checked or not all(isinstance(device, CpuDevice) for device in self._devices):
@@ -369,24 +369,24 @@ class _Company:
         return part
 
     @property
-    def _link(self) -> Link | None:
+    def _link(self) -> LinkCostModel | None:
         """Mean measured copy times over all trials; None if any trial has no timing."""
         links = [part.link for part in self._parts.values() if part.link is not None]
         if len(links) < len(self._parts):
             return None
-        return Link(
+        return LinkCostModel(
             bytes_per_second=statistics.fmean(link.bytes_per_second for link in links),
             seconds_per_block=statistics.fmean(link.seconds_per_block for link in links),
         )
 
-    def perform(self, policy: Policy, *, max_concurrent: int, admission: str) -> Forecast:
+    def perform(self, policy: Policy, *, max_concurrent: int, admission: str) -> PoolForecast:
         """Rehearse, and return the observed forecast."""
         name, part = next(iter(self._parts.items()))
         if not self._is_known(part.key):
             found = self._performed(policy, max_concurrent=max_concurrent, admission=admission)
             if len(self._parts) > 1 or part.is_checked:
                 return found
-            self._known[part.key] = Known(prepared=part.prepared, found=found)
+            self._known[part.key] = CachedForecast(prepared=part.prepared, found=found)
         found = self._known[part.key].found
         (trial,) = found.trials
         return replace(
@@ -400,10 +400,10 @@ class _Company:
         """Return whether there is a single task, and the task or an equivalent task has been rehearsed before."""
         return len(self._lengths) == 1 and key in self._known
 
-    def _performed(self, policy: Policy, *, max_concurrent: int, admission: str) -> Forecast:
+    def _performed(self, policy: Policy, *, max_concurrent: int, admission: str) -> PoolForecast:
         plays = []
         for number, length in enumerate(self._lengths):
-            play = Play(
+            play = PoolRehearsal(
                 {name: part.rehearsals[number] for name, part in self._parts.items()},
                 [WeightlessDevice(device, self._link) for device in self._devices],
                 policy,
@@ -422,13 +422,13 @@ class _Company:
             # The difference of two whole runs of different lengths: the costs of a trial's beginning and end cancel
             # out.
             before, after, count = plays[0].moved, last.moved, _STEPS_TOGETHER * len(self._parts)
-        return Forecast(
+        return PoolForecast(
             trials=tuple(self._trial(name, part, last) for name, part in self._parts.items()),
             devices={device.name: _of_device(device, last, before, after, count) for device in self._devices},
         )
 
     @staticmethod
-    def _trial(name: str, part: _Part, play: Play) -> TrialForecast:
+    def _trial(name: str, part: _ForecastTrial, play: PoolRehearsal) -> TrialForecast:
         rehearsal = part.rehearsals[-1]
         plan = rehearsal.plan
         return TrialForecast(
@@ -455,7 +455,9 @@ class _Company:
         )
 
 
-def _likeness(task: TrainTask, prepared: Prepared, optimizer: torch.optim.Optimizer, *, knows_length: bool) -> Hashable:
+def _likeness(
+    task: TrainTask, prepared: PreparedPlan, optimizer: torch.optim.Optimizer, *, knows_length: bool
+) -> Hashable:
     """Return a key, equal for tasks with the same rehearsal.
 
     Such tasks share a plan, and differ only in learning rates and other numbers that move no bytes.
@@ -465,11 +467,11 @@ def _likeness(task: TrainTask, prepared: Prepared, optimizer: torch.optim.Optimi
 
 
 def _way(
-    task: TrainTask, module: nn.Module, optimizer: torch.optim.Optimizer, library: PlanLibrary, prepared: Prepared
+    task: TrainTask, module: nn.Module, optimizer: torch.optim.Optimizer, library: PlanLibrary, prepared: PreparedPlan
 ) -> tuple[bool, str]:
     """Return whether a task would run the user's own code uncaptured, and the reason either way."""
     found, plan, budget = uncaptured(task, module, optimizer, library.budget), prepared.plan, library.budget
-    if not isinstance(found, Plan):
+    if not isinstance(found, ShardPlan):
         return False, found
     if plan.eager:
         return True, f"it fits its device, and cannot be captured anyway ({plan.why_eager})"
@@ -479,16 +481,16 @@ def _way(
     return True, f"it fits its device: {format_bytes(needed)} of {format_bytes(budget.budget_bytes)}"
 
 
-def _step_seconds(play: Play, name: str) -> float:
+def _step_seconds(play: PoolRehearsal, name: str) -> float:
     """Mean seconds of a trial's steps in the rehearsal, plus the scheduler's own time per step."""
     ends = play.step_ends[name][_WARM_STEPS - 1 :]
     per_unit = play.deciding_seconds / play.num_units
     return (ends[-1] - ends[0]) / (len(ends) - 1) + play.units_per_step[name] * per_unit
 
 
-def _of_device(device: Device, play: Play, before: Moved, after: Moved, count: int) -> DeviceForecast:
+def _of_device(device: Device, play: PoolRehearsal, before: Moved, after: Moved, count: int) -> DeviceForecast:
     def by_kind(way: str) -> dict[str, float]:
-        found = {kind.value: (device.name, way, kind.value) for kind in Kind}
+        found = {kind.value: (device.name, way, kind.value) for kind in BlockKind}
         moved = {kind: after.get(key, 0) - before.get(key, 0) for kind, key in found.items()}
         return {kind: nbytes / count for kind, nbytes in moved.items() if nbytes}
 
@@ -506,4 +508,4 @@ def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     for part in parts:
         for kind, nbytes in part.items():
             total[kind] += nbytes  # type: ignore[assignment]  # means are no whole numbers
-    return {kind.value: total[kind.value] for kind in Kind if total[kind.value]}
+    return {kind.value: total[kind.value] for kind in BlockKind if total[kind.value]}

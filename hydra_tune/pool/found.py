@@ -15,7 +15,7 @@ _LOGGER = logging.getLogger("hydra_tune.checkpoints")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundCheckpoint:
+class CheckpointSummary:
     """A whole checkpoint.
 
     Attributes:
@@ -35,7 +35,7 @@ class FoundCheckpoint:
     is_in_use: bool
 
 
-def find_checkpoint(folder: Path) -> FoundCheckpoint | None:
+def find_checkpoint(folder: Path) -> CheckpointSummary | None:
     """Return the last whole checkpoint in a trial's folder; None if the folder has no checkpoints.
 
     Raises:
@@ -46,7 +46,7 @@ def find_checkpoint(folder: Path) -> FoundCheckpoint | None:
     saved = load_checkpoint(folder)
     state = decoded(saved)
     assert saved.path is not None
-    return FoundCheckpoint(
+    return CheckpointSummary(
         path=saved.path,
         labels=saved.labels,
         history=state["history"],

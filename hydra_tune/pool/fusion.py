@@ -1,6 +1,6 @@
 """Horizontal fusion in a pool: jobs with compatible trials run as a fused group.
 
-`Fusion` is the interface for drivers and wraps a `Pool`. `fusion_carriers.py` submits carrier jobs to the pool,
+`FusedPool` is the interface for drivers and wraps a `Pool`. `fusion_carriers.py` submits carrier jobs to the pool,
 `fusion_finder.py` finds trials for a group, `fusion_group.py` manages a running group, and `fusion_ends.py` turns the
 ends of carriers and members into the ends of jobs.
 """
@@ -12,22 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError
-from hydra_tune.fusion.chooser import Chooser
-from hydra_tune.pool.checkpoints import Origin, TrialKeeper
-from hydra_tune.pool.fusion_carriers import Carriers
-from hydra_tune.pool.fusion_entry import Entry
+from hydra_tune.fusion.chooser import GroupSizeChooser
+from hydra_tune.pool.checkpoints import StartCheckpointSource, TrialCheckpointer
+from hydra_tune.pool.fusion_carriers import GroupJobLauncher
+from hydra_tune.pool.fusion_entry import FusedJob
 from hydra_tune.pool.fusion_loaders import MemberLoaders
-from hydra_tune.pool.fusion_table import FusionTable
-from hydra_tune.pool.job import OVER, EventStream, Job, Progress
+from hydra_tune.pool.fusion_table import FusedJobTable
+from hydra_tune.pool.job import OVER, EventStream, Job, JobProgress
 from hydra_tune.pool.pool import Pool, paused_within_a_step
 from hydra_tune.pool.record import progress_of, progress_without_trial
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.task import TrainTask
 
 
-class Fusion:
+class FusedPool:
     """Takes jobs for a pool, and lets the pool run the jobs in fused groups.
 
     Args:
@@ -45,13 +45,13 @@ class Fusion:
         pool: Pool,
         library: PlanLibrary,
         most: int,
-        chooser: Chooser | None = None,
+        chooser: GroupSizeChooser | None = None,
         backend: str | None = None,
         plans_steps: str = "off",
     ) -> None:
         self._pool = pool
-        self._table = FusionTable(pool)
-        self._carriers = Carriers(self._table, library, most, chooser, backend, plans_steps)
+        self._table = FusedJobTable(pool)
+        self._carriers = GroupJobLauncher(self._table, library, most, chooser, backend, plans_steps)
         self._numbers = 0
         pool.loaders.members = MemberLoaders(self._table, self._carriers)
         pool.at_close.append(self._table.close)
@@ -63,20 +63,20 @@ class Fusion:
         events: EventStream | None,
         *,
         priority: int,
-        origin: Origin | None = None,
+        origin: StartCheckpointSource | None = None,
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
         max_retries: int = 0,
     ) -> Job:
         """Queue a task; as `Pool.submit`."""
-        saving, origin = self._pool.checkpoints, origin or Origin()
+        saving, origin = self._pool.checkpoints, origin or StartCheckpointSource()
         with self._pool.changed:
             number, self._numbers = self._numbers, self._numbers + 1
             shown = name or f"job {number}"
             job = Job(key=f"member {number}:{shown}", name=shown, task=task, pool=self, events=events)
             folder = saving.place(saved_as or shown, origin.folder)
-            keeper = TrialKeeper(saving, shown, folder, dict(labels or {}))
-            entry = Entry(job, keeper, origin.beginning, priority, max_retries)
+            keeper = TrialCheckpointer(saving, shown, folder, dict(labels or {}))
+            entry = FusedJob(job, keeper, origin.beginning, priority, max_retries)
             # Entered before `carry`, because the preparer may look the job up before `carry` returns.
             self._table.entries[job.key] = entry
         try:
@@ -146,7 +146,7 @@ class Fusion:
         if carrier is not None:
             self._pool.prioritize(carrier, priority)
 
-    def progress(self, job: Job) -> Progress:
+    def progress(self, job: Job) -> JobProgress:
         """Progress of a job."""
         with self._pool.changed:
             entry = self._table.entries.get(job.key)
@@ -172,13 +172,13 @@ class Fusion:
             return self._pool.ask_to_save(job)
         return self._keeper_of(job).save()
 
-    def copy(self, job: Job) -> "Future[Saved]":
+    def copy(self, job: Job) -> "Future[CheckpointContent]":
         """As of `Pool`."""
         future = self._keeper_of(job).copy()
         self.answer(job, future)
         return future
 
-    def copy_at_end(self, job: Job) -> "Future[Saved]":
+    def copy_at_end(self, job: Job) -> "Future[CheckpointContent]":
         """As of `Pool`."""
         return self._keeper_of(job).copy_at_end()
 
@@ -198,7 +198,7 @@ class Fusion:
         elif job.paused:
             raise paused_within_a_step(job)
 
-    def _keeper_of(self, job: Job) -> TrialKeeper:
+    def _keeper_of(self, job: Job) -> TrialCheckpointer:
         with self._pool.changed:
             entry = self._table.entries.get(job.key)
         if entry is None or entry.keeper is None:

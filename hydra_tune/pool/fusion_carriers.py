@@ -6,7 +6,7 @@ finds no other job, or whose trial cannot be fused, runs its own job's trial. Th
 jobs that it carries (`fusion_ends.py`).
 
 Note: late joiners. While a group has room, a job with the group's key needs no carrier. The trial is built and begun
-beside the group, on the preparer's thread or a thread of `FusionTable`, and joins the group between two steps
+beside the group, on the preparer's thread or a thread of `FusedJobTable`, and joins the group between two steps
 (`fusion_group.py`). A paused job leaves the group with its state, and returns as a joiner or gets another carrier.
 """
 
@@ -18,34 +18,34 @@ from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError, UnfusableError
-from hydra_tune.fusion.chooser import Chooser
+from hydra_tune.fusion.chooser import GroupSizeChooser
 from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.pair import PairTrial
-from hydra_tune.fusion.pair_side import Side
+from hydra_tune.fusion.pair_side import PairSide
 from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_sizes import PlannedSizes
-from hydra_tune.fusion.plans import GroupPlans
-from hydra_tune.fusion.probe import Bench
-from hydra_tune.fusion.seat import Desk, Seat
+from hydra_tune.fusion.planned_sizes import PlannedSizeChooser
+from hydra_tune.fusion.plans import GroupPlanFactory
+from hydra_tune.fusion.probe import FusionBenchmark
+from hydra_tune.fusion.seat import GroupDelegate, GroupSlot
 from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.tenant import Tenant
-from hydra_tune.pool.fusion_ends import Ends
-from hydra_tune.pool.fusion_entry import CarrierEvents, Entry
-from hydra_tune.pool.fusion_finder import Finder
-from hydra_tune.pool.fusion_group import LiveGroup, Unplanned
-from hydra_tune.pool.fusion_table import FusionTable
+from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.pool.fusion_ends import GroupEndHandler
+from hydra_tune.pool.fusion_entry import FusedJob, GroupJobEventStream
+from hydra_tune.pool.fusion_finder import GroupMatcher
+from hydra_tune.pool.fusion_group import LiveGroup, SmallerGroupFallback
+from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.task import TrainTask
-from hydra_tune.train.helpers import Helpers
-from hydra_tune.train.shared_times import SharedTimes
+from hydra_tune.train.helpers import DeviceLender
+from hydra_tune.train.shared_times import SharedUnitTimes
 from hydra_tune.train.trial import Trial
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
-class _Absent(Trial):
+class _AbsorbedTrial(Trial):
     """Stand-in for a trial that a group has taken over in the meantime; runs nothing."""
 
     def advance(self) -> None:
@@ -53,14 +53,14 @@ class _Absent(Trial):
         self.outcome = "cancelled"
 
 
-class Carriers:
+class GroupJobLauncher:
     """Gives jobs carriers, and prepares the carriers' trials.
 
     Args:
         table: the jobs.
         library: plan library of the pool.
         most: the largest number of members in a group.
-        chooser: as of `Finder`.
+        chooser: as of `GroupMatcher`.
         backend: backend of `torch.compile` for the steps of groups; None: steps are not compiled.
         plans_steps: as `fusion_planner`.
 
@@ -70,32 +70,32 @@ class Carriers:
 
     def __init__(
         self,
-        table: FusionTable,
+        table: FusedJobTable,
         library: PlanLibrary,
         most: int,
-        chooser: Chooser | None,
+        chooser: GroupSizeChooser | None,
         backend: str | None,
         plans_steps: str,
     ) -> None:
         self._table = table
         self._library = library
-        self._plans = GroupPlans(library, backend)
+        self._plans = GroupPlanFactory(library, backend)
         self._planner: StepPlanner | None = None
         sizes = None
         if plans_steps != "off":
             self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment, lambda: table.pool.stands)
-            sizes = PlannedSizes(self._plans, self._planner, insists=plans_steps == "on")
-        self._finder = Finder(table, self._plans, library, most, chooser, sizes)
-        self.ends = Ends(table, self)
+            sizes = PlannedSizeChooser(self._plans, self._planner, insists=plans_steps == "on")
+        self._finder = GroupMatcher(table, self._plans, library, most, chooser, sizes)
+        self.ends = GroupEndHandler(table, self)
 
-    def carry(self, entry: Entry) -> None:
+    def carry(self, entry: FusedJob) -> None:
         """Submit a carrier for a job."""
         with self._table.pool.changed:
             ticket = entry.ticket = object()
         carrier = self._table.pool.submit(
             entry.job.task,
             entry.job.name,
-            CarrierEvents(self.ends, entry),
+            GroupJobEventStream(self.ends, entry),
             priority=entry.priority,
             make_trial=partial(self.make, entry, ticket),
             is_saved=False,
@@ -108,15 +108,15 @@ class Carriers:
 
     def make(
         self,
-        entry: Entry,
+        entry: FusedJob,
         ticket: object,
         task: TrainTask,
         library: PlanLibrary,
         device: Device,
-        helpers: Helpers | None,
+        helpers: DeviceLender | None,
         host: HostTier | None,
-        tenant: Tenant | None,
-        times: SharedTimes | None,
+        tenant: TrialMemoryContext | None,
+        times: SharedUnitTimes | None,
         **_: Any,
     ) -> Trial:
         """Make the trial of a group, or of the job alone; called on the preparer's thread."""
@@ -126,10 +126,10 @@ class Carriers:
             )
             # Checked again after the wait: meanwhile the job may have ended, joined a group, or got a newer carrier.
             if entry.ticket is not ticket or entry.is_taken or entry.job.key not in self._table.entries:
-                return _Absent(task, library, device)
+                return _AbsorbedTrial(task, library, device)
             entry.is_forming = True
             entry.job.enter("preparing")
-        others: list[Entry] = []
+        others: list[FusedJob] = []
         is_absent = False
         try:
             if entry.trial is None:
@@ -150,7 +150,7 @@ class Carriers:
             with self._table.pool.changed:
                 entry.is_forming = False
         if is_absent:
-            return _Absent(task, library, device)
+            return _AbsorbedTrial(task, library, device)
         assert entry.trial is not None
         if entry.seat is None and not others:
             return self._alone(entry, entry.trial)
@@ -160,7 +160,7 @@ class Carriers:
             self._not_formed(others, error)  # the error ends only the own carrier; the others would never hear of it
             raise
 
-    def _not_formed(self, others: Sequence[Entry], error: BaseException) -> None:
+    def _not_formed(self, others: Sequence[FusedJob], error: BaseException) -> None:
         for one in others:
             with self._table.pool.changed:
                 own, one.seat = one.carrier, None
@@ -168,7 +168,7 @@ class Carriers:
             if own is not None:
                 own.cancel()
 
-    def _alone(self, entry: Entry, member: Member) -> Trial:
+    def _alone(self, entry: FusedJob, member: MemberTrial) -> Trial:
         with self._table.pool.changed:
             entry.job.enter("running")
             stop, carrier = entry.stop, entry.carrier
@@ -178,12 +178,12 @@ class Carriers:
 
     def _formed(
         self,
-        entry: Entry,
-        others: Sequence[Entry],
+        entry: FusedJob,
+        others: Sequence[FusedJob],
         device: Device,
         host: HostTier | None,
-        tenant: Tenant | None,
-        times: SharedTimes | None,
+        tenant: TrialMemoryContext | None,
+        times: SharedUnitTimes | None,
     ) -> GroupTrial | PairTrial:
         """Make a group of the jobs found by a carrier, or a pair of groups that take turns."""
         together = [entry, *others]
@@ -194,18 +194,18 @@ class Carriers:
             each = entry.each or entry.most
             most = max(each, len(together))
             size, seconds = entry.kept, partial(self._unplanned_seconds, entry.kept, device)
-            unplanned = Unplanned(size=size, seconds=seconds) if size else None
+            unplanned = SmallerGroupFallback(size=size, seconds=seconds) if size else None
             group = LiveGroup(pool, entry.carrier, entry.key, most, self.ends, building, timer, unplanned)
             group.entries = together
             seats = [one.sit() for one in together]
 
-            def made(members: Sequence[Seat], desk: Desk, most: int) -> GroupTrial:
+            def made(members: Sequence[GroupSlot], desk: GroupDelegate, most: int) -> GroupTrial:
                 return GroupTrial(
                     members, self._plans, self._library, device, desk, host, tenant, times, most, self._planner
                 )
 
             if len(together) > each and self._planner is not None:
-                sides = Side(group), Side(group)
+                sides = PairSide(group), PairSide(group)
                 groups = made(seats[:each], sides[0], each), made(seats[each:], sides[1], len(seats) - each)
                 group.trial = PairTrial(sides, groups, self._library, device, group, self._planner, host, tenant)
             else:
@@ -224,13 +224,13 @@ class Carriers:
                 carrier.cancel()
         return group.trial
 
-    def _unplanned_seconds(self, size: int, device: Device, member: Member, like: Wanted) -> float:
+    def _unplanned_seconds(self, size: int, device: Device, member: MemberTrial, like: MemberBatchRequest) -> float:
         """Measure the seconds per step of a group of the given size without a planned step."""
-        bench = Bench(member.task, member.built()[0], like.batch, self._library, device)
+        bench = FusionBenchmark(member.task, member.built()[0], like.batch, self._library, device)
         with self._table.pool.alone_on(device):
             return bench.together(size, self._plans)
 
-    def _joins(self, entry: Entry) -> bool:
+    def _joins(self, entry: FusedJob) -> bool:
         """Let a job in preparation join a group with room; return False if there is no such group."""
         with self._table.pool.changed:
             grows = len(self._table.pool.device_names) <= len(self._table.groups)
@@ -269,7 +269,7 @@ class Carriers:
             if self._finder.takes(entry, group.key, None, group.trial.any_device):
                 self._send_to(entry)
 
-    def _send_to(self, entry: Entry) -> None:
+    def _send_to(self, entry: FusedJob) -> None:
         """Send a taken job to a group, or back to a carrier if no group has room any more."""
         own, error = entry.carrier, None
         try:
@@ -290,7 +290,7 @@ class Carriers:
         if own is not None:
             own.cancel()
 
-    def carry_anew(self, entry: Entry) -> None:
+    def carry_anew(self, entry: FusedJob) -> None:
         """Submit another carrier for a job that keeps its state; or end the job if its driver has asked for an end."""
         with self._table.pool.changed:
             if entry.job.key not in self._table.entries:

@@ -14,28 +14,28 @@ from typing_extensions import override
 from hydra_tune.errors import OutOfMemoryError, first_line
 from hydra_tune.memory.pressure import NotRepeatableError
 from hydra_tune.pool.faults import is_not_its_own
-from hydra_tune.pool.fusion_entry import Carried, Entry
-from hydra_tune.pool.fusion_group import Keeping, LiveGroup, tell
-from hydra_tune.pool.fusion_table import FusionTable
+from hydra_tune.pool.fusion_entry import FusedJob, GroupJobListener
+from hydra_tune.pool.fusion_group import GroupMemberListener, LiveGroup, tell
+from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.job import PoolEvent, Reported, Result
 from hydra_tune.pool.record import forget_locals
-from hydra_tune.train.capture import Beginning
-from hydra_tune.train.trial import Report
+from hydra_tune.train.capture import StartCheckpoint
+from hydra_tune.train.trial import PendingReport
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
-class Carrying(Protocol):
+class GroupJobSource(Protocol):
     """Source of carriers for jobs; see `Carriers`."""
 
-    def carry_anew(self, entry: Entry) -> None:
+    def carry_anew(self, entry: FusedJob) -> None:
         """Submit another carrier for a job that keeps its state; or end the job if its driver has asked for an end."""
 
     def look_later(self) -> None:
         """Search, on another thread, for a job that could join a group."""
 
 
-class Ends(Carried, Keeping):
+class GroupEndHandler(GroupJobListener, GroupMemberListener):
     """Handles the events of carriers, and the ends of members.
 
     Args:
@@ -43,18 +43,18 @@ class Ends(Carried, Keeping):
         carrying: submits another carrier for jobs that continue.
     """
 
-    def __init__(self, table: FusionTable, carrying: Carrying) -> None:
+    def __init__(self, table: FusedJobTable, carrying: GroupJobSource) -> None:
         self._table = table
         self._carrying = carrying
 
-    def told(self, entry: Entry, event: PoolEvent) -> None:
+    def told(self, entry: FusedJob, event: PoolEvent) -> None:
         """Handle an event of the carrier that was made for a job."""
         with self._table.pool.changed:
             group = self._table.groups.get(event.job.key)
             if isinstance(event, Reported):
                 if group is not None:
                     group.wake()
-                elif not tell(entry, Report(step=event.step, metrics=event.metrics)):
+                elif not tell(entry, PendingReport(step=event.step, metrics=event.metrics)):
                     # On the timer's thread: the event arrives under the pool's lock, under which the pool must not be
                     # called.
                     self._table.timer.do(event.job.proceed)
@@ -80,7 +80,7 @@ class Ends(Carried, Keeping):
         if late:
             self._table.timer.do(partial(self.send_back, late))
 
-    def carrier_over(self, entry: Entry, result: Result) -> None:
+    def carrier_over(self, entry: FusedJob, result: Result) -> None:
         """Handle the end of a job's carrier, or a carrier's failure to take the job."""
         error = result.error
         if result.status == "failed" and is_not_its_own(error) and entry.stop is None:
@@ -97,7 +97,7 @@ class Ends(Carried, Keeping):
         else:
             self._table.over(entry, Result(status=entry.stop or result.status, error=None if entry.stop else error))
 
-    def _ran_out(self, group: LiveGroup, entries: Sequence[Entry], error: OutOfMemoryError) -> None:
+    def _ran_out(self, group: LiveGroup, entries: Sequence[FusedJob], error: OutOfMemoryError) -> None:
         """Split a group that ran out of device memory.
 
         The members continue in groups of at most half the size, in the end alone.
@@ -112,7 +112,7 @@ class Ends(Carried, Keeping):
         is_undone = limit > 0 and not isinstance(error.__cause__, NotRepeatableError)
         self._go_on_in(group, entries, limit, is_undone=is_undone)
 
-    def _go_on_in(self, group: LiveGroup, entries: Sequence[Entry], limit: int, *, is_undone: bool) -> None:
+    def _go_on_in(self, group: LiveGroup, entries: Sequence[FusedJob], limit: int, *, is_undone: bool) -> None:
         """Let the members of an ended group continue in groups of at most `limit` members.
 
         With `is_undone`, members handed back by the group continue where they were; all others begin from the last
@@ -128,13 +128,13 @@ class Ends(Carried, Keeping):
             else:
                 self._begin_from(entry, self._table.pool.last_saved(entry))
 
-    def _begin_again(self, entry: Entry, error: BaseException) -> None:
+    def _begin_again(self, entry: FusedJob, error: BaseException) -> None:
         """Begin a job again from its last saved state."""
         begin = self._table.pool.begin_again(entry, error)
         entry.faults = (*entry.faults, first_line(error))
         self._begin_from(entry, begin)
 
-    def _begin_from(self, entry: Entry, begin: Callable[[], Beginning | None]) -> None:
+    def _begin_from(self, entry: FusedJob, begin: Callable[[], StartCheckpoint | None]) -> None:
         member = entry.trial
         if member is not None:
             member.close(keep=False)
@@ -148,12 +148,12 @@ class Ends(Carried, Keeping):
         self._table.timer.do(partial(self._carrying.carry_anew, entry))
 
     @override
-    def send_back(self, entries: Sequence[Entry]) -> None:
+    def send_back(self, entries: Sequence[FusedJob]) -> None:
         for entry in entries:
             self._carrying.carry_anew(entry)
 
-    def seat_over(self, group: LiveGroup, entry: Entry) -> None:
-        """As of `Keeping`; on the thread that advances the group."""
+    def seat_over(self, group: LiveGroup, entry: FusedJob) -> None:
+        """As of `GroupMemberListener`; on the thread that advances the group."""
         seat, trial = entry.seat, group.trial
         assert seat is not None
         assert seat.status is not None
@@ -176,12 +176,12 @@ class Ends(Carried, Keeping):
         self._carrying.look_later()
 
     @override
-    def seat_left(self, entry: Entry) -> None:
+    def seat_left(self, entry: FusedJob) -> None:
         entry.is_seated, entry.is_taken, entry.carrier = False, False, None
         self._table.timer.do(partial(self.go_on, entry))
         self._table.timer.do(self._carrying.look_later)
 
-    def go_on(self, entry: Entry) -> None:
+    def go_on(self, entry: FusedJob) -> None:
         """Give a job that has left its group a new carrier, if its driver wants the job to go on or to end.
 
         Also called right after the job has left, because the driver's request may have come in between.

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from hydra_tune.fusion.member import Member
-from hydra_tune.fusion.seat import Seat
-from hydra_tune.pool.checkpoints import TrialKeeper
+from hydra_tune.fusion.member import MemberTrial
+from hydra_tune.fusion.seat import GroupSlot
+from hydra_tune.pool.checkpoints import TrialCheckpointer
 from hydra_tune.pool.job import OVER, EventStream, Job, PoolEvent, Result
-from hydra_tune.pool.record import Told
-from hydra_tune.train.capture import Beginning
+from hydra_tune.pool.record import ReportCursor
+from hydra_tune.train.capture import StartCheckpoint
 
 
-class Entry:
+class FusedJob:
     """A job of a `Fusion` and the state of its fusion.
 
     Args:
@@ -44,14 +44,19 @@ class Entry:
     """
 
     def __init__(
-        self, job: Job, keeper: TrialKeeper, begin: Callable[[], Beginning | None], priority: int, max_retries: int
+        self,
+        job: Job,
+        keeper: TrialCheckpointer,
+        begin: Callable[[], StartCheckpoint | None],
+        priority: int,
+        max_retries: int,
     ) -> None:
         self.job = job
-        self.keeper: TrialKeeper | None = keeper
+        self.keeper: TrialCheckpointer | None = keeper
         self.begin = begin
         self.priority = priority
         self.max_retries = max_retries
-        self.told = Told()
+        self.told = ReportCursor()
         self.ticket: object = None
         self.faults: tuple[str, ...] = ()
         self.key: Hashable | None = None
@@ -64,10 +69,10 @@ class Entry:
         self.most = 0
         self.each = 0
         self.kept = 0
-        self.trial: Member | None = None
-        self.candidate: Member | None = None
+        self.trial: MemberTrial | None = None
+        self.candidate: MemberTrial | None = None
         self.loader_error: BaseException | None = None
-        self.seat: Seat | None = None
+        self.seat: GroupSlot | None = None
         self.is_seated = False
         self.is_taken = False
         self.is_building = False
@@ -87,11 +92,11 @@ class Entry:
             and not self.job.paused
         )
 
-    def sit(self) -> Seat:
+    def sit(self) -> GroupSlot:
         """Return the job's seat, made if necessary, with the driver's present requests."""
         if self.seat is None:
             assert self.trial is not None
-            self.seat = Seat(self.trial, waits=self.job.events is not None)
+            self.seat = GroupSlot(self.trial, waits=self.job.events is not None)
         self.seat.stop, self.seat.is_paused = self.stop, self.job.paused
         return self.seat
 
@@ -113,17 +118,17 @@ class Entry:
         return result
 
 
-class Carried(Protocol):
+class GroupJobListener(Protocol):
     """Receiver of a carrier's events."""
 
-    def told(self, entry: Entry, event: PoolEvent) -> None:
+    def told(self, entry: FusedJob, event: PoolEvent) -> None:
         """Handle an event of the carrier that was made for a job."""
 
 
-class CarrierEvents(EventStream):
-    """Event stream of a carrier; passes every event on to `Carried`."""
+class GroupJobEventStream(EventStream):
+    """Event stream of a carrier; passes every event on to `GroupJobListener`."""
 
-    def __init__(self, carried: Carried, entry: Entry) -> None:
+    def __init__(self, carried: GroupJobListener, entry: FusedJob) -> None:
         super().__init__()
         self.put = lambda event: carried.told(entry, event)
         self._entry = entry

@@ -8,24 +8,24 @@ from typing import Any
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.choice import LEAST_GAIN
-from hydra_tune.fusion.chooser import Choice, Chooser, steps_of
+from hydra_tune.fusion.chooser import GroupSizeChoice, GroupSizeChooser, steps_of
 from hydra_tune.fusion.key import fusion_key
-from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.planned import check_planned
-from hydra_tune.fusion.planned_sizes import PlannedSizes
-from hydra_tune.fusion.plans import GroupPlans, layout_of, room_for
-from hydra_tune.pool.fusion_entry import Entry
-from hydra_tune.pool.fusion_table import FusionTable
+from hydra_tune.fusion.planned_sizes import PlannedSizeChooser
+from hydra_tune.fusion.plans import GroupPlanFactory, layout_of, room_for
+from hydra_tune.pool.fusion_entry import FusedJob
+from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.lifecycle import log_fusion, log_plan
 from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.train.drawing import GivenUp
+from hydra_tune.train.drawing import LoaderInterrupt
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _SETTLED_SECONDS = 0.05  # time without a submission before a group is closed
 _PATIENCE_SECONDS = 1.0
 
 
-class Finder:
+class GroupMatcher:
     """Finds members for groups.
 
     Args:
@@ -42,12 +42,12 @@ class Finder:
 
     def __init__(
         self,
-        table: FusionTable,
-        plans: GroupPlans,
+        table: FusedJobTable,
+        plans: GroupPlanFactory,
         library: PlanLibrary,
         most: int,
-        chooser: Chooser | None,
-        sizes: PlannedSizes | None,
+        chooser: GroupSizeChooser | None,
+        sizes: PlannedSizeChooser | None,
     ) -> None:
         self._table = table
         self._plans = plans
@@ -57,7 +57,7 @@ class Finder:
         self._sizes = sizes
         self.last_submitted = 0.0
 
-    def build(self, entry: Entry, device: Device, *beside: Any) -> Member:
+    def build(self, entry: FusedJob, device: Device, *beside: Any) -> MemberTrial:
         """Build a job's trial, with the saved state to continue from."""
         keeper = entry.keeper
         if keeper is not None:
@@ -65,7 +65,7 @@ class Finder:
         beginning = entry.begin()
         if keeper is not None and beginning is not None:
             keeper.goes_on_from(beginning.saved.path)
-        member = Member(entry.job.task, self._library, device, *beside, beginning=beginning, keeper=keeper)
+        member = MemberTrial(entry.job.task, self._library, device, *beside, beginning=beginning, keeper=keeper)
         try:
             entry.key = key = fusion_key(entry.job.task, *member.built())
             member.architecture = key.architecture
@@ -77,13 +77,13 @@ class Finder:
         return member
 
     @staticmethod
-    def forget(entry: Entry) -> None:
+    def forget(entry: FusedJob) -> None:
         """Close and drop a job's trial after an error in its construction."""
         member, entry.trial = entry.trial, None
         if member is not None:
             member.close(keep=False)
 
-    def fusable(self, entry: Entry, member: Member) -> tuple[int, Wanted]:
+    def fusable(self, entry: FusedJob, member: MemberTrial) -> tuple[int, MemberBatchRequest]:
         """Return how many trials of the same kind fit a device, and the trial's first batch.
 
         Raises:
@@ -105,7 +105,7 @@ class Finder:
         """Return the largest number of members in a group, lowered where memory has run out before."""
         return self._table.limits.get(key, self._most)
 
-    def others(self, entry: Entry, wanted: Wanted | None, device: Device) -> list[Entry]:
+    def others(self, entry: FusedJob, wanted: MemberBatchRequest | None, device: Device) -> list[FusedJob]:
         """Find the other members for a job's group.
 
         Args:
@@ -124,7 +124,9 @@ class Finder:
             raise UnfusableError("a device has no room for two of its kind at once")
         return taken
 
-    def _beyond(self, entry: Entry, taken: list[Entry], wanted: Wanted, device: Device) -> list[Entry]:
+    def _beyond(
+        self, entry: FusedJob, taken: list[FusedJob], wanted: MemberBatchRequest, device: Device
+    ) -> list[FusedJob]:
         """Add members beyond a device's room, if a planned step of all members is preferable."""
         room, most = entry.most, self._most_of(entry.key)
         if len(taken) + 1 < room or room >= most or self._sizes is None:
@@ -153,8 +155,14 @@ class Finder:
         return together[1 : entry.most]
 
     def _further(
-        self, entry: Entry, taken: list[Entry], wanted: Wanted, kind: Hashable, device: Device, sizes: PlannedSizes
-    ) -> list[Entry]:
+        self,
+        entry: FusedJob,
+        taken: list[FusedJob],
+        wanted: MemberBatchRequest,
+        kind: Hashable,
+        device: Device,
+        sizes: PlannedSizeChooser,
+    ) -> list[FusedJob]:
         """Take waiting jobs beyond a device's room.
 
         Nothing is built if the planner is already known to refuse a planned step, because building a trial is
@@ -173,7 +181,7 @@ class Finder:
             return []
         return self._take(entry, entry.trial, most - 1 - len(taken), device)
 
-    def _fitting(self, entry: Entry, wanted: Wanted | None, device: Device) -> list[Entry]:
+    def _fitting(self, entry: FusedJob, wanted: MemberBatchRequest | None, device: Device) -> list[FusedJob]:
         """Take as many jobs as there is room for."""
         member = entry.trial
         assert member is not None
@@ -199,8 +207,14 @@ class Finder:
         return taken[: choice.size - 1]
 
     def _chosen(
-        self, kind: Hashable, entry: Entry, wanted: Wanted, device: Device, taken: Sequence[Entry], chooser: Chooser
-    ) -> Choice:
+        self,
+        kind: Hashable,
+        entry: FusedJob,
+        wanted: MemberBatchRequest,
+        device: Device,
+        taken: Sequence[FusedJob],
+        chooser: GroupSizeChooser,
+    ) -> GroupSizeChoice:
         """Choose how many jobs to compute together, and log the choice."""
         member = entry.trial
         assert member is not None
@@ -212,7 +226,7 @@ class Finder:
             log_fusion(self._table.pool.log, carrier.key, choice, len(all_steps))
         return choice
 
-    def _take_for(self, kind: Hashable, entry: Entry, device: Device, chooser: Chooser) -> list[Entry]:
+    def _take_for(self, kind: Hashable, entry: FusedJob, device: Device, chooser: GroupSizeChooser) -> list[FusedJob]:
         """Take jobs of the same family that match the job.
 
         The comparison of two trials is expensive, so jobs are compared only if there are enough to gain by fusion.
@@ -230,7 +244,7 @@ class Finder:
             alike += self._take(entry, first, entry.most - 1 - len(alike), device)
         return alike
 
-    def _leave(self, taken: Sequence[Entry]) -> None:
+    def _leave(self, taken: Sequence[FusedJob]) -> None:
         """Put taken jobs back among the waiting jobs."""
         for entry in taken:
             with self._table.pool.changed:
@@ -243,7 +257,7 @@ class Finder:
             if stop is not None and carrier is not None:
                 self._table.pool.stop(carrier, stop)
 
-    def _take(self, entry: Entry, first: Member | None, most: int, device: Device) -> list[Entry]:
+    def _take(self, entry: FusedJob, first: MemberTrial | None, most: int, device: Device) -> list[FusedJob]:
         """Take waiting jobs with the same key as another job, and build them; no other group can take them any more.
 
         Args:
@@ -259,7 +273,7 @@ class Finder:
             time.monotonic() - self.last_submitted < _SETTLED_SECONDS and time.monotonic() - began < _PATIENCE_SECONDS
         ):
             time.sleep(_SETTLED_SECONDS / 10)
-        taken: list[Entry] = []
+        taken: list[FusedJob] = []
         for one in self._table.free():
             if len(taken) == most:
                 break
@@ -267,13 +281,13 @@ class Finder:
                 taken.append(one)
         return taken
 
-    def takes(self, entry: Entry, key: Hashable, first: Member | None, device: Device) -> bool:
+    def takes(self, entry: FusedJob, key: Hashable, first: MemberTrial | None, device: Device) -> bool:
         """Build a job's trial, and take the job if its key is `key` and its trial matches `first`, where given."""
         with self._table.pool.changed:
             if not entry.is_free:
                 return False
             entry.is_building = True
-        member: Member | None = entry.trial
+        member: MemberTrial | None = entry.trial
         try:
             if member is None:
                 member = self.build(entry, device)
@@ -295,7 +309,7 @@ class Finder:
             member.close(keep=False)
         return is_taken
 
-    def _is_alike(self, entry: Entry, first: Member, member: Member | None) -> bool:
+    def _is_alike(self, entry: FusedJob, first: MemberTrial, member: MemberTrial | None) -> bool:
         """Return whether two trials with the same key can be members of a single group."""
         if member is None:
             return False
@@ -304,12 +318,12 @@ class Finder:
         except UnfusableError as error:
             _LOGGER.info("%s is not computed with those of its kind: %s", entry.job.name, error)
             return False
-        except (Exception, GivenUp):  # noqa: BLE001 - the error comes up again when the trial runs
+        except (Exception, LoaderInterrupt):  # noqa: BLE001 - the error comes up again when the trial runs
             return False
         return True
 
     @staticmethod
-    def begin(entry: Entry) -> None:
+    def begin(entry: FusedJob) -> None:
         """Run a trial's own code up to the first batch, which is where a group takes over."""
         if entry.seat is None:
             seat = entry.sit()
@@ -321,6 +335,6 @@ class Finder:
                 raise
 
 
-def _steps(entries: Sequence[Entry]) -> list[float]:
+def _steps(entries: Sequence[FusedJob]) -> list[float]:
     """Remaining optimizer steps of each built job."""
     return [steps_of(one.trial) for one in entries if one.trial is not None]

@@ -9,27 +9,28 @@ from torch import nn
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, UnfusableError
-from hydra_tune.fusion.choice import Timing, chosen_size, next_size, sizes, why
-from hydra_tune.fusion.chooser import UntracedPlans, timed_alone
+from hydra_tune.fusion.choice import FusionStepTimes, chosen_size, next_size, sizes, why
+from hydra_tune.fusion.chooser import UntracedPlanFactory, timed_alone
 from hydra_tune.fusion.key import check_task, fusion_key
-from hydra_tune.fusion.planned import Stack, StepPlanner, check_planned, stack_of
-from hydra_tune.fusion.planned_choice import PlannedChoice
+from hydra_tune.fusion.planned import StackedStepSpec, StepPlanner, check_planned, stack_of
+from hydra_tune.fusion.planned_choice import PlannedSizeChoice
 from hydra_tune.fusion.planned_sizes import compared, kept_way
 from hydra_tune.fusion.planner.figures import StepFigures
-from hydra_tune.fusion.plans import GroupPlans, check_updates, room_for
-from hydra_tune.fusion.probe import Bench
-from hydra_tune.pool.step_profiles import StepProfiles
-from hydra_tune.shard.batch import Leaves
-from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.fusion.plans import GroupPlanFactory, check_updates, room_for
+from hydra_tune.fusion.probe import FusionBenchmark
+from hydra_tune.pool.step_profiles import StepProfileCache
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _MANY = float("inf")
 
 FusionOf = Callable[
-    [TrainTask, tuple[nn.Module, torch.optim.Optimizer], Prepared, Leaves, PlanLibrary, Device], "FusionForecast"
+    [TrainTask, tuple[nn.Module, torch.optim.Optimizer], PreparedPlan, BatchLeaves, PlanLibrary, Device],
+    "FusionForecast",
 ]
-"""`FusionForecasts.of` with its options bound."""
+"""`FusionForecaster.of` with its options bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,13 +66,13 @@ class FusionForecast:
     group_seconds: dict[int, float] = field(default_factory=dict)
     size: int | None = None
     told: str | None = None
-    planned: PlannedChoice | None = None
+    planned: PlannedSizeChoice | None = None
     why_not_planned: str | None = None
     figures: StepFigures | None = None
     why_no_figures: str | None = None
 
 
-class FusionForecasts:
+class FusionForecaster:
     """Numbers the groups of a pool, and remembers measured times.
 
     Args:
@@ -81,16 +82,16 @@ class FusionForecasts:
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._numbers: dict[Hashable, int] = {}
-        self._timings: dict[Hashable, Timing] = {}
-        self._planned: dict[Hashable, PlannedChoice] = {}
-        self._figures = StepProfiles(budget_bytes)
+        self._timings: dict[Hashable, FusionStepTimes] = {}
+        self._planned: dict[Hashable, PlannedSizeChoice] = {}
+        self._figures = StepProfileCache(budget_bytes)
 
     def of(
         self,
         task: TrainTask,
         built: tuple[nn.Module, torch.optim.Optimizer],
-        prepared: Prepared,
-        leaves: Leaves,
+        prepared: PreparedPlan,
+        leaves: BatchLeaves,
         library: PlanLibrary,
         device: Device,
         *,
@@ -130,8 +131,8 @@ class FusionForecasts:
         found: FusionForecast,
         task: TrainTask,
         built: tuple[nn.Module, torch.optim.Optimizer],
-        prepared: Prepared,
-        leaves: Leaves,
+        prepared: PreparedPlan,
+        leaves: BatchLeaves,
         library: PlanLibrary,
         device: Device,
         most: int,
@@ -142,9 +143,9 @@ class FusionForecasts:
             return found
         if device.torch_device.type != "cpu":
             return replace(found, why_not_planned="what planned steps would take is predicted on CPU devices alone")
-        planner, plans = StepPlanner(self._budget_bytes, library.budget.alignment), GroupPlans(library)
+        planner, plans = StepPlanner(self._budget_bytes, library.budget.alignment), GroupPlanFactory(library)
 
-        def stack(begin: int, end: int) -> Stack:
+        def stack(begin: int, end: int) -> StackedStepSpec:
             size, is_clipped = end - begin, task.max_grad_norm is not None
             return stack_of(plans.stacked(prepared, size), [built] * size, leaves.tensors, is_clipped=is_clipped)
 
@@ -165,8 +166,8 @@ class FusionForecasts:
         self,
         task: TrainTask,
         built: tuple[nn.Module, torch.optim.Optimizer],
-        prepared: Prepared,
-        leaves: Leaves,
+        prepared: PreparedPlan,
+        leaves: BatchLeaves,
         library: PlanLibrary,
         device: Device,
         *,
@@ -178,13 +179,13 @@ class FusionForecasts:
             key = (fusion_key(task, module, optimizer), leaves.signature)
             check_updates(prepared)
             room = room_for(prepared, self._budget_bytes, most)
-            GroupPlans(library).stacked(prepared, room)
+            GroupPlanFactory(library).stacked(prepared, room)
         except UnfusableError as error:
             return FusionForecast(group=None, why_alone=str(error))
         number = self._numbers.setdefault(key, len(self._numbers))
         if not probes or not prepared.is_checked:
             return FusionForecast(group=number, room=room)
-        bench = Bench(task, module, leaves.rebuild(leaves.tensors), library, device)
+        bench = FusionBenchmark(task, module, leaves.rebuild(leaves.tensors), library, device)
         try:
             timing = self._timings[key] = self._timed(self._timings.get(key), bench, library, room)
         except Exception as error:  # a task that cannot be measured still has a forecast
@@ -202,11 +203,13 @@ class FusionForecasts:
         )
 
     @staticmethod
-    def _timed(timing: Timing | None, bench: Bench, library: PlanLibrary, room: int) -> Timing:
+    def _timed(
+        timing: FusionStepTimes | None, bench: FusionBenchmark, library: PlanLibrary, room: int
+    ) -> FusionStepTimes:
         if timing is not None and any(timing.gain(size) is not None for size in sizes(room)):
             return timing
         timing = timing or timed_alone(bench)
-        plans = UntracedPlans(library)
+        plans = UntracedPlanFactory(library)
         while (size := next_size(timing, room, _MANY)) is not None:
             timing = timing.with_size(size, bench.together(size, plans))
         return timing

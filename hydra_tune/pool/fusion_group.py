@@ -15,36 +15,36 @@ from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import FusionKey
-from hydra_tune.fusion.measured import Measured
-from hydra_tune.fusion.member import Member, Wanted
+from hydra_tune.fusion.measured import AutotuneResult
+from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.pair import PairTrial
-from hydra_tune.fusion.seat import Seat
-from hydra_tune.pool.fusion_entry import Entry
+from hydra_tune.fusion.seat import GroupSlot
+from hydra_tune.pool.fusion_entry import FusedJob
 from hydra_tune.pool.job import Job, Reported
-from hydra_tune.pool.later import Later
+from hydra_tune.pool.later import BackgroundCallQueue
 from hydra_tune.pool.lifecycle import log_measured
 from hydra_tune.pool.pool import Pool
-from hydra_tune.train.trial import Report
+from hydra_tune.train.trial import PendingReport
 
 _LOGGER = logging.getLogger(__name__)
 _FUSION_LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
-class Keeping(Protocol):
+class GroupMemberListener(Protocol):
     """Receiver of a group's news about members; see `Ends`."""
 
-    def seat_over(self, group: "LiveGroup", entry: Entry) -> None:
+    def seat_over(self, group: "LiveGroup", entry: FusedJob) -> None:
         """Handle a member that has ended."""
 
-    def seat_left(self, entry: Entry) -> None:
+    def seat_left(self, entry: FusedJob) -> None:
         """Handle a paused member that has left; under the lock."""
 
-    def send_back(self, entries: Sequence[Entry]) -> None:
+    def send_back(self, entries: Sequence[FusedJob]) -> None:
         """Give new carriers to jobs whose promised seats will not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unplanned:
+class SmallerGroupFallback:
     """Alternative to planned steps: smaller groups that need no plan.
 
     Attributes:
@@ -53,7 +53,7 @@ class Unplanned:
     """
 
     size: int
-    seconds: Callable[[Member, Wanted], float]
+    seconds: Callable[[MemberTrial, MemberBatchRequest], float]
 
 
 class LiveGroup:
@@ -86,17 +86,17 @@ class LiveGroup:
         carrier: Job,
         key: Hashable,
         most: int,
-        keeping: Keeping,
-        building: Later,
-        timer: Later,
-        unplanned: Unplanned | None = None,
+        keeping: GroupMemberListener,
+        building: BackgroundCallQueue,
+        timer: BackgroundCallQueue,
+        unplanned: SmallerGroupFallback | None = None,
     ) -> None:
         self._pool = pool
         self.carrier = carrier
         self.key = key
         self.most = most
-        self.entries: list[Entry] = []
-        self.arrivals: list[Entry] = []
+        self.entries: list[FusedJob] = []
+        self.arrivals: list[FusedJob] = []
         self.is_over = False
         self.goes_back_to = 0
         self._keeping = keeping
@@ -113,7 +113,7 @@ class LiveGroup:
         places = self.most if grows else len(self.trial.seats)
         return len(self.entries) + len(self.arrivals) < places
 
-    def admits(self, entry: Entry) -> bool:
+    def admits(self, entry: FusedJob) -> bool:
         """Return whether a job may join, as far as is known before its trial is built. Under the pool's lock."""
         if entry.key is None:
             return True
@@ -125,7 +125,7 @@ class LiveGroup:
             return False
         return entry.trial is None or self.trial.admits(entry.trial)
 
-    def come(self, entry: Entry) -> None:
+    def come(self, entry: FusedJob) -> None:
         """Promise a job the next possible seat. Under the pool's lock."""
         entry.is_taken = True
         entry.carrier = self.carrier
@@ -168,7 +168,7 @@ class LiveGroup:
 
     # Methods of `Desk`.
 
-    def ended(self, seat: Seat) -> None:
+    def ended(self, seat: GroupSlot) -> None:
         """As of `Desk`."""
         with self._pool.changed:
             entry = self._entry_of(seat)
@@ -176,16 +176,16 @@ class LiveGroup:
             entry.is_seated = False
         self._keeping.seat_over(self, entry)
 
-    def reported(self, seat: Seat) -> None:
+    def reported(self, seat: GroupSlot) -> None:
         """As of `Desk`."""
         report = seat.wants
-        assert isinstance(report, Report)
+        assert isinstance(report, PendingReport)
         with self._pool.changed:
             entry = self._entry_of(seat)
             if not tell(entry, report):
                 seat.is_answered = True
 
-    def left(self, seat: Seat) -> None:
+    def left(self, seat: GroupSlot) -> None:
         """As of `Desk`."""
         with self._pool.changed:
             entry = self._entry_of(seat)
@@ -196,7 +196,7 @@ class LiveGroup:
         """As of `Desk`."""
         return len(self.arrivals)
 
-    def joining(self, free: int, *, ends: bool) -> Sequence[Seat]:
+    def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
         """As of `Desk`."""
         self._save_asked_beside()
         if not self.arrivals and not ends:
@@ -254,14 +254,14 @@ class LiveGroup:
         if late:
             self._timer.do(partial(self._keeping.send_back, late))
 
-    def measured(self, found: Measured, like: Wanted) -> None:
+    def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None:
         """As of `Desk`."""
         _FUSION_LOGGER.info("measured: %s", found.told)
         log_measured(self._pool.log, self.carrier.key, found)
         if self._unplanned is not None and found.is_slower:
             self._building.do(partial(self._compare, self._unplanned, found, like))
 
-    def _compare(self, unplanned: Unplanned, found: Measured, like: Wanted) -> None:
+    def _compare(self, unplanned: SmallerGroupFallback, found: AutotuneResult, like: MemberBatchRequest) -> None:
         """End the group if smaller groups without a plan are faster; the members continue in such groups."""
         with self._pool.changed:
             member = next((one.trial for one in self.entries if one.trial is not None), None)
@@ -283,11 +283,11 @@ class LiveGroup:
             each * 1e3,
         )
 
-    def _entry_of(self, seat: Seat) -> Entry:
+    def _entry_of(self, seat: GroupSlot) -> FusedJob:
         return next(one for one in self.entries if one.seat is seat)
 
 
-def tell(entry: Entry, report: Report) -> bool:
+def tell(entry: FusedJob, report: PendingReport) -> bool:
     """Announce a report to a job's driver; return False if no answer is expected. Under the pool's lock."""
     job = entry.job
     if job.events is None or not entry.told.takes(report):

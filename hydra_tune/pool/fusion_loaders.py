@@ -11,22 +11,22 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from hydra_tune.pool.fusion_entry import Entry
-from hydra_tune.pool.fusion_table import FusionTable
+from hydra_tune.pool.fusion_entry import FusedJob
+from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.job import Job, Result
-from hydra_tune.pool.loaders import Drawing, Members
-from hydra_tune.pool.record import Record
+from hydra_tune.pool.loaders import DrawingMember, MemberLoaderSource
+from hydra_tune.pool.record import JobState
 from hydra_tune.train.drawing import DrawClock
 
 
-class Looking(Protocol):
+class JoinerSearcher(Protocol):
     """Search for joiners; see `Carriers`."""
 
     def look_later(self) -> None:
         """Search, on another thread, for a job that could join a group."""
 
 
-class MemberLoaders(Members):
+class MemberLoaders(MemberLoaderSource):
     """Loaders of the jobs of a `Fusion`.
 
     Args:
@@ -34,12 +34,12 @@ class MemberLoaders(Members):
         looking: called when the thread that searches for members has been given up.
     """
 
-    def __init__(self, table: FusionTable, looking: Looking) -> None:
+    def __init__(self, table: FusedJobTable, looking: JoinerSearcher) -> None:
         self._table = table
         self._looking = looking
 
     @override
-    def clock(self, record: Record) -> DrawClock | None:
+    def clock(self, record: JobState) -> DrawClock | None:
         with self._table.pool.changed:
             for entry in self._table.entries.values():
                 if entry.carrier is record.job and entry.is_forming and entry.trial is not None:
@@ -47,16 +47,16 @@ class MemberLoaders(Members):
         return None
 
     @override
-    def drawing(self) -> Iterable[Drawing]:
+    def drawing(self) -> Iterable[DrawingMember]:
         with self._table.pool.changed:
             entries = [one for one in self._table.entries.values() if not one.is_forming]
-        return [_Member(one, self._table, self._looking) for one in entries if one.seat or one.candidate]
+        return [_DrawingFusedJob(one, self._table, self._looking) for one in entries if one.seat or one.candidate]
 
 
-class _Member(Drawing):
+class _DrawingFusedJob(DrawingMember):
     """A job that draws outside its own preparation."""
 
-    def __init__(self, entry: Entry, table: FusionTable, looking: Looking) -> None:
+    def __init__(self, entry: FusedJob, table: FusedJobTable, looking: JoinerSearcher) -> None:
         self.job: Job = entry.job
         self._entry = entry
         self._table = table
@@ -78,7 +78,7 @@ class _Member(Drawing):
         return self._entry.stop is not None
 
     def abandon(self) -> bool:
-        """As of `Drawing`; a hanging joiner ends, and another thread continues the search for joiners."""
+        """As of `DrawingMember`; a hanging joiner ends, and another thread continues the search for joiners."""
         entry, table, clock = self._entry, self._table, self.clock
         with table.pool.changed:
             is_joining = entry.seat is not None and entry.is_taken and not entry.is_seated and entry.candidate is None

@@ -5,15 +5,15 @@ Note: the table uses the pool's lock. Calls into the pool in reaction to an even
 
 from collections.abc import Hashable
 
-from hydra_tune.pool.fusion_entry import Entry
+from hydra_tune.pool.fusion_entry import FusedJob
 from hydra_tune.pool.fusion_group import LiveGroup
 from hydra_tune.pool.job import Failed, Finished, Result
-from hydra_tune.pool.later import Later
+from hydra_tune.pool.later import BackgroundCallQueue
 from hydra_tune.pool.pool import Pool
-from hydra_tune.train.drawing import GivenUp
+from hydra_tune.train.drawing import LoaderInterrupt
 
 
-class FusionTable:
+class FusedJobTable:
     """Live jobs and groups.
 
     Args:
@@ -29,32 +29,32 @@ class FusionTable:
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, FusedJob] = {}
         self.groups: dict[str, LiveGroup] = {}
         self.limits: dict[Hashable, int] = {}
-        self.building, self.timer = Later("hydra-members"), Later("hydra-groups")
+        self.building, self.timer = BackgroundCallQueue("hydra-members"), BackgroundCallQueue("hydra-groups")
 
-    def free(self) -> list[Entry]:
+    def free(self) -> list[FusedJob]:
         """Jobs that a group may take."""
         with self.pool.changed:
             return [one for one in self.entries.values() if one.is_free]
 
-    def group_of(self, entry: Entry) -> LiveGroup | None:
+    def group_of(self, entry: FusedJob) -> LiveGroup | None:
         """Return the group in which a job has, or is promised, a seat."""
         return None if entry.carrier is None else self.groups.get(entry.carrier.key)
 
-    def group_for(self, entry: Entry, *, grows: bool) -> LiveGroup | None:
+    def group_for(self, entry: FusedJob, *, grows: bool) -> LiveGroup | None:
         """Return a group that a job may join, preferably one with a vacant seat. Under the lock."""
         found = [one for one in self.groups.values() if one.admits(entry) and one.has_room(grows=grows)]
         return next((one for one in found if one.has_room(grows=False)), found[0] if found else None)
 
-    def over(self, entry: Entry, result: Result) -> None:
+    def over(self, entry: FusedJob, result: Result) -> None:
         """End a job, unless the job has ended already."""
         job = entry.job
         with self.pool.changed:
             if self.entries.pop(job.key, None) is None:
                 return
-        if isinstance(result.error, GivenUp) and entry.loader_error is not None:
+        if isinstance(result.error, LoaderInterrupt) and entry.loader_error is not None:
             result.error = entry.loader_error
         member = entry.trial
         planned_by = entry.result(result)

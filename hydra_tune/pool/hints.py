@@ -1,4 +1,4 @@
-"""`FusionHint`: suggests fusion, once, where trials are short, alike and run one by one."""
+"""`FusionAdvisor`: suggests fusion, once, where trials are short, alike and run one by one."""
 
 import logging
 import threading
@@ -16,7 +16,7 @@ _LEAST_TRIALS = 4
 _MOST_GAIN = 8  # times; the measured gain of groups of 16 small networks (docs/fusion.md)
 
 
-class FusionHint:
+class FusionAdvisor:
     """Watches the trials of a pool without fusion.
 
     Attributes:

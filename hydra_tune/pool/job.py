@@ -16,7 +16,7 @@ from typing import Protocol
 from hydra_tune.errors import ConfigError
 from hydra_tune.task import TrainTask
 from hydra_tune.train.explain import explained
-from hydra_tune.train.trained import Trained
+from hydra_tune.train.trained import TrainingOutcome
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def check_priority(priority: object) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class JobProgress:
     """Progress of a job.
 
     Attributes:
@@ -66,8 +66,8 @@ class Progress:
 
 
 @dataclass(slots=True, kw_only=True)
-class Result(Trained):
-    """The outcome of a job; see `Trained` for status, metrics, history, error, and the trained module.
+class Result(TrainingOutcome):
+    """The outcome of a job; see `TrainingOutcome` for status, metrics, history, error, and the trained module.
 
     Attributes:
         num_shards: number of the model's shards; 0 if the job failed before partitioning.
@@ -102,7 +102,7 @@ class Result(Trained):
         return len(self.faults)
 
 
-class Steering(Protocol):
+class JobController(Protocol):
     """Requests of a job to the job's pool."""
 
     def proceed(self, job: "Job") -> None:
@@ -117,7 +117,7 @@ class Steering(Protocol):
     def prioritize(self, job: "Job", priority: int) -> None:
         """Change a job's priority."""
 
-    def progress(self, job: "Job") -> Progress:
+    def progress(self, job: "Job") -> JobProgress:
         """Progress of a job."""
 
     def save(self, job: "Job") -> "Future[Path]":
@@ -127,7 +127,9 @@ class Steering(Protocol):
 class Job:
     """A task in the pool, made by `HydraExecutor.submit`; all methods may be called from any thread."""
 
-    def __init__(self, *, key: str, name: str, task: TrainTask, pool: Steering, events: "EventStream | None") -> None:
+    def __init__(
+        self, *, key: str, name: str, task: TrainTask, pool: JobController, events: "EventStream | None"
+    ) -> None:
         self.key = key
         self.name = name
         self.task = task
@@ -154,7 +156,7 @@ class Job:
         return self._paused
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> JobProgress:
         """Progress of the job."""
         return self._pool.progress(self)
 

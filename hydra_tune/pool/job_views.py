@@ -6,7 +6,7 @@ from dataclasses import replace
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.observe.snapshot import SweepView, TrialView
 from hydra_tune.pool.job import Job, Result
-from hydra_tune.pool.outlook import Forecaster, Work
+from hydra_tune.pool.outlook import MakespanForecaster, TrialComputeTime
 from hydra_tune.pool.stats import PoolStats
 
 _BEFORE_TRAINING = frozenset({"queued", "preparing"})
@@ -60,7 +60,9 @@ def with_result(view: TrialView, job: Job, result: Result) -> TrialView:
     )
 
 
-def with_outlook(view: SweepView, forecaster: Forecaster, *, num_unstarted: int | None, stats: PoolStats) -> SweepView:
+def with_outlook(
+    view: SweepView, forecaster: MakespanForecaster, *, num_unstarted: int | None, stats: PoolStats
+) -> SweepView:
     """View of a sweep with the forecast makespan and a lower bound of the makespan, as far as both are known.
 
     Args:
@@ -77,10 +79,10 @@ def with_outlook(view: SweepView, forecaster: Forecaster, *, num_unstarted: int 
     )
 
 
-def _works(view: SweepView) -> list[Work]:
+def _works(view: SweepView) -> list[TrialComputeTime]:
     """Compute times of the trials in the present run; trials of earlier runs are excluded."""
     return [
-        Work(
+        TrialComputeTime(
             done_seconds=trial.compute_seconds,
             left_seconds=trial.remaining_seconds,
             is_over=trial.is_over,

@@ -13,7 +13,7 @@ _LOGGER = logging.getLogger(__name__)
 _END_SECONDS = 5.0  # longest wait for the thread's end: a call may hang in a user's code
 
 
-class Later:
+class BackgroundCallQueue:
     """A queue of calls on a thread of its own, started at the first call.
 
     Args:

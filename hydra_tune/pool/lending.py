@@ -1,4 +1,4 @@
-"""`Lender`: offers a job other idle devices and host memory, for running batches side by side."""
+"""`PoolDeviceLender`: offers a job other idle devices and host memory, for running batches side by side."""
 
 import threading
 from collections import Counter
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.meter import bytes_per_second
 from hydra_tune.memory.pager import Pager
-from hydra_tune.pool.record import Record
+from hydra_tune.pool.record import JobState
 from hydra_tune.schedule import Scheduler
-from hydra_tune.train.ways import ONE_DEVICE, Offer
+from hydra_tune.train.ways import ONE_DEVICE, DeviceOffer
 
 
-class Lender:
+class PoolDeviceLender:
     """Answers trials whose steps can be split over devices.
 
     Args:
@@ -27,7 +27,7 @@ class Lender:
         self,
         devices: Mapping[str, Device],
         pagers: Mapping[str, Pager],
-        records: Mapping[str, Record],
+        records: Mapping[str, JobState],
         scheduler: Scheduler,
         *,
         capacity_bytes: Callable[[], int],
@@ -41,7 +41,7 @@ class Lender:
         self._capacity_bytes = capacity_bytes
         self._changed = changed
 
-    def offer(self, record: Record) -> Offer | None:
+    def offer(self, record: JobState) -> DeviceOffer | None:
         """Return the devices available to a running job; None if the job is over, or no other device is idle."""
         with self._changed:
             # A device whose unit of the previous step has just ended may not have reported the end yet; such a device
@@ -51,14 +51,14 @@ class Lender:
             names = [name for name in self._devices if name in own or name in idle]
             if record.outcome is not None or not own or not names[1:]:
                 return None
-        return Offer(
+        return DeviceOffer(
             devices=tuple(names),
             budget_bytes=min(self._devices[name].budget_bytes for name in names),
             bytes_per_second=bytes_per_second(self._pagers[name].link for name in names),
             most_devices=len(self._devices),
         )
 
-    def lend(self, record: Record, way: str, nbytes: int, most: int) -> int:
+    def lend(self, record: JobState, way: str, nbytes: int, most: int) -> int:
         """Grant host memory for batches side by side, and return how many batches may run at the same time."""
         with self._changed:
             free = self._capacity_bytes() - sum(other.host_bytes for other in self._records.values())
@@ -69,7 +69,7 @@ class Lender:
             self.steps_by_way[way if count else ONE_DEVICE] += 1
             return 1 + count
 
-    def take_back(self, record: Record) -> None:
+    def take_back(self, record: JobState) -> None:
         """Take back the host memory lent to a job, after its batches have run."""
         with self._changed:
             record.host_bytes -= record.lent_bytes
@@ -83,14 +83,14 @@ class Lender:
             self.steps_by_way[ONE_DEVICE] += 1
 
 
-class JobHelpers:
+class JobDeviceLender:
     """The lender as seen by a single job; see `train/helpers.py`."""
 
-    def __init__(self, lender: Lender, record: Record) -> None:
+    def __init__(self, lender: PoolDeviceLender, record: JobState) -> None:
         self._lender = lender
         self._record = record
 
-    def offer(self) -> Offer | None:
+    def offer(self) -> DeviceOffer | None:
         """Return the devices available for the step that begins."""
         return self._lender.offer(self._record)
 

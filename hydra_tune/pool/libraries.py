@@ -17,7 +17,7 @@ from hydra_tune.quantities import format_bytes
 _LOGGER = logging.getLogger(__name__)
 
 
-class Libraries:
+class LedgerFitter:
     """Fits a device's ledger to the memory left by its units.
 
     Args:

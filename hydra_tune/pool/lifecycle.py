@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hydra_tune.fusion.chooser import Choice
-from hydra_tune.fusion.measured import Measured
-from hydra_tune.fusion.planned_choice import PlannedChoice
+from hydra_tune.fusion.chooser import GroupSizeChoice
+from hydra_tune.fusion.measured import AutotuneResult
+from hydra_tune.fusion.planned_choice import PlannedSizeChoice
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.schedule import (
@@ -57,7 +57,7 @@ def log_retry(log: EventLog | None, job: str, error: BaseException) -> None:
         log.job(job, "begins again", error=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def log_fusion(log: EventLog | None, job: str, choice: Choice, trials: int) -> None:
+def log_fusion(log: EventLog | None, job: str, choice: GroupSizeChoice, trials: int) -> None:
     """Log how many waiting trials are computed together; `job` is the carrier."""
     if log is None:
         return
@@ -74,13 +74,13 @@ def log_fusion(log: EventLog | None, job: str, choice: Choice, trials: int) -> N
     )
 
 
-def log_plan(log: EventLog | None, job: str, choice: PlannedChoice, trials: int) -> None:
+def log_plan(log: EventLog | None, job: str, choice: PlannedSizeChoice, trials: int) -> None:
     """Log how trials beyond a device's room are computed together; `job` is the carrier."""
     if log is not None:
         log.job(job, "plan", trials=trials, told=list(choice.told), ways=[asdict(way) for way in choice.ways])
 
 
-def log_measured(log: EventLog | None, job: str, found: Measured) -> None:
+def log_measured(log: EventLog | None, job: str, found: AutotuneResult) -> None:
     """Log the measured time of a job's planned steps."""
     if log is not None:
         log.job(job, "measured", told=[found.told], **asdict(found))

@@ -14,13 +14,13 @@ from hydra_tune.observe.snapshot import Goal, SweepView
 from hydra_tune.observe.summary import print_summary, trial_line
 from hydra_tune.observe.terminal import LiveView
 from hydra_tune.pool.stats import PoolStats
-from hydra_tune.pool.watch import Watch
+from hydra_tune.pool.watch import SweepMonitor
 
 _NUM_RECENT = 200
 
 
 @contextmanager
-def shown(name: str, goal: Goal, stats: Callable[[], PoolStats]) -> Iterator[Watch]:
+def shown(name: str, goal: Goal, stats: Callable[[], PoolStats]) -> Iterator[SweepMonitor]:
     """Show jobs until the end of the block, and then, except in a notebook, a summary.
 
     Args:
@@ -37,7 +37,7 @@ def shown(name: str, goal: Goal, stats: Callable[[], PoolStats]) -> Iterator[Wat
     out = sys.stdout
     say = RateLimit(lambda line: print(line, file=out, flush=True))
     tell: Callable[[str], None] = recent.append if on_terminal or is_notebook() else say
-    watch = Watch(name, goal, lambda trial, metric: tell(trial_line(trial, metric)))
+    watch = SweepMonitor(name, goal, lambda trial, metric: tell(trial_line(trial, metric)))
 
     def snapshot() -> SweepView:
         return watch.snapshot(stats())

@@ -1,4 +1,4 @@
-"""`LoaderWatch`: keeps a hanging data loader from blocking other trials.
+"""`LoaderWatchdog`: keeps a hanging data loader from blocking other trials.
 
 Note: three steps. A trial that waits longer than a moment for a batch leaves its device to other trials. The trial's
 thread keeps waiting, and the device gets a new worker (for first batches, the pool gets a new preparer). When the batch
@@ -20,11 +20,11 @@ from typing import Protocol
 from torch.utils.data import DataLoader
 
 from hydra_tune.errors import LoaderTimeoutError
-from hydra_tune.pool.core import Core
+from hydra_tune.pool.core import JobDispatcher
 from hydra_tune.pool.job import Job
-from hydra_tune.pool.record import Record
+from hydra_tune.pool.record import JobState
 from hydra_tune.quantities import format_seconds, parse_seconds
-from hydra_tune.schedule.record import Phase
+from hydra_tune.schedule.record import JobPhase
 from hydra_tune.train.drawing import DrawClock
 
 # A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
@@ -36,7 +36,7 @@ _GRACE_SECONDS = 2.0  # until a loader that was interrupted is abandoned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderTimes:
+class LoaderWaitLimits:
     """How long the pool waits for data loaders, in seconds.
 
     Attributes:
@@ -48,29 +48,29 @@ class LoaderTimes:
     timeout_seconds: float | None = 1800.0
 
 
-def check_loader_times(warning: object, timeout: object) -> LoaderTimes:
+def check_loader_times(warning: object, timeout: object) -> LoaderWaitLimits:
     """Parse `loader_warning` and `loader_timeout`.
 
     Raises:
         ConfigError: an argument is no valid time.
     """
-    return LoaderTimes(
+    return LoaderWaitLimits(
         warning_seconds=parse_seconds(warning, what="loader_warning"),
         timeout_seconds=None if timeout is None else parse_seconds(timeout, what="loader_timeout"),
     )
 
 
-class Members(Protocol):
+class MemberLoaderSource(Protocol):
     """Trials that belong to no record: present and future members of fused groups."""
 
-    def clock(self, record: Record) -> DrawClock | None:
+    def clock(self, record: JobState) -> DrawClock | None:
         """Return the clock of the trial in preparation for a record that has no trial yet."""
 
-    def drawing(self) -> Iterable["Drawing"]:
+    def drawing(self) -> Iterable["DrawingMember"]:
         """Members whose own code runs outside their preparation."""
 
 
-class Drawing(Protocol):
+class DrawingMember(Protocol):
     """A member that is not the trial of a record.
 
     Attributes:
@@ -94,7 +94,7 @@ class Drawing(Protocol):
         """Give up waiting for the member; return False if that is impossible or no longer necessary."""
 
 
-class LoaderWatch:
+class LoaderWatchdog:
     """Watches the loaders of a pool's trials, on a thread of its own.
 
     Args:
@@ -108,12 +108,12 @@ class LoaderWatch:
         members: trials that belong to no record; None: there are none.
     """
 
-    members: Members | None = None
+    members: MemberLoaderSource | None = None
 
     def __init__(
         self,
-        core: Core,
-        times: LoaderTimes,
+        core: JobDispatcher,
+        times: LoaderWaitLimits,
         replace_worker: Callable[[str], None],
         replace_preparer: Callable[[int], None],
         *,
@@ -166,12 +166,12 @@ class LoaderWatch:
             for key in known.keys() - set(late):
                 del known[key]
 
-    def _clock(self, record: Record) -> DrawClock | None:
+    def _clock(self, record: JobState) -> DrawClock | None:
         if record.trial is not None:
             return record.trial.clock
         return None if self.members is None else self.members.clock(record)
 
-    def _look_at(self, record: Record, clock: DrawClock) -> None:
+    def _look_at(self, record: JobState, clock: DrawClock) -> None:
         seconds, limit = clock.seconds, self._times.timeout_seconds
         if seconds >= _PATIENCE_SECONDS and self._leaves_devices:
             self._detach(record, clock)
@@ -185,7 +185,7 @@ class LoaderWatch:
             self._warned[job.key] = seconds
             _LOGGER.warning("%s", self._message(job, clock))
 
-    def _look_at_member(self, member: Drawing, clock: DrawClock) -> None:
+    def _look_at_member(self, member: DrawingMember, clock: DrawClock) -> None:
         seconds, key = clock.seconds, member.job.key
         self._warn(member.job, clock, seconds)
         most = self._times.warning_seconds if member.is_stopped else self._times.timeout_seconds
@@ -194,14 +194,14 @@ class LoaderWatch:
         if seconds >= self._interrupted[key] + _GRACE_SECONDS and member.abandon():
             self._left_behind(member.job, clock)
 
-    def _detach(self, record: Record, clock: DrawClock) -> bool:
+    def _detach(self, record: JobState, clock: DrawClock) -> bool:
         """Let the device, or the preparer, serve other jobs meanwhile; return whether it does."""
         core, key, trial = self._core, record.job.key, record.trial
         try:
             with core.changed, clock.under_way():
                 if record.is_detached or core.error is not None or not clock.seconds:
                     return record.is_detached
-                if core.scheduler.phases.get(key) is Phase.PREPARING:
+                if core.scheduler.phases.get(key) is JobPhase.PREPARING:
                     self._replace_preparer(clock.thread)
                     return True
                 if trial is None:
@@ -221,7 +221,7 @@ class LoaderWatch:
                 trial.end_lease()
             core.release_all()
 
-    def _give_up(self, record: Record, clock: DrawClock, seconds: float) -> None:
+    def _give_up(self, record: JobState, clock: DrawClock, seconds: float) -> None:
         key, core = record.job.key, self._core
         if self._interrupt(record, clock, seconds):
             return
@@ -230,13 +230,13 @@ class LoaderWatch:
             return
         assert record.loader_error is not None
         with core.changed:
-            is_preparing = core.scheduler.phases.get(key) is Phase.PREPARING
+            is_preparing = core.scheduler.phases.get(key) is JobPhase.PREPARING
             is_abandoned = core.abandon(record, clock, record.loader_error, is_preparing=is_preparing)
         if is_abandoned:
             self._left_behind(record.job, clock)
         core.release_all()
 
-    def _interrupt(self, waiting: Record | Drawing, clock: DrawClock, seconds: float) -> bool:
+    def _interrupt(self, waiting: JobState | DrawingMember, clock: DrawClock, seconds: float) -> bool:
         """Interrupt the draw, unless it has been interrupted already; return whether the call interrupted the draw."""
         if waiting.job.key in self._interrupted:
             return False

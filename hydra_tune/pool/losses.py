@@ -17,9 +17,9 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import DeviceLostError, first_line
 from hydra_tune.memory.loss import dirty_owners, give_up
 from hydra_tune.memory.pager import Pager
-from hydra_tune.pool.core import PROBE, Core
+from hydra_tune.pool.core import PROBE, JobDispatcher
 from hydra_tune.pool.faults import found_lost, may_be_the_devices
-from hydra_tune.pool.record import Record
+from hydra_tune.pool.record import JobState
 from hydra_tune.schedule import DeviceLost, Event, JobStopped
 
 # A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
@@ -28,7 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 60.0  # for another device's worker, which may be running a unit
 
 
-class Losses:
+class DeviceLossHandler:
     """Handles the loss of devices.
 
     Args:
@@ -38,7 +38,11 @@ class Losses:
     """
 
     def __init__(
-        self, core: Core, devices: Mapping[str, Device], pagers: Mapping[str, Pager], tell: Callable[[str], None]
+        self,
+        core: JobDispatcher,
+        devices: Mapping[str, Device],
+        pagers: Mapping[str, Pager],
+        tell: Callable[[str], None],
     ) -> None:
         self._core = core
         self._devices = devices
@@ -69,7 +73,9 @@ class Losses:
             )
         return bool(lost)
 
-    def report(self, device: str, error: BaseException, ran: Record | None = None, *, is_intact: bool = False) -> None:
+    def report(
+        self, device: str, error: BaseException, ran: JobState | None = None, *, is_intact: bool = False
+    ) -> None:
         """Declare the loss of a worker's own device; called on the worker's thread, once nothing runs there any more.
 
         Args:
@@ -109,12 +115,12 @@ class Losses:
             core.break_down(DeviceLostError(f"the pool's last device, {device}, is lost ({first_line(error)})"))
 
 
-def _owner(record: Record) -> int | None:
+def _owner(record: JobState) -> int | None:
     trial = record.trial
     return None if trial is None or trial.state is None else trial.state.number
 
 
-def _error(device: str, record: Record, error: BaseException) -> DeviceLostError:
+def _error(device: str, record: JobState, error: BaseException) -> DeviceLostError:
     found = DeviceLostError(
         f"device {device} was lost with state of trial {record.job.name!r} that was nowhere else ({first_line(error)}); a "
         "trial with checkpoints goes on from its last one: checkpoint_dir, and max_retries of at least 1"

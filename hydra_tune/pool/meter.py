@@ -8,7 +8,7 @@ from hydra_tune.pool.stats import DeviceStats, PoolStats
 _WINDOW_SECONDS = 5.0
 
 
-class Meter:
+class UtilizationMeter:
     """Remembers the statistics of the last seconds; not thread-safe."""
 
     def __init__(self) -> None:

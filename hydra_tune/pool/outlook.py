@@ -13,7 +13,7 @@ _SPREAD = ("data-parallel", "pipelined")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class TrialComputeTime:
     """A trial as compute time.
 
     Args:
@@ -35,7 +35,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class MakespanForecast:
     """A forecast.
 
     Attributes:
@@ -48,13 +48,15 @@ class Outlook:
     bound_seconds: float
 
 
-class Forecaster:
+class MakespanForecaster:
     """Remembers the rate of compute over the last minute; not thread-safe."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, float]] = deque()  # pairs of wall time and total compute, in seconds
 
-    def outlook(self, works: Iterable[Work], num_unstarted: int | None, stats: PoolStats) -> Outlook | None:
+    def outlook(
+        self, works: Iterable[TrialComputeTime], num_unstarted: int | None, stats: PoolStats
+    ) -> MakespanForecast | None:
         """Return the forecast.
 
         Trials of unknown length, both unstarted and not yet submitted, count with the mean of the known lengths. A
@@ -94,7 +96,7 @@ class Forecaster:
         # of one busy device.
         rate = min(max(computed / span if span > 1 else 0.0, speed), speed * len(stats.devices))
         left = max(sum(lefts) / rate, max(lefts, default=0.0) / speed)
-        return Outlook(left_seconds=left, bound_seconds=bound)
+        return MakespanForecast(left_seconds=left, bound_seconds=bound)
 
 
 def _is_spread(steps_by_way: Mapping[str, int]) -> bool:

@@ -3,7 +3,7 @@
 from hydra_tune.errors import ConfigError, HydraTuneError, TaskError
 
 
-class RehearsedError(ConfigError):
+class RehearsalError(ConfigError):
     """A trial whose steps cannot be rehearsed, possibly beside other trials with working rehearsals.
 
     Attributes:

@@ -9,7 +9,7 @@ import torch
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import ConfigError
 from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.simulate.model import PROFILE_FORMAT
 from hydra_tune.task import TrainTask
 from hydra_tune.train import grouped
@@ -75,7 +75,7 @@ def _planned_trial(
         trial.close(keep=False)
 
 
-def _units(plan: Plan, times: UnitTimes, parts: int, together: int) -> Iterator[dict[str, Any]]:
+def _units(plan: ShardPlan, times: UnitTimes, parts: int, together: int) -> Iterator[dict[str, Any]]:
     """Yield F0 .. F(K-2), B(K-1) .. B0, each `together` times; an update is part of its shard's last backward."""
     last = len(plan.shards) - 1
     for first in range(0, parts, together):

@@ -18,31 +18,31 @@ from typing import Any, TypeVar
 
 import torch
 
-from hydra_tune.checkpoint.every import Every
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.every import CheckpointInterval
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import device_kind
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
-from hydra_tune.fusion.stand import Stand
+from hydra_tune.fusion.stand import ProfilingDevice
 from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
-from hydra_tune.pool.borrowing import Borrowing
-from hydra_tune.pool.checkpoints import Checkpoints, Origin, TrialKeeper
-from hydra_tune.pool.core import Core
-from hydra_tune.pool.faults import Faults, Retried
-from hydra_tune.pool.forecast import Forecast, Known, forecast
-from hydra_tune.pool.fusion_forecast import FusionForecasts
-from hydra_tune.pool.hints import FusionHint
-from hydra_tune.pool.job import OVER, EventStream, Job, Progress
-from hydra_tune.pool.lending import Lender
-from hydra_tune.pool.loaders import LoaderTimes, LoaderWatch
-from hydra_tune.pool.losses import Losses
+from hydra_tune.pool.borrowing import DeviceReservations
+from hydra_tune.pool.checkpoints import PoolCheckpointWriter, StartCheckpointSource, TrialCheckpointer
+from hydra_tune.pool.core import JobDispatcher
+from hydra_tune.pool.faults import FaultRecovery, JobRetryAccount
+from hydra_tune.pool.forecast import CachedForecast, PoolForecast, forecast
+from hydra_tune.pool.fusion_forecast import FusionForecaster
+from hydra_tune.pool.hints import FusionAdvisor
+from hydra_tune.pool.job import OVER, EventStream, Job, JobProgress
+from hydra_tune.pool.lending import PoolDeviceLender
+from hydra_tune.pool.loaders import LoaderWaitLimits, LoaderWatchdog
+from hydra_tune.pool.losses import DeviceLossHandler
 from hydra_tune.pool.planned import planned_profile
-from hydra_tune.pool.preparer import Preparer
-from hydra_tune.pool.record import Record, progress_without_trial
-from hydra_tune.pool.recorder import Recorder
+from hydra_tune.pool.preparer import JobPreparer
+from hydra_tune.pool.record import JobState, progress_without_trial
+from hydra_tune.pool.recorder import PoolRecorder
 from hydra_tune.pool.room import disk_stats
 from hydra_tune.pool.stats import PoolStats, log_stats
 from hydra_tune.pool.worker import RESUME, Instrument, Worker
@@ -60,7 +60,7 @@ from hydra_tune.schedule import (
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
-from hydra_tune.train.capture import Beginning
+from hydra_tune.train.capture import StartCheckpoint
 from hydra_tune.train.trial import Trial
 
 T = TypeVar("T")
@@ -100,15 +100,15 @@ class Pool:
         host_bytes: int,
         instrument: Instrument | None,
         admission: str = "eager",
-        recorder: Recorder | None = None,
+        recorder: PoolRecorder | None = None,
         host: HostTier | None = None,
         sends_ahead: bool = True,
         log: EventLog | None = None,
-        checkpoints: Checkpoints | None = None,
-        loader_times: LoaderTimes | None = None,
+        checkpoints: PoolCheckpointWriter | None = None,
+        loader_times: LoaderWaitLimits | None = None,
     ) -> None:
         self._host, self._host_bytes = host, host_bytes
-        self.checkpoints = checkpoints or Checkpoints(None, Every(), host)
+        self.checkpoints = checkpoints or PoolCheckpointWriter(None, CheckpointInterval(), host)
         self.log = log
         self._recorder = recorder
         self._library = library
@@ -116,14 +116,14 @@ class Pool:
         self._sends_ahead = sends_ahead
         self._numbers = itertools.count()
         self._architectures: dict[Hashable, int] = {}
-        self._fusions = FusionForecasts(self._library.budget.budget_bytes)
-        self._forecasts: dict[Hashable, Known] = {}
+        self._fusions = FusionForecaster(self._library.budget.budget_bytes)
+        self._forecasts: dict[Hashable, CachedForecast] = {}
         self._ended = False
         self.at_close: list[Callable[[], None]] = []
         self._started = time.perf_counter()
         self._devices = {device.name: device for device in devices}
-        self._faults = Faults(self._devices, self.checkpoints)
-        self._core = core = Core(
+        self._faults = FaultRecovery(self._devices, self.checkpoints)
+        self._core = core = JobDispatcher(
             policy,
             max_concurrent=max_concurrent,
             admission=admission,
@@ -137,7 +137,7 @@ class Pool:
         self._pagers = {device.name: self._pager(device) for device in devices}
         if host is not None:
             host.disk.log = log
-        self._lender = Lender(
+        self._lender = PoolDeviceLender(
             self._devices,
             self._pagers,
             core.records,
@@ -145,22 +145,22 @@ class Pool:
             capacity_bytes=lambda: host_bytes if host is None else host.capacity_bytes,
             changed=core.changed,
         )
-        self._losses = Losses(core, self._devices, self._pagers, self._lost)
-        self._borrowing = Borrowing(self._devices, self._pagers, lambda: core.gone | core.leaving)
+        self._losses = DeviceLossHandler(core, self._devices, self._pagers, self._lost)
+        self._borrowing = DeviceReservations(self._devices, self._pagers, lambda: core.gone | core.leaving)
         self._lost_devices: set[str] = set()
         self._instrument = instrument
         self._workers = {name: self._worker(device) for name, device in self._devices.items()}
         self._first = devices[0]
-        self._preparer = Preparer(core, library, self._living_device, self._lender, host, host_bytes)
+        self._preparer = JobPreparer(core, library, self._living_device, self._lender, host, host_bytes)
         self._intraop_threads = torch.get_num_threads()
         self._worker_threads: dict[str, threading.Thread] = {}
         for name in self._workers:
             self._start_worker(name)
         self._threads: list[threading.Thread] = []  # beside the devices' present workers
         self._start_preparer()
-        self.loaders = LoaderWatch(
+        self.loaders = LoaderWatchdog(
             core,
-            loader_times or LoaderTimes(),
+            loader_times or LoaderWaitLimits(),
             self._replace_worker,
             self._replace_preparer,
             leaves_devices=recorder is None,
@@ -204,7 +204,7 @@ class Pool:
 
     def hint_at_fusion(self) -> None:
         """Log a hint, at most once, when computing trials as a fused group would be much faster."""
-        self._core.hint = FusionHint()
+        self._core.hint = FusionAdvisor()
 
     @property
     def changed(self) -> threading.Condition:
@@ -217,8 +217,8 @@ class Pool:
         return self._library.budget.budget_bytes
 
     @property
-    def stands(self) -> tuple[Stand, ...]:
-        """Devices for profiling steps, as of `Borrowing`."""
+    def stands(self) -> tuple[ProfilingDevice, ...]:
+        """Devices for profiling steps, as of `DeviceReservations`."""
         return self._borrowing.stands
 
     def alone_on(self, device: Device) -> contextlib.AbstractContextManager[object]:
@@ -228,11 +228,11 @@ class Pool:
         """
         return contextlib.nullcontext() if device.is_host else self._borrowing.borrowed(device)
 
-    def begin_again(self, retried: Retried, error: BaseException) -> "Callable[[], Beginning | None]":
-        """Return the function that reads the state for a retry, as of `Faults.beginning`; logs the retry."""
+    def begin_again(self, retried: JobRetryAccount, error: BaseException) -> "Callable[[], StartCheckpoint | None]":
+        """Return the function that reads the state for a retry, as of `FaultRecovery.beginning`; logs the retry."""
         return self._faults.beginning(retried, error)
 
-    def last_saved(self, retried: Retried) -> "Callable[[], Beginning | None]":
+    def last_saved(self, retried: JobRetryAccount) -> "Callable[[], StartCheckpoint | None]":
         """Return the function that reads the last saved state, like `begin_again` but without a log line."""
         return self._faults.last_saved(retried)
 
@@ -368,7 +368,7 @@ class Pool:
         events: EventStream | None,
         *,
         priority: int = 0,
-        origin: Origin | None = None,
+        origin: StartCheckpointSource | None = None,
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
         max_retries: int = 0,
@@ -376,7 +376,7 @@ class Pool:
         is_saved: bool = True,
     ) -> Job:
         """Queue a task; with `is_saved=False` the caller takes care of checkpoints."""
-        core, origin = self._core, origin or Origin()
+        core, origin = self._core, origin or StartCheckpointSource()
         with self._changed:
             if core.is_closed:
                 message = "the executor is shut down" if core.error is None else f"the pool has broken: {core.error}"
@@ -385,9 +385,9 @@ class Pool:
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
             folder = self.checkpoints.place(saved_as or job.name, origin.folder) if is_saved else None
-            keeper = TrialKeeper(self.checkpoints, job.name, folder, dict(labels or {})) if is_saved else None
+            keeper = TrialCheckpointer(self.checkpoints, job.name, folder, dict(labels or {})) if is_saved else None
             # Entered before the decision, because an `Admit` command looks the record up at once.
-            self._records[key] = record = Record(
+            self._records[key] = record = JobState(
                 job,
                 core.failure(key),
                 self.log,
@@ -478,25 +478,27 @@ class Pool:
             done: Future[Path] = Future()
             done.set_result(found)
             return done
-        return self._asked(job, TrialKeeper.save)
+        return self._asked(job, TrialCheckpointer.save)
 
-    def copy(self, job: Job) -> "Future[Saved]":
+    def copy(self, job: Job) -> "Future[CheckpointContent]":
         """Copy a job's state between two steps."""
-        future = self._asked(job, TrialKeeper.copy)
+        future = self._asked(job, TrialCheckpointer.copy)
         self.answer(job, future)
         return future
 
-    def copy_at_end(self, job: Job) -> "Future[Saved]":
+    def copy_at_end(self, job: Job) -> "Future[CheckpointContent]":
         """Copy a job's last state at completion."""
-        return self._asked(job, TrialKeeper.copy_at_end)
+        return self._asked(job, TrialCheckpointer.copy_at_end)
 
-    def _asked(self, job: Job, ask: "Callable[[TrialKeeper], Future[T]]") -> "Future[T]":
+    def _asked(self, job: Job, ask: "Callable[[TrialCheckpointer], Future[T]]") -> "Future[T]":
         record = self._record_of(job)
         if record is None or record.keeper is None:
             raise CheckpointError(f"{job.name!r} is over ({job.state})")
         return ask(record.keeper)
 
-    def answer(self, job: Job, waiting_for: "Future[Any] | None" = None, keeper: TrialKeeper | None = None) -> None:
+    def answer(
+        self, job: Job, waiting_for: "Future[Any] | None" = None, keeper: TrialCheckpointer | None = None
+    ) -> None:
         """Serve pending save requests now, if the job stands between two steps and is not on the way to the next step.
 
         Args:
@@ -521,7 +523,7 @@ class Pool:
         finally:
             record.turn.release()
 
-    def _record_of(self, job: Job) -> Record | None:
+    def _record_of(self, job: Job) -> JobState | None:
         with hold_interrupts(), self._changed:
             return self._records.get(job.key)
 
@@ -530,7 +532,7 @@ class Pool:
         return record is not None and record.outcome is None
 
     @hold_interrupts()
-    def progress(self, job: Job) -> Progress:
+    def progress(self, job: Job) -> JobProgress:
         """Progress of a job."""
         with self._changed:
             record = self._records.get(job.key)
@@ -582,7 +584,7 @@ class Pool:
             steps=steps,
         )
 
-    def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool, profiled: int = 0) -> Forecast:
+    def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool, profiled: int = 0) -> PoolForecast:
         """Forecast a joint run of tasks without running jobs; see `forecast`."""
         return forecast(
             tasks,
@@ -653,7 +655,7 @@ def paused_within_a_step(job: Job) -> CheckpointError:
     )
 
 
-def _has_turn(record: Record, waiting_for: "Future[Any] | None") -> bool:
+def _has_turn(record: JobState, waiting_for: "Future[Any] | None") -> bool:
     """Acquire the job's turn; wait only while `waiting_for` is pending."""
     if waiting_for is None:
         return record.turn.acquire(blocking=False)

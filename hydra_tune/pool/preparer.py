@@ -11,18 +11,18 @@ import torch
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.host import HostTier
-from hydra_tune.pool.core import Core
-from hydra_tune.pool.lending import JobHelpers, Lender
-from hydra_tune.pool.record import Record, forget_locals, unit_of
+from hydra_tune.pool.core import JobDispatcher
+from hydra_tune.pool.lending import JobDeviceLender, PoolDeviceLender
+from hydra_tune.pool.record import JobState, forget_locals, unit_of
 from hydra_tune.pool.room import has_room
 from hydra_tune.schedule import JobAdmitted, JobRejected
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.supervision.marks import at_work
-from hydra_tune.train.shared_times import SharedTimes
+from hydra_tune.train.shared_times import SharedUnitTimes
 from hydra_tune.train.step import PendingUnit
 
 
-class Preparer:
+class JobPreparer:
     """Makes jobs ready to run.
 
     Args:
@@ -36,10 +36,10 @@ class Preparer:
 
     def __init__(
         self,
-        core: Core,
+        core: JobDispatcher,
         library: PlanLibrary,
         device: Callable[[], Device],
-        lender: Lender,
+        lender: PoolDeviceLender,
         host: HostTier | None,
         host_bytes: int,
     ) -> None:
@@ -49,7 +49,7 @@ class Preparer:
         self._lender = lender
         self._host = host
         self._host_bytes = host_bytes
-        self._times = SharedTimes()
+        self._times = SharedUnitTimes()
         self._replaced: set[int] = set()
 
     def work(self) -> None:
@@ -74,14 +74,14 @@ class Preparer:
         self._replaced.add(thread)
         return is_new
 
-    def _prepare(self, record: Record) -> None:
+    def _prepare(self, record: JobState) -> None:
         """Build, capture and cut a job's model, and wait until the host has room for the job's state."""
         core, job = self._core, record.job
         try:
             if record.outcome is not None:
                 core.tell(JobRejected(job=job.key))
                 return
-            helpers = JobHelpers(self._lender, record)
+            helpers = JobDeviceLender(self._lender, record)
             keeper = record.keeper
             if keeper is not None:
                 keeper.open()
@@ -134,7 +134,7 @@ class Preparer:
             )
         core.release_all()
 
-    def _await_host_memory(self, record: Record) -> None:
+    def _await_host_memory(self, record: JobState) -> None:
         core = self._core
         with core.changed:
             core.changed.wait_for(

@@ -25,7 +25,7 @@ from hydra_tune.train.step import PendingUnit
 _LOGGER = logging.getLogger(__name__)
 
 
-class Pressure:
+class OutOfMemoryHandler:
     """Handles real shortage of memory for a device's worker.
 
     Args:

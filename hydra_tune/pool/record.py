@@ -1,8 +1,8 @@
 """The pool's private record of a job until the job is over: trial, due units, outcome and result.
 
-A `Record` is the counterpart of the public `Job`. The scheduler refers to the job by `Record.key`. A device's worker
-takes a due unit from the record, runs the unit, and asks `Record.go_on` for the next step. When the job ends, the core
-calls `Record.finish`, and the record frees the trial's memory and returns a `Result`.
+A `JobState` is the counterpart of the public `Job`. The scheduler refers to the job by `JobState.key`. A device's
+worker takes a due unit from the record, runs the unit, and asks `JobState.go_on` for the next step. When the job ends,
+the core calls `JobState.finish`, and the record frees the trial's memory and returns a `Result`.
 """
 
 import contextlib
@@ -11,23 +11,23 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hydra_tune.memory.tenant import Tenant
+from hydra_tune.memory.tenant import TrialMemoryContext
 from hydra_tune.observe.eventlog import EventLog
-from hydra_tune.pool.checkpoints import TrialKeeper
-from hydra_tune.pool.job import OVER, Job, Progress, Result
+from hydra_tune.pool.checkpoints import TrialCheckpointer
+from hydra_tune.pool.job import OVER, Job, JobProgress, Result
 from hydra_tune.schedule import Unit
 from hydra_tune.train.burst import BURST
-from hydra_tune.train.capture import Beginning
-from hydra_tune.train.drawing import GivenUp
-from hydra_tune.train.spread import LaneUnit, Spread
+from hydra_tune.train.capture import StartCheckpoint
+from hydra_tune.train.drawing import LoaderInterrupt
+from hydra_tune.train.spread import ParallelStep, ParallelUnit
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.trial import Report, Trial
+from hydra_tune.train.trial import PendingReport, Trial
 
 _MOST_REPORTS = 64  # that are handed out of a job under way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Following:
+class NextAction:
     """The next step of a job after a unit.
 
     Attributes:
@@ -36,7 +36,7 @@ class Following:
         beside: due units, free to run side by side; None where the job's units run in sequence.
     """
 
-    step: PendingUnit | Report | None = None
+    step: PendingUnit | PendingReport | None = None
     beside: tuple[Unit, ...] | None = None
 
     @property
@@ -57,13 +57,13 @@ def unit_of(pending: PendingUnit) -> Unit:
     return Unit(kind=pending.kind, shard=pending.shard, seconds=pending.seconds, may_end_early=pending.kind == BURST)
 
 
-def no_beginning() -> Beginning | None:
+def no_beginning() -> StartCheckpoint | None:
     """Return no saved state: the trial starts from scratch."""
     return None
 
 
 @dataclass(slots=True)
-class Told:
+class ReportCursor:
     """The last report announced to a job's driver.
 
     Attributes:
@@ -76,12 +76,12 @@ class Told:
     is_answered: bool = True
     is_repeated: bool = False
 
-    def takes(self, report: Report) -> bool:
+    def takes(self, report: PendingReport) -> bool:
         """Decide whether the job waits at a report; a restarted job skips reports answered before the restart."""
         self.is_repeated = report.step == self.step
         return report.step > self.step or (self.is_repeated and not self.is_answered)
 
-    def tell(self, report: Report) -> bool:
+    def tell(self, report: PendingReport) -> bool:
         """Note that the job waits at a report, and return whether to announce the report to the driver."""
         if self.is_repeated:
             return False
@@ -89,7 +89,7 @@ class Told:
         return True
 
 
-class Record:
+class JobState:
     """A job in the pool.
 
     Args:
@@ -136,11 +136,11 @@ class Record:
         on_failure: Callable[[BaseException], None],
         log: EventLog | None = None,
         *,
-        keeper: TrialKeeper | None = None,
-        begin: Callable[[], Beginning | None] = no_beginning,
+        keeper: TrialCheckpointer | None = None,
+        begin: Callable[[], StartCheckpoint | None] = no_beginning,
         max_retries: int = 0,
         faults: tuple[str, ...] = (),
-        repeats: "Told | None" = None,
+        repeats: "ReportCursor | None" = None,
         make_trial: Callable[..., Trial] = Trial,
     ) -> None:
         self.job = job
@@ -148,17 +148,17 @@ class Record:
         self.begin = begin
         self.max_retries = max_retries
         self.faults = faults
-        self.told_of = repeats or Told()
+        self.told_of = repeats or ReportCursor()
         self.priority = 0
         self.wanted_end: str | None = None
         self.make_trial = make_trial
         self.turn = threading.RLock()
         self.telling = threading.Lock()
         self._log = log
-        self.tenant = Tenant(on_failure)
+        self.tenant = TrialMemoryContext(on_failure)
         self.trial: Trial | None = None
         self.pending: PendingUnit | None = None
-        self.spread: Spread | None = None
+        self.spread: ParallelStep | None = None
         self.beside: dict[int, PendingUnit] = {}
         self.outcome: str | None = None
         self.error: BaseException | None = None
@@ -217,7 +217,7 @@ class Record:
         else:
             self.pending = pending
 
-    def go_on(self, unit: Unit, device: str, *, report_is_free: bool) -> "Following":
+    def go_on(self, unit: Unit, device: str, *, report_is_free: bool) -> "NextAction":
         """Return the next step after a unit that ran on a device.
 
         For units side by side, the result holds only the units that become due now.
@@ -228,12 +228,12 @@ class Record:
                 return self._offer(found)
             self.spread = None
         following = self.advance(report_is_free=report_is_free)
-        if not isinstance(following, Spread):
-            return Following(step=following)
+        if not isinstance(following, ParallelStep):
+            return NextAction(step=following)
         self.spread = following
         return self._offer(following.start())
 
-    def _offer(self, found: list[LaneUnit]) -> "Following":
+    def _offer(self, found: list[ParallelUnit]) -> "NextAction":
         """Enter lane units as due."""
         self.beside.update({one.rank: one.pending for one in found})
         units = [
@@ -246,23 +246,23 @@ class Record:
             )
             for one in found
         ]
-        return Following(beside=tuple(units))
+        return NextAction(beside=tuple(units))
 
-    def advance(self, *, report_is_free: bool) -> PendingUnit | Spread | Report | None:
+    def advance(self, *, report_is_free: bool) -> PendingUnit | ParallelStep | PendingReport | None:
         """Advance the trial to the next unit, spread, or unanswered report; return None at the job's end."""
         try:
             return self._advance(report_is_free=report_is_free)
-        except GivenUp as error:
+        except LoaderInterrupt as error:
             if self.loader_error is None:
                 raise
             raise self.loader_error from error
 
-    def _advance(self, *, report_is_free: bool) -> PendingUnit | Spread | Report | None:
+    def _advance(self, *, report_is_free: bool) -> PendingUnit | ParallelStep | PendingReport | None:
         assert self.trial is not None
         with self.turn:
             following = self.trial.advance()
             # A report that needs no answer, or was answered before a restart, does not stop the job.
-            while isinstance(following, Report):
+            while isinstance(following, PendingReport):
                 if self._log is not None:
                     step, metrics = following.step, following.metrics
                     self._log.job(self.key, "report", step=step, metrics=metrics, waits=not report_is_free)
@@ -299,14 +299,14 @@ class Record:
 
     def fail(self, error: BaseException) -> None:
         """Let the job fail with an error of a unit or of the job's own code."""
-        if isinstance(error, GivenUp) and self.loader_error is not None:
+        if isinstance(error, LoaderInterrupt) and self.loader_error is not None:
             error = self.loader_error
         forget_locals(error)
         # A job that was pruned or cancelled keeps its outcome, whatever its last unit raises.
         if self.outcome in (None, "completed"):
             self.outcome, self.error = "failed", error
 
-    def finish(self, begins_again: "Callable[[Record, Result], bool] | None" = None) -> Result:
+    def finish(self, begins_again: "Callable[[JobState, Result], bool] | None" = None) -> Result:
         """Give the job's memory back and return the result; a completed job's weights move to the host.
 
         Args:
@@ -354,7 +354,7 @@ class Record:
             result.keep(module, optimizer)
         return result
 
-    def progress(self) -> Progress:
+    def progress(self) -> JobProgress:
         """Progress of the job."""
         trial = self.trial
         if trial is None:
@@ -362,10 +362,10 @@ class Record:
         return progress_of(self.job, trial)
 
 
-def progress_of(job: Job, trial: Trial) -> Progress:
+def progress_of(job: Job, trial: Trial) -> JobProgress:
     """Return the progress of a job with a live trial."""
     counts = trial.progress
-    return Progress(
+    return JobProgress(
         epoch=counts.epoch,
         epochs=job.task.epochs,
         step=counts.steps,
@@ -379,10 +379,10 @@ def progress_of(job: Job, trial: Trial) -> Progress:
     )
 
 
-def progress_without_trial(job: Job) -> Progress:
+def progress_without_trial(job: Job) -> JobProgress:
     """Return the progress of a job that has not begun or is over."""
     result = job.result() if job.state in OVER else None
-    return Progress(
+    return JobProgress(
         epoch=job.task.epochs - 1 if job.state == "completed" else 0,
         epochs=job.task.epochs,
         step=0,

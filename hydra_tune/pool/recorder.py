@@ -1,16 +1,16 @@
-"""`Recorder`: records the events, decisions and units of a running pool, for `hydra_tune.simulate.recording`."""
+"""`PoolRecorder`: records the events, decisions and units of a running pool, for `hydra_tune.simulate.recording`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hydra_tune.devices.device import Device
-from hydra_tune.observe.turns import BlockFacts, Turn, in_turn
+from hydra_tune.observe.turns import BlockFacts, WorkerTurn, in_turn
 from hydra_tune.schedule import Command, Event
-from hydra_tune.schedule.journal import Decision
+from hydra_tune.schedule.journal import SchedulerDecision
 from hydra_tune.simulate.recording import RecordedDevice, Recording
 
 
-class Recorder:
+class PoolRecorder:
     """The recording of a pool, from its beginning.
 
     Args:
@@ -23,19 +23,19 @@ class Recorder:
     def __init__(self, devices: Sequence[Device], policy: str, max_concurrent: int, admission: str) -> None:
         self._devices = tuple(RecordedDevice(name=device.name, budget_bytes=device.budget_bytes) for device in devices)
         self._policy, self._max_concurrent, self._admission = policy, max_concurrent, admission
-        self._decisions: list[Decision] = []
-        self._turns: list[Turn] = []
-        self._releases: dict[str, Turn] = {}
+        self._decisions: list[SchedulerDecision] = []
+        self._turns: list[WorkerTurn] = []
+        self._releases: dict[str, WorkerTurn] = {}
         self._facts: dict[int, BlockFacts] = {}
 
     def decided(self, at_ns: int, events: Sequence[Event], commands: Sequence[Command]) -> None:
         """Record a decision, by the clock of `time.perf_counter_ns`. Under the pool's lock, in order."""
-        self._decisions.append(Decision(at_ns, tuple(events), tuple(commands)))
+        self._decisions.append(SchedulerDecision(at_ns, tuple(events), tuple(commands)))
 
     @contextmanager
-    def turn(self, job: str, device: str) -> Iterator[Turn]:
+    def turn(self, job: str, device: str) -> Iterator[WorkerTurn]:
         """Record a worker's work for a single command."""
-        turn = Turn(job, device, self._facts)
+        turn = WorkerTurn(job, device, self._facts)
         self._turns.append(turn)  # the turns of a job are in sequence, and the turns of a device
         with in_turn(turn):
             yield turn
@@ -43,7 +43,7 @@ class Recorder:
     @contextmanager
     def release(self, job: str) -> Iterator[None]:
         """Record the release of an ended job's memory, on any thread."""
-        turn = self._releases[job] = Turn(job, "", self._facts)
+        turn = self._releases[job] = WorkerTurn(job, "", self._facts)
         with in_turn(turn):
             yield
 

@@ -15,9 +15,9 @@ from functools import partial
 from hydra_tune.devices.weightless import WeightlessDevice
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Need, Prefetch
-from hydra_tune.pool.ahead import NextUnits
-from hydra_tune.pool.plan_failures import RehearsedError
+from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
+from hydra_tune.pool.ahead import NextUnitPredictor
+from hydra_tune.pool.plan_failures import RehearsalError
 from hydra_tune.schedule import (
     Admit,
     Command,
@@ -33,8 +33,8 @@ from hydra_tune.schedule import (
     Unit,
     UnitFinished,
 )
-from hydra_tune.shard.stage import Stage
-from hydra_tune.train.rehearsal import Rehearsal
+from hydra_tune.shard.stage import RehearsalFakeMode
+from hydra_tune.train.rehearsal import TrialRehearsal
 from hydra_tune.train.step import PendingUnit
 
 _LEAST_SECONDS = 1e-6  # the least time of a unit, for units of unknown time
@@ -43,12 +43,12 @@ Moved = dict[tuple[str, str, str], int]
 """Bytes by device, way ("in", "out" or "across") and kind."""
 
 
-class _Player:
+class _RehearsedTrial:
     """A trial, and what the scheduler knows about the trial."""
 
     is_spread = False  # a rehearsed trial never runs batches side by side
 
-    def __init__(self, key: str, rehearsal: Rehearsal, num_steps: int, on_step: Callable[[], None]) -> None:
+    def __init__(self, key: str, rehearsal: TrialRehearsal, num_steps: int, on_step: Callable[[], None]) -> None:
         self.key = key
         self._units = rehearsal.steps(num_steps)
         self._on_step = on_step
@@ -77,7 +77,9 @@ class _Player:
             self.pending = next(self._units, None)
         return self.pending
 
-    def run(self, stand: "_Stand", needs: Callable[["_Player", PendingUnit, str], list[Need]]) -> float:
+    def run(
+        self, stand: "_RehearsedDevice", needs: Callable[["_RehearsedTrial", PendingUnit, str], list[UnitMemoryNeeds]]
+    ) -> float:
         """Run the due unit, and an update of the same shard right after; return the seconds for the scheduler."""
         shard, seconds = self._unit().shard, 0.0
         while True:
@@ -133,12 +135,12 @@ class _Player:
         return shard, place
 
 
-class _Stand:
+class _RehearsedDevice:
     """A rehearsed device: the device, its pager and its prefetch."""
 
     def __init__(self, device: WeightlessDevice, pager: Pager, *, sends_ahead: bool) -> None:
         self.device, self.pager = device, pager
-        self.prefetch = Prefetch(pager) if sends_ahead else None
+        self.prefetch = BlockPrefetcher(pager) if sends_ahead else None
         self._due = 0.0  # compute seconds of the unit, until compute begins
         pager.begins = self._compute
 
@@ -159,7 +161,7 @@ class _Stand:
         self._due = 0.0
 
 
-class Play:
+class PoolRehearsal:
     """Rehearses a number of steps of each trial.
 
     Args:
@@ -182,7 +184,7 @@ class Play:
 
     def __init__(
         self,
-        trials: Mapping[str, Rehearsal],
+        trials: Mapping[str, TrialRehearsal],
         devices: Sequence[WeightlessDevice],
         policy: Policy,
         *,
@@ -190,7 +192,7 @@ class Play:
         admission: str,
         num_steps: int,
         sends_ahead: bool,
-        stage: Stage,
+        stage: RehearsalFakeMode,
     ) -> None:
         self._stage = stage
         self.pagers = {device.name: Pager(device) for device in devices}
@@ -198,12 +200,13 @@ class Play:
         self.deciding_seconds = 0.0
         self.num_units = 0
         self._stands = {
-            device.name: _Stand(device, self.pagers[device.name], sends_ahead=sends_ahead) for device in devices
+            device.name: _RehearsedDevice(device, self.pagers[device.name], sends_ahead=sends_ahead)
+            for device in devices
         }
         self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
         self.marks: list[Moved] = []
-        self._players = {name: _Player(name, trial, num_steps, self._mark) for name, trial in trials.items()}
-        self._next = NextUnits(policy, self._scheduler, self._stands, self._players, threading.Condition())
+        self._players = {name: _RehearsedTrial(name, trial, num_steps, self._mark) for name, trial in trials.items()}
+        self._next = NextUnitPredictor(policy, self._scheduler, self._stands, self._players, threading.Condition())
         self._moves: deque[tuple[str, int, str | None]] = deque()
         self._ends: list[tuple[float, int, UnitFinished]] = []
         self._num_ends = 0
@@ -296,7 +299,7 @@ class Play:
         except HydraTuneError:
             raise
         except Exception as error:
-            raise RehearsedError(
+            raise RehearsalError(
                 f"{name} cannot be planned: its code wants more of its tensors than sizes ({type(error).__name__}: {error}); "
                 "train some steps of it, and look at stats()",
                 name=name,

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.host import HostTier
-from hydra_tune.pool.record import Record
+from hydra_tune.pool.record import JobState
 from hydra_tune.pool.stats import DiskStats
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
 
-def has_room(record: Record, others: Iterable[Record], host_bytes: int, host: HostTier | None) -> bool:
+def has_room(record: JobState, others: Iterable[JobState], host_bytes: int, host: HostTier | None) -> bool:
     """Grant a job its host memory if there is room beside the other jobs.
 
     False: there will be room once some of the other jobs have ended.

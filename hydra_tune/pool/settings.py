@@ -1,4 +1,4 @@
-"""`Settings`: the checked options of an executor, and the start of a pool from these options."""
+"""`ExecutorSettings`: the checked options of an executor, and the start of a pool from these options."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -10,20 +10,20 @@ from typing import Any, Literal
 import psutil
 
 from hydra_tune import __version__
-from hydra_tune.checkpoint.every import Every
+from hydra_tune.checkpoint.every import CheckpointInterval
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import open_devices, open_planned_devices
 from hydra_tune.errors import ConfigError
-from hydra_tune.fusion.chooser import Chooser
-from hydra_tune.memory.disk import Disk
+from hydra_tune.fusion.chooser import GroupSizeChooser
+from hydra_tune.memory.disk import SpillDisk
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.pool.budgeting import budget_of
-from hydra_tune.pool.checkpoints import Checkpoints, check_saving
+from hydra_tune.pool.checkpoints import PoolCheckpointWriter, check_saving
 from hydra_tune.pool.faults import check_retries
-from hydra_tune.pool.fusion import Fusion
-from hydra_tune.pool.loaders import LoaderTimes, check_loader_times
+from hydra_tune.pool.fusion import FusedPool
+from hydra_tune.pool.loaders import LoaderWaitLimits, check_loader_times
 from hydra_tune.pool.options import (
     check_counts,
     check_flag,
@@ -34,7 +34,7 @@ from hydra_tune.pool.options import (
     members_of_group,
 )
 from hydra_tune.pool.pool import Pool
-from hydra_tune.pool.recorder import Recorder
+from hydra_tune.pool.recorder import PoolRecorder
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
 from hydra_tune.shard.library import PlanLibrary
@@ -45,7 +45,7 @@ _HOST_SHARE = 0.8  # share of the free host memory to use without host_memory
 
 
 @dataclass(slots=True, kw_only=True)
-class Settings:
+class ExecutorSettings:
     """Options of `HydraExecutor`, with the same names and meanings, and the values derived from them.
 
     Attributes:
@@ -82,10 +82,10 @@ class Settings:
     fusion_compile: str | None
     fusion_planner: Literal["off", "on", "auto"]
     members: int = field(init=False)
-    saving: tuple[Path | None, Every] = field(init=False)
+    saving: tuple[Path | None, CheckpointInterval] = field(init=False)
     _chosen: Policy = field(init=False)
     _host_bytes: int | None = field(init=False)
-    _loader_times: LoaderTimes = field(init=False)
+    _loader_times: LoaderWaitLimits = field(init=False)
     _log_path: Path | None = field(init=False)
     _log_limit: int | None = field(init=False)
     _spill_path: Path | None = field(init=False)
@@ -140,7 +140,7 @@ class Settings:
         """Give the event log a file of its own, in a process that follows crashed processes."""
         self._log_path = numbered(self._log_path, crashes)
 
-    def open_pool(self) -> tuple[Pool, Fusion | None, int]:
+    def open_pool(self) -> tuple[Pool, FusedPool | None, int]:
         """Open the devices and start a pool.
 
         Returns:
@@ -165,7 +165,7 @@ class Settings:
         )
         host = None
         if self._spill_path is not None:
-            host = HostTier(host_bytes, Disk(SpillFolder(check_spill_dir(self._spill_path))), devices[0])
+            host = HostTier(host_bytes, SpillDisk(SpillFolder(check_spill_dir(self._spill_path))), devices[0])
         pool = Pool(
             devices,
             library,
@@ -174,22 +174,22 @@ class Settings:
             host_bytes=host_bytes,
             instrument=self.instrument,
             admission=self.admission,
-            recorder=Recorder(devices, self._policy_name, width, self.admission) if self.record else None,
+            recorder=PoolRecorder(devices, self._policy_name, width, self.admission) if self.record else None,
             host=host,
             # Prefetched blocks need the reserved buffer.
             sends_ahead=self.buffer_fraction != 0,
             log=None if self._log_path is None else self._log_to(self._log_path, devices, width),
-            checkpoints=Checkpoints(*self.saving, host),
+            checkpoints=PoolCheckpointWriter(*self.saving, host),
             loader_times=self._loader_times,
         )
         return pool, self._groups_of(pool, library), width
 
-    def _groups_of(self, pool: Pool, library: PlanLibrary) -> Fusion | None:
+    def _groups_of(self, pool: Pool, library: PlanLibrary) -> FusedPool | None:
         if not self.members:
             pool.hint_at_fusion()
             return None
-        chooser = Chooser(library) if self.fusion == "auto" else None
-        return Fusion(pool, library, self.members, chooser, self.fusion_compile, self.fusion_planner)
+        chooser = GroupSizeChooser(library) if self.fusion == "auto" else None
+        return FusedPool(pool, library, self.members, chooser, self.fusion_compile, self.fusion_planner)
 
     @property
     def _policy_name(self) -> str:

@@ -10,14 +10,14 @@ from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.planned import clock_of
 from hydra_tune.fusion.planner.figures import StepFigures, figures_of
-from hydra_tune.fusion.planner.of_task import TaskArrays
-from hydra_tune.fusion.planner.profiler import Profiles
-from hydra_tune.shard.batch import Leaves
-from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.fusion.planner.of_task import TaskProfileCache
+from hydra_tune.fusion.planner.profiler import SubArrayProfiler
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask
 
 
-class StepProfiles:
+class StepProfileCache:
     """Makes and caches the profiles of a pool; called from a single thread, which computes like a device's worker.
 
     Args:
@@ -26,15 +26,15 @@ class StepProfiles:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._profiles = Profiles(clock_of)
+        self._profiles = SubArrayProfiler(clock_of)
         self._known: dict[Hashable, StepFigures] = {}
 
     def of(
         self,
         task: TrainTask,
         built: tuple[nn.Module, torch.optim.Optimizer],
-        prepared: Prepared,
-        leaves: Leaves,
+        prepared: PreparedPlan,
+        leaves: BatchLeaves,
         library: PlanLibrary,
         device: Device,
         num_trials: int,
@@ -58,7 +58,7 @@ class StepProfiles:
             if not prepared.is_checked:
                 raise UnfusableError("it is too large to be built and run here, and so its step cannot be timed")
             where = device.torch_device
-            arrays = TaskArrays(task, built, prepared, leaves, library, self._profiles, where)
+            arrays = TaskProfileCache(task, built, prepared, leaves, library, self._profiles, where)
             is_duplex = where.type == "cuda"  # a CPU device copies both ways on a single thread
             self._known[key] = figures_of(arrays.array, num_trials, self._budget_bytes, is_duplex=is_duplex)
         return self._known[key]

@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.05
 _NOT_BEGUN = ("queued", "preparing")
 
 
-class Saving(Protocol):
+class JobSaver(Protocol):
     """Owner of jobs that can be saved; see `Pool`."""
 
     def ask_to_save(self, job: Job) -> "Future[Path]":
@@ -28,7 +28,7 @@ class Saving(Protocol):
         """Serve a pending request now, if the job stands between two steps."""
 
 
-def suspend(pool: Saving, jobs: Iterable[Job], seconds: float) -> None:
+def suspend(pool: JobSaver, jobs: Iterable[Job], seconds: float) -> None:
     """Save and cancel jobs, without waiting for running units to end.
 
     Args:
@@ -62,7 +62,7 @@ def suspend(pool: Saving, jobs: Iterable[Job], seconds: float) -> None:
             job.cancel()
 
 
-def _is_settled(pool: Saving, job: Job, future: "Future[Path]") -> bool:
+def _is_settled(pool: JobSaver, job: Job, future: "Future[Path]") -> bool:
     """Return whether a job is saved, or cannot be saved any more."""
     if not future.done() and job.state not in OVER:
         try:

@@ -1,4 +1,4 @@
-"""`Watch`: a `SweepView` of a pool's jobs, for drivers in Python."""
+"""`SweepMonitor`: a `SweepView` of a pool's jobs, for drivers in Python."""
 
 import threading
 import time
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from hydra_tune.observe.snapshot import Goal, SweepView, TrialView
 from hydra_tune.pool.job import OVER, Job
 from hydra_tune.pool.job_views import with_outlook, with_progress, with_result
-from hydra_tune.pool.meter import Meter
-from hydra_tune.pool.outlook import Forecaster
+from hydra_tune.pool.meter import UtilizationMeter
+from hydra_tune.pool.outlook import MakespanForecaster
 from hydra_tune.pool.stats import PoolStats
 
 
-class Watch:
+class SweepMonitor:
     """Remembers the outcomes of jobs; a job's model is released once its end has been shown.
 
     Args:
@@ -27,7 +27,7 @@ class Watch:
         self._jobs: dict[int, Job] = {}
         self._keys: set[str] = set()
         self._views: dict[int, TrialView] = {}
-        self._meter, self._forecaster = Meter(), Forecaster()
+        self._meter, self._forecaster = UtilizationMeter(), MakespanForecaster()
         self._lock = threading.Lock()
         self._started_seconds = time.monotonic()
 

@@ -13,22 +13,22 @@ from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Need, Prefetch
+from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from hydra_tune.observe.turns import current_turn
-from hydra_tune.pool.borrowing import DeviceTurn
-from hydra_tune.pool.core import Core, Probe
+from hydra_tune.pool.borrowing import DeviceUseLock
+from hydra_tune.pool.core import DeviceLossProbe, JobDispatcher
 from hydra_tune.pool.faults import found_lost
-from hydra_tune.pool.libraries import Libraries
-from hydra_tune.pool.losses import Losses
-from hydra_tune.pool.pressure import Pressure
-from hydra_tune.pool.record import Following, Record, forget_locals
-from hydra_tune.pool.recorder import Recorder
+from hydra_tune.pool.libraries import LedgerFitter
+from hydra_tune.pool.losses import DeviceLossHandler
+from hydra_tune.pool.pressure import OutOfMemoryHandler
+from hydra_tune.pool.record import JobState, NextAction, forget_locals
+from hydra_tune.pool.recorder import PoolRecorder
 from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.schedule import Unit, UnitFailed, UnitFinished
 from hydra_tune.supervision.marks import at_work
 from hydra_tune.train.burst import BURST
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.trial import Report, Trial, run_unit
+from hydra_tune.train.trial import PendingReport, Trial, run_unit
 
 Instrument = Callable[[], AbstractContextManager[Any]]
 
@@ -55,13 +55,13 @@ class Worker:
 
     def __init__(
         self,
-        core: Core,
+        core: JobDispatcher,
         device: Device,
         pager: Pager,
         instrument: Instrument | None,
-        recorder: Recorder | None,
-        losses: Losses,
-        turn: DeviceTurn,
+        recorder: PoolRecorder | None,
+        losses: DeviceLossHandler,
+        turn: DeviceUseLock,
     ) -> None:
         self.busy_seconds = 0.0
         self.units = 0
@@ -74,9 +74,9 @@ class Worker:
         self._device_turn = turn
         self._is_lost = False
         self._taken: PendingUnit | None = None  # the running unit, until compute has begun for certain
-        self._pressure = Pressure(device, pager)
-        self._libraries = Libraries(device, pager)
-        self._prefetch = None if core.next_units is None else Prefetch(pager)
+        self._pressure = OutOfMemoryHandler(device, pager)
+        self._libraries = LedgerFitter(device, pager)
+        self._prefetch = None if core.next_units is None else BlockPrefetcher(pager)
 
     def work(self) -> None:
         """Run the thread's main loop."""
@@ -93,7 +93,7 @@ class Worker:
     def _work(self) -> None:
         inbox = self._core.inboxes[self._device.name]
         while (item := inbox.get()) is not None:
-            if isinstance(item, Probe):
+            if isinstance(item, DeviceLossProbe):
                 is_over = self._look()
             else:
                 with self._turn(item[0]), contextlib.ExitStack() as until_told:
@@ -148,23 +148,23 @@ class Worker:
         )
 
     @contextlib.contextmanager
-    def _turn(self, record: Record) -> Iterator[None]:
+    def _turn(self, record: JobState) -> Iterator[None]:
         recorder = self._recorder
         recorded = contextlib.nullcontext() if recorder is None else recorder.turn(record.job.key, self._device.name)
         with recorded, record.tenant.at_work(), at_work(record.job.name):
             yield
 
-    def _run(self, record: Record, unit: Unit, until_told: contextlib.ExitStack) -> bool:
+    def _run(self, record: JobState, unit: Unit, until_told: contextlib.ExitStack) -> bool:
         """Run a unit and advance the job; return whether the worker has to end."""
         assert record.trial is not None
         trial = record.trial
         seconds = 0.0
-        following: Following | None = None
+        following: NextAction | None = None
         try:
             if unit.kind != RESUME.kind:
                 seconds = self._run_pending(record, trial, unit)
             if record.is_spread:
-                # Released by the caller once the scheduler knows that the device is idle (`Record.telling`).
+                # Released by the caller once the scheduler knows that the device is idle (`JobState.telling`).
                 until_told.enter_context(record.telling)
             following = self._go_on(record, unit)
             while _is_update(following.step, unit.shard) and not record.is_detached:
@@ -187,7 +187,7 @@ class Worker:
         self._finish_unit(record, seconds, following)
         return False
 
-    def _failed(self, record: Record, unit: Unit, error: BaseException) -> bool:
+    def _failed(self, record: JobState, unit: Unit, error: BaseException) -> bool:
         """Handle the error of a unit; return whether the device is lost."""
         core, name, taken = self._core, self._device.name, self._taken
         self._taken = None
@@ -213,12 +213,12 @@ class Worker:
         core.fail(record, error, UnitFailed(job=record.job.key, device=name))
         return False
 
-    def _go_on(self, record: Record, unit: Unit) -> Following:
+    def _go_on(self, record: JobState, unit: Unit) -> NextAction:
         if record.outcome is not None:
-            return Following()
+            return NextAction()
         return record.go_on(unit, self._device.name, report_is_free=record.job.reports_freely)
 
-    def _run_pending(self, record: Record, trial: Trial, unit: Unit) -> float:
+    def _run_pending(self, record: JobState, trial: Trial, unit: Unit) -> float:
         pending = record.take(unit)
         self._taken = pending if pending.kind in _GRAPH_KINDS else None
         if self._prefetch is not None:
@@ -232,12 +232,12 @@ class Worker:
         trial.finished(pending, seconds)
         return seconds
 
-    def _next_needs(self, record: Record, pending: PendingUnit) -> list[Need]:
+    def _next_needs(self, record: JobState, pending: PendingUnit) -> list[UnitMemoryNeeds]:
         """Return the needs of the predicted unit after the unit that starts to compute now."""
         assert self._core.next_units is not None
         return self._core.next_units.needs(record, pending, self._device.name)
 
-    def _timed_unit(self, record: Record, pending: PendingUnit) -> float:
+    def _timed_unit(self, record: JobState, pending: PendingUnit) -> float:
         start_ns, turn, watch = time.perf_counter_ns(), current_turn(), self._device.stopwatch()
         self._pager.ready_ns, is_failed, before = 0, True, record.steps_run
         try:
@@ -266,12 +266,12 @@ class Worker:
                 )
         return seconds
 
-    def _finish_unit(self, record: Record, seconds: float, following: Following) -> None:
+    def _finish_unit(self, record: JobState, seconds: float, following: NextAction) -> None:
         core, job, trial = self._core, record.job, record.trial
         assert trial is not None
         if core.hint is not None and not core.hint.is_over:
             core.hint.look(trial, len(core.records))
-        report = following.step if isinstance(following.step, Report) else None
+        report = following.step if isinstance(following.step, PendingReport) else None
         units = following.units
         with core.changed:
             if report is not None and record.outcome is None:
@@ -292,5 +292,5 @@ class Worker:
         core.release_all()
 
 
-def _is_update(step: PendingUnit | Report | None, shard: int) -> bool:
+def _is_update(step: PendingUnit | PendingReport | None, shard: int) -> bool:
     return isinstance(step, PendingUnit) and (step.kind, step.shard) == ("update", shard)

@@ -4,7 +4,7 @@
 devices by name only.
 """
 
-from hydra_tune.schedule.ahead import Ahead
+from hydra_tune.schedule.ahead import NextJobPredictor
 from hydra_tune.schedule.bound import makespan_bound, uneven_makespan_bound
 from hydra_tune.schedule.commands import Admit, Command, EndBurst, Release, Run
 from hydra_tune.schedule.early import EarlyBinding
@@ -35,7 +35,7 @@ from hydra_tune.schedule.lrtf_paper import LRTFPaper
 from hydra_tune.schedule.machine import Scheduler
 from hydra_tune.schedule.policy import BindsEarly, IncrementalPolicy, JobView, Policy, Selection, SpeedAware
 from hydra_tune.schedule.random_choice import RandomChoice
-from hydra_tune.schedule.record import Phase
+from hydra_tune.schedule.record import JobPhase
 from hydra_tune.schedule.registry import ENTRY_POINTS, POLICIES, check_policy_name, make_policy
 from hydra_tune.schedule.round_robin import RoundRobin
 from hydra_tune.schedule.srtf import SRTF
@@ -48,7 +48,6 @@ __all__ = [
     "POLICIES",
     "SRTF",
     "Admit",
-    "Ahead",
     "BindsEarly",
     "Command",
     "DeviceAdded",
@@ -62,6 +61,7 @@ __all__ = [
     "IncrementalPolicy",
     "JobAdmitted",
     "JobPaused",
+    "JobPhase",
     "JobRejected",
     "JobResumed",
     "JobStopped",
@@ -69,7 +69,7 @@ __all__ = [
     "JobUnpaused",
     "JobView",
     "LRTFPaper",
-    "Phase",
+    "NextJobPredictor",
     "Policy",
     "PriorityChanged",
     "RandomChoice",

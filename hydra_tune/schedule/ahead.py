@@ -1,25 +1,25 @@
-"""`Ahead`: prediction of each device's next job, so that the pool prefetches the job's bytes during compute.
+"""`NextJobPredictor`: prediction of each device's next job, so that the pool prefetches the job's bytes during compute.
 
 Note: double buffering. The scheduler binds a job to a device when the device becomes free, not earlier. While a unit
-runs, `Ahead` asks a separate selection of the same policy for the device's likely next job, and the pool prefetches the
-job's bytes. The separate selection holds the same views as the scheduler's policy, without the jobs claimed by other
-devices' buffers. For the question, the running job is added as of the end of its unit. The prediction is not binding:
-at the end of the unit, the scheduler chooses among all eligible jobs, and knows which shards are resident on the
-device. Only a policy with early binding (`EarlyBinding`) makes the next job certain.
+runs, `NextJobPredictor` asks a separate selection of the same policy for the device's likely next job, and the pool
+prefetches the job's bytes. The separate selection holds the same views as the scheduler's policy, without the jobs
+claimed by other devices' buffers. For the question, the running job is added as of the end of its unit. The prediction
+is not binding: at the end of the unit, the scheduler chooses among all eligible jobs, and knows which shards are
+resident on the device. Only a policy with early binding (`EarlyBinding`) makes the next job certain.
 
 Note: staggered admission. Jobs of the front go first in predictions, too. The front changes only when a job is admitted
 or over, or a device comes or goes; then all jobs that crossed the border change their level at once.
 """
 
-from hydra_tune.schedule.levels import Level, Levels
+from hydra_tune.schedule.levels import Level, PriorityLevels
 from hydra_tune.schedule.machine import Scheduler
 from hydra_tune.schedule.policy import BindsEarly, JobView, Policy, start_selection
 
 
-class Ahead:
+class NextJobPredictor:
     """Tracks which job each device's buffer is for, and keeps the other eligible jobs in order.
 
-    Not thread-safe, like the scheduler, whose views `Ahead` reads.
+    Not thread-safe, like the scheduler, whose views `NextJobPredictor` reads.
 
     Args:
         policy: policy that provides the selections.
@@ -30,7 +30,7 @@ class Ahead:
         self._is_bound = isinstance(start_selection(policy), BindsEarly)
         self._scheduler = scheduler
         self._front: frozenset[str] = frozenset()
-        self._free = Levels(lambda: start_selection(policy))
+        self._free = PriorityLevels(lambda: start_selection(policy))
         self._num_free = 0
         self._seen: dict[str, JobView] = {}  # the view of each eligible job, as last given to a selection
         self._claims: dict[str, str] = {}  # job to the device whose buffer is for the job; not in the selection

@@ -1,10 +1,10 @@
-"""`Estimate`: compute time done and remaining of a job, corrected as units finish."""
+"""`JobTimeEstimate`: compute time done and remaining of a job, corrected as units finish."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True, kw_only=True)
-class Estimate:
+class JobTimeEstimate:
     """Times of a job in seconds on a device of speed 1.
 
     Each finished unit either brings a new prediction of the remaining time, or the estimate corrects the last

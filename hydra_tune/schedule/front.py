@@ -1,4 +1,4 @@
-"""`Front`: the jobs in flight by age, and the jobs that go first under staggered admission.
+"""`AdmissionFront`: the jobs in flight by age, and the jobs that go first under staggered admission.
 
 Note: staggered admission. The *front* consists of the oldest jobs in flight, as many as there are devices, by priority
 and then by submission. A device takes a ready unit of the front if there is one, otherwise a unit of another job. So
@@ -37,7 +37,7 @@ def _did_you_mean(admission: object) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-class Front:
+class AdmissionFront:
     """The ages of the jobs in flight; the first `size` jobs are the front.
 
     Each change moves at most one job across the border, and returns that job, so that the caller can update its level.

@@ -1,17 +1,17 @@
 """Invariants of the scheduler's state between any two events.
 
-Every table that `State` updates step by step is recomputed here from the records and compared.
+Every table that `SchedulerState` updates step by step is recomputed here from the records and compared.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator
 
-from hydra_tune.schedule.record import JobRecord, Phase
-from hydra_tune.schedule.state import State
+from hydra_tune.schedule.record import JobPhase, JobRecord
+from hydra_tune.schedule.state import SchedulerState
 
 
-def violations(state: State, *, max_concurrent: int) -> Iterator[str]:
+def violations(state: SchedulerState, *, max_concurrent: int) -> Iterator[str]:
     """Check a state at rest against all invariants.
 
     Args:
@@ -26,7 +26,7 @@ def violations(state: State, *, max_concurrent: int) -> Iterator[str]:
         yield from _place_violations(state, record)
     yield from _device_violations(state)
     yield from _table_violations(state)
-    ready = [record.job for record in state.jobs.values() if record.phase is Phase.READY]
+    ready = [record.job for record in state.jobs.values() if record.phase is JobPhase.READY]
     offering = [record.job for record in state.jobs.values() if record.offers]
     if state.idle and offering:
         yield f"{[device for _, _, device in state.idle]} have nothing to do and are not lent to {offering}"
@@ -39,20 +39,20 @@ def violations(state: State, *, max_concurrent: int) -> Iterator[str]:
         yield f"{queued} are queued and {state.num_slots_taken} of {max_concurrent} slots are taken"
 
 
-_HAVE_UNITS = (Phase.READY, Phase.PAUSED)
+_HAVE_UNITS = (JobPhase.READY, JobPhase.PAUSED)
 
 
 def _job_violations(record: JobRecord) -> Iterator[str]:
     name, phase = f"job {record.job!r}", record.phase
-    if (not record.ready and phase in _HAVE_UNITS) or (record.ready and phase not in (*_HAVE_UNITS, Phase.RUNNING)):
+    if (not record.ready and phase in _HAVE_UNITS) or (record.ready and phase not in (*_HAVE_UNITS, JobPhase.RUNNING)):
         yield f"{name} is {phase} with ready units {record.ready}"
     if record.stopped and record.ready:
         yield f"{name} is stopped with ready units {record.ready}"
-    if record.stopped and phase not in (Phase.PREPARING, Phase.RUNNING):
+    if record.stopped and phase not in (JobPhase.PREPARING, JobPhase.RUNNING):
         yield f"{name} is stopped, {phase}, and not released"
-    if (phase is Phase.READY and record.paused) or (phase is Phase.PAUSED and not record.paused):
+    if (phase is JobPhase.READY and record.paused) or (phase is JobPhase.PAUSED and not record.paused):
         yield f"{name} is {phase}, and the user's pause is {record.paused}"
-    if record.view != (record.make_view() if phase is Phase.READY and record.ready else None):
+    if record.view != (record.make_view() if phase is JobPhase.READY and record.ready else None):
         yield f"{name} is {phase}, and the policy was told {record.view}"
     if record.is_counted != phase.takes_slot:
         yield f"{name} is {phase}, and whether it is counted is {record.is_counted}"
@@ -61,9 +61,9 @@ def _job_violations(record: JobRecord) -> Iterator[str]:
         yield f"{name} has done {estimate.done_seconds} s and has {estimate.remaining_seconds} s left"
 
 
-def _place_violations(state: State, record: JobRecord) -> Iterator[str]:
+def _place_violations(state: SchedulerState, record: JobRecord) -> Iterator[str]:
     name, phase = f"job {record.job!r}", record.phase
-    if bool(record.running) != (phase is Phase.RUNNING):
+    if bool(record.running) != (phase is JobPhase.RUNNING):
         yield f"{name} is {phase} on devices {list(record.running)}"
     for place in record.running:
         device = state.devices.get(place)
@@ -74,11 +74,11 @@ def _place_violations(state: State, record: JobRecord) -> Iterator[str]:
     for shard, place in record.shard_devices.items():
         if place not in state.devices:
             yield f"{name} has shard {shard} on {place!r}, which is unknown"
-        if phase is Phase.QUEUED:
+        if phase is JobPhase.QUEUED:
             yield f"{name} is queued and has shard {shard} on {place!r}"
 
 
-def _device_violations(state: State) -> Iterator[str]:
+def _device_violations(state: SchedulerState) -> Iterator[str]:
     for name, device in state.devices.items():
         if device.job is not None and (device.job not in state.jobs or name not in state.jobs[device.job].running):
             yield f"device {name!r} runs {device.job!r}, which does not run there"
@@ -94,7 +94,7 @@ def _device_violations(state: State) -> Iterator[str]:
         yield f"the devices' indices are {indices}, expected them rising and below {state.num_devices_added}"
 
 
-def _table_violations(state: State) -> Iterator[str]:
+def _table_violations(state: SchedulerState) -> Iterator[str]:
     records = state.jobs.values()
     views = Counter((record.view.priority, record.is_front) for record in records if record.view is not None)
     if state.num_eligible != views.total() or state.levels.counts != views:
@@ -115,7 +115,7 @@ def _table_violations(state: State) -> Iterator[str]:
         yield f"{following and following.job!r} would be admitted next, expected the first of {queued}"
 
 
-def _kind_violations(state: State) -> Iterator[str]:
+def _kind_violations(state: SchedulerState) -> Iterator[str]:
     alike: dict[str, list[JobRecord]] = {}
     for record in state.jobs.values():
         if record.alike is not None:
@@ -129,7 +129,7 @@ def _kind_violations(state: State) -> Iterator[str]:
             yield f"steps of {kind!r} take { ({record.job: record.step_seconds for record in records}) }, expected one number"
 
 
-def _front_violations(state: State) -> Iterator[str]:
+def _front_violations(state: SchedulerState) -> Iterator[str]:
     flying = [record for record in state.jobs.values() if record.is_in_flight and state.front is not None]
     flying.sort(key=lambda record: (-record.priority, record.order))
     front = [record.job for record in flying[: len(state.devices)]]
@@ -138,6 +138,6 @@ def _front_violations(state: State) -> Iterator[str]:
         yield f"the front is {told}, expected {front}"
 
 
-def _queued(state: State) -> list[str]:
-    queued = [record for record in state.jobs.values() if record.phase is Phase.QUEUED and not record.paused]
+def _queued(state: SchedulerState) -> list[str]:
+    queued = [record for record in state.jobs.values() if record.phase is JobPhase.QUEUED and not record.paused]
     return [record.job for record in sorted(queued, key=lambda record: (-record.priority, record.order))]

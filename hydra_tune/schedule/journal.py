@@ -1,4 +1,4 @@
-"""`Decision`: a call of the scheduler with its time, as plain data for a file, and its replay."""
+"""`SchedulerDecision`: a call of the scheduler with its time, as plain data for a file, and its replay."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ _COMMANDS: Mapping[str, Any] = {kind.__name__: kind for kind in commands.Command
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class SchedulerDecision:
     """The events of a single call to the scheduler, and the resulting commands.
 
     Args:
@@ -34,14 +34,14 @@ class Decision:
         return [self.at_ns, [_plain(event) for event in self.events], [_plain(command) for command in self.commands]]
 
     @staticmethod
-    def from_json(data: Any) -> "Decision":
+    def from_json(data: Any) -> "SchedulerDecision":
         """Restore a decision from the output of `to_json`.
 
         Raises:
             KeyError, TypeError, ValueError: the data is no such output.
         """
         at_ns, told, said = data
-        return Decision(
+        return SchedulerDecision(
             int(at_ns),
             tuple(_made(_EVENTS, entry) for entry in told),
             tuple(_made(_COMMANDS, entry) for entry in said),
@@ -49,8 +49,8 @@ class Decision:
 
 
 def decide_again(
-    decisions: Iterable[Decision], policy: Policy, *, max_concurrent: int, admission: str = "eager"
-) -> list[Decision]:
+    decisions: Iterable[SchedulerDecision], policy: Policy, *, max_concurrent: int, admission: str = "eager"
+) -> list[SchedulerDecision]:
     """Replay the events of a scheduler on a new scheduler.
 
     Args:
@@ -67,7 +67,8 @@ def decide_again(
     """
     scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
     return [
-        Decision(decision.at_ns, decision.events, tuple(scheduler.handle(*decision.events))) for decision in decisions
+        SchedulerDecision(decision.at_ns, decision.events, tuple(scheduler.handle(*decision.events)))
+        for decision in decisions
     ]
 
 

@@ -1,4 +1,4 @@
-"""`Levels`: separates jobs by priority and front, so that policies can ignore both."""
+"""`PriorityLevels`: separates jobs by priority and front, so that policies can ignore both."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -9,7 +9,7 @@ Level = tuple[int, bool]
 """A priority, and whether the job is in the front (`schedule/front.py`); the greatest level runs first."""
 
 
-class Levels:
+class PriorityLevels:
     """All eligible jobs, in a selection for each level; the highest level with a job is asked.
 
     An empty selection is kept: its state apart from jobs (a random stream, a job promised to a device) still holds when
@@ -21,7 +21,7 @@ class Levels:
 
     def __init__(self, start: Callable[[], Selection]) -> None:
         self._start = start
-        self._levels: dict[Level, _Level] = {}
+        self._levels: dict[Level, _PriorityLevel] = {}
         self._rising: list[Level] = []  # non-empty levels, in rising order
         self._speeds: dict[str, float] = {}
 
@@ -71,17 +71,17 @@ class Levels:
         if not speed:
             del self._speeds[device]
 
-    def _open(self, level: Level) -> "_Level":
+    def _open(self, level: Level) -> "_PriorityLevel":
         selection = self._start()
         if isinstance(selection, SpeedAware):
             # A selection for a new level has missed all earlier speeds.
             for device, speed in self._speeds.items():
                 selection.set_speed(device, speed)
-        opened = self._levels[level] = _Level(selection)
+        opened = self._levels[level] = _PriorityLevel(selection)
         return opened
 
 
-class _Level:
+class _PriorityLevel:
     __slots__ = ("num_jobs", "selection")
 
     def __init__(self, selection: Selection) -> None:

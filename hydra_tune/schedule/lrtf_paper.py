@@ -7,7 +7,7 @@ from typing import Literal
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule.early import EarlyBinding
 from hydra_tune.schedule.heap import Smallest
-from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Scan, Selection
+from hydra_tune.schedule.policy import IncrementalPolicy, JobView, ScanSelection, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class LRTFPaper(IncrementalPolicy):
 
     def start(self) -> Selection:
         """Make an empty selection."""
-        selection = Smallest(_shortness) if self.structure == "heap" else Scan(_Algorithm2())
+        selection = Smallest(_shortness) if self.structure == "heap" else ScanSelection(_Algorithm2Policy())
         return EarlyBinding(selection) if self.idle_only else selection
 
 
@@ -52,7 +52,7 @@ def _shortness(view: JobView) -> float:
     return min(-view.remaining_seconds, 0.0)  # jobs with no time left are equal, as in the paper's loop
 
 
-class _Algorithm2:
+class _Algorithm2Policy:
     def choose(self, device: str, candidates: Sequence[JobView]) -> JobView:  # noqa: ARG002 - the policy's signature
         models = sorted(candidates, key=lambda view: view.order)
         max_train_time, max_model = 0.0, models[0]

@@ -42,17 +42,17 @@ from hydra_tune.schedule.events import (
     JobUnpaused,
     PriorityChanged,
 )
-from hydra_tune.schedule.front import ADMISSIONS, Front, check_admission
+from hydra_tune.schedule.front import ADMISSIONS, AdmissionFront, check_admission
 from hydra_tune.schedule.invariants import violations
-from hydra_tune.schedule.levels import Levels
+from hydra_tune.schedule.levels import PriorityLevels
 from hydra_tune.schedule.policy import JobView, Policy, start_selection
-from hydra_tune.schedule.record import JobRecord, Phase
-from hydra_tune.schedule.state import Draft, State, Tables
+from hydra_tune.schedule.record import JobPhase, JobRecord
+from hydra_tune.schedule.state import SchedulerState, SchedulerStateDraft, Tables
 from hydra_tune.schedule.transitions import ImpossibleEventError, apply
 from hydra_tune.schedule.units import Unit
 
 _STORY_LENGTH = 20
-_RUNNING = Phase.RUNNING  # used for every unit, and enum members are slow to look up
+_RUNNING = JobPhase.RUNNING  # used for every unit, and enum members are slow to look up
 _DEVICE_EVENTS = (DeviceAdded, DeviceLost, DeviceSlowed)
 _CALLS = (
     JobAdmitted,
@@ -85,8 +85,8 @@ class Scheduler:
         check_admission(admission)
         self._policy = policy
         self._max_concurrent = max_concurrent
-        front = Front() if admission == "staggered" else None
-        self._state = State(levels=Levels(lambda: start_selection(policy)), front=front)
+        front = AdmissionFront() if admission == "staggered" else None
+        self._state = SchedulerState(levels=PriorityLevels(lambda: start_selection(policy)), front=front)
         self._stories: dict[str, deque[Event | Command]] = {}  # by live job; formatted only on request
 
     def handle(self, *events: Event) -> list[Command]:
@@ -110,7 +110,7 @@ class Scheduler:
         if len(events) == 1:  # no draft: a refused event changes nothing (`transitions.py`)
             released, victims = self._take(self._state, events[0], 0, events)
         else:  # a refused event must also undo the events before it
-            draft, released, victims = Draft(self._state), [], {}
+            draft, released, victims = SchedulerStateDraft(self._state), [], {}
             for position, event in enumerate(events):
                 over, lost = self._take(draft, event, position, events)
                 released += over
@@ -226,7 +226,7 @@ class Scheduler:
         return {name: device.job for name, device in self._state.devices.items() if device.job is not None}
 
     @property
-    def phases(self) -> Mapping[str, Phase]:
+    def phases(self) -> Mapping[str, JobPhase]:
         """Phase of each live job, in submission order."""
         return MappingProxyType({job: record.phase for job, record in self._state.jobs.items()})
 
@@ -337,7 +337,7 @@ class Scheduler:
     def _admit(self, commands: list[Command]) -> None:
         state = self._state
         while state.num_slots_taken < self._max_concurrent and (record := state.next_queued()) is not None:
-            record.phase = Phase.PREPARING
+            record.phase = JobPhase.PREPARING
             state.put(record)
             commands.append(Admit(job=record.job))
 

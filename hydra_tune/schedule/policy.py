@@ -157,7 +157,7 @@ class IncrementalPolicy(ABC):
         return selection.choose(device)
 
 
-class Scan:
+class ScanSelection:
     """The selection of a single-method policy: passes every job on each call."""
 
     def __init__(self, policy: Policy) -> None:
@@ -179,4 +179,4 @@ class Scan:
 
 def start_selection(policy: Policy) -> Selection:
     """Make an empty selection for either kind of policy."""
-    return policy.start() if isinstance(policy, IncrementalPolicy) else Scan(policy)
+    return policy.start() if isinstance(policy, IncrementalPolicy) else ScanSelection(policy)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
-from hydra_tune.schedule.estimates import Estimate
+from hydra_tune.schedule.estimates import JobTimeEstimate
 from hydra_tune.schedule.front import Age
 from hydra_tune.schedule.policy import JobView
 from hydra_tune.schedule.units import Unit
@@ -21,7 +21,7 @@ def copied(record: RecordT) -> RecordT:
     return other
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """Phase of a job's life. A job that is over has no phase: the scheduler has forgotten the job."""
 
     QUEUED = "queued"
@@ -43,7 +43,7 @@ class Phase(StrEnum):
         return self in _TAKE_SLOT
 
 
-_TAKE_SLOT = (Phase.RUNNING, Phase.READY, Phase.PREPARING)
+_TAKE_SLOT = (JobPhase.RUNNING, JobPhase.READY, JobPhase.PREPARING)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,12 +80,12 @@ class JobRecord:
     job: str
     order: int
     priority: int = 0
-    phase: Phase = Phase.QUEUED
+    phase: JobPhase = JobPhase.QUEUED
     stopped: bool = False
     paused: bool = False
     ready: tuple[Unit, ...] = ()
     running: Mapping[str, Unit] = field(default_factory=dict)
-    estimate: Estimate = field(default_factory=Estimate)
+    estimate: JobTimeEstimate = field(default_factory=JobTimeEstimate)
     step_seconds: float = 0.0
     told_step_seconds: float = 0.0
     alike: str | None = None
@@ -102,7 +102,7 @@ class JobRecord:
     @property
     def is_in_flight(self) -> bool:
         """Whether the job is neither queued nor paused."""
-        return self.phase is not Phase.QUEUED and not self.paused
+        return self.phase is not JobPhase.QUEUED and not self.paused
 
     @property
     def remaining_seconds(self) -> float:
@@ -134,7 +134,7 @@ class JobRecord:
     @property
     def offers(self) -> bool:
         """Whether the job has units to offer to otherwise idle devices."""
-        return bool(self.ready) and self.phase is Phase.RUNNING and not (self.paused or self.stopped)
+        return bool(self.ready) and self.phase is JobPhase.RUNNING and not (self.paused or self.stopped)
 
     def copy(self) -> "JobRecord":
         """Return an independent copy."""

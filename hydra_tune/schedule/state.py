@@ -1,4 +1,4 @@
-"""`State`: the scheduler's memory, changed only through the methods here; `Draft`: uncommitted changes to a state.
+"""`SchedulerState`: the scheduler's memory, changed only by its methods; `SchedulerStateDraft`: uncommitted changes.
 
 `put` and `drop` also update everything derived from the records: the queue, the idle devices, the slots taken, and the
 policy's views. `invariants.py` recomputes each derived table.
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import chain
 
-from hydra_tune.schedule.front import Age, Front
-from hydra_tune.schedule.levels import Levels
+from hydra_tune.schedule.front import AdmissionFront, Age
+from hydra_tune.schedule.levels import PriorityLevels
 from hydra_tune.schedule.policy import JobView
-from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase, copied
+from hydra_tune.schedule.record import DeviceRecord, JobPhase, JobRecord, copied
 
 # Bound here, because these names are used for every unit, and enum members are slow to look up.
-_QUEUED, _PREPARING, _READY, _RUNNING = Phase.QUEUED, Phase.PREPARING, Phase.READY, Phase.RUNNING
+_QUEUED, _PREPARING, _READY, _RUNNING = JobPhase.QUEUED, JobPhase.PREPARING, JobPhase.READY, JobPhase.RUNNING
 
 
 @dataclass(slots=True, kw_only=True)
-class State:
+class SchedulerState:
     """All live jobs and all devices.
 
     Args:
@@ -40,8 +40,8 @@ class State:
         kinds: the jobs that are alike, by their shared name.
     """
 
-    levels: Levels = field(repr=False)
-    front: Front | None = field(default=None, repr=False)
+    levels: PriorityLevels = field(repr=False)
+    front: AdmissionFront | None = field(default=None, repr=False)
     jobs: dict[str, JobRecord] = field(default_factory=dict)
     devices: dict[str, DeviceRecord] = field(default_factory=dict)
     idle: list[tuple[float, int, str]] = field(default_factory=list)
@@ -197,7 +197,7 @@ class State:
         record.view = None
         self.num_eligible -= 1
 
-    def _place_by_age(self, front: Front, record: JobRecord) -> None:
+    def _place_by_age(self, front: AdmissionFront, record: JobRecord) -> None:
         """Update the front for a record being put."""
         before = record.age
         age: Age | None = (-record.priority, record.order, record.job) if record.is_in_flight else None
@@ -246,8 +246,8 @@ class State:
         del self.idle[bisect_left(self.idle, place)]
 
 
-class Draft:
-    """Copy-on-write view of a `State`, for refusing a call of several events as a whole.
+class SchedulerStateDraft:
+    """Copy-on-write view of a `SchedulerState`, for refusing a call of several events as a whole.
 
     Behaves like the state, which stays unchanged until `commit`. Records are copied on first access, so a draft costs
     O(records touched), not O(jobs).
@@ -256,7 +256,7 @@ class Draft:
         state: the state.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._jobs: dict[str, JobRecord | None] = {}  # copies of the records touched; None: the job is over
         self._devices: dict[str, DeviceRecord | None] = {}
@@ -264,7 +264,7 @@ class Draft:
         self._num_devices_added = state.num_devices_added
 
     def find(self, job: str) -> JobRecord | None:
-        """As `State.find`."""
+        """As `SchedulerState.find`."""
         if job not in self._jobs:
             record = self._state.jobs.get(job)
             if record is None:
@@ -273,7 +273,7 @@ class Draft:
         return self._jobs[job]
 
     def find_device(self, device: str) -> DeviceRecord | None:
-        """As `State.find_device`."""
+        """As `SchedulerState.find_device`."""
         if device not in self._devices:
             record = self._state.devices.get(device)
             if record is None:
@@ -288,12 +288,12 @@ class Draft:
         return [name for name in names if self._devices.get(name, self._state.devices.get(name)) is not None]
 
     def all_jobs(self) -> list[JobRecord]:
-        """As `State.all_jobs`."""
+        """As `SchedulerState.all_jobs`."""
         names = dict.fromkeys([*self._state.jobs, *self._jobs])
         return [record for record in map(self.find, names) if record is not None]
 
     def others_alike(self, record: JobRecord) -> Iterator[JobRecord]:
-        """As `State.others_alike`."""
+        """As `SchedulerState.others_alike`."""
         own = list(self._jobs)
         others = (job for job in self._state.kinds.get(record.alike or "", ()) if job not in own)
         found = map(self.find, chain(own, others))
@@ -302,32 +302,32 @@ class Draft:
         )
 
     def put(self, record: JobRecord) -> None:
-        """As `State.put`."""
+        """As `SchedulerState.put`."""
         if self._jobs.get(record.job) is None:
             self._jobs.pop(record.job, None)  # over and resubmitted: goes to the end of the order
         self._jobs[record.job] = record
 
     def drop(self, job: str) -> None:
-        """As `State.drop`."""
+        """As `SchedulerState.drop`."""
         self._jobs[job] = None
 
     def put_device(self, record: DeviceRecord) -> None:
-        """As `State.put_device`."""
+        """As `SchedulerState.put_device`."""
         if self._devices.get(record.device) is None:
             self._devices.pop(record.device, None)
         self._devices[record.device] = record
 
     def drop_device(self, device: str) -> None:
-        """As `State.drop_device`."""
+        """As `SchedulerState.drop_device`."""
         self._devices[device] = None
 
     def number_job(self) -> int:
-        """As `State.number_job`."""
+        """As `SchedulerState.number_job`."""
         self._num_submitted += 1
         return self._num_submitted - 1
 
     def number_device(self) -> int:
-        """As `State.number_device`."""
+        """As `SchedulerState.number_device`."""
         self._num_devices_added += 1
         return self._num_devices_added - 1
 
@@ -347,9 +347,9 @@ class Draft:
                 state.drop(job)
 
 
-Tables = State | Draft
+Tables = SchedulerState | SchedulerStateDraft
 """The tables that events change."""
 
 
 def _is_queued(record: JobRecord) -> bool:
-    return record.phase is Phase.QUEUED and not record.paused
+    return record.phase is JobPhase.QUEUED and not record.paused

@@ -26,7 +26,7 @@ from hydra_tune.schedule.events import (
     UnitFailed,
     UnitFinished,
 )
-from hydra_tune.schedule.record import DeviceRecord, JobRecord, Phase
+from hydra_tune.schedule.record import DeviceRecord, JobPhase, JobRecord
 from hydra_tune.schedule.state import Tables
 from hydra_tune.schedule.units import Unit
 
@@ -108,7 +108,7 @@ def _submit(tables: Tables, event: JobSubmitted) -> None:
 
 
 def _admitted(tables: Tables, event: JobAdmitted) -> str | None:
-    record = _expect(tables, event, Phase.PREPARING)
+    record = _expect(tables, event, JobPhase.PREPARING)
     _check_estimates(event.remaining_seconds, event.step_seconds)
     if record.stopped:
         tables.drop(event.job)
@@ -120,7 +120,7 @@ def _admitted(tables: Tables, event: JobAdmitted) -> str | None:
 
 
 def _rejected(tables: Tables, event: JobRejected) -> str:
-    _expect(tables, event, Phase.PREPARING)
+    _expect(tables, event, JobPhase.PREPARING)
     tables.drop(event.job)
     return event.job
 
@@ -155,7 +155,7 @@ def _unit_finished(tables: Tables, event: UnitFinished) -> str | None:
 
 
 def _resume(tables: Tables, event: JobResumed) -> None:
-    record = _expect(tables, event, Phase.WAITING)
+    record = _expect(tables, event, JobPhase.WAITING)
     _check_estimates(event.remaining_seconds, record.step_seconds)
     if event.remaining_seconds is not None:
         record.estimate.tell(event.remaining_seconds)
@@ -164,7 +164,7 @@ def _resume(tables: Tables, event: JobResumed) -> None:
 
 def _stop(tables: Tables, event: JobStopped) -> str | None:
     record = _expect(tables, event)
-    if record.phase in (Phase.PREPARING, Phase.RUNNING):
+    if record.phase in (JobPhase.PREPARING, JobPhase.RUNNING):
         record.stopped, record.ready = True, ()
         tables.put(record)
         return None
@@ -175,16 +175,16 @@ def _stop(tables: Tables, event: JobStopped) -> str | None:
 def _pause(tables: Tables, event: JobPaused) -> None:
     record = _expect(tables, event)
     record.paused = True
-    if record.phase is Phase.READY:
-        record.phase = Phase.PAUSED
+    if record.phase is JobPhase.READY:
+        record.phase = JobPhase.PAUSED
     tables.put(record)
 
 
 def _unpause(tables: Tables, event: JobUnpaused) -> None:
     record = _expect(tables, event)
     record.paused = False
-    if record.phase is Phase.PAUSED:
-        record.phase = Phase.READY
+    if record.phase is JobPhase.PAUSED:
+        record.phase = JobPhase.READY
     tables.put(record)
 
 
@@ -206,7 +206,7 @@ def _move_shard(tables: Tables, event: ShardMoved) -> None:
     tables.put(record)
 
 
-_WITH_SHARDS = tuple(phase for phase in Phase if phase is not Phase.QUEUED)
+_WITH_SHARDS = tuple(phase for phase in JobPhase if phase is not JobPhase.QUEUED)
 
 _TRANSITIONS: dict[type[Event], Callable[[Tables, Any], str | None]] = {
     DeviceAdded: _add_device,
@@ -231,10 +231,10 @@ _TRANSITIONS: dict[type[Event], Callable[[Tables, Any], str | None]] = {
 _SAME_PACE = 1.2  # a smaller change of the step time is ignored
 
 # Bound here, because these names are used for every unit, and enum members are slow to look up.
-_PAUSED, _READY, _RUNNING = Phase.PAUSED, Phase.READY, Phase.RUNNING
+_PAUSED, _READY, _RUNNING = JobPhase.PAUSED, JobPhase.READY, JobPhase.RUNNING
 
 
-def _phase_between_units(record: JobRecord) -> Phase:
+def _phase_between_units(record: JobRecord) -> JobPhase:
     return _PAUSED if record.paused else _READY
 
 
@@ -271,7 +271,7 @@ def _take_off(record: JobRecord, device: str, fresh: tuple[Unit, ...]) -> None:
         record.running = {place: unit for place, unit in record.running.items() if place != device}
     record.ready = tuple(sorted((*record.ready, *fresh), key=_rank)) if record.ready or len(fresh) > 1 else fresh
     if not record.running:
-        record.phase = _phase_between_units(record) if record.ready else Phase.WAITING
+        record.phase = _phase_between_units(record) if record.ready else JobPhase.WAITING
 
 
 def _rank(unit: Unit) -> int:
@@ -289,7 +289,7 @@ def _end_with_unit(tables: Tables, record: JobRecord, device: str) -> str | None
     return None
 
 
-def _expect(tables: Tables, event: JobEvent, *phases: Phase) -> JobRecord:
+def _expect(tables: Tables, event: JobEvent, *phases: JobPhase) -> JobRecord:
     record = tables.find(event.job)
     if record is None:
         raise ImpossibleEventError("the job is unknown or over, expected one that was submitted and not yet released")

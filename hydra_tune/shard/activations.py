@@ -21,15 +21,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hydra_tune.devices.link import Link
+from hydra_tune.devices.link import LinkCostModel
 from hydra_tune.shard.outcome import UnitSeconds
-from hydra_tune.shard.pilot import Pilot
-from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.pilot import ShardPilot
+from hydra_tune.shard.plan import Shard, ShardPlan
 from hydra_tune.task import Activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class ActivationBudget:
     """Room for keeping activations.
 
     Attributes:
@@ -45,7 +45,7 @@ class Room:
     host_bytes: int | None = None
 
 
-def keeping(plan: Plan, pilot: Pilot, wanted: Activations, room: Room) -> Plan:
+def keeping(plan: ShardPlan, pilot: ShardPilot, wanted: Activations, room: ActivationBudget) -> ShardPlan:
     """Return the plan with the activations of all shards kept, where keeping is possible and the units still fit a device.
 
     Args:
@@ -66,8 +66,13 @@ def keeping(plan: Plan, pilot: Pilot, wanted: Activations, room: Room) -> Plan:
 
 
 def chosen(
-    plan: Plan, kept: Plan, seconds: UnitSeconds, kept_seconds: UnitSeconds, link: Link | None, room: Room
-) -> Plan:
+    plan: ShardPlan,
+    kept: ShardPlan,
+    seconds: UnitSeconds,
+    kept_seconds: UnitSeconds,
+    link: LinkCostModel | None,
+    room: ActivationBudget,
+) -> ShardPlan:
     """Return the plan that keeps activations where keeping is worthwhile; see the note above.
 
     Args:
@@ -99,7 +104,7 @@ def chosen(
     return replace(plan, shards=tuple(shards))
 
 
-def seconds_of(plan: Plan, seconds: UnitSeconds, kept_seconds: UnitSeconds) -> UnitSeconds:
+def seconds_of(plan: ShardPlan, seconds: UnitSeconds, kept_seconds: UnitSeconds) -> UnitSeconds:
     """Return the seconds of the units of a plan that keeps the activations of some shards."""
 
     def pick(computed: Sequence[float], kept: Sequence[float]) -> tuple[float, ...]:
@@ -111,14 +116,14 @@ def seconds_of(plan: Plan, seconds: UnitSeconds, kept_seconds: UnitSeconds) -> U
     )
 
 
-def _keeping(shard: Shard, pilot: Pilot, wanted: Activations, room: Room) -> Shard:
+def _keeping(shard: Shard, pilot: ShardPilot, wanted: Activations, room: ActivationBudget) -> Shard:
     cost = pilot.cost_keeping(shard.graph.first, shard.graph.last) if shard.has_backward else None
     if cost is None or cost.peak_bytes > room.capacity_bytes:
         return shard
     return replace(shard, cost=cost, activations="spill" if wanted == "spill" else "keep")
 
 
-def _spare_host_bytes(plan: Plan, room: Room) -> float:
+def _spare_host_bytes(plan: ShardPlan, room: ActivationBudget) -> float:
     """Host memory left for kept activations that are spilled, so that keeping never keeps a trial out.
 
     Never below zero: a graph that refers only to parameters and to waiting values keeps no bytes, and is worth keeping
@@ -133,12 +138,12 @@ def _total(seconds: UnitSeconds, index: int) -> float:
     return seconds.forward[index] + seconds.backward[index]
 
 
-def _copied_seconds(shard: Shard, link: Link) -> float:
+def _copied_seconds(shard: Shard, link: LinkCostModel) -> float:
     """Seconds for sending a shard's kept activations to the host and back."""
     return 2 * link.seconds(shard.cost.kept_bytes, shard.cost.kept_blocks)
 
 
-def _never_moves(shards: Sequence[Shard], room: Room) -> bool:
+def _never_moves(shards: Sequence[Shard], room: ActivationBudget) -> bool:
     """Whether each unit has room beside the kept activations of all earlier shards."""
     waiting = 0
     for shard in shards:

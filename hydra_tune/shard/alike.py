@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydra_tune.shard.analysis import Analysis
-from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.analysis import GraphAnalysis
+from hydra_tune.shard.capture import CapturedStepGraph
 
 _UNKNOWN = object()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Likeness:
+class ShardSignature:
     """Properties of a candidate before the cut.
 
     Attributes:
@@ -32,7 +32,7 @@ class Likeness:
     state: tuple[str, ...]
 
 
-class Likenesses:
+class ShardSignatureBuilder:
     """Finds candidates of a single captured step that are alike.
 
     Args:
@@ -41,7 +41,7 @@ class Likenesses:
         given: constants, batch tensors and state by placeholder, as fake tensors.
     """
 
-    def __init__(self, captured: Captured, analysis: Analysis, given: Mapping[str, Tensor]) -> None:
+    def __init__(self, captured: CapturedStepGraph, analysis: GraphAnalysis, given: Mapping[str, Tensor]) -> None:
         self._captured = captured
         self._analysis = analysis
         self._given = given
@@ -63,9 +63,9 @@ class Likenesses:
                 self._last_write[name] = max(position, self._last_write.get(name, -1))
         self._tokens = [self._token(node) for node in self._nodes]
 
-    def of(self, first: int, last: int) -> Likeness:
+    def of(self, first: int, last: int) -> ShardSignature:
         """Likeness of the nodes `first` up to, not including, `last`."""
-        seen = _Seen(self, first, last)
+        seen = _ExternalValueTable(self, first, last)
         body = tuple(
             (self._tokens[position], *(seen.reference(argument) for argument in self._nodes[position].all_input_nodes))
             for position in range(first, last)
@@ -77,7 +77,7 @@ class Likenesses:
             if node.name in self._results or self._last_use[node] >= last
         )
         placeholders = sorted((n for n in seen.numbers if n.name in self._captured.state), key=self._order.__getitem__)
-        return Likeness(
+        return ShardSignature(
             # The end of the graph belongs to the key: the last shard of a training step has no forward unit.
             key=(last == len(self._nodes), body, tuple(seen.descriptions), ends) if known else None,
             state=tuple(dict.fromkeys(self._captured.state[node.name] for node in placeholders)),
@@ -130,10 +130,10 @@ class Likenesses:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ExternalValueTable:
     """Values from outside used by a candidate so far, numbered in the order of first use."""
 
-    likenesses: Likenesses
+    likenesses: ShardSignatureBuilder
     first: int
     last: int
     numbers: dict[fx.Node, int] = field(default_factory=dict)

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.errors import CaptureError
-from hydra_tune.shard.capture import Captured, StateSpec
-from hydra_tune.shard.draws import DrawFinder, Draws
+from hydra_tune.shard.capture import CapturedStepGraph, StateSpec
+from hydra_tune.shard.draws import CountedRandomOpFinder, CountedRandomOps
 from hydra_tune.shard.precision import autocast
 from hydra_tune.shard.stochastic import body_of, draws_random_numbers, named_arguments
 
@@ -28,7 +28,7 @@ _RUNNING_STATISTICS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
+class NodeTensorSpec:
     """Result of a node that makes a single tensor."""
 
     storage: int
@@ -37,8 +37,8 @@ class Value:
 
 
 @dataclass(slots=True, kw_only=True)
-class Analysis:
-    """Facts about a captured graph; positions count the nodes of `Captured.nodes`.
+class GraphAnalysis:
+    """Facts about a captured graph; positions count the nodes of `CapturedStepGraph.nodes`.
 
     Attributes:
         values: node name -> the node's tensor; nodes that make tuples or nothing are missing.
@@ -52,22 +52,22 @@ class Analysis:
         classes: for each position the class of the node's module, as `module.name`.
     """
 
-    values: dict[str, Value]
+    values: dict[str, NodeTensorSpec]
     cuts: list[int]
     crossing_bytes: list[int]
     written_state: frozenset[str]
     written_values: dict[int, frozenset[str]]
     stochastic: frozenset[int]
-    draws: Draws
+    draws: CountedRandomOps
     layers: list[str]
     classes: list[str]
 
 
 @dataclass(slots=True)
-class _Recorder:
+class _NodeTensorRecorder:
     """Collects facts while the graph runs on fake tensors."""
 
-    values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, NodeTensorSpec] = field(default_factory=dict)
     # storages are identified by address, so no storage may be freed
     keep: dict[str, Tensor] = field(default_factory=dict)
 
@@ -80,15 +80,15 @@ class _Recorder:
         if isinstance(result, Tensor):
             self.keep[name] = result
             storage = result.untyped_storage()
-            self.values[name] = Value(
+            self.values[name] = NodeTensorSpec(
                 storage=storage._cdata,  # noqa: SLF001 - the storage's identity
                 storage_bytes=storage.nbytes(),
                 requires_grad=result.requires_grad,
             )
 
 
-class _Interpreter(DrawFinder):
-    def __init__(self, module: fx.GraphModule, recorder: _Recorder, draws: Draws) -> None:
+class _AnalysisInterpreter(CountedRandomOpFinder):
+    def __init__(self, module: fx.GraphModule, recorder: _NodeTensorRecorder, draws: CountedRandomOps) -> None:
         super().__init__(module, draws)
         self._recorder = recorder
 
@@ -107,7 +107,7 @@ def fake_like(mode: FakeTensorMode, spec: StateSpec) -> Tensor:
 
 
 def placeholders(
-    captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor, ...], mode: FakeTensorMode
+    captured: CapturedStepGraph, specs: dict[str, StateSpec], batch: tuple[Tensor, ...], mode: FakeTensorMode
 ) -> dict[str, Tensor]:
     """Return fake tensors for all the graph's inputs, with tied names bound to a single tensor."""
     state = {name: fake_like(mode, specs[name]) for name in dict.fromkeys(captured.state.values())}
@@ -117,7 +117,7 @@ def placeholders(
     return found
 
 
-def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor, ...]) -> Analysis:
+def analyse(captured: CapturedStepGraph, specs: dict[str, StateSpec], batch: tuple[Tensor, ...]) -> GraphAnalysis:
     """Run the graph on fake tensors and find the allowed cuts.
 
     Args:
@@ -130,11 +130,11 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = placeholders(captured, specs, batch, mode)
-    recorder, draws = _Recorder(), Draws()
+    recorder, draws = _NodeTensorRecorder(), CountedRandomOps()
     arguments = [inputs.get(n.name) for n in captured.module.graph.nodes if n.op == "placeholder"]
     # In the modes of a real run, so that gradients and dtypes of the values are right.
     with mode, torch.set_grad_enabled(captured.mode == "train"), autocast(captured.precision):
-        _Interpreter(captured.module, recorder, draws).run(*arguments)
+        _AnalysisInterpreter(captured.module, recorder, draws).run(*arguments)
     recorder.settle()
     nodes = captured.nodes
     writes = [(position, name) for position, node in enumerate(nodes) for name in _written_arguments(node)]
@@ -153,7 +153,7 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
     crossing, plain = _crossings(nodes, recorder.values)
     end = _last_cut(captured)
     cuts = [position for position in range(1, end + 1) if plain[position] and position not in forbidden]
-    return Analysis(
+    return GraphAnalysis(
         values=recorder.values,
         cuts=cuts,
         crossing_bytes=crossing,
@@ -166,7 +166,7 @@ def analyse(captured: Captured, specs: dict[str, StateSpec], batch: tuple[Tensor
     )
 
 
-def _last_cut(captured: Captured) -> int:
+def _last_cut(captured: CapturedStepGraph) -> int:
     """Last position of a cut; in training, nodes after the loss stay with the loss, because the backward starts there."""
     nodes = captured.nodes
     if captured.mode != "train":
@@ -220,7 +220,7 @@ def _view_base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _written_storages(writes: list[tuple[int, str]], values: dict[str, Value]) -> dict[int, frozenset[str]]:
+def _written_storages(writes: list[tuple[int, str]], values: dict[str, NodeTensorSpec]) -> dict[int, frozenset[str]]:
     """Position -> all nodes that see the storage overwritten there."""
     sharing: dict[int, set[str]] = defaultdict(set)
     for name, value in values.items():
@@ -241,7 +241,7 @@ def _last_uses(nodes: list[fx.Node]) -> dict[str, int]:
     return last
 
 
-def _crossings(nodes: list[fx.Node], values: dict[str, Value]) -> tuple[list[int], list[bool]]:
+def _crossings(nodes: list[fx.Node], values: dict[str, NodeTensorSpec]) -> tuple[list[int], list[bool]]:
     """For each position, the bytes that cross, and whether all crossing values are plain tensors."""
     last = _last_uses(nodes)
     size = len(nodes) + 1
@@ -264,7 +264,9 @@ def _crossings(nodes: list[fx.Node], values: dict[str, Value]) -> tuple[list[int
     return crossing, plain
 
 
-def _overwrite_hazards(captured: Captured, values: dict[str, Value], writes: list[tuple[int, str]]) -> set[int]:
+def _overwrite_hazards(
+    captured: CapturedStepGraph, values: dict[str, NodeTensorSpec], writes: list[tuple[int, str]]
+) -> set[int]:
     """Positions where a cut would separate a value from its overwriter.
 
     A value that crosses a cut reaches the later shard as a separate tensor. If the later shard overwrites the value, no

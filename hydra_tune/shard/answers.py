@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from hydra_tune.errors import CaptureError
 from hydra_tune.shard import batch as batches
-from hydra_tune.shard.guards import Recorder
-from hydra_tune.shard.outcome import Operators
+from hydra_tune.shard.guards import BatchGuardRecorder
+from hydra_tune.shard.outcome import StepOperatorRecorder
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
@@ -45,17 +45,17 @@ def ask(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> list[Answer]
     Returns:
         The answers in order; empty if nothing was asked, or if a question does not follow from the batch alone.
     """
-    recorder = Recorder(batches.flatten(batch).tensors)
-    noted = _Noting(recorder)
-    with torch.set_grad_enabled(mode == "train"), Operators(recorder), eager_autocast(task.precision), noted:
+    recorder = BatchGuardRecorder(batches.flatten(batch).tensors)
+    noted = _AnswerRecordingMode(recorder)
+    with torch.set_grad_enabled(mode == "train"), StepOperatorRecorder(recorder), eager_autocast(task.precision), noted:
         step_module(task, twin, mode)(batch)
     return noted.answers if noted.is_complete and not recorder.asks_otherwise else []
 
 
-class _Noting(TorchFunctionMode):
+class _AnswerRecordingMode(TorchFunctionMode):
     """Notes each call that reads a value and returns the value to Python."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: BatchGuardRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         self.answers: list[Answer] = []
@@ -75,7 +75,7 @@ class _Noting(TorchFunctionMode):
         return result
 
 
-class _Answering(TorchFunctionMode):
+class _AnswerReplayMode(TorchFunctionMode):
     """Gives the answers to the calls that asked, in the same order."""
 
     def __init__(self, answers: list[Answer]) -> None:
@@ -100,7 +100,7 @@ def answering(answers: list[Answer]) -> Iterator[None]:
     if not answers:
         yield
         return
-    mode = _Answering(answers)
+    mode = _AnswerReplayMode(answers)
     with _unnoticed(), mode:
         yield
     if mode.left:

@@ -31,15 +31,15 @@ def plain_mappings(batch: Any) -> Any:
     return batch
 
 
-class _Marker(Enum):
+class _LeafMarker(Enum):
     TENSOR = "tensor"
 
 
-TENSOR = _Marker.TENSOR
+TENSOR = _LeafMarker.TENSOR
 
 
 @dataclass(frozen=True, slots=True)
-class Leaves:
+class BatchLeaves:
     """A batch taken apart: its tensors in tree order, and the rest."""
 
     tensors: tuple[Tensor, ...]
@@ -63,7 +63,7 @@ class Leaves:
         fresh = iter(tensors)
         return pytree.tree_unflatten([next(fresh) if v is TENSOR else v for v in self.values], self.spec)
 
-    def without_tensors(self) -> "Leaves":
+    def without_tensors(self) -> "BatchLeaves":
         """Return the same structure without tensors, to keep no tensor alive."""
         return replace(self, tensors=(), copies=())
 
@@ -74,7 +74,7 @@ def copied(batch: Any) -> Any:
     return leaves.rebuild(tuple(tensor.clone() for tensor in leaves.tensors))
 
 
-def flatten(batch: Any) -> Leaves:
+def flatten(batch: Any) -> BatchLeaves:
     """Take a batch apart.
 
     Args:
@@ -94,7 +94,7 @@ def flatten(batch: Any) -> Leaves:
     tensors = tuple(value for value in values if isinstance(value, Tensor))
     places = tuple(TENSOR if isinstance(value, Tensor) else value for value in values)
     copies = tuple((a, b) for a, b in zip(found, values, strict=True) if a is not b)
-    return Leaves(tensors=tensors, signature=tuple(key), spec=spec, values=places, copies=copies)
+    return BatchLeaves(tensors=tensors, signature=tuple(key), spec=spec, values=places, copies=copies)
 
 
 def _compact(tensor: Tensor) -> Tensor:

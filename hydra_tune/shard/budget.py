@@ -1,19 +1,19 @@
-"""`Budget`: the constraints of plans."""
+"""`ShardPlanConstraints`: the constraints of plans."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from hydra_tune.devices.link import Link
-from hydra_tune.shard.activations import Room
+from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.shard.activations import ActivationBudget
 from hydra_tune.shard.partition import NumShards
-from hydra_tune.shard.placement import OptimizerPlacement, Speeds
+from hydra_tune.shard.placement import MachineSpeeds, OptimizerPlacement
 
 _BUFFERS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4)  # fractions of a device's memory, for "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class ShardPlanConstraints:
     """Constraints of plans: memory of the devices and the host, and options of the pool.
 
     Args:
@@ -39,10 +39,10 @@ class Budget:
     alignment: int
     num_shards: NumShards = None
     optimizer_placement: OptimizerPlacement | Literal["auto"] = "device"
-    speeds: Callable[[], Speeds] | None = None
+    speeds: Callable[[], MachineSpeeds] | None = None
     trials: int = 1
     host_bytes: int | None = None
-    link: Callable[[], Link | None] = lambda: None
+    link: Callable[[], LinkCostModel | None] = lambda: None
     checks_sample: bool = False
     counts_draws: bool = True
     host_threads: int = 1
@@ -58,9 +58,9 @@ class Budget:
         """Whether the next blocks are sent to a device during computation."""
         return self.buffer_fraction != 0
 
-    def room(self, buffer_bytes: int) -> Room:
+    def room(self, buffer_bytes: int) -> ActivationBudget:
         """Room for keeping activations, beside a buffer."""
-        return Room(
+        return ActivationBudget(
             capacity_bytes=self.budget_bytes - buffer_bytes,
             budget_bytes=self.budget_bytes,
             trials=self.trials,

@@ -41,7 +41,7 @@ class StateSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Captured:
+class CapturedStepGraph:
     """A captured step.
 
     Attributes:
@@ -93,7 +93,7 @@ def state_specs(model: nn.Module) -> dict[str, StateSpec]:
 
 def capture(
     task: TrainTask, twin: nn.Module, batch: Any, mode: str, answering: AbstractContextManager[object] | None = None
-) -> Captured:
+) -> CapturedStepGraph:
     """Capture a step of a model; for a precision other than float32, call inside `precision.autocast`.
 
     Args:
@@ -158,7 +158,7 @@ def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> 
         # The flags belong to the process; captures hold the gate alone, so no other thread sees the change.
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
         try:
-            with answering, _RefusingHooks():
+            with answering, _HookRefusalMode():
                 return forward(*arguments)
         finally:
             torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags  # noqa: SLF001
@@ -170,7 +170,7 @@ def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> 
         del wrapper.forward
 
 
-class _RefusingHooks(TorchFunctionMode):
+class _HookRefusalMode(TorchFunctionMode):
     """Refuses hooks on activations: a graph has no hooks, and a check on a single batch may not notice the difference."""
 
     def __torch_function__(
@@ -181,7 +181,7 @@ class _RefusingHooks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> Captured:
+def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> CapturedStepGraph:
     canonical = {id(tensor): name for name, tensor in named_state(twin)}
     state: dict[str, str] = {}
     constants: dict[str, Tensor] = {}
@@ -200,7 +200,7 @@ def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> Cap
             raise CaptureError(f"torch.export lifted {spec.target!r} as {spec.kind.name}, which cannot be sharded")
     graph_output = next(node for node in program.graph.nodes if node.op == "output")
     outputs = tuple(_output_name(node) for node in graph_output.args[0])
-    return Captured(
+    return CapturedStepGraph(
         module=program.graph_module,
         mode=mode,
         state=state,

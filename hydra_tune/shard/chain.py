@@ -7,9 +7,9 @@ Otherwise the backward unit computes its shard a second time, with gradients. To
 unit first saves the generator's state and the buffers it is about to overwrite. The recompute starts from the saved
 buffers, and its own changes of buffers are thrown away, so BatchNorm counts once.
 
-Note: undo. The inputs of a unit stay unchanged until the unit has all its results (`Store.settle`), except storages
-kept by a graph and freed during the backward. A unit that fails earlier can therefore be run again (`train/undo.py`), a
-backward unit by recomputing.
+Note: undo. The inputs of a unit stay unchanged until the unit has all its results (`ChainStore.settle`), except
+storages kept by a graph and freed during the backward. A unit that fails earlier can therefore be run again
+(`train/undo.py`), a backward unit by recomputing.
 
 Note: kept, and yet recomputed. An autograd graph belongs to the device of its forward; on another GPU the graph's nodes
 would refuse their operands. The scheduler is free to place the backward unit on another device, because binding the
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from hydra_tune.devices.device import RandomGenerator
 from hydra_tune.shard import compute
-from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.plan import Shard, ShardPlan
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import Objective, loss_itself
 
@@ -60,7 +60,7 @@ def kept_key(shard: int, number: int) -> str:
     return f"kept:{shard}:{number}"
 
 
-class Store(Protocol):
+class ChainStore(Protocol):
     """Store of a chain's tensors; during a unit, all tensors are on the unit's device."""
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
@@ -89,15 +89,15 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptTape:
     """Graph of a forward unit, device of the forward, and numbers of the storages saved by the graph."""
 
-    tape: compute.Tape
+    tape: compute.ShardTape
     place: torch.device | None
     numbers: tuple[int, ...]
 
 
-class Chain:
+class ShardChain:
     """A single step of a single trial.
 
     Args:
@@ -109,8 +109,8 @@ class Chain:
 
     def __init__(
         self,
-        plan: Plan,
-        store: Store,
+        plan: ShardPlan,
+        store: ChainStore,
         objective: Objective = loss_itself,
         recomputed: list[ShardGraph] | None = None,
     ) -> None:
@@ -119,7 +119,7 @@ class Chain:
         self._objective = objective
         self._store = store
         self._random_states: dict[int, Tensor] = {}
-        self._tapes: dict[int, _Kept] = {}
+        self._tapes: dict[int, _KeptTape] = {}
         self._before: dict[int, list[Tensor]] = {}
 
     def keys(self, kind: str, index: int) -> list[str]:
@@ -256,12 +256,12 @@ class Chain:
         outputs, tape = self.plan.computing.taped_forward(shard.graph, operands, shard.needs_gradient)
         place = next((tensor.device for tensor in operands.all), None)
         saved = tape.settle()
-        self._tapes[index] = _Kept(tape, place, tuple(saved))
+        self._tapes[index] = _KeptTape(tape, place, tuple(saved))
         for number, storage in saved.items():
             self._store.put(kept_key(index, number), storage)
         return outputs
 
-    def _played(self, index: int, shard: Shard) -> compute.Gradients:
+    def _played(self, index: int, shard: Shard) -> compute.ShardGradients:
         """Run a backward unit that continues from its forward unit's graph."""
         return self._tapes[index].tape.backward(
             shard.graph,
@@ -271,7 +271,7 @@ class Chain:
             on_free=lambda number: self._store.drop(kept_key(index, number)),
         )
 
-    def _computed(self, index: int, shard: Shard, generator: RandomGenerator) -> compute.Gradients:
+    def _computed(self, index: int, shard: Shard, generator: RandomGenerator) -> compute.ShardGradients:
         """Run a backward unit that first computes its shard."""
         recompute = self.has_forward(index)
         if recompute and shard.graph.stochastic:
@@ -284,9 +284,9 @@ class Chain:
             objective=self._objective,
         )
 
-    def _incoming(self, shard: Shard) -> compute.Incoming:
+    def _incoming(self, shard: Shard) -> compute.IncomingGradients:
         parameters = (*shard.trained, *shard.shared_gradients)
-        return compute.Incoming(
+        return compute.IncomingGradients(
             outputs={
                 name: None if name in shard.losses else gradient
                 for name in shard.gradient_outputs
@@ -317,7 +317,7 @@ class Chain:
         found = {name: self._store.get(key) for name, key in keys.items()}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def _operands(self, shard: Shard, saved: int | None = None) -> compute.Operands:
+    def _operands(self, shard: Shard, saved: int | None = None) -> compute.ShardOperands:
         state = self._store.state(shard.graph.state)
         if saved is not None:
             for position, name in enumerate(shard.graph.state):
@@ -329,7 +329,7 @@ class Chain:
         live_in = [self._store.get(name) for name in shard.graph.live_in]
         missing = [name for name, t in zip(shard.graph.live_in, live_in, strict=True) if t is None]
         assert not missing, f"values {missing} were dropped too early"
-        return compute.Operands(
+        return compute.ShardOperands(
             state=state,
             constants=self._store.constants(shard.graph.constants),
             inputs=self._store.inputs(shard.graph.inputs),

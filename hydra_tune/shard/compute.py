@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hydra_tune.shard.kept import KeptTensors
+from hydra_tune.shard.kept import KeptActivations
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import Objective, loss_itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operands:
+class ShardOperands:
     """Operands of a shard, in the order of the fields of `ShardGraph`; all on a single device."""
 
     state: Sequence[Tensor]
@@ -42,7 +42,7 @@ class Operands:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Incoming:
+class IncomingGradients:
     """Gradients that later shards hand to a shard's backward.
 
     Attributes:
@@ -57,7 +57,7 @@ class Incoming:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gradients:
+class ShardGradients:
     """Results of a backward unit: gradients of live-ins and of parameters by name (accumulated), and losses by name."""
 
     live_in: dict[str, Tensor]
@@ -65,7 +65,9 @@ class Gradients:
     outputs: dict[str, Tensor]
 
 
-def forward(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None) -> dict[str, Tensor]:
+def forward(
+    shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None
+) -> dict[str, Tensor]:
     """Run a shard and keep only its outputs.
 
     Args:
@@ -99,7 +101,7 @@ def _never(packed: None) -> Tensor:
     raise AssertionError("a forward unit has no backward")
 
 
-def _leaves(shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]) -> dict[str, Tensor]:
+def _leaves(shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]) -> dict[str, Tensor]:
     return {
         name: tensor.detach().requires_grad_(name in needs_gradient)
         for name, tensor in zip(shard.live_in, operands.live_in, strict=True)
@@ -111,7 +113,7 @@ def _arguments(shard: ShardGraph, leaves: Mapping[str, Tensor]) -> list[Tensor]:
     return [leaf.clone() if name in shard.cloned else leaf for name, leaf in leaves.items()]
 
 
-class Tape:
+class ShardTape:
     """The autograd graph of a forward unit, kept until its backward unit.
 
     Args:
@@ -125,7 +127,7 @@ class Tape:
         live_in: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
-        saved: KeptTensors,
+        saved: KeptActivations,
     ) -> None:
         self._live_in = dict(live_in)
         self._parameters = dict(parameters)
@@ -137,7 +139,7 @@ class Tape:
         """Release all memory of the tape after the forward unit.
 
         Returns:
-            Storages saved by the graph, to be kept; see `KeptTensors.settle`.
+            Storages saved by the graph, to be kept; see `KeptActivations.settle`.
         """
         for leaf in (*self._live_in.values(), *self._parameters.values()):
             # The leaf stays a node of the graph; only its memory goes, because the operand may move between the units.
@@ -147,11 +149,11 @@ class Tape:
     def backward(
         self,
         shard: ShardGraph,
-        operands: Operands,
-        incoming: Incoming,
+        operands: ShardOperands,
+        incoming: IncomingGradients,
         kept: Callable[[int], Tensor],
         on_free: Callable[[int], None],
-    ) -> Gradients:
+    ) -> ShardGradients:
         """Run the backward; only once.
 
         Args:
@@ -172,31 +174,31 @@ class Tape:
             _run_backward(roots)
         finally:
             self._saved.absent()
-        return Gradients(live_in=_taken(self._live_in), parameters=_taken(self._parameters), outputs={})
+        return ShardGradients(live_in=_taken(self._live_in), parameters=_taken(self._parameters), outputs={})
 
 
-class Computing(Protocol):
+class ShardExecutor(Protocol):
     """Runner of shards: this module, or `shard/remembered.py` with remembered results."""
 
     def forward(
-        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None
     ) -> dict[str, Tensor]:
         """As `forward` of this module."""
 
     def taped_forward(
-        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
-    ) -> tuple[dict[str, Tensor], Tape]:
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]
+    ) -> tuple[dict[str, Tensor], ShardTape]:
         """As `taped_forward` of this module."""
 
     def backward(
         self,
         shard: ShardGraph,
-        operands: Operands,
+        operands: ShardOperands,
         *,
         needs_gradient: frozenset[str],
-        incoming: Incoming,
+        incoming: IncomingGradients,
         objective: Objective = loss_itself,
-    ) -> Gradients:
+    ) -> ShardGradients:
         """As `backward` of this module."""
 
 
@@ -208,8 +210,8 @@ def _point(leaves: Mapping[str, Tensor], names: Sequence[str], tensors: Sequence
 
 
 def taped_forward(
-    shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
-) -> tuple[dict[str, Tensor], Tape]:
+    shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]
+) -> tuple[dict[str, Tensor], ShardTape]:
     """Run a shard like `forward` in training, and keep its graph.
 
     Returns:
@@ -226,24 +228,26 @@ def taped_forward(
         if tensor.requires_grad
     }
     state = [parameters.get(name, tensor) for name, tensor in zip(shard.state, operands.state, strict=True)]
-    saved = KeptTensors(operands.all)
+    saved = KeptActivations(operands.all)
     with torch.enable_grad(), saved.hooks():
         arguments = _arguments(shard, leaves)
         made = shard.module(*state, *operands.constants, *operands.inputs, *arguments)
         outputs = dict(zip(shard.live_out, made, strict=True))
         differentiable = {name: output for name, output in outputs.items() if output.requires_grad}
-        tape = Tape({n: leaf for n, leaf in leaves.items() if leaf.requires_grad}, parameters, differentiable, saved)
+        tape = ShardTape(
+            {n: leaf for n, leaf in leaves.items() if leaf.requires_grad}, parameters, differentiable, saved
+        )
     return {name: output.detach() for name, output in outputs.items()}, tape
 
 
 def backward(
     shard: ShardGraph,
-    operands: Operands,
+    operands: ShardOperands,
     *,
     needs_gradient: frozenset[str],
-    incoming: Incoming,
+    incoming: IncomingGradients,
     objective: Objective = loss_itself,
-) -> Gradients:
+) -> ShardGradients:
     """Run a shard with gradients, then its backward.
 
     Args:
@@ -272,7 +276,7 @@ def backward(
     # Copied, because a loss may keep the storage of its unreduced form alive.
     losses = {name: outputs[name].detach().clone() for name, gradient in incoming.outputs.items() if gradient is None}
     _run_backward(roots)
-    return Gradients(live_in=_taken(leaves), parameters=_taken(parameters), outputs=losses)
+    return ShardGradients(live_in=_taken(leaves), parameters=_taken(parameters), outputs=losses)
 
 
 _Root = tuple[Tensor | GradientEdge, Tensor | None]

@@ -28,7 +28,7 @@ _REGIONS = (
 
 
 @dataclass(slots=True, kw_only=True)
-class Draws:
+class CountedRandomOps:
     """Random operators of a graph.
 
     Attributes:
@@ -42,7 +42,7 @@ class Draws:
         return all(node in self.counted for node in nodes if node.op == "call_function" and draws_random_numbers(node))
 
 
-class DrawFinder(fx.Interpreter):
+class CountedRandomOpFinder(fx.Interpreter):
     """Runs a graph and finds its counted random operators on the way.
 
     Args:
@@ -50,7 +50,7 @@ class DrawFinder(fx.Interpreter):
         draws: receives the counted operators.
     """
 
-    def __init__(self, module: fx.GraphModule, draws: Draws) -> None:
+    def __init__(self, module: fx.GraphModule, draws: CountedRandomOps) -> None:
         super().__init__(module)
         self._draws = draws
 
@@ -62,7 +62,7 @@ class DrawFinder(fx.Interpreter):
             return self._enter(n, n.target)
         if not isinstance(n.target, OpOverload):
             return super().run_node(n)
-        primitives = _Primitives()
+        primitives = _RandomPrimitiveRecorder()
         with primitives:
             result = super().run_node(n)
         if primitives.drawing <= _COUNTED:
@@ -73,15 +73,17 @@ class DrawFinder(fx.Interpreter):
         """Run a region, body included."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         bodies = {position: body for position, given in enumerate(n.args) if (body := body_of(n, given)) is not None}
-        inside = Draws()
-        runs = [DrawFinder(bodies[i], inside).run if i in bodies else argument for i, argument in enumerate(args)]
+        inside = CountedRandomOps()
+        runs = [
+            CountedRandomOpFinder(bodies[i], inside).run if i in bodies else argument for i, argument in enumerate(args)
+        ]
         result = target(*runs, **kwargs)
         if all(inside.are_counted(list(body.graph.nodes)) for body in bodies.values()):
             self._draws.counted.add(n)
         return result
 
 
-class _Primitives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RandomPrimitiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the random primitives run by an operator."""
 
     def __init__(self) -> None:

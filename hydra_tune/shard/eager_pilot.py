@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import CaptureError
-from hydra_tune.memory.saved import HostCopy, Packed, SavedTensors
+from hydra_tune.memory.saved import PackedSavedTensor, SavedStorageCopy, SavedTensorSpiller
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.capture import describe, named_state
@@ -56,7 +56,9 @@ class EagerPilot:
         alignment: bytes to which the devices align allocations.
     """
 
-    def __init__(self, task: TrainTask, model: nn.Module, leaves: batches.Leaves, mode: str, alignment: int) -> None:
+    def __init__(
+        self, task: TrainTask, model: nn.Module, leaves: batches.BatchLeaves, mode: str, alignment: int
+    ) -> None:
         self._task = task
         self._model = model
         self._leaves = leaves
@@ -83,7 +85,7 @@ class EagerPilot:
         self._check()
         with _host() as device:
             twin, batch = copy.deepcopy(self._model), self._batch()
-            saved = SavedTensors(device, _owned(twin, batch))
+            saved = SavedTensorSpiller(device, _owned(twin, batch))
             tracker = StorageTracker(self._alignment)
             names = self._run(twin, batch, tracker, saved.hooks())
         return EagerCost(names=names, workspace=tracker.peak_bytes, spilled_bytes=saved.peak_bytes)
@@ -93,7 +95,7 @@ class EagerPilot:
         with _host() as device:
             twin, batch = copy.deepcopy(self._model), self._batch()
             try:
-                self._run(twin, batch, nullcontext(), _Comparison(device, _owned(twin, batch)).hooks())
+                self._run(twin, batch, nullcontext(), _SavedTensorVerifier(device, _owned(twin, batch)).hooks())
             except CaptureError:
                 raise
             except Exception as error:
@@ -128,22 +130,22 @@ class EagerPilot:
         return tuple(results)
 
 
-class _Comparison(SavedTensors):
+class _SavedTensorVerifier(SavedTensorSpiller):
     """Keeps each packed tensor next to its copy, and compares the two when the backward reads the tensor."""
 
     def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:
         super().__init__(device, stays)
-        self._originals: dict[int, tuple[Packed, Tensor]] = {}
+        self._originals: dict[int, tuple[PackedSavedTensor, Tensor]] = {}
 
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor) -> PackedSavedTensor:
         packed = super().pack(tensor)
         self._originals[id(packed)] = (packed, tensor.detach())
         return packed
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: PackedSavedTensor) -> Tensor:
         tensor = super().unpack(packed)
         copied = packed.bytes
-        if isinstance(copied, HostCopy):
+        if isinstance(copied, SavedStorageCopy):
             original = self._originals[id(packed)][1]
             if not same_bits(original, packed.geometry.view(copied.host.untyped_storage())):
                 raise CaptureError(

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.batch import same_bits
-from hydra_tune.shard.split_modules import Cut
+from hydra_tune.shard.split_modules import TensorCut
 from hydra_tune.shard.streams import preserved_streams
 from hydra_tune.shard.update_pilot import stand_in_for
 
@@ -23,11 +23,11 @@ _UNEQUAL = 100.0
 _RATE = 0.1  # replaces a rate of 0 at the start of a schedule, with which no difference would show
 
 
-class _ApartError(Exception):
+class _PieceStateMismatchError(Exception):
     """The states of the pieces are not the state of a single tensor."""
 
 
-def whole_state(states: Sequence[Mapping[str, Any]], cut: Cut) -> dict[str, Any]:
+def whole_state(states: Sequence[Mapping[str, Any]], cut: TensorCut) -> dict[str, Any]:
     """Join the optimizer's states of a parameter's pieces into the state of the whole parameter.
 
     Args:
@@ -39,25 +39,25 @@ def whole_state(states: Sequence[Mapping[str, Any]], cut: Cut) -> dict[str, Any]
     """
     try:
         return _joined(states, cut)
-    except _ApartError as error:
+    except _PieceStateMismatchError as error:
         raise TaskError(f"the optimizer's state of the pieces of a parameter differs: {error}") from None
 
 
-def _joined(states: Sequence[Mapping[str, Any]], cut: Cut) -> dict[str, Any]:
+def _joined(states: Sequence[Mapping[str, Any]], cut: TensorCut) -> dict[str, Any]:
     if any(state.keys() != states[0].keys() for state in states):
-        raise _ApartError("some have entries that others have not")
+        raise _PieceStateMismatchError("some have entries that others have not")
     return {key: _one(key, [state[key] for state in states], cut) for key in states[0]}
 
 
-def _one(key: str, values: list[Any], cut: Cut) -> Any:
+def _one(key: str, values: list[Any], cut: TensorCut) -> Any:
     """Join a single entry: concatenate tensors of the pieces' shape, or take the value common to all pieces."""
     first = values[0]
     if isinstance(first, Tensor) and first.dim() > cut.dim:
         if [value.shape[cut.dim] for value in values] != list(cut.sizes):
-            raise _ApartError(f"{key!r} is not of the pieces' shape")
+            raise _PieceStateMismatchError(f"{key!r} is not of the pieces' shape")
         return torch.cat(values, cut.dim)
     if not all(_is_same(first, value) for value in values[1:]):
-        raise _ApartError(f"{key!r} is not the same")
+        raise _PieceStateMismatchError(f"{key!r} is not the same")
     return first
 
 
@@ -92,7 +92,7 @@ def check_elementwise(optimizer: Optimizer, members: Sequence[tuple[str, int, in
 def _updates_alike(optimizer: Optimizer, group: int, dim: int, piece: Tensor) -> bool:
     """Whether a few steps of a small tensor and of its halves leave the same bits."""
     shape = _SHAPES[piece.dim()]
-    cut = Cut(dim=dim, sizes=(shape[dim] // 2,) * 2)
+    cut = TensorCut(dim=dim, sizes=(shape[dim] // 2,) * 2)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(shape, generator=generator, dtype=torch.float64).to(piece.dtype)
     whole = [values.clone().requires_grad_()]
@@ -109,7 +109,7 @@ def _updates_alike(optimizer: Optimizer, group: int, dim: int, piece: Tensor) ->
     try:
         joined = _joined([steppers[1].state[half] for half in halves], cut)
         is_same = all(_is_same(joined[key], value) for key, value in steppers[0].state[whole[0]].items())
-    except (_ApartError, KeyError):
+    except (_PieceStateMismatchError, KeyError):
         return False
     return is_same and same_bits(whole[0], torch.cat(halves, dim))
 

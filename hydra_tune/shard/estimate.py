@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from torch.utils.flop_counter import FlopCounterMode
 
 from hydra_tune.shard.outcome import UnitSeconds
-from hydra_tune.shard.pilot import Pilot
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.pilot import ShardPilot
+from hydra_tune.shard.plan import ShardPlan
 
 _FLOPS_PER_SECOND = 2e10  # of float32 matrix products, of sizes usual for a single core
 _BYTES_PER_SECOND = 4e9  # written by operators other than products
@@ -20,7 +20,7 @@ _NODE_SECONDS = 5e-6  # overhead of each operator, whatever its size
 _BACKWARD = 2  # times the arithmetic of the forward: a product per operand
 
 
-def estimated_seconds(pilot: Pilot, plan: Plan, kept: Plan) -> tuple[UnitSeconds, UnitSeconds]:
+def estimated_seconds(pilot: ShardPilot, plan: ShardPlan, kept: ShardPlan) -> tuple[UnitSeconds, UnitSeconds]:
     """Estimate the seconds of the units of two plans on a core of a host; a GPU's seconds are far less.
 
     A unit takes the time of its products, and of writing its results. The estimate is good enough to decide whether
@@ -44,7 +44,7 @@ def estimated_seconds(pilot: Pilot, plan: Plan, kept: Plan) -> tuple[UnitSeconds
     return _with_backward(plan, forward), _with_backward(kept, forward)
 
 
-def _with_backward(plan: Plan, forward: Sequence[float]) -> UnitSeconds:
+def _with_backward(plan: ShardPlan, forward: Sequence[float]) -> UnitSeconds:
     # A recompute adds one forward.
     times = [_BACKWARD + (not shard.keeps_activations) for shard in plan.shards]
     backward = tuple(count * seconds for count, seconds in zip(times, forward, strict=True))

@@ -3,15 +3,15 @@
 from hydra_tune.errors import BudgetError
 from hydra_tune.shard.activations import chosen, keeping, seconds_of
 from hydra_tune.shard.estimate import estimated_seconds
-from hydra_tune.shard.packer import Packed, Packer
-from hydra_tune.shard.piece_count import Foreseen
-from hydra_tune.shard.plan import Plan, build_plan
-from hydra_tune.shard.request import Measured, Request
+from hydra_tune.shard.packer import ShardPartition, ShardPartitionPlanner
+from hydra_tune.shard.piece_count import StepCostEstimate
+from hydra_tune.shard.plan import ShardPlan, build_plan
+from hydra_tune.shard.request import CapturedStep, ShardPlanRequest
 from hydra_tune.shard.traffic import step_traffic
 from hydra_tune.task import TrainTask
 
 
-def foreseen(packer: Packer, request: Request, step: Measured) -> Foreseen:
+def foreseen(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: CapturedStep) -> StepCostEstimate:
     """Predict the cost of a step cut into shards, alone on its device.
 
     Args:
@@ -38,7 +38,7 @@ def foreseen(packer: Packer, request: Request, step: Measured) -> Foreseen:
         computing = habits.num_batches * (sum(units.forward[:-1]) + sum(units.backward))
         copying = link.seconds(traffic.nbytes, traffic.copies)
         seconds = max(computing, copying) if habits.sends_ahead else computing + copying
-    return Foreseen(
+    return StepCostEstimate(
         num_shards=len(kept.shards),
         peak_bytes=kept.peak_bytes,
         step_bytes=traffic.nbytes,
@@ -47,7 +47,7 @@ def foreseen(packer: Packer, request: Request, step: Measured) -> Foreseen:
     )
 
 
-def foreseen_whole(packer: Packer, task: TrainTask, plan: Plan) -> Foreseen:
+def foreseen_whole(packer: ShardPartitionPlanner, task: TrainTask, plan: ShardPlan) -> StepCostEstimate:
     """Predict the cost of a step of a model that runs whole, with activations spilled within its units.
 
     Args:
@@ -58,7 +58,7 @@ def foreseen_whole(packer: Packer, task: TrainTask, plan: Plan) -> Foreseen:
     (cost,) = (shard.cost for shard in plan.shards)
     habits = packer.habits(task, plan)
     traffic = step_traffic([cost], packer.budget.budget_bytes, habits)
-    return Foreseen(
+    return StepCostEstimate(
         num_shards=1,
         peak_bytes=cost.peak_bytes,
         step_bytes=traffic.nbytes + 2 * cost.spilled_bytes * habits.num_batches,
@@ -67,7 +67,7 @@ def foreseen_whole(packer: Packer, task: TrainTask, plan: Plan) -> Foreseen:
     )
 
 
-def _packed(packer: Packer, request: Request, step: Measured) -> Packed:
+def _packed(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: CapturedStep) -> ShardPartition:
     """Cut with updates on the device, if possible.
 
     The choice by "auto" would use a clock, which is not allowed here.

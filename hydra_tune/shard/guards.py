@@ -2,8 +2,8 @@
 
 Code that asks `mask.all()` takes another path for another batch, but a capture follows a single path. If the answers
 follow from the batch alone, the questions can be asked of every batch beforehand. The recorder notes, during an eager
-run, the operators that lead from the batch to each answer; a `Guard` replays the operators on another batch. A plan
-then serves the batches with the same answers, and other batches have another plan. Questions about anything else
+run, the operators that lead from the batch to each answer; a `BatchValueGuard` replays the operators on another batch.
+A plan then serves the batches with the same answers, and other batches have another plan. Questions about anything else
 (parameters, random numbers) are not answered here.
 """
 
@@ -22,14 +22,14 @@ _CONSTANTS = {"aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _GuardTensorSlot:
     """Stands for a tensor of the recording."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
+class _RecordedOperator:
     """A recorded operator: arguments with slots in place of tensors, and the slots of the results.
 
     Attributes:
@@ -43,34 +43,36 @@ class _Call:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outs: tuple[_Slot, ...]
+    outs: tuple[_GuardTensorSlot, ...]
     written: frozenset[int] = frozenset()
     is_read: bool = False
     answer: object = None
 
-    def again(self, found: Mapping[_Slot, Tensor]) -> Any:
+    def again(self, found: Mapping[_GuardTensorSlot, Tensor]) -> Any:
         """Run the operator on other tensors."""
         args, kwargs = pytree.tree_map(
-            lambda leaf: found[leaf] if isinstance(leaf, _Slot) else leaf, (self.args, self.kwargs)
+            lambda leaf: found[leaf] if isinstance(leaf, _GuardTensorSlot) else leaf, (self.args, self.kwargs)
         )
         return self.func(*args, **kwargs)
 
     @property
-    def reads(self) -> list[_Slot]:
+    def reads(self) -> list[_GuardTensorSlot]:
         """Slots among the operator's arguments."""
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Slot)]
+        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _GuardTensorSlot)]
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class BatchValueGuard:
     """Questions of a run, and their answers."""
 
-    calls: tuple[_Call, ...]
-    constants: dict[_Slot, Tensor]
+    calls: tuple[_RecordedOperator, ...]
+    constants: dict[_GuardTensorSlot, Tensor]
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a batch with these tensors gives the same answers."""
-        found: dict[_Slot, Tensor] = {_Slot(number): tensor for number, tensor in enumerate(tensors)}
+        found: dict[_GuardTensorSlot, Tensor] = {
+            _GuardTensorSlot(number): tensor for number, tensor in enumerate(tensors)
+        }
         found |= self.constants
         if any(call.func._schema.is_mutable for call in self.calls):  # noqa: SLF001 - the batch must not change
             found = {slot: tensor.clone() for slot, tensor in found.items()}
@@ -90,11 +92,11 @@ def _is_same(answer: object, expected: object) -> bool:
     return type(answer) is type(expected) and repr(answer) == repr(expected)
 
 
-class Recorder:
+class BatchGuardRecorder:
     """Follows the batch through an eager run; must be told of every operator, in order.
 
     Args:
-        tensors: tensors of the batch, in the order of the arguments of `Guard.holds`.
+        tensors: tensors of the batch, in the order of the arguments of `BatchValueGuard.holds`.
 
     Attributes:
         num_reads: number of questions so far, of any kind.
@@ -102,12 +104,12 @@ class Recorder:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._slots: dict[tuple[Any, ...], _Slot] = {}
+        self._slots: dict[tuple[Any, ...], _GuardTensorSlot] = {}
         # tensors are identified by the address of their storage, so no tensor may be freed
         self._kept: list[Tensor] = []
         self._tainted: dict[int, Any] = {}  # kept alive for the same reason
-        self._constants: dict[_Slot, Tensor] = {}
-        self._calls: list[_Call] = []
+        self._constants: dict[_GuardTensorSlot, Tensor] = {}
+        self._calls: list[_RecordedOperator] = []
         self._number = 0
         self.num_reads = 0
         self.asks_otherwise = False
@@ -135,7 +137,7 @@ class Recorder:
         outs = tuple(self._slot(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
         written = frozenset(storage._cdata for storage in written_storages)  # noqa: SLF001
         self._calls.append(
-            _Call(
+            _RecordedOperator(
                 number=self._number,
                 func=func,
                 args=args,
@@ -147,19 +149,19 @@ class Recorder:
             )
         )
 
-    def finish(self) -> tuple[Guard | None, frozenset[int]]:
+    def finish(self) -> tuple[BatchValueGuard | None, frozenset[int]]:
         """Return the run's guard, None without questions, and the numbers of the operators that only serve the guard."""
         calls = self._leading_to_reads()
-        guard = Guard(tuple(calls), self._constants) if calls else None
+        guard = BatchValueGuard(tuple(calls), self._constants) if calls else None
         numbers = frozenset(call.number for call in calls)
         return guard, numbers
 
-    def _leading_to_reads(self) -> list[_Call]:
+    def _leading_to_reads(self) -> list[_RecordedOperator]:
         """Questions and, walking backward, all operators that made or changed tensors behind the questions."""
         # By storage and not by slot: an in-place operator on another view changes the answer as well.
         storage = {slot: key[0] for key, slot in self._slots.items()}
         needed: set[Any] = set()
-        found: list[_Call] = []
+        found: list[_RecordedOperator] = []
         for call in reversed(self._calls):
             if call.is_read or not needed.isdisjoint({storage[slot] for slot in call.outs} | call.written):
                 found.append(call)
@@ -174,10 +176,10 @@ class Recorder:
         key = self._key(tensor)
         return key in self._slots and key[0] not in self._tainted
 
-    def _slot(self, tensor: Tensor) -> _Slot:
+    def _slot(self, tensor: Tensor) -> _GuardTensorSlot:
         key = self._key(tensor)
         if key not in self._slots:
-            self._slots[key] = _Slot(len(self._slots))
+            self._slots[key] = _GuardTensorSlot(len(self._slots))
             self._kept.append(tensor)
         return self._slots[key]
 

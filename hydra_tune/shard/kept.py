@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hydra_tune.memory.block import Geometry, storage_identity, whole_storage
+from hydra_tune.memory.block import TensorGeometry, storage_identity, whole_storage
 from hydra_tune.memory.saved import counter_of, overwritten
 
 
@@ -30,7 +30,7 @@ class NotKeepableError(Exception):
     """Autograd saves more than a view of plain memory; such a shard is recomputed."""
 
 
-class _Storage:
+class _KeptStorage:
     """A storage made by the unit and saved by autograd; dies with the last packed tensor on the storage.
 
     Attributes:
@@ -53,17 +53,17 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Packed:
+class _PackedKeptTensor:
     """A saved tensor as the position of its operand, as its storage, or as the tensor itself if not stored here."""
 
-    held: int | _Storage | Tensor
-    geometry: Geometry
+    held: int | _KeptStorage | Tensor
+    geometry: TensorGeometry
     counter: Tensor
     version: int
 
 
 @dataclass(slots=True)
-class _Present:
+class _BackwardTensorSource:
     """Places of all tensors during the backward unit."""
 
     given: Sequence[Tensor]
@@ -71,7 +71,7 @@ class _Present:
 
 
 @dataclass(slots=True)
-class KeptTensors:
+class KeptActivations:
     """Tensors saved by a forward unit's graph.
 
     Args:
@@ -81,8 +81,8 @@ class KeptTensors:
     given: Sequence[Tensor]
     _device: torch.device | None = field(init=False)
     _positions: dict[int, int] = field(init=False)
-    _storages: "weakref.WeakValueDictionary[int, _Storage]" = field(init=False)
-    _present: _Present | None = field(init=False, default=None)
+    _storages: "weakref.WeakValueDictionary[int, _KeptStorage]" = field(init=False)
+    _present: _BackwardTensorSource | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self._device = next((tensor.device for tensor in self.given), None)
@@ -117,7 +117,7 @@ class KeptTensors:
             kept: number -> the storage kept under the number, as a flat tensor.
             on_free: receives the number of each storage no longer needed by the graph; until `absent`.
         """
-        self._present = _Present(given, kept)
+        self._present = _BackwardTensorSource(given, kept)
         for storage in list(self._storages.values()):
             storage.on_free = on_free
 
@@ -127,15 +127,15 @@ class KeptTensors:
         for storage in list(self._storages.values()):
             storage.on_free = None
 
-    def _pack(self, tensor: Tensor) -> _Packed:
+    def _pack(self, tensor: Tensor) -> _PackedKeptTensor:
         """Pack a tensor for autograd; the tensor is detached, because a node must not keep itself alive."""
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise NotKeepableError(
                 f"a saved tensor of layout {tensor.layout} and type {tensor.dtype} is not plain memory"
             )
-        return _Packed(self._held(tensor), Geometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
+        return _PackedKeptTensor(self._held(tensor), TensorGeometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
 
-    def _held(self, tensor: Tensor) -> int | _Storage | Tensor:
+    def _held(self, tensor: Tensor) -> int | _KeptStorage | Tensor:
         if not tensor.untyped_storage().nbytes() or tensor.device != self._device:
             return tensor.detach()  # for example, a scalar on the host in a unit on a GPU
         key = storage_identity(tensor)
@@ -145,10 +145,10 @@ class KeptTensors:
         # Weak: only the packed tensors keep the storage alive, so the storage ends with the last packed tensor.
         storage = self._storages.get(key)
         if storage is None:
-            storage = self._storages[key] = _Storage(tensor.detach())
+            storage = self._storages[key] = _KeptStorage(tensor.detach())
         return storage
 
-    def _unpack(self, packed: _Packed) -> Tensor:
+    def _unpack(self, packed: _PackedKeptTensor) -> Tensor:
         """Return a saved tensor to a backward pass.
 
         Raises:

@@ -20,24 +20,24 @@ from torch import Tensor, nn
 from hydra_tune.errors import BudgetError, CaptureError, ConfigError, HydraTuneError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.activations import chosen, keeping, seconds_of
-from hydra_tune.shard.analysis import Analysis, analyse
+from hydra_tune.shard.analysis import GraphAnalysis, analyse
 from hydra_tune.shard.answers import Answer, answering, ask
-from hydra_tune.shard.budget import Budget
-from hydra_tune.shard.capture import Captured, StateSpec, capture, describe, state_specs
+from hydra_tune.shard.budget import ShardPlanConstraints
+from hydra_tune.shard.capture import CapturedStepGraph, StateSpec, capture, describe, state_specs
 from hydra_tune.shard.estimate import estimated_seconds
 from hydra_tune.shard.foresight import foreseen, foreseen_whole
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.guards import Guard
+from hydra_tune.shard.guards import BatchValueGuard
 from hydra_tune.shard.outcome import UnitSeconds
-from hydra_tune.shard.packer import Packer
+from hydra_tune.shard.packer import ShardPartitionPlanner
 from hydra_tune.shard.packing import CHOICES
-from hydra_tune.shard.piece_count import Foreseen, PieceCount
-from hydra_tune.shard.pilot import Pilot, ShardCost, UpdatePilot
-from hydra_tune.shard.plan import Plan, build_plan
+from hydra_tune.shard.piece_count import PieceCountChoice, StepCostEstimate
+from hydra_tune.shard.pilot import ShardCost, ShardPilot, UpdatePilot
+from hydra_tune.shard.plan import ShardPlan, build_plan
 from hydra_tune.shard.precision import autocast, share_casts
-from hydra_tune.shard.request import Layout, Measured, Request, key_of
+from hydra_tune.shard.request import CapturedStep, ShardPlanRequest, TrialStateLayout, key_of
 from hydra_tune.shard.rules import GradientRules
-from hydra_tune.shard.sample import Sample, sample_of
+from hydra_tune.shard.sample import SampledStep, sample_of
 from hydra_tune.shard.separable import check_separable
 from hydra_tune.shard.streams import intraop_threads, preserved_streams
 from hydra_tune.shard.unbuilt import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
@@ -51,7 +51,7 @@ _MAX_ANSWERS = 8  # kept per kind of batch, for steps that read values of the ba
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
-class Prepared:
+class PreparedPlan:
     """A plan ready to run, and the times of its units on the host.
 
     Attributes:
@@ -64,9 +64,9 @@ class Prepared:
         placement_why: reason for the place of the updates, if there was a choice; else None.
     """
 
-    plan: Plan
+    plan: ShardPlan
     seconds: UnitSeconds | None
-    guard: Guard | None = None
+    guard: BatchValueGuard | None = None
     smallest_budget: Callable[[], int]
     is_checked: bool = True
     why: str | None = None
@@ -78,21 +78,21 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _PlanLibraryEntry:
     """A plan, or the reason for having none, for batches accepted by the guard."""
 
-    guard: Guard | None
-    found: Prepared | CaptureError
+    guard: BatchValueGuard | None
+    found: PreparedPlan | CaptureError
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _ShardPlanCache:
     """Plans by key, least recently used first, and the lock for reading and writing the plans."""
 
-    plans: OrderedDict[Hashable, list[_Entry]] = field(default_factory=OrderedDict)
+    plans: OrderedDict[Hashable, list[_PlanLibraryEntry]] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def keep(self, key: Hashable, entry: _Entry) -> None:
+    def keep(self, key: Hashable, entry: _PlanLibraryEntry) -> None:
         """Store a plan, and drop the least recently used plans beyond the limits."""
         entries = self.plans.setdefault(key, [])
         if not any(known is entry for known in entries):
@@ -117,18 +117,18 @@ class PlanLibrary:
     """
 
     def __init__(
-        self, budget: Budget, *, most_checked_bytes: int | None = None, known: "PlanLibrary | None" = None
+        self, budget: ShardPlanConstraints, *, most_checked_bytes: int | None = None, known: "PlanLibrary | None" = None
     ) -> None:
         self.budget = budget
         self._most_checked_bytes = most_checked_bytes
-        self.checked: _Shelf = _Shelf() if known is None else known.checked
-        self.piece_counts: dict[Hashable, PieceCount] = {} if known is None else known.piece_counts
-        self._unchecked = _Shelf()
-        self._packer = Packer(budget)
+        self.checked: _ShardPlanCache = _ShardPlanCache() if known is None else known.checked
+        self.piece_counts: dict[Hashable, PieceCountChoice] = {} if known is None else known.piece_counts
+        self._unchecked = _ShardPlanCache()
+        self._packer = ShardPartitionPlanner(budget)
         # A single lock for both libraries of a pair, because the two share a shelf.
         self._lock = self.checked.lock
         self._for_plans: PlanLibrary | None = None
-        self._foreseen: dict[Hashable, Measured] = {}  # steps measured by `foresee` that may be prepared next
+        self._foreseen: dict[Hashable, CapturedStep] = {}  # steps measured by `foresee` that may be prepared next
 
     def for_plans(self, most_checked_bytes: int) -> "PlanLibrary":
         """Return the library for planning without training, with this library's budget.
@@ -150,10 +150,10 @@ class PlanLibrary:
         optimizer: torch.optim.Optimizer,
         batch: Any,
         mode: str,
-        like: Layout | None = None,
+        like: TrialStateLayout | None = None,
         *,
         prefer_whole: bool = False,
-    ) -> Prepared:
+    ) -> PreparedPlan:
         """Return the plan for a kind of batch of a trial; the random streams are restored.
 
         Args:
@@ -172,7 +172,9 @@ class PlanLibrary:
             TaskError, MetricError: the step is wrong.
         """
         leaves = batches.flatten(batch)
-        request = Request(task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like)
+        request = ShardPlanRequest(
+            task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
+        )
         if like is not None and like.plan.eager:
             with self._lock, preserved_streams():
                 return self._whole(
@@ -190,7 +192,7 @@ class PlanLibrary:
             if entry is None:
                 request = replace(request, foreseen=self._foreseen.get(key))
                 found = self._capture(request)
-                entry = _Entry(request.guard, found)
+                entry = _PlanLibraryEntry(request.guard, found)
             # A measured step holds a whole graph, and only the first `prepare` after `foresee` can use the step.
             self._foreseen.clear()
             if key is not None:
@@ -201,7 +203,7 @@ class PlanLibrary:
 
     def foresee(
         self, task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
-    ) -> Foreseen | None:
+    ) -> StepCostEstimate | None:
         """Predict the cost of a step of such batches without a clock, and without running a step that can be cut.
 
         Args:
@@ -217,7 +219,7 @@ class PlanLibrary:
             TaskError: the step is wrong.
         """
         leaves = batches.flatten(batch)
-        request = Request(
+        request = ShardPlanRequest(
             task=task,
             model=model,
             optimizer=optimizer,
@@ -238,7 +240,7 @@ class PlanLibrary:
                 return foreseen_whole(self._packer, task, self._whole(request, found).plan)
         return None
 
-    def _look(self, request: Request, answers: list[Answer]) -> Foreseen | CaptureError | None:
+    def _look(self, request: ShardPlanRequest, answers: list[Answer]) -> StepCostEstimate | CaptureError | None:
         """Predict the cost of a step cut into shards; the error if the step cannot be cut; None if the step does not fit."""
         try:
             step = self._measured_step(request, answers)
@@ -257,11 +259,11 @@ class PlanLibrary:
             self._foreseen[key] = step
         return found
 
-    def _keep(self, key: Hashable, entry: _Entry) -> None:
+    def _keep(self, key: Hashable, entry: _PlanLibraryEntry) -> None:
         is_checked = isinstance(entry.found, CaptureError) or entry.found.is_checked
         (self.checked if is_checked else self._unchecked).keep(key, entry)
 
-    def _capture(self, request: Request) -> Prepared | CaptureError:
+    def _capture(self, request: ShardPlanRequest) -> PreparedPlan | CaptureError:
         """Return a verified plan, or the reason for having none; raise if the budget cannot be met."""
         found = self._attempt(request, [])
         if isinstance(found, CaptureError) and not is_unbuilt(request.model) and (answers := _answers(request)):
@@ -270,7 +272,7 @@ class PlanLibrary:
             return found if isinstance(with_answers, CaptureError) else with_answers
         return found
 
-    def _attempt(self, request: Request, answers: list[Answer]) -> Prepared | CaptureError:
+    def _attempt(self, request: ShardPlanRequest, answers: list[Answer]) -> PreparedPlan | CaptureError:
         try:
             known = None if answers else request.foreseen
             return self._cut(request, known or self._measured_step(request, answers))
@@ -281,13 +283,13 @@ class PlanLibrary:
         except Exception as error:  # noqa: BLE001 - a whole run shows the error if the step itself fails
             return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
 
-    def _measured_step(self, request: Request, answers: list[Answer]) -> Measured:
+    def _measured_step(self, request: ShardPlanRequest, answers: list[Answer]) -> CapturedStep:
         captured = _captured(request, request.batch, answers)
         analysis, pilot = self._measured(request, captured, request.leaves.tensors)
         _check_gradients(captured, analysis)
-        return Measured(captured=captured, answers=answers, analysis=analysis, pilot=pilot)
+        return CapturedStep(captured=captured, answers=answers, analysis=analysis, pilot=pilot)
 
-    def _cut(self, request: Request, step: Measured) -> Prepared:
+    def _cut(self, request: ShardPlanRequest, step: CapturedStep) -> PreparedPlan:
         captured, answers, analysis = step.captured, step.answers, step.analysis
         nodes = len(captured.nodes)
         packed = self._packer.packed(request, step)
@@ -323,7 +325,7 @@ class PlanLibrary:
                 seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
         # Lazy: the search measures many candidates.
         smallest = functools.cache(partial(partitioner.least_budget, self.budget.num_shards, plan.peak_bytes))
-        return Prepared(
+        return PreparedPlan(
             plan=plan,
             seconds=seconds,
             guard=request.guard,
@@ -333,16 +335,18 @@ class PlanLibrary:
             placement_why=packed.placement_why,
         )
 
-    def _may_check(self, request: Request, whole: ShardCost) -> bool:
+    def _may_check(self, request: ShardPlanRequest, whole: ShardCost) -> bool:
         """Whether a step may run on the host for a comparison with its plan."""
         most = self._most_checked_bytes
         return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
 
-    def _measured(self, request: Request, captured: Captured, tensors: tuple[Tensor, ...]) -> tuple[Analysis, Pilot]:
+    def _measured(
+        self, request: ShardPlanRequest, captured: CapturedStepGraph, tensors: tuple[Tensor, ...]
+    ) -> tuple[GraphAnalysis, ShardPilot]:
         """Find the allowed cuts of a captured step, and make a pilot for the needs of its parts."""
         specs = state_specs(request.model)
         analysis = analyse(captured, specs, tensors)
-        pilot = Pilot(
+        pilot = ShardPilot(
             captured,
             analysis,
             specs,
@@ -355,7 +359,12 @@ class PlanLibrary:
         return analysis, pilot
 
     def _verified(
-        self, request: Request, captured: Captured, answers: list[Answer], plan: Plan, kept: Plan
+        self,
+        request: ShardPlanRequest,
+        captured: CapturedStepGraph,
+        answers: list[Answer],
+        plan: ShardPlan,
+        kept: ShardPlan,
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
         """Verify a plan and the plan that keeps activations; return the seconds of the units of both."""
         sample = self._sample(request, captured, answers, plan, kept) if self.budget.checks_sample else None
@@ -368,14 +377,21 @@ class PlanLibrary:
             request.guards.clear()
         return self._verify(request, plan, kept, request.batch)
 
-    def _verify(self, request: Request, plan: Plan, kept: Plan, batch: Any) -> tuple[UnitSeconds, UnitSeconds | None]:
+    def _verify(
+        self, request: ShardPlanRequest, plan: ShardPlan, kept: ShardPlan, batch: Any
+    ) -> tuple[UnitSeconds, UnitSeconds | None]:
         other = None if kept is plan else kept
         with GATE.shared(), intraop_threads(self.budget.host_threads):
             return verify(request.task, _twin(request.model), plan, batch, request.guards, other)
 
     def _sample(
-        self, request: Request, captured: Captured, answers: list[Answer], plan: Plan, kept: Plan
-    ) -> Sample | None:
+        self,
+        request: ShardPlanRequest,
+        captured: CapturedStepGraph,
+        answers: list[Answer],
+        plan: ShardPlan,
+        kept: ShardPlan,
+    ) -> SampledStep | None:
         try:
             return sample_of(
                 captured,
@@ -388,7 +404,7 @@ class PlanLibrary:
         except Exception:  # noqa: BLE001 - some steps reject fewer samples
             return None
 
-    def _whole(self, request: Request, reason: CaptureError) -> Prepared:
+    def _whole(self, request: ShardPlanRequest, reason: CaptureError) -> PreparedPlan:
         if is_unbuilt(request.model):
             raise ConfigError(
                 f"the model cannot be cut ({reason}), and what it needs whole is found by running it, for which it is too "
@@ -406,7 +422,7 @@ class PlanLibrary:
             why = "updates on the host: the model runs whole, and would not fit with its optimizer state"
             return replace(self._whole_for(request, reason, updates_on_host=True), placement_why=why)
 
-    def _whole_for(self, request: Request, reason: CaptureError, *, updates_on_host: bool) -> Prepared:
+    def _whole_for(self, request: ShardPlanRequest, reason: CaptureError, *, updates_on_host: bool) -> PreparedPlan:
         specs = state_specs(request.model)
         with GATE.shared():
             plan = whole_plan(
@@ -422,9 +438,9 @@ class PlanLibrary:
                 updates_on_host=updates_on_host,
                 reason=reason,
             )
-        return Prepared(plan=plan, seconds=None, smallest_budget=lambda: plan.peak_bytes)
+        return PreparedPlan(plan=plan, seconds=None, smallest_budget=lambda: plan.peak_bytes)
 
-    def _update_pilot(self, request: Request, specs: dict[str, StateSpec]) -> UpdatePilot | None:
+    def _update_pilot(self, request: ShardPlanRequest, specs: dict[str, StateSpec]) -> UpdatePilot | None:
         if request.mode != "train":
             return None
         parameters: dict[str, Tensor] = dict(request.model.named_parameters())
@@ -438,7 +454,7 @@ def _twin(model: nn.Module) -> nn.Module:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
 
 
-def _captured(request: Request, batch: Any, answers: list[Answer]) -> Captured:
+def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> CapturedStepGraph:
     """Capture the step for a batch as a graph."""
     if is_unbuilt(request.model):
         return _captured_unbuilt(request, batch)
@@ -449,7 +465,7 @@ def _captured(request: Request, batch: Any, answers: list[Answer]) -> Captured:
     return captured
 
 
-def _captured_unbuilt(request: Request, batch: Any) -> Captured:
+def _captured_unbuilt(request: ShardPlanRequest, batch: Any) -> CapturedStepGraph:
     """Capture the step of a model without bytes."""
     mode = export_mode()
     with mode:
@@ -461,13 +477,13 @@ def _captured_unbuilt(request: Request, batch: Any) -> Captured:
     return replace(captured, constants={name: solid(tensor) for name, tensor in captured.constants.items()})
 
 
-def _answers(request: Request) -> list[Answer]:
+def _answers(request: ShardPlanRequest) -> list[Answer]:
     """Answers to the questions of the step's Python about this batch; empty if answers do not help."""
     with GATE.shared(), suppress(Exception):  # an error in the user's code appears again when the model runs whole
         return ask(request.task, _twin(request.model), request.mode, batches.copied(request.batch))
     return []
 
 
-def _check_gradients(captured: Captured, analysis: Analysis) -> None:
+def _check_gradients(captured: CapturedStepGraph, analysis: GraphAnalysis) -> None:
     if captured.mode == "train" and not all(analysis.values[name].requires_grad for name in captured.outputs):
         raise CaptureError("the captured loss has lost its gradients (reentrant checkpoints do that)")

@@ -14,7 +14,7 @@ from torch import nn
 from hydra_tune.errors import TaskError
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.split_modules import Cut
+from hydra_tune.shard.split_modules import TensorCut
 
 _UNIT = 64  # in rows: pieces of a multiple of 64 rows have rounded like the whole in every kernel tried
 _MIN_UNITS = 4  # units in each piece, so that no piece is much larger than another
@@ -121,7 +121,7 @@ class OperatorTree:
                 f"{chosen[other]} pieces, which both hold {name!r}; give them the same number"
             )
 
-    def cut(self, module: Operator, count: int) -> Cut:
+    def cut(self, module: Operator, count: int) -> TensorCut:
         """Return the cut of a module into `count` pieces.
 
         Raises:
@@ -133,7 +133,7 @@ class OperatorTree:
                 f"split_operators cuts {self._label(module)} into {count} pieces, but there are only {size} to make them of"
             )
         dim = self._dim(module)
-        return Cut(dim=dim, sizes=_sizes(size, count, 1 if dim else _UNIT))
+        return TensorCut(dim=dim, sizes=_sizes(size, count, 1 if dim else _UNIT))
 
     def check(self, module: Operator) -> None:
         """Refuse a module that its pieces could not replace.

@@ -21,11 +21,11 @@ from hydra_tune.errors import TaskError
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.shard.elementwise import check_elementwise, whole_state
 from hydra_tune.shard.operator_tree import Operator, OperatorTree
-from hydra_tune.shard.split_modules import ColumnSplitEmbedding, Cut, RowSplitEmbedding, SplitLinear, piece_name
+from hydra_tune.shard.split_modules import ColumnSplitEmbedding, RowSplitEmbedding, SplitLinear, TensorCut, piece_name
 
 
 @dataclass(slots=True, kw_only=True)
-class _Piecewise:
+class _SplitOperator:
     """A module in pieces.
 
     Attributes:
@@ -40,7 +40,7 @@ class _Piecewise:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Parameter:
+class _SplitParameter:
     """A parameter in pieces.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Parameter:
 
     name: str
     whole: nn.Parameter
-    cut: Cut
+    cut: TensorCut
     stride: tuple[int, ...]
     pieces: list[nn.Parameter] = field(default_factory=list)
 
@@ -84,7 +84,7 @@ class SplitOperators:
         parameters: the modules' parameters, each once.
     """
 
-    def __init__(self, modules: Sequence[_Piecewise] = (), parameters: Sequence[_Parameter] = ()) -> None:
+    def __init__(self, modules: Sequence[_SplitOperator] = (), parameters: Sequence[_SplitParameter] = ()) -> None:
         self._modules = modules
         self._parameters = parameters
         self._by_whole = {id(p.whole): p for p in parameters}
@@ -110,7 +110,7 @@ class SplitOperators:
         else:
             yield from found.pieces
 
-    def _known(self, value: object) -> _Parameter | None:
+    def _known(self, value: object) -> _SplitParameter | None:
         return self._by_whole.get(id(value)) if isinstance(value, nn.Parameter) else None
 
     def check(self, optimizer: Optimizer) -> None:
@@ -204,7 +204,7 @@ def split_operators(
     for module in cuts:
         tree.check(module)
     parameters = {
-        id(parameter): _Parameter(
+        id(parameter): _SplitParameter(
             name=tree.names[id(parameter)], whole=parameter, cut=cut, stride=tuple(parameter.stride())
         )
         for module, cut in cuts.items()
@@ -217,10 +217,12 @@ def split_operators(
     return operators, operators.in_groups(groups)
 
 
-def _taken_apart(module: Operator, path: str, cut: Cut, parameters: Mapping[int, _Parameter]) -> _Piecewise:
+def _taken_apart(
+    module: Operator, path: str, cut: TensorCut, parameters: Mapping[int, _SplitParameter]
+) -> _SplitOperator:
     """Give a module its pieces, and change its class."""
     registry = module._parameters  # noqa: SLF001 - a class in pieces would not register whole parameters
-    found = _Piecewise(module=module, kind=type(module), parameters=dict(registry))
+    found = _SplitOperator(module=module, kind=type(module), parameters=dict(registry))
     registry.clear()
     for name, whole in found.parameters.items():
         pieces = [] if whole is None else parameters[id(whole)].pieces

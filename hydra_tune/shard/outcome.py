@@ -20,9 +20,9 @@ from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.errors import TaskError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.chain import Chain, parameter_gradient_key
-from hydra_tune.shard.guards import READS, Guard, Recorder
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.chain import ShardChain, parameter_gradient_key
+from hydra_tune.shard.guards import READS, BatchGuardRecorder, BatchValueGuard
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import step_module
 from hydra_tune.task import TrainTask
@@ -77,7 +77,7 @@ class UnitSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class StepOutcome:
     """Outcome of a step.
 
     Attributes:
@@ -99,10 +99,10 @@ class Outcome:
     reads: tuple[str, ...] = ()
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepOperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the computing operators by name: views, copies and fills are left out."""
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
+    def __init__(self, recorder: BatchGuardRecorder | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
         self._count = 0
@@ -135,7 +135,7 @@ def _form_of_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return " (causal)" if given.get("is_causal") else ""
 
 
-class HostStore:
+class HostChainStore:
     """A chain's store with all tensors in host memory."""
 
     def __init__(self, state: dict[str, Tensor], constants: dict[str, Tensor], inputs: Sequence[Tensor]) -> None:
@@ -173,7 +173,9 @@ class HostStore:
         """Do nothing: no unit runs a second time."""
 
 
-def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: list[Guard] | None = None) -> Outcome:
+def run_eager(
+    task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: list[BatchValueGuard] | None = None
+) -> StepOutcome:
     """Run the user's own code once.
 
     Args:
@@ -187,8 +189,8 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
         TaskError: a gradient is sparse.
     """
     wrapper = step_module(task, twin, mode)
-    recorder = Recorder(batches.flatten(batch).tensors)
-    operators = Operators(recorder)
+    recorder = BatchGuardRecorder(batches.flatten(batch).tensors)
+    operators = StepOperatorRecorder(recorder)
     with torch.set_grad_enabled(mode == "train"), operators:
         with eager_autocast(task.precision):
             results = wrapper(batch)
@@ -203,7 +205,7 @@ def run_eager(task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: l
     refuse_sparse(gradients)
     # The twin runs again, and `.grad` would accumulate.
     twin.zero_grad(set_to_none=True)
-    return Outcome(
+    return StepOutcome(
         results={name: value.detach() for name, value in results.items()},
         gradients=gradients,
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
@@ -244,11 +246,11 @@ def refuse_sparse(gradients: dict[str, Tensor]) -> None:
 
 
 def run_plan(
-    twin: nn.Module, plan: Plan, inputs: Sequence[Tensor], *, watched: bool = True
-) -> tuple[Outcome, UnitSeconds]:
+    twin: nn.Module, plan: ShardPlan, inputs: Sequence[Tensor], *, watched: bool = True
+) -> tuple[StepOutcome, UnitSeconds]:
     """Run a plan's units; without `watched` for compiled plans, because compilers refuse to work under a dispatch mode."""
-    store = HostStore(dict(named_state(twin)), plan.constants, inputs)
-    chain, generator = Chain(plan, store), DefaultCpuGenerator()
+    store = HostChainStore(dict(named_state(twin)), plan.constants, inputs)
+    chain, generator = ShardChain(plan, store), DefaultCpuGenerator()
     count = len(plan.shards)
     forward, backward = [0.0] * count, [0.0] * count
     stream = torch.Generator()
@@ -260,7 +262,7 @@ def run_plan(
             unit(index, generator)
             return time.perf_counter() - start
 
-    operators = Operators()
+    operators = StepOperatorRecorder()
     with operators if watched else nullcontext():
         for index in range(count):
             if chain.has_forward(index):
@@ -275,7 +277,7 @@ def run_plan(
                     # the last shard has now run once; the other shards run again from here on
                     reads = tuple(operators.reads)
     prefix = parameter_gradient_key("")
-    outcome = Outcome(
+    outcome = StepOutcome(
         results={name: store.values[key] for name, key in zip(plan.names, plan.outputs, strict=True)},
         gradients={key.removeprefix(prefix): t for key, t in store.values.items() if key.startswith(prefix)},
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},

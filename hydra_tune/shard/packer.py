@@ -1,4 +1,4 @@
-"""`Packer`: finds the start and end of a step's shards, for a budget and a place of the updates."""
+"""`ShardPartitionPlanner`: finds the start and end of a step's shards, for a budget and a place of the updates."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,25 +8,25 @@ from itertools import pairwise
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.quantities import format_bytes
-from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.estimate import estimated_seconds
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.packing import Choice, choose_packing
-from hydra_tune.shard.pilot import Pilot, ShardCost
-from hydra_tune.shard.placement import Cut, Placement, choose_placement, update_seconds
-from hydra_tune.shard.plan import Plan, build_plan
-from hydra_tune.shard.quick_partition import QuickPartitioner, TryingPartitioner
-from hydra_tune.shard.request import Measured, Request, cuts_like
+from hydra_tune.shard.packing import ShardPartitionChoice, choose_packing
+from hydra_tune.shard.pilot import ShardCost, ShardPilot
+from hydra_tune.shard.placement import OptimizerPlacementChoice, PlacementCandidate, choose_placement, update_seconds
+from hydra_tune.shard.plan import ShardPlan, build_plan
+from hydra_tune.shard.quick_partition import BudgetProbePartitioner, QuickPartitioner
+from hydra_tune.shard.request import CapturedStep, ShardPlanRequest, cuts_like
 from hydra_tune.shard.rules import GradientRules
-from hydra_tune.shard.traffic import Habits
+from hydra_tune.shard.traffic import StepAccessPattern
 from hydra_tune.task import TrainTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packed:
+class ShardPartition:
     """Start and end of a step's shards, and the reasons; `pilot` measures for the chosen place of the updates."""
 
-    pilot: Pilot
+    pilot: ShardPilot
     partitioner: QuickPartitioner
     edges: list[int]
     buffer_bytes: int
@@ -34,17 +34,17 @@ class Packed:
     placement_why: str | None = None
 
 
-class Packer:
+class ShardPartitionPlanner:
     """Cuts steps into shards.
 
     Args:
         budget: budget of the cuts.
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: ShardPlanConstraints) -> None:
         self.budget = budget
 
-    def packed(self, request: Request, step: Measured) -> Packed:
+    def packed(self, request: ShardPlanRequest, step: CapturedStep) -> ShardPartition:
         """Cut the step into shards, for the place where updates run.
 
         Raises:
@@ -64,14 +64,14 @@ class Packer:
         packed = on_host if choice.place == "host" or on_device is None else on_device
         return replace(packed, placement_why=choice.reason)
 
-    def packed_for(self, request: Request, step: Measured, *, updates_on_host: bool) -> Packed:
+    def packed_for(self, request: ShardPlanRequest, step: CapturedStep, *, updates_on_host: bool) -> ShardPartition:
         """Cut with the smallest buffer that holds each shard's parameters, else with the largest buffer that allows a cut.
 
         Raises:
             BudgetError: as of `packed`.
         """
         pilot = step.pilot.placed(updates_on_host=updates_on_host)
-        found: Packed | None = None
+        found: ShardPartition | None = None
         for buffer_bytes in self.budget.buffers:
             try:
                 packed = self._packed_beside(request, step, pilot, buffer_bytes)
@@ -86,9 +86,11 @@ class Packer:
         is_choice = self.budget.buffer_fraction == "auto" and request.like is None
         return _told_of_buffer(found, self.budget.budget_bytes) if is_choice else found
 
-    def _packed_beside(self, request: Request, step: Measured, pilot: Pilot, buffer_bytes: int) -> Packed:
+    def _packed_beside(
+        self, request: ShardPlanRequest, step: CapturedStep, pilot: ShardPilot, buffer_bytes: int
+    ) -> ShardPartition:
         captured, analysis = step.captured, step.analysis
-        kind = TryingPartitioner if request.only_asks else QuickPartitioner
+        kind = BudgetProbePartitioner if request.only_asks else QuickPartitioner
         partitioner = kind(
             pilot,
             analysis,
@@ -97,7 +99,7 @@ class Packer:
             buffer_bytes=buffer_bytes,
             may_split_batches=request.mode == "train" and request.task.split_batches == 1,
         )
-        packed = partial(Packed, pilot=pilot, partitioner=partitioner, buffer_bytes=buffer_bytes)
+        packed = partial(ShardPartition, pilot=pilot, partitioner=partitioner, buffer_bytes=buffer_bytes)
         if request.like is not None:
             # The first plan has grouped the trial's state by shard, so further plans must follow the same cuts.
             return packed(edges=partitioner.partition(None, cuts_like(captured, analysis, request.like)))
@@ -108,18 +110,20 @@ class Packer:
         choice = self._tuned(request.task, partitioner, plan, pilot, edges, buffer_bytes)
         return packed(edges=list(choice.packing.edges), why=choice.reason)
 
-    def _placement(self, request: Request, step: Measured, on_device: Packed | None, on_host: Packed) -> Placement:
+    def _placement(
+        self, request: ShardPlanRequest, step: CapturedStep, on_device: ShardPartition | None, on_host: ShardPartition
+    ) -> OptimizerPlacementChoice:
         """Choose the place where updates are expected to take less time."""
         assert self.budget.speeds is not None, "auto comes with the speeds of the machine"
         speeds = self.budget.speeds()
 
-        def plan_of(packed: Packed) -> Plan:
+        def plan_of(packed: ShardPartition) -> ShardPlan:
             return build_plan(step.captured, step.analysis, packed.pilot, packed.edges)
 
-        def cut(packed: Packed) -> Cut:
+        def cut(packed: ShardPartition) -> PlacementCandidate:
             measure = self._measure(request.task, packed.pilot, packed.edges[-1], packed.buffer_bytes)
             plan = plan_of(packed)
-            return Cut(
+            return PlacementCandidate(
                 costs=[measure(first, last) for first, last in pairwise(packed.edges)],
                 seconds=estimated_seconds(packed.pilot, plan, plan)[0] if speeds.is_host else None,
             )
@@ -139,26 +143,28 @@ class Packer:
         self,
         task: TrainTask,
         partitioner: QuickPartitioner,
-        plan: Plan,
-        pilot: Pilot,
+        plan: ShardPlan,
+        pilot: ShardPilot,
         largest: list[int],
         buffer_bytes: int,
-    ) -> Choice:
+    ) -> ShardPartitionChoice:
         """Choose the cut with which a step moves the fewest bytes."""
         measure = self._measure(task, pilot, largest[-1], buffer_bytes)
         return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, self.habits(task, plan))
 
-    def habits(self, task: TrainTask, plan: Plan) -> Habits:
+    def habits(self, task: TrainTask, plan: ShardPlan) -> StepAccessPattern:
         """Return the use of shards by a step of a task; `plan` is a possible plan of the step."""
         counted = self.budget.counts_draws or not plan.is_stochastic
-        return Habits(
+        return StepAccessPattern(
             waits=GradientRules.of(task).has_two_phases,
             sends_ahead=self.budget.sends_ahead,
             num_batches=task.accumulate * task.num_pieces,
             may_group=counted and plan.may_be_pipelined,
         )
 
-    def _measure(self, task: TrainTask, pilot: Pilot, end: int, buffer_bytes: int) -> Callable[[int, int], ShardCost]:
+    def _measure(
+        self, task: TrainTask, pilot: ShardPilot, end: int, buffer_bytes: int
+    ) -> Callable[[int, int], ShardCost]:
         """Return a function for the cost of a shard, with the activations that the shard is expected to keep."""
         room = self.budget.room(buffer_bytes)
         # "auto" keeps most activations if units and copies can be compared, and none otherwise.
@@ -171,7 +177,7 @@ class Packer:
         return measure
 
 
-def _told_of_buffer(packed: Packed, budget_bytes: int) -> Packed:
+def _told_of_buffer(packed: ShardPartition, budget_bytes: int) -> ShardPartition:
     """Add a sentence about the buffer, if there is a buffer."""
     if len(packed.edges) == 2:  # noqa: PLR2004 - one shard has none
         return packed
@@ -183,6 +189,6 @@ def _told_of_buffer(packed: Packed, budget_bytes: int) -> Packed:
     return replace(packed, why=told if packed.why is None else f"{packed.why}; {told}")
 
 
-def _may_be_tuned(request: Request, edges: list[int]) -> bool:
+def _may_be_tuned(request: ShardPlanRequest, edges: list[int]) -> bool:
     """Whether there is a cut to tune."""
     return request.mode == "train" and len(edges) > 2  # noqa: PLR2004

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.traffic import Habits, step_traffic
+from hydra_tune.shard.traffic import StepAccessPattern, step_traffic
 
 CHOICES = logging.getLogger(__name__)
 """Receives each choice, at the level INFO."""
@@ -37,7 +37,7 @@ Pack = Callable[[int], Sequence[int] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
+class ShardPartitionCandidate:
     """A way to cut a step.
 
     Attributes:
@@ -57,7 +57,7 @@ class Packing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ShardPartitionChoice:
     """The chosen cut, and all cuts considered.
 
     Attributes:
@@ -65,8 +65,8 @@ class Choice:
         tried: all cuts; the cut with the largest shards comes first.
     """
 
-    packing: Packing
-    tried: tuple[Packing, ...]
+    packing: ShardPartitionCandidate
+    tried: tuple[ShardPartitionCandidate, ...]
 
     @property
     def reason(self) -> str:
@@ -84,8 +84,8 @@ class Choice:
 
 
 def choose_packing(
-    largest: Sequence[int], pack: Pack, measure: Measure, budget_bytes: int, habits: Habits | None = None
-) -> Choice:
+    largest: Sequence[int], pack: Pack, measure: Measure, budget_bytes: int, habits: StepAccessPattern | None = None
+) -> ShardPartitionChoice:
     """Choose the cut with the least traffic; of cuts with about the least, the cut with the fewest shards.
 
     The chosen cut never moves more than the shards of `largest`, which stay if little can be saved.
@@ -98,9 +98,9 @@ def choose_packing(
         habits: use of the shards by a step.
     """
 
-    def packing(edges: Sequence[int]) -> Packing:
+    def packing(edges: Sequence[int]) -> ShardPartitionCandidate:
         costs = [measure(first, last) for first, last in pairwise(edges)]
-        return Packing(
+        return ShardPartitionCandidate(
             edges=tuple(edges),
             peak_bytes=max(cost.peak_bytes for cost in costs),
             step_bytes=step_traffic(costs, budget_bytes, habits).nbytes,
@@ -113,10 +113,12 @@ def choose_packing(
     best = min(near, key=lambda one: (one.num_shards, one.step_bytes, one.peak_bytes))
     if best.step_bytes > tried[0].step_bytes * _WORTH:
         best = tried[0]
-    return Choice(packing=best, tried=tuple(tried))
+    return ShardPartitionChoice(packing=best, tried=tuple(tried))
 
 
-def _smaller(largest: Packing, pack: Pack, packing: Callable[[Sequence[int]], Packing]) -> Iterator[Packing]:
+def _smaller(
+    largest: ShardPartitionCandidate, pack: Pack, packing: Callable[[Sequence[int]], ShardPartitionCandidate]
+) -> Iterator[ShardPartitionCandidate]:
     """Yield cuts into ever smaller shards, until some part cannot be cut further."""
     seen, size = {largest.edges}, largest.peak_bytes
     for _ in range(_MOST_CUTS):

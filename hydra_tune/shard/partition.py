@@ -12,8 +12,8 @@ from typing import Literal
 
 from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.quantities import format_bytes, format_bytes_up
-from hydra_tune.shard.analysis import Analysis
-from hydra_tune.shard.pilot import Pilot, ShardCost
+from hydra_tune.shard.analysis import GraphAnalysis
+from hydra_tune.shard.pilot import ShardCost, ShardPilot
 from hydra_tune.shard.remedy import in_pieces
 
 NumShards = int | Literal["layer", "tuned"] | None
@@ -30,7 +30,7 @@ class _DoesNotFitError(Exception):
         self.piece = (first, last)
 
 
-class Partitioner:
+class ShardPartitioner:
     """Cuts a captured step for a given capacity.
 
     Args:
@@ -44,8 +44,8 @@ class Partitioner:
 
     def __init__(
         self,
-        pilot: Pilot,
-        analysis: Analysis,
+        pilot: ShardPilot,
+        analysis: GraphAnalysis,
         num_nodes: int,
         *,
         budget_bytes: int,
@@ -108,7 +108,7 @@ class Partitioner:
     def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
         # The buffer is a fixed share of the budget, so the share applies to the smaller budget as well.
         capacity = budget_bytes * self._capacity // self._budget
-        smaller = Partitioner(
+        smaller = ShardPartitioner(
             self._pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
         )
         try:
@@ -218,7 +218,7 @@ class Partitioner:
         return f"layer {layer!r} (nodes {first} to {last - 1})"
 
 
-def _good_cuts(analysis: Analysis) -> list[int]:
+def _good_cuts(analysis: GraphAnalysis) -> list[int]:
     """Cuts with the fewest crossing bytes in their neighbourhood: between blocks rather than inside blocks."""
     crossing = analysis.crossing_bytes
     return [

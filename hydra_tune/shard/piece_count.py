@@ -31,7 +31,7 @@ _PATIENCE = 2  # numbers in a row without improvement before larger numbers are 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreseen:
+class StepCostEstimate:
     """Expected cost of a step.
 
     Attributes:
@@ -49,12 +49,12 @@ class Foreseen:
     holds_for_all: bool = True
 
 
-Probe = Callable[[int], Foreseen | None]
+Probe = Callable[[int], StepCostEstimate | None]
 """Returns the foreseen step for a number of pieces; None if the step would not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceCount:
+class PieceCountChoice:
     """The chosen number of pieces.
 
     Attributes:
@@ -65,7 +65,7 @@ class PieceCount:
 
     count: int
     samples: int
-    tried: tuple[tuple[int, Foreseen | None], ...]
+    tried: tuple[tuple[int, StepCostEstimate | None], ...]
 
     @property
     def fits(self) -> bool:
@@ -94,16 +94,16 @@ class PieceCount:
         return f"{what}: {step}; {why} (tried {counts}){rounded}"
 
 
-def choose_count(samples: int, probe: Probe) -> PieceCount:
+def choose_count(samples: int, probe: Probe) -> PieceCountChoice:
     """Choose the number of pieces with the shortest expected step; see the note above.
 
     Args:
         samples: samples of a batch.
         probe: returns the expected cost for a number of pieces; called for some divisors of `samples`, each once.
     """
-    known: dict[int, Foreseen | None] = {}
+    known: dict[int, StepCostEstimate | None] = {}
 
-    def found(count: int) -> Foreseen | None:
+    def found(count: int) -> StepCostEstimate | None:
         if count not in known:
             known[count] = probe(count)
         return known[count]
@@ -115,7 +115,7 @@ def choose_count(samples: int, probe: Probe) -> PieceCount:
     else:
         fitting = _tried_from(counts, first, found)
         best = _best(fitting)
-    return PieceCount(count=best, samples=samples, tried=tuple(sorted(known.items())))
+    return PieceCountChoice(count=best, samples=samples, tried=tuple(sorted(known.items())))
 
 
 def divisors(samples: int) -> list[int]:
@@ -134,7 +134,7 @@ def _fewest(counts: Sequence[int], found: Probe) -> int | None:
     return counts[bisect_left(counts, True, below, index, key=lambda count: found(count) is not None)]
 
 
-def _tried_from(counts: Sequence[int], first: int, found: Probe) -> dict[int, Foreseen]:
+def _tried_from(counts: Sequence[int], first: int, found: Probe) -> dict[int, StepCostEstimate]:
     """Costs of the numbers from `first` on, as long as larger numbers promise an improvement."""
     start = found(first)
     assert start is not None, "the first number fits"
@@ -155,7 +155,7 @@ def _tried_from(counts: Sequence[int], first: int, found: Probe) -> dict[int, Fo
     return fitting
 
 
-def _best(fitting: dict[int, Foreseen]) -> int:
+def _best(fitting: dict[int, StepCostEstimate]) -> int:
     """Smallest number with about the shortest step; the first number if little would be gained."""
     costs = dict(zip(fitting, _costs(list(fitting.values())), strict=True))
     shortest, first = min(costs.values()), next(iter(costs))
@@ -163,13 +163,13 @@ def _best(fitting: dict[int, Foreseen]) -> int:
     return best if costs[best] <= costs[first] * _WORTH else first
 
 
-def _costs(steps: Sequence[Foreseen]) -> list[float]:
+def _costs(steps: Sequence[StepCostEstimate]) -> list[float]:
     """Seconds of each step, or bytes if some steps have no seconds."""
     seconds = [one.seconds for one in steps if one.seconds is not None]
     return seconds if len(seconds) == len(steps) else [float(one.step_bytes) for one in steps]
 
 
-def _said(one: Foreseen | None) -> str:
+def _said(one: StepCostEstimate | None) -> str:
     if one is None:
         return "does not fit"
     seconds = "" if one.seconds is None else f", {format_short_seconds(one.seconds)}"

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydra_tune.shard import compute
-from hydra_tune.shard.alike import Likenesses
-from hydra_tune.shard.analysis import Analysis, placeholders
-from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.shard.alike import ShardSignatureBuilder
+from hydra_tune.shard.analysis import GraphAnalysis, placeholders
+from hydra_tune.shard.capture import CapturedStepGraph, StateSpec
 from hydra_tune.shard.kept import NotKeepableError
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.split import ShardGraph, cut_shard
@@ -224,7 +224,7 @@ class ShardCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Runs:
+class _CandidateRunBytes:
     """Results of a candidate's runs, equal for all candidates alike; bytes as of `ShardCost`."""
 
     forward: int
@@ -238,7 +238,7 @@ UpdatePilot = Callable[[Sequence[str]], tuple[int, int, int]]
 """Names of parameters -> bytes of their optimizer state, workspace of a later update, workspace of the first update."""
 
 
-class Pilot:
+class ShardPilot:
     """Measures candidate shards of a single captured step.
 
     Args:
@@ -256,8 +256,8 @@ class Pilot:
 
     def __init__(
         self,
-        captured: Captured,
-        analysis: Analysis,
+        captured: CapturedStepGraph,
+        analysis: GraphAnalysis,
         specs: dict[str, StateSpec],
         batch: tuple[Tensor, ...],
         *,
@@ -281,10 +281,10 @@ class Pilot:
         self._state: dict[str, Tensor] = {name: self._inputs[p] for p, name in captured.state.items()}
         self._uses = _uses_of_state(captured)
         self._costs: dict[tuple[int, int], ShardCost] = {}
-        self._runs: dict[Hashable, _Runs] = {}
-        self._likenesses: Likenesses | None = None
+        self._runs: dict[Hashable, _CandidateRunBytes] = {}
+        self._likenesses: ShardSignatureBuilder | None = None
 
-    def placed(self, *, updates_on_host: bool) -> "Pilot":
+    def placed(self, *, updates_on_host: bool) -> "ShardPilot":
         """Return a pilot of the same step for the given place of updates; the two share their runs on fake tensors."""
         if updates_on_host == self._updates_on_host:
             return self
@@ -341,7 +341,7 @@ class Pilot:
 
     def _measure(self, first: int, last: int) -> ShardCost:
         if self._likenesses is None:
-            self._likenesses = Likenesses(self._captured, self._analysis, self._inputs)
+            self._likenesses = ShardSignatureBuilder(self._captured, self._analysis, self._inputs)
         alike = self._likenesses.of(first, last)
         # Equal layers give equal candidates, so a deep model costs about a single run per kind of layer.
         runs = self._runs.get(alike.key) if alike.key is not None else None
@@ -373,7 +373,7 @@ class Pilot:
             summed_bytes=trained_bytes if self._rules.accumulates else 0,
         )
 
-    def _run(self, shard: ShardGraph) -> "_Runs":
+    def _run(self, shard: ShardGraph) -> "_CandidateRunBytes":
         """Measure forward and backward of a candidate."""
         operands = self._operands(shard)
         values = [*operands.constants, *operands.inputs, *operands.live_in]
@@ -386,7 +386,7 @@ class Pilot:
             self._size(self._state[name]) for name in shard.written_state
         )  # copies for undoing a failed unit, or for a recompute
         backward, handed_bytes = self._backward(shard, operands) if training else (0, 0)
-        return _Runs(
+        return _CandidateRunBytes(
             forward=forward + (saved if training else copied) if runs_forward else 0,
             backward=backward + (saved if runs_forward else 0) + copied,
             handed_bytes=handed_bytes,
@@ -402,7 +402,7 @@ class Pilot:
         spec = self._specs[name]
         return aligned(math.prod(spec.shape) * spec.dtype.itemsize, self._alignment)
 
-    def _operands(self, shard: ShardGraph) -> compute.Operands:
+    def _operands(self, shard: ShardGraph) -> compute.ShardOperands:
         """Make fake operands; live-ins with a common storage share a storage here too."""
         with self._mode:
             storages = {
@@ -420,7 +420,7 @@ class Pilot:
                     flat.untyped_storage(), value.storage_offset(), value.shape, value.stride()
                 )
             live_in.append(view)
-        return compute.Operands(
+        return compute.ShardOperands(
             state=[self._state[name] for name in shard.state],
             constants=[self._inputs[name] for name in shard.constants],
             inputs=[self._batch[index] for index in shard.inputs],
@@ -430,7 +430,7 @@ class Pilot:
     def _needs_gradient(self, shard: ShardGraph) -> frozenset[str]:
         return frozenset(name for name in shard.live_in if self._analysis.values[name].requires_grad)
 
-    def _forward(self, shard: ShardGraph, operands: compute.Operands) -> int:
+    def _forward(self, shard: ShardGraph, operands: compute.ShardOperands) -> int:
         training = self._captured.mode == "train"
 
         def run() -> object:
@@ -438,7 +438,7 @@ class Pilot:
 
         return self._peak(run, operands.all)
 
-    def _backward(self, shard: ShardGraph, operands: compute.Operands) -> tuple[int, int]:
+    def _backward(self, shard: ShardGraph, operands: compute.ShardOperands) -> tuple[int, int]:
         incoming, handed = self._incoming(shard)
 
         def run() -> object:
@@ -452,7 +452,7 @@ class Pilot:
 
         return self._peak(run, [*operands.all, *handed]), self._storage_bytes(handed)
 
-    def _incoming(self, shard: ShardGraph) -> tuple[compute.Incoming, list[Tensor]]:
+    def _incoming(self, shard: ShardGraph) -> tuple[compute.IncomingGradients, list[Tensor]]:
         """Make the gradients that later shards would hand in, and list the gradients."""
         values = self._analysis.values
         nodes = {node.name: node for node in self._captured.nodes}
@@ -473,7 +473,7 @@ class Pilot:
                 if self._specs[name].requires_grad and _state_used_after(name, shard.last, self._captured):
                     parameters[name] = torch.empty_like(self._state[name])
         handed = [g for g in (*outputs.values(), *live_in.values(), *parameters.values()) if g is not None]
-        return compute.Incoming(outputs=outputs, live_in=live_in, parameters=parameters), handed
+        return compute.IncomingGradients(outputs=outputs, live_in=live_in, parameters=parameters), handed
 
     def _measure_keeping(self, shard: ShardGraph) -> tuple[int, list[int], int]:
         """Measure a shard that keeps its activations.
@@ -536,7 +536,7 @@ def _gradient_of(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype)
 
 
-def _uses_of_state(captured: Captured) -> dict[str, int]:
+def _uses_of_state(captured: CapturedStepGraph) -> dict[str, int]:
     """Canonical name -> position of the first node that uses the state tensor."""
     index = {node: position for position, node in enumerate(captured.nodes)}
     first: dict[str, int] = {}
@@ -550,12 +550,12 @@ def _uses_of_state(captured: Captured) -> dict[str, int]:
     return first
 
 
-def _used_after(node: Any, position: int, captured: Captured) -> bool:
+def _used_after(node: Any, position: int, captured: CapturedStepGraph) -> bool:
     later = set(captured.nodes[position:])
     return any(user in later for user in node.users)
 
 
-def _state_used_after(name: str, position: int, captured: Captured) -> bool:
+def _state_used_after(name: str, position: int, captured: CapturedStepGraph) -> bool:
     later = set(captured.nodes[position:])
     return any(
         user in later

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hydra_tune.devices.link import Link
+from hydra_tune.devices.link import LinkCostModel
 from hydra_tune.quantities import format_bytes, format_short_seconds
 from hydra_tune.shard.outcome import UnitSeconds
 from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.traffic import Habits, step_traffic
+from hydra_tune.shard.traffic import StepAccessPattern, step_traffic
 from hydra_tune.shard.update_pilot import stand_in_for
 
 OptimizerPlacement = Literal["device", "host"]
@@ -41,7 +41,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Speeds:
+class MachineSpeeds:
     """Measured speeds of a pool's machine.
 
     Attributes:
@@ -51,14 +51,14 @@ class Speeds:
         has_core: whether the host has a free core for updates while all devices compute.
     """
 
-    link: Link
+    link: LinkCostModel
     dram_bytes_per_second: float
     is_host: bool
     has_core: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class PlacementCandidate:
     """A step cut for a given placement.
 
     Attributes:
@@ -71,7 +71,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class OptimizerPlacementChoice:
     """Place of the updates, and the reason.
 
     Attributes:
@@ -84,13 +84,13 @@ class Placement:
 
 
 def choose_placement(
-    on_device: Cut | None,
-    on_host: Cut,
+    on_device: PlacementCandidate | None,
+    on_host: PlacementCandidate,
     budget_bytes: int,
-    habits: Habits,
-    speeds: Speeds,
+    habits: StepAccessPattern,
+    speeds: MachineSpeeds,
     seconds_per_byte: float,
-) -> Placement:
+) -> OptimizerPlacementChoice:
     """Return the placement with the shorter expected step; see the note.
 
     Args:
@@ -102,13 +102,13 @@ def choose_placement(
         seconds_per_byte: seconds of the optimizer per byte of parameters, from `update_seconds`.
     """
     if on_device is None:
-        return Placement(
+        return OptimizerPlacementChoice(
             place="host",
             reason="updates on the host: some shard would not fit beside its optimizer state on the device",
         )
     traffic = step_traffic(on_device.costs, budget_bytes, habits)
     if not traffic.nbytes:
-        return Placement(
+        return OptimizerPlacementChoice(
             place="device",
             reason="updates on the device: the model and its optimizer state stay there, and nothing moves",
         )
@@ -119,7 +119,9 @@ def choose_placement(
     device = _beside(computing, speeds.link.seconds(traffic.nbytes, traffic.copies), habits)
     host, host_bytes = _on_host(on_host, budget_bytes, habits, speeds, seconds_per_byte)
     place: OptimizerPlacement = "host" if host < device * _WORTH else "device"
-    return Placement(place=place, reason=_reason(place, device, traffic.nbytes, host, host_bytes, speeds))
+    return OptimizerPlacementChoice(
+        place=place, reason=_reason(place, device, traffic.nbytes, host, host_bytes, speeds)
+    )
 
 
 def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
@@ -151,25 +153,31 @@ def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
     return min(found) / max(leaf.nbytes, 1)
 
 
-def _update_seconds(cost: ShardCost, speeds: Speeds, seconds_per_byte: float) -> float:
+def _update_seconds(cost: ShardCost, speeds: MachineSpeeds, seconds_per_byte: float) -> float:
     """Seconds of a shard's update on the host: the larger of memory traffic and arithmetic of the optimizer."""
     touched = 3 * cost.trained_bytes + 2 * cost.optimizer_bytes  # parameters and state twice, gradients once
     return max(touched / speeds.dram_bytes_per_second, cost.trained_bytes * seconds_per_byte)
 
 
-def _computing(cut: Cut, num_batches: int) -> float:
+def _computing(cut: PlacementCandidate, num_batches: int) -> float:
     """Seconds of a step's forward and backward units."""
     if cut.seconds is None:
         return 0.0
     return num_batches * (sum(cut.seconds.forward[:-1]) + sum(cut.seconds.backward))
 
 
-def _beside(computing: float, copying: float, habits: Habits) -> float:
+def _beside(computing: float, copying: float, habits: StepAccessPattern) -> float:
     """Seconds of computing and copying together, overlapped if blocks are sent ahead."""
     return max(computing, copying) if habits.sends_ahead else computing + copying
 
 
-def _on_host(cut: Cut, budget_bytes: int, habits: Habits, speeds: Speeds, seconds_per_byte: float) -> tuple[float, int]:
+def _on_host(
+    cut: PlacementCandidate,
+    budget_bytes: int,
+    habits: StepAccessPattern,
+    speeds: MachineSpeeds,
+    seconds_per_byte: float,
+) -> tuple[float, int]:
     """Seconds of a step with updates on the host, and bytes moved by the step."""
     traffic = step_traffic(cut.costs, budget_bytes, habits)
     down = speeds.link.seconds(sum(cost.trained_bytes for cost in cut.costs), len(cut.costs))
@@ -187,7 +195,7 @@ def _on_host(cut: Cut, budget_bytes: int, habits: Habits, speeds: Speeds, second
 
 
 def _reason(
-    place: OptimizerPlacement, device: float, device_bytes: int, host: float, host_bytes: int, speeds: Speeds
+    place: OptimizerPlacement, device: float, device_bytes: int, host: float, host_bytes: int, speeds: MachineSpeeds
 ) -> str:
     return (
         f"updates on the {place}: a step is expected to take {format_short_seconds(device)} with updates on the device, where "

@@ -12,10 +12,10 @@ from typing import Literal
 from torch import Tensor
 
 from hydra_tune.shard import compute
-from hydra_tune.shard.analysis import Analysis
-from hydra_tune.shard.capture import Captured
-from hydra_tune.shard.compute import Computing
-from hydra_tune.shard.pilot import Pilot, ShardCost
+from hydra_tune.shard.analysis import GraphAnalysis
+from hydra_tune.shard.capture import CapturedStepGraph
+from hydra_tune.shard.compute import ShardExecutor
+from hydra_tune.shard.pilot import ShardCost, ShardPilot
 from hydra_tune.shard.split import ShardGraph, cut_shard
 
 ShardActivations = Literal["recompute", "keep", "spill"]
@@ -57,7 +57,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ShardPlan:
     """A step cut into shards.
 
     Attributes:
@@ -84,7 +84,7 @@ class Plan:
     last_use: dict[str, int]
     operators: tuple[str, ...] = ()
     eager: bool = False
-    computing: Computing = compute
+    computing: ShardExecutor = compute
     why_eager: str = ""
 
     @property
@@ -152,8 +152,12 @@ class Plan:
 
 
 def build_plan(
-    captured: Captured, analysis: Analysis, pilot: Pilot, edges: list[int], backend: str | None = None
-) -> Plan:
+    captured: CapturedStepGraph,
+    analysis: GraphAnalysis,
+    pilot: ShardPilot,
+    edges: list[int],
+    backend: str | None = None,
+) -> ShardPlan:
     """Cut a captured step at `edges` (from 0 to the number of nodes); see `cut_shard` for `backend`."""
     graphs = [cut_shard(captured, analysis, a, b, backend) for a, b in pairwise(edges)]
     shards = [_shard(captured, analysis, pilot, graph) for graph in graphs]
@@ -161,7 +165,7 @@ def build_plan(
     for index, graph in enumerate(graphs):
         for name in graph.live_in:
             uses.setdefault(name, []).append(index)
-    return Plan(
+    return ShardPlan(
         mode=captured.mode,
         shards=tuple(shards),
         names=captured.names,
@@ -174,7 +178,7 @@ def build_plan(
     )
 
 
-def operators(captured: Captured) -> tuple[str, ...]:
+def operators(captured: CapturedStepGraph) -> tuple[str, ...]:
     """Operators of a graph in order."""
     return tuple(str(node.target) for node in captured.nodes)
 
@@ -183,7 +187,7 @@ def _constants(graphs: Iterable[ShardGraph]) -> list[str]:
     return list(dict.fromkeys(name for graph in graphs for name in graph.constants))
 
 
-def _shard(captured: Captured, analysis: Analysis, pilot: Pilot, graph: ShardGraph) -> Shard:
+def _shard(captured: CapturedStepGraph, analysis: GraphAnalysis, pilot: ShardPilot, graph: ShardGraph) -> Shard:
     training = captured.mode == "train"
     values = analysis.values
     outputs = set(captured.outputs)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.shard.capture import CapturedStepGraph, StateSpec
 from hydra_tune.task import Precision
 
 _CASTING = {
@@ -90,7 +90,7 @@ def under_autocast(
     return run
 
 
-def share_casts(captured: Captured, specs: dict[str, StateSpec], precision: Precision) -> None:
+def share_casts(captured: CapturedStepGraph, specs: dict[str, StateSpec], precision: Precision) -> None:
     """Cast each trained parameter used by several low-precision operators once, before the first of the operators."""
     if precision == "float32" or captured.mode != "train":
         return

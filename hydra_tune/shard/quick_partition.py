@@ -1,4 +1,4 @@
-"""`QuickPartitioner`: makes the same cuts as `Partitioner` with fewer and shorter candidates to measure.
+"""`QuickPartitioner`: makes the same cuts as `ShardPartitioner` with fewer and shorter candidates to measure.
 
 A bisection from the middle of the remaining nodes asks mostly about candidates that are far too large and therefore
 slow to measure. `QuickPartitioner` measures candidates from the shortest on, and stops at the first candidate that is
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 
 from hydra_tune.errors import BudgetError
-from hydra_tune.shard.analysis import Analysis
-from hydra_tune.shard.partition import NumShards, Partitioner
-from hydra_tune.shard.pilot import Pilot, ShardCost
+from hydra_tune.shard.analysis import GraphAnalysis
+from hydra_tune.shard.partition import NumShards, ShardPartitioner
+from hydra_tune.shard.pilot import ShardCost, ShardPilot
 
 _PRECISION = 1000
 _STRIDE = 4  # growth of the distance from the least conceivable budget
@@ -20,13 +20,13 @@ _AROUND = 4  # pieces to each side of a piece
 _MOST_GUESSES = 6  # guesses before a bisection: memory may grow in leaps
 
 
-class QuickPartitioner(Partitioner):
-    """Cuts a single captured step; arguments as of `Partitioner`."""
+class QuickPartitioner(ShardPartitioner):
+    """Cuts a single captured step; arguments as of `ShardPartitioner`."""
 
     def __init__(
         self,
-        pilot: Pilot,
-        analysis: Analysis,
+        pilot: ShardPilot,
+        analysis: GraphAnalysis,
         num_nodes: int,
         *,
         budget_bytes: int,
@@ -67,7 +67,7 @@ class QuickPartitioner(Partitioner):
         return high
 
     def _furthest(self, first: int, cuts: list[int]) -> int | None:
-        """Do the search of `Partitioner` in fewer steps, by interpolating between known candidates."""
+        """Do the search of `ShardPartitioner` in fewer steps, by interpolating between known candidates."""
         low, high = -1, len(cuts)
         for end, peak_bytes in self._quick.peaks(first).items():
             if peak_bytes <= self._capacity:
@@ -131,7 +131,7 @@ class QuickPartitioner(Partitioner):
     def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
         capacity = budget_bytes * self._capacity // self._budget
         pilot = self._quick.within(budget_bytes, self._analysis)
-        attempt = TryingPartitioner(
+        attempt = BudgetProbePartitioner(
             pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
         )
         try:
@@ -141,7 +141,7 @@ class QuickPartitioner(Partitioner):
         return True
 
 
-class TryingPartitioner(QuickPartitioner):
+class BudgetProbePartitioner(QuickPartitioner):
     """A partitioner for trying budgets, with short errors."""
 
     def smallest_budget(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> int:
@@ -153,7 +153,7 @@ class TryingPartitioner(QuickPartitioner):
         return BudgetError(f"nodes {first} to {last - 1} do not fit", enough_bytes=enough)
 
 
-class _QuickPilot(Pilot):
+class _QuickPilot(ShardPilot):
     """Measures candidates from the shortest on, and none beyond a candidate over the limit.
 
     Args:
@@ -167,8 +167,8 @@ class _QuickPilot(Pilot):
 
     def __init__(
         self,
-        pilot: Pilot,
-        analysis: Analysis,
+        pilot: ShardPilot,
+        analysis: GraphAnalysis,
         num_nodes: int,
         limit_bytes: int,
         too_large: "dict[int, list[tuple[int, ShardCost]]] | None" = None,
@@ -182,7 +182,7 @@ class _QuickPilot(Pilot):
         self._too_large = {} if too_large is None else too_large
         self._peaks = {} if peaks is None else peaks
 
-    def within(self, limit_bytes: int, analysis: Analysis) -> "_QuickPilot":
+    def within(self, limit_bytes: int, analysis: GraphAnalysis) -> "_QuickPilot":
         """Return a pilot with another limit that shares all results."""
         return _QuickPilot(self._pilot, analysis, self._whole[1], limit_bytes, self._too_large, self._peaks)
 

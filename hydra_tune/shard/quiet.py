@@ -13,7 +13,7 @@ _FAKE_TENSORS = "torch._subclasses.fake_tensor"
 _TALKERS = ("torch.fx.experimental.symbolic_shapes", "torch.export")
 
 
-class _OtherThreads(io.TextIOBase):
+class _ThreadMutedStream(io.TextIOBase):
     """Passes on writes of other threads, and drops writes of the thread that created the object."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -27,7 +27,7 @@ class _OtherThreads(io.TextIOBase):
         self._stream.flush()
 
 
-class _NoComplaints(logging.Filter):
+class _ThreadMuteFilter(logging.Filter):
     """Drops log records on threads that have asked for silence."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class _NoComplaints(logging.Filter):
             self._depth.value = before
 
 
-_FAKES = _NoComplaints()
+_FAKES = _ThreadMuteFilter()
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def quiet_export() -> Iterator[None]:
     """Silence warnings, log lines below errors, and the partial graph printed by a failing export."""
     talkers = [logging.getLogger(name) for name in _TALKERS]
     levels = [talker.level for talker in talkers]
-    with quiet_fakes(), warnings.catch_warnings(), redirect_stderr(_OtherThreads(sys.stderr)):
+    with quiet_fakes(), warnings.catch_warnings(), redirect_stderr(_ThreadMutedStream(sys.stderr)):
         warnings.simplefilter("ignore")
         for talker in talkers:
             talker.setLevel(logging.ERROR)

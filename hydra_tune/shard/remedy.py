@@ -7,7 +7,7 @@ asks for pieces.
 from collections.abc import Sequence
 from math import ceil
 
-from hydra_tune.shard.analysis import Analysis
+from hydra_tune.shard.analysis import GraphAnalysis
 from hydra_tune.shard.pilot import ShardCost
 from hydra_tune.shard.split_modules import ColumnSplitEmbedding, RowSplitEmbedding, SplitLinear
 
@@ -16,7 +16,7 @@ _CUT = {f"{kind.__module__}.{kind.__qualname__}" for kind in (SplitLinear, Colum
 _UNEVEN = 1.25  # largest ratio of a piece to the mean
 
 
-def in_pieces(analysis: Analysis, parts: Sequence[tuple[tuple[int, int], ShardCost]], capacity_bytes: int) -> str:
+def in_pieces(analysis: GraphAnalysis, parts: Sequence[tuple[tuple[int, int], ShardCost]], capacity_bytes: int) -> str:
     """Return the remedy as text for a message, or "" if operators other than those of `split_operators` do not fit.
 
     Args:

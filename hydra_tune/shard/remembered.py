@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from hydra_tune.memory.block import Geometry, storage_identity
+from hydra_tune.memory.block import TensorGeometry, storage_identity
 from hydra_tune.shard import compute
-from hydra_tune.shard.compute import Gradients, Incoming, Operands, Tape
+from hydra_tune.shard.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.shard.steps import Objective, loss_itself
 
@@ -23,16 +23,16 @@ _Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ResultLocation:
     """Place of a result: the operand under the result, or the number of the new storage."""
 
     given: int | None
     new: int
-    geometry: Geometry
+    geometry: TensorGeometry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
+class _MemoizedResults:
     """Geometry of a run's results.
 
     Attributes:
@@ -41,12 +41,12 @@ class _Made:
         freed: numbers of the kept storages freed by the run, in order.
     """
 
-    places: dict[_Key, _Place]
+    places: dict[_Key, _ResultLocation]
     sizes: tuple[int, ...]
     freed: tuple[int, ...] = ()
 
     @staticmethod
-    def of(given: Sequence[Tensor], found: Mapping[_Key, Tensor], freed: Sequence[int] = ()) -> "_Made":
+    def of(given: Sequence[Tensor], found: Mapping[_Key, Tensor], freed: Sequence[int] = ()) -> "_MemoizedResults":
         """Record the geometry of the results `found`."""
         positions: dict[int, int] = {}
         for position, tensor in enumerate(given):
@@ -59,8 +59,8 @@ class _Made:
             if storage not in positions and storage not in numbers:
                 numbers[storage] = len(sizes)
                 sizes.append(tensor.untyped_storage().nbytes())
-            places[key] = _Place(positions.get(storage), numbers.get(storage, 0), Geometry.of(tensor))
-        return _Made(places=places, sizes=tuple(sizes), freed=tuple(freed))
+            places[key] = _ResultLocation(positions.get(storage), numbers.get(storage, 0), TensorGeometry.of(tensor))
+        return _MemoizedResults(places=places, sizes=tuple(sizes), freed=tuple(freed))
 
     def again(self, given: Sequence[Tensor]) -> dict[_Key, Tensor]:
         """Make the same results for other operands of equal geometry."""
@@ -72,14 +72,14 @@ class _Made:
         return found
 
 
-class Remembered:
+class MemoizedShardExecutor:
     """Stands in for `shard/compute.py`: runs shards of a single plan on tensors without bytes, once per situation."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Made] = {}
+        self._known: dict[Hashable, _MemoizedResults] = {}
 
     def forward(
-        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str] | None = None
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None
     ) -> dict[str, Tensor]:
         """As `compute.forward`."""
 
@@ -90,11 +90,11 @@ class Remembered:
         return _taken(self._once(key, operands.all, run), "output")
 
     def taped_forward(
-        self, shard: ShardGraph, operands: Operands, needs_gradient: frozenset[str]
-    ) -> tuple[dict[str, Tensor], Tape]:
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]
+    ) -> tuple[dict[str, Tensor], ShardTape]:
         """As `compute.taped_forward`; the graph is already settled."""
 
-        def tape() -> Tape:
+        def tape() -> ShardTape:
             made = compute.taped_forward(shard, operands, needs_gradient)[1]
             made.settle()
             return made
@@ -108,17 +108,17 @@ class Remembered:
         found = self._once(key, operands.all, run)
         flats = {int(number): flat for number, flat in _taken(found, "kept").items()}
         # A remembered forward has no graph: the tape runs the forward again only if the backward is not remembered.
-        return _taken(found, "output"), _RememberedTape(self, flats, tape)
+        return _taken(found, "output"), _MemoizedShardTape(self, flats, tape)
 
     def backward(
         self,
         shard: ShardGraph,
-        operands: Operands,
+        operands: ShardOperands,
         *,
         needs_gradient: frozenset[str],
-        incoming: Incoming,
+        incoming: IncomingGradients,
         objective: Objective = loss_itself,
-    ) -> Gradients:
+    ) -> ShardGradients:
         """As `compute.backward`."""
 
         def run() -> dict[_Key, Tensor]:
@@ -133,20 +133,20 @@ class Remembered:
     def played(
         self,
         shard: ShardGraph,
-        operands: Operands,
-        incoming: Incoming,
+        operands: ShardOperands,
+        incoming: IncomingGradients,
         flats: Mapping[int, Tensor],
         on_free: Callable[[int], None],
-        tape: Callable[[], Tape],
-    ) -> Gradients:
+        tape: Callable[[], ShardTape],
+    ) -> ShardGradients:
         """Run the backward of a tape, or repeat a remembered run.
 
         Args:
             shard: shard of the tape.
-            operands: as of `Tape.backward`.
-            incoming: as of `Tape.backward`.
+            operands: as of `ShardTape.backward`.
+            incoming: as of `ShardTape.backward`.
             flats: kept storages by number.
-            on_free: as of `Tape.backward`.
+            on_free: as of `ShardTape.backward`.
             tape: makes a tape that can run.
         """
         given = [*operands.all, *_handed(incoming), *flats.values()]
@@ -164,7 +164,7 @@ class Remembered:
             on_free(number)
 
         gradients = tape().backward(shard, operands, incoming, flats.__getitem__, free)
-        self._known[key] = _Made.of(given, _of_gradients(gradients), freed)
+        self._known[key] = _MemoizedResults.of(given, _of_gradients(gradients), freed)
         return gradients
 
     def _once(
@@ -175,14 +175,16 @@ class Remembered:
         if made is not None:
             return made.again(given)
         found = run()
-        self._known[key] = _Made.of(given, found)
+        self._known[key] = _MemoizedResults.of(given, found)
         return found
 
 
-class _RememberedTape(Tape):
+class _MemoizedShardTape(ShardTape):
     """A tape whose graph is made only if the result is not remembered."""
 
-    def __init__(self, remembered: Remembered, flats: dict[int, Tensor], tape: Callable[[], Tape]) -> None:
+    def __init__(
+        self, remembered: MemoizedShardExecutor, flats: dict[int, Tensor], tape: Callable[[], ShardTape]
+    ) -> None:
         self._remembered = remembered
         self._flats = flats
         self._numbers = tuple(flats)
@@ -197,11 +199,11 @@ class _RememberedTape(Tape):
     def backward(
         self,
         shard: ShardGraph,
-        operands: Operands,
-        incoming: Incoming,
+        operands: ShardOperands,
+        incoming: IncomingGradients,
         kept: Callable[[int], Tensor],
         on_free: Callable[[int], None],
-    ) -> Gradients:
+    ) -> ShardGradients:
         flats = {number: kept(number) for number in self._numbers}
         return self._remembered.played(shard, operands, incoming, flats, on_free, self._tape)
 
@@ -211,7 +213,7 @@ def _likeness(given: Sequence[Tensor]) -> Hashable:
     numbers: dict[int, int] = {}
     return tuple(
         (
-            Geometry.of(tensor),
+            TensorGeometry.of(tensor),
             tensor.requires_grad,
             tensor.untyped_storage().nbytes(),
             numbers.setdefault(storage_identity(tensor), len(numbers)),
@@ -220,13 +222,13 @@ def _likeness(given: Sequence[Tensor]) -> Hashable:
     )
 
 
-def _handed(incoming: Incoming) -> list[Tensor]:
+def _handed(incoming: IncomingGradients) -> list[Tensor]:
     """Gradients handed over by later shards."""
     parts = (incoming.outputs, incoming.live_in, incoming.parameters)
     return [gradient for part in parts for gradient in part.values() if gradient is not None]
 
 
-def _names(incoming: Incoming) -> Hashable:
+def _names(incoming: IncomingGradients) -> Hashable:
     """Return a key for the names of the incoming gradients."""
     outputs = tuple((name, gradient is None) for name, gradient in incoming.outputs.items())
     return outputs, tuple(incoming.live_in), tuple(incoming.parameters)
@@ -240,12 +242,12 @@ def _taken(tensors: Mapping[_Key, Tensor], what: str) -> dict[str, Tensor]:
     return {name: tensor for (kind, name), tensor in tensors.items() if kind == what}
 
 
-def _of_gradients(gradients: Gradients) -> dict[_Key, Tensor]:
+def _of_gradients(gradients: ShardGradients) -> dict[_Key, Tensor]:
     live_in, parameters = _named("live_in", gradients.live_in), _named("parameter", gradients.parameters)
     return live_in | parameters | _named("output", gradients.outputs)
 
 
-def _gradients(found: Mapping[_Key, Tensor]) -> Gradients:
-    return Gradients(
+def _gradients(found: Mapping[_Key, Tensor]) -> ShardGradients:
+    return ShardGradients(
         live_in=_taken(found, "live_in"), parameters=_taken(found, "parameter"), outputs=_taken(found, "output")
     )

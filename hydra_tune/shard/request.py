@@ -1,4 +1,4 @@
-"""`Request`: the question for a plan, and existing knowledge about the step; requests with equal keys share a plan."""
+"""`ShardPlanRequest`: the question for a plan, and existing knowledge about the step; requests with equal keys share a plan."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -8,19 +8,19 @@ import torch
 from torch import nn
 
 from hydra_tune.shard import batch as batches
-from hydra_tune.shard.analysis import Analysis
+from hydra_tune.shard.analysis import GraphAnalysis
 from hydra_tune.shard.answers import Answer
-from hydra_tune.shard.capture import Captured, StateSpec
+from hydra_tune.shard.capture import CapturedStepGraph, StateSpec
 from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
-from hydra_tune.shard.guards import Guard
-from hydra_tune.shard.pilot import Pilot
-from hydra_tune.shard.plan import Plan, operators
+from hydra_tune.shard.guards import BatchValueGuard
+from hydra_tune.shard.pilot import ShardPilot
+from hydra_tune.shard.plan import ShardPlan, operators
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.task import TrainTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class TrialStateLayout:
     """Existing cut of a trial's state: made by the trial's first plan, followed by further plans.
 
     Attributes:
@@ -28,7 +28,7 @@ class Layout:
         owners: parameter or buffer -> index of the only shard that uses the tensor.
     """
 
-    plan: Plan
+    plan: ShardPlan
     owners: dict[str, int]
 
     def groups(self, specs: dict[str, StateSpec]) -> dict[str, frozenset[str]]:
@@ -40,37 +40,37 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class CapturedStep:
     """A captured step: the graph, the answers given to its Python, the allowed cuts, and the needs of its parts."""
 
-    captured: Captured
+    captured: CapturedStepGraph
     answers: list[Answer]
-    analysis: Analysis
-    pilot: Pilot
+    analysis: GraphAnalysis
+    pilot: ShardPilot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class ShardPlanRequest:
     """A request for the plan of a kind of batch of a trial; arguments as of `PlanLibrary.prepare`."""
 
     task: TrainTask
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    leaves: batches.Leaves
+    leaves: batches.BatchLeaves
     batch: Any
     mode: str
-    like: Layout | None
+    like: TrialStateLayout | None
     only_asks: bool = False  # only a prediction is wanted; no user reads a refusal
-    foreseen: Measured | None = None  # the measured step, if measured before
-    guards: list[Guard] = field(default_factory=list)
+    foreseen: CapturedStep | None = None  # the measured step, if measured before
+    guards: list[BatchValueGuard] = field(default_factory=list)
 
     @property
-    def guard(self) -> Guard | None:
+    def guard(self) -> BatchValueGuard | None:
         """The guard of the eager run, if there was an eager run."""
         return self.guards[0] if self.guards else None
 
 
-def key_of(request: Request) -> Hashable | None:
+def key_of(request: ShardPlanRequest) -> Hashable | None:
     """Return a key that is equal for requests with the same plan; None if there is no key."""
     task, like = request.task, request.like
     architecture = architecture_key(task, request.model)
@@ -86,14 +86,14 @@ def key_of(request: Request) -> Hashable | None:
     return (architecture, request.mode, request.leaves.signature, tail, held)
 
 
-def cuts_like(captured: Captured, analysis: Analysis, like: Layout) -> list[int]:
+def cuts_like(captured: CapturedStepGraph, analysis: GraphAnalysis, like: TrialStateLayout) -> list[int]:
     """Cuts for a further capture: at the same nodes if the graph has the same operators, else at the same parameters."""
     if operators(captured) == like.plan.operators and set(like.plan.cuts) <= set(analysis.cuts):
         return list(like.plan.cuts)
     return _owner_cuts(captured, analysis, like.owners)
 
 
-def _owner_cuts(captured: Captured, analysis: Analysis, owners: dict[str, int]) -> list[int]:
+def _owner_cuts(captured: CapturedStepGraph, analysis: GraphAnalysis, owners: dict[str, int]) -> list[int]:
     """Cuts before the first use of each further shard's own parameters."""
     positions = {node: position for position, node in enumerate(captured.nodes)}
     reached, cuts = 0, []

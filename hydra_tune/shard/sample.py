@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from hydra_tune.shard.analysis import Analysis
-from hydra_tune.shard.batch import Leaves, flatten
-from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.analysis import GraphAnalysis
+from hydra_tune.shard.batch import BatchLeaves, flatten
+from hydra_tune.shard.capture import CapturedStepGraph
 from hydra_tune.shard.outcome import UnitSeconds
-from hydra_tune.shard.pilot import Pilot
-from hydra_tune.shard.plan import Plan, build_plan
+from hydra_tune.shard.pilot import ShardPilot
+from hydra_tune.shard.plan import ShardPlan, build_plan
 
 _COUNT = 2  # samples; BatchNorm refuses a single sample, and a dimension of 1 takes other operators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class SampledStep:
     """A plan's step for a few samples.
 
     Attributes:
@@ -38,8 +38,8 @@ class Sample:
     """
 
     batch: Any
-    plan: Plan
-    kept: Plan
+    plan: ShardPlan
+    kept: ShardPlan
     size: int
 
     def for_all(self, seconds: UnitSeconds) -> UnitSeconds:
@@ -52,13 +52,13 @@ class Sample:
 
 
 def sample_of(
-    captured: Captured,
-    plan: Plan,
-    kept: Plan,
-    leaves: Leaves,
-    capture_again: Callable[[Any], Captured],
-    measure: Callable[[Captured, tuple[Tensor, ...]], tuple[Analysis, Pilot]],
-) -> Sample | None:
+    captured: CapturedStepGraph,
+    plan: ShardPlan,
+    kept: ShardPlan,
+    leaves: BatchLeaves,
+    capture_again: Callable[[Any], CapturedStepGraph],
+    measure: Callable[[CapturedStepGraph, tuple[Tensor, ...]], tuple[GraphAnalysis, ShardPilot]],
+) -> SampledStep | None:
     """Make the step for the first samples of a batch.
 
     Args:
@@ -85,17 +85,17 @@ def sample_of(
         return None
     small_plan = build_plan(small, analysis, pilot, [0, *plan.cuts, len(small.nodes)])
     small_kept = small_plan if kept is plan else _keeping_like(kept, small_plan, pilot)
-    return None if small_kept is None else Sample(batch=batch, plan=small_plan, kept=small_kept, size=size)
+    return None if small_kept is None else SampledStep(batch=batch, plan=small_plan, kept=small_kept, size=size)
 
 
-def _first_samples(leaves: Leaves) -> Any | None:
+def _first_samples(leaves: BatchLeaves) -> Any | None:
     sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in leaves.tensors}
     if len(sizes) != 1 or min(sizes) < 2 * _COUNT:
         return None  # not every tensor seems to have an entry per sample, or little would be saved
     return leaves.rebuild(tuple(tensor[:_COUNT].clone() for tensor in leaves.tensors))
 
 
-def _keeping_like(kept: Plan, plan: Plan, pilot: Pilot) -> Plan | None:
+def _keeping_like(kept: ShardPlan, plan: ShardPlan, pilot: ShardPilot) -> ShardPlan | None:
     shards = []
     for model, shard in zip(kept.shards, plan.shards, strict=True):
         if model.keeps_activations:
@@ -108,7 +108,7 @@ def _keeping_like(kept: Plan, plan: Plan, pilot: Pilot) -> Plan | None:
     return replace(plan, shards=tuple(shards))
 
 
-class _Comparison:
+class _SampleGraphComparison:
     """Walks through two graphs side by side.
 
     Args:
@@ -150,14 +150,14 @@ class _Comparison:
         return bool(one == other) or (is_size and one * _COUNT == other * self._size)
 
 
-def _is_one_step(large: Captured, small: Captured, size: int) -> bool:
+def _is_one_step(large: CapturedStepGraph, small: CapturedStepGraph, size: int) -> bool:
     constants = large.constants, small.constants
     return (
         (large.state, large.inputs, large.outputs, large.names)
         == (small.state, small.inputs, small.outputs, small.names)
         and constants[0].keys() == constants[1].keys()
         and all(_is_equal(tensor, constants[1][name]) for name, tensor in constants[0].items())
-        and _Comparison(size).is_same(large.module.graph, small.module.graph)
+        and _SampleGraphComparison(size).is_same(large.module.graph, small.module.graph)
     )
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from hydra_tune.shard.analysis import Analysis
-from hydra_tune.shard.capture import Captured
+from hydra_tune.shard.analysis import GraphAnalysis
+from hydra_tune.shard.capture import CapturedStepGraph
 from hydra_tune.shard.placing import placed
 from hydra_tune.shard.precision import under_autocast
 
@@ -64,7 +64,9 @@ class ShardGraph:
         return first if first == last else f"{first} .. {last}"
 
 
-def cut_shard(captured: Captured, analysis: Analysis, first: int, last: int, backend: str | None = None) -> ShardGraph:
+def cut_shard(
+    captured: CapturedStepGraph, analysis: GraphAnalysis, first: int, last: int, backend: str | None = None
+) -> ShardGraph:
     """Make the shard of the nodes from position `first` up to, not including, `last`.
 
     Args:
@@ -165,13 +167,13 @@ def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Ca
     return run if written else made_by
 
 
-def _outside_arguments(captured: Captured, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+def _outside_arguments(captured: CapturedStepGraph, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
     """Nodes used by the range and made outside the range, in graph order."""
     used = {argument for node in nodes for argument in node.all_input_nodes if argument not in inside}
     return [node for node in captured.module.graph.nodes if node in used]
 
 
-def _live_out(captured: Captured, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> tuple[fx.Node, ...]:
+def _live_out(captured: CapturedStepGraph, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> tuple[fx.Node, ...]:
     outputs = set(captured.outputs)
     return tuple(
         node for node in nodes if node.name in outputs or any(u not in inside and u.op != "output" for u in node.users)

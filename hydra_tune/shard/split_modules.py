@@ -25,7 +25,7 @@ from hydra_tune.errors import TaskError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class TensorCut:
     """Cut of a tensor: dimension, and sizes of the pieces."""
 
     dim: int
@@ -37,7 +37,7 @@ def piece_name(name: str, index: int) -> str:
     return f"{name}_{index}"
 
 
-class _Split(nn.Module):
+class _SplitModule(nn.Module):
     """Base of the classes below.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Split(nn.Module):
         )
 
 
-class SplitLinear(_Split, nn.Linear):
+class SplitLinear(_SplitModule, nn.Linear):
     """`nn.Linear` in pieces by output features."""
 
     # A property of the class hides the whole module's parameter of the same name.
@@ -102,7 +102,7 @@ class SplitLinear(_Split, nn.Linear):
         )
 
 
-class _SplitEmbedding(_Split, nn.Embedding):
+class _SplitEmbedding(_SplitModule, nn.Embedding):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Refuse to return a whole weight.

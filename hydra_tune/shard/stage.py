@@ -1,4 +1,4 @@
-"""`Stage`: a world of tensors with sizes but no bytes, in which code that reads values can run as well."""
+"""`RehearsalFakeMode`: a world of tensors with sizes but no bytes, in which code that reads values can run as well."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -16,15 +16,15 @@ _MOST_READS = 30_000  # in one unit: some seconds
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
-class EndlessError(Exception):
+class EndlessReadError(Exception):
     """Code reads values without end, like a loop that waits for a value other than 1."""
 
 
-class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
+class RehearsalFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Mode in which new tensors have sizes but no bytes. Rehearsals are made and run inside a stage.
 
     Every read of a value returns 1: losses and norms are finite, and an optimizer can divide by its counters. Code that
-    reads values without end, like a loop that waits for another value, is stopped by `EndlessError`.
+    reads values without end, like a loop that waits for another value, is stopped by `EndlessReadError`.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,9 @@ class Stage(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func is _READ:
             self._num_reads += 1
             if self._num_reads > _MOST_READS:
-                raise EndlessError(f"it has read {_MOST_READS:,} values in one unit, each of which is taken to be 1")
+                raise EndlessReadError(
+                    f"it has read {_MOST_READS:,} values in one unit, each of which is taken to be 1"
+                )
             dtype = args[0].dtype
             return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
         target = overwritten(func, args)

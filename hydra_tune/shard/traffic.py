@@ -21,7 +21,7 @@ _STATE = ("parameters", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class StepTraffic:
     """Traffic of a step.
 
     Attributes:
@@ -36,7 +36,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Habits:
+class StepAccessPattern:
     """Use of the shards by a step, beyond the shards' costs.
 
     Attributes:
@@ -57,7 +57,7 @@ PlayedBlock = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedUnit:
+class TrafficUnit:
     """Inputs and results of a unit.
 
     Attributes:
@@ -79,7 +79,7 @@ class PlayedUnit:
     drops: tuple[PlayedBlock, ...] = ()
 
 
-def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits | None = None) -> Traffic:
+def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: StepAccessPattern | None = None) -> StepTraffic:
     """Traffic of a step of these shards on an otherwise unused device.
 
     Args:
@@ -87,11 +87,13 @@ def step_traffic(costs: Sequence[ShardCost], budget_bytes: int, habits: Habits |
         budget_bytes: budget of the device.
         habits: use of the shards; by default each shard is updated right after its backward.
     """
-    habits = habits or Habits()
+    habits = habits or StepAccessPattern()
     return played(list(units_of(costs, habits)), sizes_of(costs, habits.num_batches), budget_bytes, habits)
 
 
-def played(units: Sequence[PlayedUnit], sizes: dict[PlayedBlock, int], budget_bytes: int, habits: Habits) -> Traffic:
+def played(
+    units: Sequence[TrafficUnit], sizes: dict[PlayedBlock, int], budget_bytes: int, habits: StepAccessPattern
+) -> StepTraffic:
     """Traffic of a step of these units in the steady state.
 
     Args:
@@ -100,7 +102,7 @@ def played(units: Sequence[PlayedUnit], sizes: dict[PlayedBlock, int], budget_by
         budget_bytes: budget of the device.
         habits: whether blocks are sent ahead, and whether updates wait.
     """
-    device = _Device(sizes, budget_bytes)
+    device = _TrafficSimulator(sizes, budget_bytes)
     before = (0, 0)
     for _ in range(_WARM_STEPS + 1):
         before = (device.moved_bytes, device.copies)
@@ -110,7 +112,7 @@ def played(units: Sequence[PlayedUnit], sizes: dict[PlayedBlock, int], budget_by
             coming = [units[(number + ahead) % len(units)] for ahead in (1, 2)]
             with_update = coming if coming[0].is_update and not unit.is_update and not habits.waits else coming[:1]
             device.run(unit, with_update if habits.sends_ahead else ())
-    return Traffic(nbytes=device.moved_bytes - before[0], copies=device.copies - before[1], units=len(units))
+    return StepTraffic(nbytes=device.moved_bytes - before[0], copies=device.copies - before[1], units=len(units))
 
 
 def is_worth_grouping(costs: Sequence[ShardCost]) -> bool:
@@ -142,7 +144,7 @@ def sizes_of(costs: Sequence[ShardCost], num_batches: int) -> dict[PlayedBlock, 
     return found
 
 
-def units_of(costs: Sequence[ShardCost], habits: Habits) -> Iterator[PlayedUnit]:
+def units_of(costs: Sequence[ShardCost], habits: StepAccessPattern) -> Iterator[TrafficUnit]:
     """Yield forward units, backward units and updates, in order."""
     last, batches = len(costs) - 1, range(habits.num_batches)
     groups: Sequence[Sequence[int]] = [[batch] for batch in batches]
@@ -162,21 +164,21 @@ def units_of(costs: Sequence[ShardCost], habits: Habits) -> Iterator[PlayedUnit]
         yield from (_update(cost, index) for index, cost in enumerate(costs))
 
 
-def _forward(cost: ShardCost, index: int, batch: int) -> PlayedUnit:
-    return PlayedUnit(
+def _forward(cost: ShardCost, index: int, batch: int) -> TrafficUnit:
+    return TrafficUnit(
         needs=(("parameters", index, 0), ("values", index, batch), ("inputs", index, batch)),
         workspace_bytes=cost.forward_workspace,
         makes=(("values", index + 1, batch), ("activations", index, batch)),
     )
 
 
-def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[PlayedBlock] = ()) -> PlayedUnit:
+def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[PlayedBlock] = ()) -> TrafficUnit:
     """Make a backward unit; `over` lists further blocks no longer needed after the unit."""
     own: tuple[PlayedBlock, ...] = (("values", index, batch), ("activations", index, batch), ("handed", index, batch))
     gradients: tuple[PlayedBlock, ...] = (("gradients", index, 0),)
     made: tuple[PlayedBlock, ...] = (("handed", index - 1, batch),) if index else ()
     is_first = batch == 0  # later batches add to the gradients of the first batch
-    return PlayedUnit(
+    return TrafficUnit(
         needs=(("parameters", index, 0), *own, ("inputs", index, batch), *(() if is_first else gradients)),
         workspace_bytes=cost.backward_workspace,
         makes=(*gradients, *made) if is_first else made,
@@ -185,15 +187,15 @@ def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[PlayedBloc
     )
 
 
-def _update(cost: ShardCost, index: int) -> PlayedUnit:
+def _update(cost: ShardCost, index: int) -> TrafficUnit:
     gradients = ("gradients", index, 0)
     if cost.updates_on_host:
         # The update changes the parameters on the host, so a copy on the device is stale.
-        return PlayedUnit(
+        return TrafficUnit(
             needs=(), is_update=True, copied_home=(gradients,), drops=(gradients, ("parameters", index, 0))
         )
     state: tuple[PlayedBlock, ...] = (("parameters", index, 0), ("optimizer", index, 0)) if cost.trained_bytes else ()
-    return PlayedUnit(
+    return TrafficUnit(
         needs=(*state, gradients),
         is_update=True,
         workspace_bytes=cost.update_workspace if state else 0,
@@ -202,7 +204,7 @@ def _update(cost: ShardCost, index: int) -> PlayedUnit:
     )
 
 
-class _Device:
+class _TrafficSimulator:
     """Simulated content of a device, and the copies made so far."""
 
     def __init__(self, sizes: dict[PlayedBlock, int], budget_bytes: int) -> None:
@@ -217,7 +219,7 @@ class _Device:
         self.moved_bytes = 0
         self.copies = 0
 
-    def run(self, unit: PlayedUnit, following: Sequence[PlayedUnit]) -> None:
+    def run(self, unit: TrafficUnit, following: Sequence[TrafficUnit]) -> None:
         """Load the needs of a unit, send the needs of the following units ahead, and apply the results of the unit."""
         self._now += 1
         pinned = self._existing(unit)
@@ -237,7 +239,7 @@ class _Device:
         self._free_bytes += unit.workspace_bytes
         self._apply(unit)
 
-    def _apply(self, unit: PlayedUnit) -> None:
+    def _apply(self, unit: TrafficUnit) -> None:
         """Apply the results of a unit."""
         for block in unit.makes:
             self._add(block, dirty=True)
@@ -250,7 +252,7 @@ class _Device:
         for block in unit.drops:
             self._drop(block)
 
-    def _existing(self, unit: PlayedUnit) -> list[PlayedBlock]:
+    def _existing(self, unit: TrafficUnit) -> list[PlayedBlock]:
         """Needs of a unit that exist by now: state and batches always, values once made."""
         return [
             block
@@ -278,7 +280,7 @@ class _Device:
         own = [block for block in free if block[0] != "optimizer"]
         return [*leaving, *reversed(state), *own, *(block for block in fresh if block not in kept)]
 
-    def _send(self, following: Sequence[PlayedUnit], pinned: Sequence[PlayedBlock]) -> None:
+    def _send(self, following: Sequence[TrafficUnit], pinned: Sequence[PlayedBlock]) -> None:
         """Imitate `memory/prefetch.py` while a unit computes; a block written back for room gives its room the next time."""
         wanted = [block for unit in following for block in self._existing(unit)]
         kept = [*pinned, *wanted]

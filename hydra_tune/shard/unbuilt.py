@@ -24,11 +24,11 @@ _SMALL_BYTES = 1 << 20  # largest tensor with real bytes
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
-class TooLargeError(BaseException):
+class BuildLimitError(BaseException):
     """A factory makes more than allowed. Not an `Exception`: a factory that catches every `Exception` must not continue."""
 
 
-class BuildLimit(StorageTracker):  # type: ignore[no-untyped-call]
+class BuildLimitTracker(StorageTracker):  # type: ignore[no-untyped-call]
     """Stops the building of a model that takes too much memory.
 
     Args:
@@ -50,14 +50,14 @@ class BuildLimit(StorageTracker):  # type: ignore[no-untyped-call]
             # The operator creates tensors without inputs, so the size can be found before any allocation.
             made = _tried(self._shapes, func, args, kwargs or {})
             if self.current_bytes + _nbytes(made) > self._most_bytes:
-                raise TooLargeError
+                raise BuildLimitError
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.current_bytes > self._most_bytes:
-            raise TooLargeError
+            raise BuildLimitError
         return result
 
 
-class Unbuilt(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LargeTensorFakeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode in which large tensors are made without bytes."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from hydra_tune.shard.capture import StateSpec
 from hydra_tune.shard.fingerprint import optimizer_key
 from hydra_tune.shard.overwriting import overwritten
 from hydra_tune.shard.pilot import StorageTracker, UpdatePilot, aligned, quiet_collector
-from hydra_tune.shard.stage import Stage
+from hydra_tune.shard.stage import RehearsalFakeMode
 from hydra_tune.shard.streams import preserved_streams
 
 _LATE = 10_000  # a step number by which every optimizer does all of its work
@@ -84,7 +84,7 @@ def _measured(
 ) -> tuple[int, int, int]:
     """Measure by the quickest way that works: small tensors as real tensors, large tensors as stand-ins without bytes."""
     nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name, _ in members)
-    ways: tuple[_Make, ...] = (_meta_leaf, partial(fake_like, Stage())) if nbytes > _SMALL_BYTES else ()
+    ways: tuple[_Make, ...] = (_meta_leaf, partial(fake_like, RehearsalFakeMode())) if nbytes > _SMALL_BYTES else ()
     for make in ways:
         # An optimizer that reads values, or has kernels for some devices only, may fail with some kinds of stand-ins.
         with suppress(Exception):

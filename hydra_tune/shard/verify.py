@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.capture import describe
-from hydra_tune.shard.guards import Guard
-from hydra_tune.shard.outcome import Outcome, UnitSeconds, run_eager, run_plan
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.guards import BatchValueGuard
+from hydra_tune.shard.outcome import StepOutcome, UnitSeconds, run_eager, run_plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.task import TrainTask
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.05  # for a compiled plan, relative to a tensor's largest value
@@ -32,10 +32,10 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 def verify(
     task: TrainTask,
     twin: nn.Module,
-    plan: Plan,
+    plan: ShardPlan,
     batch: Any,
-    guards: list[Guard] | None = None,
-    kept: Plan | None = None,
+    guards: list[BatchValueGuard] | None = None,
+    kept: ShardPlan | None = None,
 ) -> tuple[UnitSeconds, UnitSeconds | None]:
     """Compare a plan with the eager step, on the host, and time its units.
 
@@ -77,7 +77,7 @@ def verify(
         torch.set_rng_state(random_state)
 
 
-def _check(eager: Outcome, again: Outcome, ours: Outcome, guards: list[Guard] | None) -> None:
+def _check(eager: StepOutcome, again: StepOutcome, ours: StepOutcome, guards: list[BatchValueGuard] | None) -> None:
     _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again)
     _same_outcome("the captured graph gives other {what} than the eager step", eager, ours)
     if guards is not None and eager.reads == ours.reads:
@@ -91,7 +91,7 @@ def _check(eager: Outcome, again: Outcome, ours: Outcome, guards: list[Guard] | 
         raise CaptureError(f"the eager step runs operators that the captured graph does not: {', '.join(missing[:3])}")
 
 
-def _kept_seconds(eager: Outcome, twin: nn.Module, kept: Plan, batch: Any) -> UnitSeconds | None:
+def _kept_seconds(eager: StepOutcome, twin: nn.Module, kept: ShardPlan, batch: Any) -> UnitSeconds | None:
     """Seconds of the units of a plan that keeps activations; None if the numbers differ."""
     try:
         ours, seconds = run_plan(twin, kept, batches.flatten(batches.copied(batch)).tensors)
@@ -101,7 +101,7 @@ def _kept_seconds(eager: Outcome, twin: nn.Module, kept: Plan, batch: Any) -> Un
     return seconds
 
 
-def verify_close(task: TrainTask, twin: nn.Module, plan: Plan, batch: Any) -> UnitSeconds:
+def verify_close(task: TrainTask, twin: nn.Module, plan: ShardPlan, batch: Any) -> UnitSeconds:
     """Compare a compiled plan with the eager step, up to rounding, and time its units after compilation.
 
     Args:
@@ -147,14 +147,14 @@ def _close(expected: Tensor, found: Tensor, tolerance: float) -> bool:
     return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
-def _same_outcome(message: str, expected: "Outcome", found: "Outcome") -> None:
+def _same_outcome(message: str, expected: "StepOutcome", found: "StepOutcome") -> None:
     for what in ("results", "gradients", "buffers"):
         _compare(message.format(what=what), getattr(expected, what), getattr(found, what))
     if not torch.equal(expected.random_state, found.random_state):
         raise CaptureError(message.format(what="random numbers"))
 
 
-def _watched(twin: nn.Module, run: Callable[[], Outcome]) -> Outcome:
+def _watched(twin: nn.Module, run: Callable[[], StepOutcome]) -> StepOutcome:
     """Run the eager step and refuse a model that changes state outside the reach of a graph."""
     attributes, python_state, numpy_state = plain_attributes(twin), random.getstate(), _numpy_state()
     outcome = run()

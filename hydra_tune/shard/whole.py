@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from hydra_tune.errors import BudgetError, CaptureError
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.shard import batch as batches
-from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.capture import StateSpec, state_specs
 from hydra_tune.shard.eager_pilot import EagerCost, EagerPilot
 from hydra_tune.shard.pilot import ShardCost, UpdatePilot, aligned
-from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.plan import Shard, ShardPlan
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.rules import GradientRules
 from hydra_tune.shard.split import ShardGraph
@@ -40,7 +40,9 @@ class EagerStep:
     The state among the arguments is ignored: the module's parameters are the same objects, wherever their bytes are.
     """
 
-    def __init__(self, task: TrainTask, model: nn.Module, mode: str, leaves: batches.Leaves, num_state: int) -> None:
+    def __init__(
+        self, task: TrainTask, model: nn.Module, mode: str, leaves: batches.BatchLeaves, num_state: int
+    ) -> None:
         self._call = (task, model, mode)
         # The plan outlives the batch, so the step keeps the structure of the batch and no tensor.
         self._rebuild = leaves.without_tensors().rebuild
@@ -63,7 +65,7 @@ def whole_plan(
     task: TrainTask,
     model: nn.Module,
     twin: nn.Module,
-    leaves: batches.Leaves,
+    leaves: batches.BatchLeaves,
     mode: str,
     *,
     specs: dict[str, StateSpec],
@@ -72,7 +74,7 @@ def whole_plan(
     alignment: int,
     updates_on_host: bool = False,
     reason: CaptureError,
-) -> Plan:
+) -> ShardPlan:
     """Make a plan with a single eager shard.
 
     Args:
@@ -114,7 +116,7 @@ def whole_plan(
         shared_gradients=(),
         has_backward=training,
     )
-    return Plan(
+    return ShardPlan(
         mode=mode,
         shards=(shard,),
         names=names,
@@ -128,7 +130,9 @@ def whole_plan(
     )
 
 
-def uncaptured(task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, budget: Budget) -> Plan | str:
+def uncaptured(
+    task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, budget: ShardPlanConstraints
+) -> ShardPlan | str:
     """Decide whether a trial may run the user's own code unchanged; runs none of the code.
 
     Args:
@@ -156,7 +160,7 @@ def uncaptured(task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimiz
     return plan
 
 
-def _asked_for_capture(task: TrainTask, budget: Budget) -> str | None:
+def _asked_for_capture(task: TrainTask, budget: ShardPlanConstraints) -> str | None:
     """The option that needs a captured step, as a reason, or None."""
     if budget.num_shards is not None:
         return f"num_shards={budget.num_shards!r} asks for a cut"
@@ -198,7 +202,7 @@ def _update_of(
     return measured
 
 
-def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: TrainTask, *, alignment: int) -> Plan:
+def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: TrainTask, *, alignment: int) -> ShardPlan:
     """Make a plan for a trial that will run its own code, before its first step: only the bytes of the state are known.
 
     Args:
@@ -234,7 +238,7 @@ def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: Trai
         shared_gradients=(),
         has_backward=True,
     )
-    return Plan(
+    return ShardPlan(
         mode="train",
         shards=(shard,),
         names=(),
@@ -285,7 +289,7 @@ def _spilled(
 
 
 def _graph(
-    step: Callable[..., tuple[Tensor, ...]], state: tuple[str, ...], leaves: batches.Leaves, names: tuple[str, ...]
+    step: Callable[..., tuple[Tensor, ...]], state: tuple[str, ...], leaves: batches.BatchLeaves, names: tuple[str, ...]
 ) -> ShardGraph:
     return ShardGraph(
         module=step,
@@ -308,7 +312,7 @@ def _graph(
 def _cost(
     specs: dict[str, StateSpec],
     trained: tuple[str, ...],
-    leaves: batches.Leaves,
+    leaves: batches.BatchLeaves,
     eager: EagerCost,
     update: UpdatePilot | None,
     rules: GradientRules,

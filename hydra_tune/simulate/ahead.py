@@ -6,9 +6,9 @@ While a unit computes, its device prefetches the shard of the next unit, as pred
 from collections.abc import Sequence
 from typing import Protocol
 
-from hydra_tune.schedule import Ahead, JobView, Policy, Scheduler
-from hydra_tune.simulate.entities import ABSENT, SimDevice, SimJob
-from hydra_tune.simulate.transfers import Transfers
+from hydra_tune.schedule import JobView, NextJobPredictor, Policy, Scheduler
+from hydra_tune.simulate.entities import ABSENT, SimulatedDeviceState, SimulatedJobState
+from hydra_tune.simulate.transfers import ShardTransferSimulator
 
 
 class Lookahead(Protocol):
@@ -18,7 +18,7 @@ class Lookahead(Protocol):
         """Choose among the jobs whose next shard may be sent to `device`."""
 
 
-class SendsAhead(Ahead):
+class SimulatedPrefetcher(NextJobPredictor):
     """Prefetches a device's next shard.
 
     Args:
@@ -33,14 +33,14 @@ class SendsAhead(Ahead):
         self,
         policy: Policy,
         scheduler: Scheduler,
-        devices: list[SimDevice],
-        jobs: dict[str, SimJob],
-        transfers: Transfers,
+        devices: list[SimulatedDeviceState],
+        jobs: dict[str, SimulatedJobState],
+        transfers: ShardTransferSimulator,
     ) -> None:
         super().__init__(policy, scheduler)
         self._views, self._devices, self._jobs, self._transfers = scheduler, devices, jobs, transfers
 
-    def buffer_next(self, device: SimDevice, now: float, offset: float) -> None:
+    def buffer_next(self, device: SimulatedDeviceState, now: float, offset: float) -> None:
         """Prefetch a device's next shard, as a unit begins to compute.
 
         Args:
@@ -62,7 +62,7 @@ class SendsAhead(Ahead):
         ):
             self._transfers.bring(device, chosen, shard, now)
 
-    def _following(self, job: SimJob, offset: float) -> JobView | None:
+    def _following(self, job: SimulatedJobState, offset: float) -> JobView | None:
         """Predict the view of a running job after its unit; None if the job does not continue at once."""
         position = job.position + 1
         if position < len(job.units):

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.turns import Action, BlockFacts, Sent
+from hydra_tune.observe.turns import BlockCopySpan, BlockFacts, TurnAction
 from hydra_tune.simulate.recording import RecordedDevice, Recording
-from hydra_tune.simulate.script import Copies, Copy
+from hydra_tune.simulate.script import Copies, ScriptedCopy
 
 _PATIENCE_NS = 100_000  # poll for room this often while every possible victim is being copied
 _SENT_LEASES = 2  # as in the pager
@@ -30,7 +30,7 @@ BACKGROUND = ("shed", "clean", "ahead")
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _ReplayBlock:
     number: int
     facts: BlockFacts
     place: str | None = None
@@ -45,24 +45,24 @@ class _Block:
 
 
 @dataclass(slots=True, eq=False)
-class _Device:
+class _ReplayDevice:
     name: str
     budget_bytes: int
     used_bytes: int = 0
     workspace_bytes: int = 0
-    leased: list[_Block] = field(default_factory=list)
-    resident: OrderedDict[int, _Block] = field(default_factory=OrderedDict)  # least recently used first
+    leased: list[_ReplayBlock] = field(default_factory=list)
+    resident: OrderedDict[int, _ReplayBlock] = field(default_factory=OrderedDict)  # least recently used first
     bytes_in: int = 0
     bytes_out: int = 0
     bytes_across: int = 0
     owner: str = ""  # job of the running or last unit
     num_leases: int = 0
 
-    def victims(self) -> list[_Block]:
+    def victims(self) -> list[_ReplayBlock]:
         """Eviction order, as of `Pager.victims`."""
         # By cost of eviction: blocks already on their way out, other jobs' optimizer state, other jobs' other blocks,
         # the same two of the running job, and last the recently prefetched blocks.
-        found: tuple[list[_Block], ...] = ([], [], [], [], [], [])
+        found: tuple[list[_ReplayBlock], ...] = ([], [], [], [], [], [])
         for block in self.resident.values():
             if block.is_leaving or block.source == self.name:
                 found[5].append(block)
@@ -73,7 +73,7 @@ class _Device:
         return [*found[5], *reversed(found[0]), *found[1], *reversed(found[2]), *found[3], *found[4]]
 
 
-class Blocks:
+class ReplayPager:
     """All blocks and devices of a recorded run.
 
     Args:
@@ -86,9 +86,9 @@ class Blocks:
         self, recording: Recording, clock: Callable[[], int], moved: Callable[[str, int, str | None], None]
     ) -> None:
         self._clock, self._moved = clock, moved
-        self._blocks = {number: _Block(number, facts) for number, facts in recording.blocks.items()}
+        self._blocks = {number: _ReplayBlock(number, facts) for number, facts in recording.blocks.items()}
         self._devices = {device.name: _made(device) for device in recording.devices}
-        self._of_job: dict[str, list[_Block]] = {}
+        self._of_job: dict[str, list[_ReplayBlock]] = {}
         for block in self._blocks.values():
             self._of_job.setdefault(block.facts.job, []).append(block)
         self._ns_per_byte = {what: _pace(recording, what) for what in ("in", "out", "across")}
@@ -110,7 +110,7 @@ class Blocks:
         """Bytes taken over from another device."""
         return sum(device.bytes_across for device in self._devices.values())
 
-    def act(self, name: str, action: Action, copies: Copies) -> Iterator[int]:
+    def act(self, name: str, action: TurnAction, copies: Copies) -> Iterator[int]:
         """Perform a turn's action on a device's memory.
 
         Args:
@@ -137,7 +137,7 @@ class Blocks:
         else:
             yield from self.give_up(action, copies)
 
-    def act_ahead(self, name: str, action: Action, sent: Sequence[Sent]) -> None:
+    def act_ahead(self, name: str, action: TurnAction, sent: Sequence[BlockCopySpan]) -> None:
         """Perform a turn's background action.
 
         Args:
@@ -161,7 +161,9 @@ class Blocks:
             elif is_free and block.place != name and not block.is_coming:
                 self._send(device, block, action, sent)
 
-    def _send(self, device: _Device, block: _Block, action: Action, sent: Sequence[Sent]) -> None:
+    def _send(
+        self, device: _ReplayDevice, block: _ReplayBlock, action: TurnAction, sent: Sequence[BlockCopySpan]
+    ) -> None:
         """Prefetch a block in the background, if there is room."""
         if device.used_bytes + block.facts.nbytes > device.budget_bytes:
             return
@@ -176,7 +178,7 @@ class Blocks:
         device.resident[block.number] = block
         self._say(block)
 
-    def _call_back(self, block: _Block) -> None:
+    def _call_back(self, block: _ReplayBlock) -> None:
         """Cancel a block's arrival from another device; the block stays at its source."""
         assert block.source is not None
         assert block.place is not None
@@ -184,23 +186,23 @@ class Blocks:
         block.place, block.source, block.is_coming = block.source, None, False
         self._say(block)
 
-    def _arrive(self, block: _Block) -> None:
+    def _arrive(self, block: _ReplayBlock) -> None:
         """Complete a block's arrival from another device; the source gives up the block."""
         if block.source is not None:
             self._part(self._devices[block.source], block)
             block.source = None
 
     @staticmethod
-    def _part(device: _Device, block: _Block) -> None:
+    def _part(device: _ReplayDevice, block: _ReplayBlock) -> None:
         device.used_bytes -= block.facts.nbytes
         del device.resident[block.number]
 
-    def _over(self, action: Action, what: str, block: _Block, sent: Sequence[Sent]) -> int:
+    def _over(self, action: TurnAction, what: str, block: _ReplayBlock, sent: Sequence[BlockCopySpan]) -> int:
         """End of a background copy: as long after its beginning as in the run."""
         ended = next((copy.ended_ns for copy in sent if (copy.what, copy.block) == (what, block.number)), action.at_ns)
         return self._clock() + max(0, ended - action.at_ns)
 
-    def give_up(self, action: Action, copies: Copies) -> Iterator[int]:
+    def give_up(self, action: TurnAction, copies: Copies) -> Iterator[int]:
         """Give up blocks ("drop"), or bring blocks to the host ("home"), wherever the blocks are."""
         for block in self._known(action):
             yield from self._wait_for(block)
@@ -230,10 +232,12 @@ class Blocks:
             if block.place is not None:
                 self._release(block)
 
-    def _known(self, action: Action) -> list[_Block]:
+    def _known(self, action: TurnAction) -> list[_ReplayBlock]:
         return [self._blocks[number] for number in action.blocks if number in self._blocks]
 
-    def _lease(self, device: _Device, blocks: list[_Block], workspace_bytes: int, copies: Copies) -> Iterator[int]:
+    def _lease(
+        self, device: _ReplayDevice, blocks: list[_ReplayBlock], workspace_bytes: int, copies: Copies
+    ) -> Iterator[int]:
         for block in blocks:
             yield from self._wait_for(block)
             if block.source is not None and block.place != device.name:
@@ -253,7 +257,7 @@ class Blocks:
         for block in blocks:
             device.resident.move_to_end(block.number)
 
-    def _await(self, block: _Block, copies: Copies) -> Iterator[int]:
+    def _await(self, block: _ReplayBlock, copies: Copies) -> Iterator[int]:
         """Wait for the end of a block's background copy."""
         kept = _take("keep", block, copies)
         # The run reused the block before the write-back began: cancel the copy and its bytes.
@@ -272,7 +276,7 @@ class Blocks:
             self._say(block)
         block.is_leaving, block.is_coming = False, False
 
-    def _adopt(self, device: _Device, block: _Block, nbytes: int) -> None:
+    def _adopt(self, device: _ReplayDevice, block: _ReplayBlock, nbytes: int) -> None:
         # The block may be larger than the remaining workspace; the excess counts as used, too.
         if nbytes > device.workspace_bytes:
             device.used_bytes += nbytes - device.workspace_bytes
@@ -282,7 +286,7 @@ class Blocks:
         device.resident[block.number] = block
         device.leased.append(block)
 
-    def _make_room(self, device: _Device, nbytes: int, copies: Copies) -> Iterator[int]:
+    def _make_room(self, device: _ReplayDevice, nbytes: int, copies: Copies) -> Iterator[int]:
         patience = _PATIENCE
         while device.used_bytes + nbytes > device.budget_bytes:
             # Choose the victim as late as the run did: other processes may free or pin blocks until then.
@@ -314,7 +318,7 @@ class Blocks:
             self._release(victim)
         device.used_bytes += nbytes
 
-    def _fetch(self, device: _Device, block: _Block, copies: Copies) -> Iterator[int]:
+    def _fetch(self, device: _ReplayDevice, block: _ReplayBlock, copies: Copies) -> Iterator[int]:
         """Bring a block to the device; the caller has reserved the room."""
         yield from _until_next(copies)
         yield from self._wait_for(block)
@@ -338,7 +342,7 @@ class Blocks:
         device.resident[block.number] = block
         self._say(block)
 
-    def _write_back(self, block: _Block, copies: Copies) -> Iterator[int]:
+    def _write_back(self, block: _ReplayBlock, copies: Copies) -> Iterator[int]:
         if block.is_leaving:
             if block.place is not None and any((c.what, c.block) == ("out", block.number) for c in copies):
                 block.is_leaving = False  # the copy had not begun
@@ -350,7 +354,7 @@ class Blocks:
             yield from self._copy("out", block, copies)
             block.dirty = False
 
-    def _release(self, block: _Block) -> None:
+    def _release(self, block: _ReplayBlock) -> None:
         if block.place is None:
             return  # the job has ended meanwhile
         self._part(self._devices[block.place], block)
@@ -358,18 +362,18 @@ class Blocks:
         block.is_coming, block.is_leaving = False, False
         self._say(block)
 
-    def _copy(self, what: str, block: _Block, copies: Copies) -> Iterator[int]:
+    def _copy(self, what: str, block: _ReplayBlock, copies: Copies) -> Iterator[int]:
         copy = _take(what, block, copies)
         ns = round(block.facts.nbytes * self._ns_per_byte[what]) if copy is None else copy.wait_ns + copy.copy_ns
         block.free_ns = self._clock() + ns
         yield ns
 
-    def _wait_for(self, block: _Block) -> Iterator[int]:
+    def _wait_for(self, block: _ReplayBlock) -> Iterator[int]:
         # A loop, because another copy of the block may have begun by the time this process continues.
         while (left := block.free_ns - self._clock()) > 0:
             yield left
 
-    def _say(self, block: _Block) -> None:
+    def _say(self, block: _ReplayBlock) -> None:
         if block.facts.shard is not None:
             self._moved(block.facts.job, block.facts.shard, block.place)
 
@@ -381,7 +385,7 @@ def _until_next(copies: Copies) -> Iterator[int]:
         yield wait_ns
 
 
-def _take(what: str, block: _Block, copies: Copies) -> Copy | None:
+def _take(what: str, block: _ReplayBlock, copies: Copies) -> ScriptedCopy | None:
     """Remove and return the recorded copy of this block; None without such a copy."""
     for number, copy in enumerate(copies):
         if (copy.what, copy.block) == (what, block.number):
@@ -389,8 +393,8 @@ def _take(what: str, block: _Block, copies: Copies) -> Copy | None:
     return None
 
 
-def _made(device: RecordedDevice) -> _Device:
-    return _Device(device.name, device.budget_bytes)
+def _made(device: RecordedDevice) -> _ReplayDevice:
+    return _ReplayDevice(device.name, device.budget_bytes)
 
 
 def _pace(recording: Recording, what: str) -> float:

@@ -7,14 +7,14 @@ from collections import OrderedDict
 from enum import IntEnum
 
 from hydra_tune.schedule import Unit
-from hydra_tune.simulate.grid import Grid
+from hydra_tune.simulate.grid import TimeGrid
 from hydra_tune.simulate.model import SimulatedDevice, SimulatedTrial
 
 ABSENT = -1
 """Number in place of a device's number where there is no device."""
 
 
-class Happening(IntEnum):
+class SimulationEventKind(IntEnum):
     """Kinds of events on the clock. The first two follow from running units; all others have a time of their own."""
 
     UNIT_ENDS = 0
@@ -27,11 +27,11 @@ class Happening(IntEnum):
     ANSWERED = 7
 
 
-Entry = tuple[float, int, Happening, int, float]
+Entry = tuple[float, int, SimulationEventKind, int, float]
 """Time, running number for ties, happening, number of the job or device, and a value."""
 
 
-class SimJob:
+class SimulatedJobState:
     """A trial in the simulation.
 
     Args:
@@ -60,7 +60,7 @@ class SimJob:
         "step_seconds", "steps_run", "steps_under_way", "told", "trial", "truth", "units",
     )  # fmt: skip
 
-    def __init__(self, number: int, trial: SimulatedTrial, grid: Grid, *, reports_wait: bool) -> None:
+    def __init__(self, number: int, trial: SimulatedTrial, grid: TimeGrid, *, reports_wait: bool) -> None:
         self.number, self.name, self.trial = number, trial.name, trial
         self.step = self.position = 0
         self.steps_under_way = 1
@@ -114,7 +114,7 @@ class SimJob:
         """Seconds of all units that the trial runs, on a device of speed 1."""
         return self.steps_run * sum(self.truth)
 
-    def seconds_on(self, speed: float, grid: Grid) -> list[float]:
+    def seconds_on(self, speed: float, grid: TimeGrid) -> list[float]:
         """Compute and cache the seconds of each unit of the step on a device of this speed."""
         self.durations[speed] = [grid.round(seconds / speed) for seconds in self.truth]
         return self.durations[speed]
@@ -136,7 +136,7 @@ class SimJob:
         self.advance(0)
 
 
-class SimDevice:
+class SimulatedDeviceState:
     """A device in the simulation.
 
     Args:
@@ -160,7 +160,7 @@ class SimDevice:
     def __init__(self, number: int, device: SimulatedDevice) -> None:
         self.number, self.name, self.node, self.speed = number, device.name, device.node, device.speed
         self.memory_bytes, self.bandwidth = device.memory_bytes, device.bandwidth
-        self.job: SimJob | None = None
+        self.job: SimulatedJobState | None = None
         self.shards: OrderedDict[tuple[int, int], float] = OrderedDict()
         self.dirty: set[tuple[int, int]] = set()
         self.started = self.link_free = self.busy_seconds = self.stall_seconds = 0.0

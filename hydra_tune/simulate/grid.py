@@ -11,7 +11,7 @@ import math
 _BITS = 52
 
 
-class Grid:
+class TimeGrid:
     """Rounds durations to the grid.
 
     Args:

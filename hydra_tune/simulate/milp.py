@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule.bound import makespan_bound
-from hydra_tune.simulate.optimal import BestSchedule, Placement, check_chains, import_ortools
+from hydra_tune.simulate.optimal import BestSchedule, UnitPlacement, check_chains, import_ortools
 
 _MAX_UNITS = 24
 """Most units: two dozen units on two devices already take minutes of search."""
@@ -61,7 +61,7 @@ def milp_schedule(
     if not num_units:
         return BestSchedule(placements=(), makespan_seconds=0.0, bound_seconds=0.0)
     solver = pywraplp.Solver.CreateSolver("SCIP")
-    program = _Program.of(solver, chains, num_devices)
+    program = _MilpScheduleVariables.of(solver, chains, num_devices)
     solver.SetTimeLimit(math.ceil(1000 * time_limit_seconds))
     status = solver.Solve()
     if status not in (solver.OPTIMAL, solver.FEASIBLE):
@@ -76,7 +76,7 @@ def milp_schedule(
 
 
 @dataclass(frozen=True, slots=True)
-class _Program:
+class _MilpScheduleVariables:
     """The variables of the program that give the schedule.
 
     Args:
@@ -88,7 +88,7 @@ class _Program:
     assigned: Mapping[tuple[str, int], Sequence[Any]]
 
     @classmethod
-    def of(cls, solver: Any, chains: Mapping[str, Sequence[float]], num_devices: int) -> "_Program":
+    def of(cls, solver: Any, chains: Mapping[str, Sequence[float]], num_devices: int) -> "_MilpScheduleVariables":
         """State the whole program; letters are the paper's."""
         large = math.fsum(seconds for chain in chains.values() for seconds in chain)  # U: no schedule need be longer
         units = [(name, index) for name, chain in chains.items() for index in range(len(chain))]
@@ -112,7 +112,7 @@ class _Program:
         solver.Minimize(makespan)
         return cls(starts, assigned)
 
-    def placements(self, chains: Mapping[str, Sequence[float]]) -> tuple[Placement, ...]:
+    def placements(self, chains: Mapping[str, Sequence[float]]) -> tuple[UnitPlacement, ...]:
         """Placements of the solution, by start; timed anew, because the solver meets constraints within a tolerance."""
         device_free: dict[int, float] = {}
         chain_free: dict[str, float] = {}
@@ -121,6 +121,6 @@ class _Program:
             device = next(p for p, here in enumerate(self.assigned[name, index]) if round(here.solution_value()))
             start = max(device_free.get(device, 0.0), chain_free.get(name, 0.0))
             seconds = chains[name][index]
-            found.append(Placement(chain=name, index=index, device=device, start_seconds=start, seconds=seconds))
+            found.append(UnitPlacement(chain=name, index=index, device=device, start_seconds=start, seconds=seconds))
             device_free[device] = chain_free[name] = start + seconds
         return tuple(sorted(found, key=lambda placement: (placement.start_seconds, placement.device)))

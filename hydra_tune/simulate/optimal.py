@@ -23,7 +23,7 @@ _SAME = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class UnitPlacement:
     """One unit in a schedule.
 
     Args:
@@ -56,7 +56,7 @@ class BestSchedule:
         bound_seconds: lower bound on every schedule's makespan: the larger of `makespan_bound` and the solver's proof.
     """
 
-    placements: tuple[Placement, ...]
+    placements: tuple[UnitPlacement, ...]
     makespan_seconds: float
     bound_seconds: float
 
@@ -155,7 +155,7 @@ def import_ortools(module: str) -> Any:
 
 def timed(
     chains: Mapping[str, Sequence[float]], num_devices: int, order: Mapping[tuple[str, int], float]
-) -> tuple[Placement, ...]:
+) -> tuple[UnitPlacement, ...]:
     """Start every unit as early as possible, one after the other in a given order.
 
     With the order of starts of some schedule, no unit starts later than in the schedule: at the unit's turn, at most
@@ -174,7 +174,7 @@ def timed(
     placements = []
     for name, index in sorted(order, key=lambda unit: (order[unit], unit[1])):
         free, device = heapq.heappop(devices)
-        placement = Placement(
+        placement = UnitPlacement(
             chain=name,
             index=index,
             device=device,

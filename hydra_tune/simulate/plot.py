@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.gantt import Bar, Chart, Lane, draw
+from hydra_tune.observe.gantt import GanttBar, GanttChart, GanttLane, draw
 from hydra_tune.simulate.outcome import SimulationResult
 
 _MOST_DEVICES = 64
-_LANES = {"unit": Lane(top=-0.4, height=0.62), "load": Lane(top=0.3, height=0.16, alpha=0.5)}
+_LANES = {"unit": GanttLane(top=-0.4, height=0.62), "load": GanttLane(top=0.3, height=0.16, alpha=0.5)}
 
 
 def plot_timeline(result: SimulationResult, path: Path) -> None:
@@ -24,10 +24,10 @@ def plot_timeline(result: SimulationResult, path: Path) -> None:
     if not result.timeline:
         raise ConfigError("a plot needs a timeline; simulate with timeline=2000 or so")
     bars = [
-        Bar(one.device, "load" if one.kind == "load" else "unit", one.job, one.start_seconds, one.end_seconds)
+        GanttBar(one.device, "load" if one.kind == "load" else "unit", one.job, one.start_seconds, one.end_seconds)
         for one in result.timeline
     ]
     title = f"{result.policy}: makespan {result.makespan_seconds:.6g} s, utilisation {result.utilisation:.1%}"
     rows = [device.name for device in result.devices][:_MOST_DEVICES]
     span = (0.0, max(bar.end for bar in bars))
-    draw(Chart(title=title, rows=rows, lanes=_LANES, bars=bars, span=span), path)
+    draw(GanttChart(title=title, rows=rows, lanes=_LANES, bars=bars, span=span), path)

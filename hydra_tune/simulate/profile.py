@@ -21,34 +21,34 @@ from hydra_tune.simulate.model import (
     training_step,
 )
 from hydra_tune.simulate.recording import Recording
-from hydra_tune.simulate.script import Script, scripts_of
+from hydra_tune.simulate.script import JobScript, scripts_of
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=1)]
 
 
-class _Part(BaseModel):
+class _ProfileEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class _Shard(_Part):
+class _ProfileShard(_ProfileEntry):
     bytes: int = Field(default=0, ge=0)
     forward_seconds: _Seconds | None = None
     backward_seconds: _Seconds
 
 
-class _Unit(_Part):
+class _ProfileUnit(_ProfileEntry):
     kind: str
     shard: int = Field(ge=0)
     seconds: _Seconds
 
 
-class _Trial(_Part):
+class _ProfileTrial(_ProfileEntry):
     name: str
     count: _Count = 1
-    shards: list[_Shard] = Field(default_factory=list)
-    step: list[_Unit] = Field(default_factory=list)
+    shards: list[_ProfileShard] = Field(default_factory=list)
+    step: list[_ProfileUnit] = Field(default_factory=list)
     shard_bytes: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     steps: _Count
     report_steps: _Count | None = None
@@ -88,7 +88,7 @@ class _Trial(_Part):
         return training_step(forward, [shard.backward_seconds for shard in self.shards])
 
 
-class _Device(_Part):
+class _ProfileDevice(_ProfileEntry):
     name: str
     speed: _Rate = 1.0
     memory_bytes: _Count | None = None
@@ -97,24 +97,24 @@ class _Device(_Part):
     joins_seconds: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
 
-class _Slowdown(_Part):
+class _ProfileSlowdown(_ProfileEntry):
     device: str
     at_seconds: float = Field(ge=0, allow_inf_nan=False)
     factor: _Rate
 
 
-class _Outage(_Part):
+class _ProfileOutage(_ProfileEntry):
     device: str
     at_seconds: float = Field(ge=0, allow_inf_nan=False)
     until_seconds: _Seconds | None = None
 
 
-class _Profile(_Part):
+class _ProfileDocument(_ProfileEntry):
     format: int = PROFILE_FORMAT
-    trials: list[_Trial] = Field(min_length=1)
-    devices: list[_Device] = Field(min_length=1)
-    slowdowns: list[_Slowdown] = Field(default_factory=list)
-    outages: list[_Outage] = Field(default_factory=list)
+    trials: list[_ProfileTrial] = Field(min_length=1)
+    devices: list[_ProfileDevice] = Field(min_length=1)
+    slowdowns: list[_ProfileSlowdown] = Field(default_factory=list)
+    outages: list[_ProfileOutage] = Field(default_factory=list)
     max_concurrent: _Count | None = None
     admission: Literal["eager", "staggered"] = "eager"
     overlap: bool = True
@@ -157,7 +157,7 @@ def parse_profile(content: Any, *, source: str) -> Scenario:
         ConfigError: not a profile; the message names the source and the place in the content.
     """
     try:
-        profile = _Profile.model_validate(content)
+        profile = _ProfileDocument.model_validate(content)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {_found(detail)}" for detail in error.errors())) from error
     if profile.format != PROFILE_FORMAT:
@@ -183,14 +183,14 @@ def _found(detail: Mapping[str, Any]) -> str:
     return f"{place or 'the profile'}: {detail['msg'][0].lower()}{detail['msg'][1:]}{got}"
 
 
-class RunFigures(Protocol):
+class FinishedJobFigures(Protocol):
     """Figures of a finished job, as in `Result`."""
 
     num_shards: int
     units_run: int
 
 
-class DeviceFigures(Protocol):
+class PoolDeviceFigures(Protocol):
     """A pool's figures of a device, as in `DeviceStats`."""
 
     @property
@@ -207,8 +207,8 @@ class DeviceFigures(Protocol):
 
 
 def measured_profile(
-    results: Sequence[RunFigures],
-    devices: Mapping[str, DeviceFigures],
+    results: Sequence[FinishedJobFigures],
+    devices: Mapping[str, PoolDeviceFigures],
     *,
     shard_bytes: int = 0,
     bandwidth: float | None = None,
@@ -299,7 +299,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
     }
 
 
-def _recorded_trial(job: str, script: Script, recording: Recording) -> dict[str, Any]:
+def _recorded_trial(job: str, script: JobScript, recording: Recording) -> dict[str, Any]:
     seconds: Counter[tuple[str, int]] = Counter()
     counts: Counter[tuple[str, int]] = Counter()
     shards: dict[int, int] = {}  # of each block of state, by the block's number

@@ -12,9 +12,9 @@ from typing import Any
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.chrome import COPY_TITLES, bar, named
-from hydra_tune.observe.turns import Action, BlockFacts, Sent, Turn, UnitSpan
+from hydra_tune.observe.turns import BlockCopySpan, BlockFacts, TurnAction, UnitSpan, WorkerTurn
 from hydra_tune.schedule import Run
-from hydra_tune.schedule.journal import Decision
+from hydra_tune.schedule.journal import SchedulerDecision
 
 DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """Exceptions raised by malformed data."""
@@ -55,9 +55,9 @@ class Recording:
     max_concurrent: int
     admission: str
     devices: tuple[RecordedDevice, ...]
-    decisions: tuple[Decision, ...]
-    turns: tuple[Turn, ...] = field(repr=False)
-    releases: Mapping[str, Turn] = field(repr=False)
+    decisions: tuple[SchedulerDecision, ...]
+    turns: tuple[WorkerTurn, ...] = field(repr=False)
+    releases: Mapping[str, WorkerTurn] = field(repr=False)
     blocks: Mapping[int, BlockFacts] = field(repr=False)
 
     @property
@@ -132,8 +132,13 @@ def read_recording(path: Path) -> Recording:
 def _made(data: Mapping[str, Any]) -> Recording:
     blocks = {int(number): BlockFacts(*facts) for number, *facts in data["blocks"]}
     turns = [
-        Turn(
-            job, device, blocks, _actions(actions), [UnitSpan(*unit) for unit in units], [Sent(*copy) for copy in sent]
+        WorkerTurn(
+            job,
+            device,
+            blocks,
+            _actions(actions),
+            [UnitSpan(*unit) for unit in units],
+            [BlockCopySpan(*copy) for copy in sent],
         )
         for job, device, actions, units, sent in data["turns"]
     ]
@@ -142,12 +147,12 @@ def _made(data: Mapping[str, Any]) -> Recording:
         max_concurrent=data["max_concurrent"],
         admission=data["admission"],
         devices=tuple(RecordedDevice(name=name, budget_bytes=budget) for name, budget in data["devices"]),
-        decisions=tuple(Decision.from_json(decision) for decision in data["decisions"]),
+        decisions=tuple(SchedulerDecision.from_json(decision) for decision in data["decisions"]),
         turns=tuple(turns),
-        releases={job: Turn(job, "", blocks, _actions(actions)) for job, actions in data["releases"].items()},
+        releases={job: WorkerTurn(job, "", blocks, _actions(actions)) for job, actions in data["releases"].items()},
         blocks=blocks,
     )
 
 
-def _actions(data: Iterable[Any]) -> list[Action]:
-    return [Action(what, at_ns, copy_ns, tuple(blocks), nbytes) for what, at_ns, copy_ns, blocks, nbytes in data]
+def _actions(data: Iterable[Any]) -> list[TurnAction]:
+    return [TurnAction(what, at_ns, copy_ns, tuple(blocks), nbytes) for what, at_ns, copy_ns, blocks, nbytes in data]

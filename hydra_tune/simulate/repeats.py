@@ -17,31 +17,31 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hydra_tune.schedule import Fifo, ShardedLRTF
-from hydra_tune.simulate.entities import Entry, Happening, SimDevice, SimJob
-from hydra_tune.simulate.transfers import Timeline, Transfers
+from hydra_tune.simulate.entities import Entry, SimulatedDeviceState, SimulatedJobState, SimulationEventKind
+from hydra_tune.simulate.transfers import ShardTransferSimulator, SimulationTimeline
 
 REMAINING_MATTERS: dict[type, bool] = {ShardedLRTF: True, Fifo: False}
 """Policies without memory that compare at most differences of remaining times, and whether they compare these."""
 
 
-class Course(Protocol):
-    """Interface of the simulator that `Repeats` observes and advances."""
+class SkippableSimulation(Protocol):
+    """Interface of the simulator that `RepetitionSkipper` observes and advances."""
 
     now: float
     offset: float
     heap: list[Entry]
-    alive: dict[int, SimJob]
-    devices: list[SimDevice]
-    transfers: Transfers
-    timeline: Timeline
+    alive: dict[int, SimulatedJobState]
+    devices: list[SimulatedDeviceState]
+    transfers: ShardTransferSimulator
+    timeline: SimulationTimeline
     units_skipped: int
 
-    def claimed_by(self, job: SimJob) -> str | None:
+    def claimed_by(self, job: SimulatedJobState) -> str | None:
         """Name of the device whose buffer is claimed for a job, or None."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Seen:
+class _SimulationSnapshot:
     """A state, with the counts at its time."""
 
     signature: Hashable
@@ -52,7 +52,7 @@ class _Seen:
     network_bytes: int
 
 
-class Repeats:
+class RepetitionSkipper:
     """Watches the states in which one trial, the same each time, begins a step.
 
     Args:
@@ -63,18 +63,18 @@ class Repeats:
         Brent, An Improved Monte Carlo Factorization Algorithm (1980), section 2: which state to keep for comparison.
     """
 
-    def __init__(self, course: Course, *policies: object | None) -> None:
+    def __init__(self, course: SkippableSimulation, *policies: object | None) -> None:
         kinds = {type(policy) for policy in policies if policy is not None}
         self._course = course
         self._applies = kinds <= REMAINING_MATTERS.keys()
         self._remaining_matters = any(REMAINING_MATTERS.get(kind, True) for kind in kinds)
         self.wants_look = False
         self._watched: int | None = None
-        self._seen: _Seen | None = None
+        self._seen: _SimulationSnapshot | None = None
         self._distance, self._reach = 0, 1
         self._num_steps = 0  # steps of all trials since the last look
 
-    def step_ended(self, job: SimJob) -> None:
+    def step_ended(self, job: SimulatedJobState) -> None:
         """Note that a trial begins its next step, or is about to end."""
         if not self._applies:
             return
@@ -86,11 +86,11 @@ class Repeats:
             # A look costs time in proportion to the state: wait until as many steps have run.
             self.wants_look = self._num_steps >= len(self._course.alive) + len(self._course.devices)
 
-    def look(self, what: Happening) -> None:
+    def look(self, what: SimulationEventKind) -> None:
         """Compare the state after all events of this moment, and skip ahead at a repetition."""
         self.wants_look = False
         self._num_steps = 0
-        if what > Happening.UNIT_STARTS:
+        if what > SimulationEventKind.UNIT_STARTS:
             self._forget()
             return
         # Kept bars must be simulated one by one.
@@ -121,7 +121,9 @@ class Repeats:
     def _signature(self) -> Hashable:
         course = self._course
         now, told = course.now, self._told()
-        clock = [(entry[0] - now, *entry[2:]) for entry in sorted(course.heap) if entry[2] <= Happening.UNIT_STARTS]
+        clock = [
+            (entry[0] - now, *entry[2:]) for entry in sorted(course.heap) if entry[2] <= SimulationEventKind.UNIT_STARTS
+        ]
         jobs = [
             (
                 job.number,
@@ -148,15 +150,15 @@ class Repeats:
         nodes = [max(0.0, free - now) for free in course.transfers.node_free.values()]
         return tuple(clock), tuple(jobs), tuple(devices), tuple(nodes)
 
-    def _held(self, device: SimDevice) -> Hashable:
+    def _held(self, device: SimulatedDeviceState) -> Hashable:
         arrivals = {key: ready - self._course.now for key, ready in device.shards.items() if ready > self._course.now}
         # Without a memory limit nothing is ever evicted, and the order of use has no effect.
         order = frozenset(device.shards) if device.memory_bytes is None else tuple(device.shards)
         return order, frozenset(arrivals.items())
 
-    def _record(self, signature: Hashable) -> _Seen:
+    def _record(self, signature: Hashable) -> _SimulationSnapshot:
         course = self._course
-        return _Seen(
+        return _SimulationSnapshot(
             signature=signature,
             time=course.now,
             told=self._told(),
@@ -165,7 +167,7 @@ class Repeats:
             network_bytes=course.transfers.network_bytes,
         )
 
-    def _num_periods(self, seen: _Seen, period: float) -> int:
+    def _num_periods(self, seen: _SimulationSnapshot, period: float) -> int:
         """Number of whole periods before the next event that does not repeat."""
         course = self._course
         limits = []
@@ -176,13 +178,13 @@ class Repeats:
                 # reports.
                 stop = job.milestone if job.trial.burst_steps == 1 else job.next_stop()
                 limits.append((stop - 1 - job.trial.burst_steps - job.step) // advance)
-        times = [entry[0] for entry in course.heap if entry[2] > Happening.UNIT_STARTS]
+        times = [entry[0] for entry in course.heap if entry[2] > SimulationEventKind.UNIT_STARTS]
         if times:
             # Division rounds: leave one period out, so that the skip ends strictly before the event.
             limits.append(max(0, int((min(times) - course.now) / period) - 1))
         return min(limits)
 
-    def _skip(self, seen: _Seen) -> None:
+    def _skip(self, seen: _SimulationSnapshot) -> None:
         course = self._course
         period = course.now - seen.time
         count = self._num_periods(seen, period)
@@ -200,13 +202,14 @@ class Repeats:
         for number, job in course.alive.items():
             job.advance(count * (job.step - seen.steps[number]))
         course.heap[:] = [
-            (entry[0] + span, *entry[1:]) if entry[2] <= Happening.UNIT_STARTS else entry for entry in course.heap
+            (entry[0] + span, *entry[1:]) if entry[2] <= SimulationEventKind.UNIT_STARTS else entry
+            for entry in course.heap
         ]
         heapq.heapify(course.heap)
         course.now += span
 
 
-def _counts(device: SimDevice) -> tuple[float, float, int, int, int, int]:
+def _counts(device: SimulatedDeviceState) -> tuple[float, float, int, int, int, int]:
     return (
         device.busy_seconds,
         device.stall_seconds,
@@ -217,7 +220,9 @@ def _counts(device: SimDevice) -> tuple[float, float, int, int, int, int]:
     )
 
 
-def _add(device: SimDevice, before: tuple[float, float, int, int, int, int], count: int, span: float) -> None:
+def _add(
+    device: SimulatedDeviceState, before: tuple[float, float, int, int, int, int], count: int, span: float
+) -> None:
     device.busy_seconds += count * (device.busy_seconds - before[0])
     device.stall_seconds += count * (device.stall_seconds - before[1])
     device.units += count * (device.units - before[2])

@@ -30,16 +30,16 @@ from hydra_tune.schedule import (
     UnitFinished,
     make_policy,
 )
-from hydra_tune.schedule.journal import Decision
-from hydra_tune.simulate.blocks import BACKGROUND, Blocks
+from hydra_tune.schedule.journal import SchedulerDecision
+from hydra_tune.simulate.blocks import BACKGROUND, ReplayPager
 from hydra_tune.simulate.recording import DAMAGE, Recording
-from hydra_tune.simulate.script import STOP, Part, Script, scripts_of
+from hydra_tune.simulate.script import STOP, JobScript, ScriptedTurn, scripts_of
 
 _SECOND = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayComparison:
     """A recorded run beside its simulation.
 
     Args:
@@ -53,8 +53,8 @@ class Replay:
 
     policy: str
     recorded_policy: str
-    recorded: tuple[Decision, ...] = field(repr=False)
-    simulated: tuple[Decision, ...] = field(repr=False)
+    recorded: tuple[SchedulerDecision, ...] = field(repr=False)
+    simulated: tuple[SchedulerDecision, ...] = field(repr=False)
     bytes_in: int
     bytes_out: int
     bytes_across: int = 0
@@ -112,7 +112,7 @@ class Replay:
         }
 
 
-def replay(recording: Recording, policy: str | Policy | None = None) -> Replay:
+def replay(recording: Recording, policy: str | Policy | None = None) -> ReplayComparison:
     """Replay a recorded run.
 
     Args:
@@ -126,7 +126,7 @@ def replay(recording: Recording, policy: str | Policy | None = None) -> Replay:
         ConfigError: an unknown policy, a recording of a run that had not ended, or an inconsistent recording.
     """
     try:
-        return _Player(recording, recording.policy if policy is None else policy).play()
+        return _RecordingReplayer(recording, recording.policy if policy is None else policy).play()
     except ConfigError:
         raise
     except (*DAMAGE, ScheduleError, AssertionError) as error:
@@ -134,14 +134,14 @@ def replay(recording: Recording, policy: str | Policy | None = None) -> Replay:
 
 
 @dataclass(slots=True)
-class _Job:
-    script: Script
+class _ReplayJob:
+    script: JobScript
     places: dict[int, str | None] = field(default_factory=dict)
     told: dict[int, str | None] = field(default_factory=dict)
     pending: int | None = None  # shard of the next unit; None while a unit runs
 
 
-class _Player:
+class _RecordingReplayer:
     def __init__(self, recording: Recording, policy: str | Policy) -> None:
         self._recording = recording
         # The run's prefetches follow the next choices of the run's own policy, and fit no other.
@@ -157,17 +157,17 @@ class _Player:
         for at, events in play.outside:
             self._at(at, partial(self._from_outside, events))
         self._scripts = play.scripts
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _ReplayJob] = {}
         self._moves: deque[tuple[str, int, str | None]] = deque()
-        self._blocks = Blocks(recording, lambda: self._now, lambda *move: self._moves.append(move))
+        self._blocks = ReplayPager(recording, lambda: self._now, lambda *move: self._moves.append(move))
         self._preparer_free = 0
-        self._decisions: list[Decision] = []
+        self._decisions: list[SchedulerDecision] = []
 
-    def play(self) -> Replay:
+    def play(self) -> ReplayComparison:
         while self._heap:
             self._now, _, act = heapq.heappop(self._heap)
             act()
-        return Replay(
+        return ReplayComparison(
             policy=self._policy_name,
             recorded_policy=self._recording.policy,
             recorded=self._recording.decisions,
@@ -196,7 +196,7 @@ class _Player:
         """Tell recorded outside events, but no cancel or pause of a job that is already over."""
         for event in events:
             if isinstance(event, JobSubmitted):
-                self._jobs[event.job] = _Job(self._scripts.setdefault(event.job, Script()))
+                self._jobs[event.job] = _ReplayJob(self._scripts.setdefault(event.job, JobScript()))
         possible = [event for event in events if not hasattr(event, "job") or event.job in self._jobs]
         if possible:
             self._tell(*possible)
@@ -204,7 +204,7 @@ class _Player:
     def _tell(self, *events: Event) -> None:
         moves = self._shard_moves(events)
         commands = self._scheduler.handle(*moves, *events)
-        self._decisions.append(Decision(self._now, (*moves, *events), tuple(commands)))
+        self._decisions.append(SchedulerDecision(self._now, (*moves, *events), tuple(commands)))
         for command in commands:
             self._carry_out(command)
 
@@ -272,7 +272,7 @@ class _Player:
         self._blocks.end(device)
         self._finish(name, _moved_to(device, part))
 
-    def _release(self, name: str, part: Part | None) -> Iterator[int]:
+    def _release(self, name: str, part: ScriptedTurn | None) -> Iterator[int]:
         for wait, action, copies in part.steps() if part is not None else ():
             yield wait
             if action is not None:
@@ -296,19 +296,19 @@ class _Player:
             self._tell(event)
 
 
-def _moved_to(device: str, part: Part) -> UnitFinished | UnitFailed:
+def _moved_to(device: str, part: ScriptedTurn) -> UnitFinished | UnitFailed:
     assert part.end is not None, "the reader refuses parts without an end"
     end = part.end
     return end._replace(device=device) if isinstance(end, UnitFinished) else replace(end, device=device)
 
 
-def _span(decisions: tuple[Decision, ...]) -> float:
+def _span(decisions: tuple[SchedulerDecision, ...]) -> float:
     starts = [d.at_ns for d in decisions if any(isinstance(command, Run) for command in d.commands)]
     ends = [d.at_ns for d in decisions if any(isinstance(event, UnitFinished | UnitFailed) for event in d.events)]
     return (ends[-1] - starts[0]) / _SECOND if starts and ends else 0.0
 
 
-def _orders(decisions: tuple[Decision, ...]) -> list[tuple[str, ...]]:
+def _orders(decisions: tuple[SchedulerDecision, ...]) -> list[tuple[str, ...]]:
     return [_order(command) for decision in decisions for command in decision.commands]
 
 

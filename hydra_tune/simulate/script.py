@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.turns import Action, Sent, Turn
+from hydra_tune.observe.turns import BlockCopySpan, TurnAction, WorkerTurn
 from hydra_tune.schedule import (
     Admit,
     Event,
@@ -33,7 +33,7 @@ STOP = "stop"
 _CAUSED = ("in", "out", "across", "free", "await", "keep")
 
 
-class Copy(NamedTuple):
+class ScriptedCopy(NamedTuple):
     """A copy caused by an action of a turn.
 
     Args:
@@ -49,11 +49,11 @@ class Copy(NamedTuple):
     copy_ns: int
 
 
-Copies = list[Copy]
+Copies = list[ScriptedCopy]
 
 
 @dataclass(slots=True)
-class Part:
+class ScriptedTurn:
     """A turn and its end.
 
     Args:
@@ -65,12 +65,12 @@ class Part:
         sent: copies begun in the background.
     """
 
-    actions: list[Action]
+    actions: list[TurnAction]
     began_ns: int
     unit: Unit
     ended_ns: int = 0
     end: UnitFinished | UnitFailed | None = None
-    sent: Sequence[Sent] = ()
+    sent: Sequence[BlockCopySpan] = ()
 
     @property
     def compute_ns(self) -> int:
@@ -78,7 +78,7 @@ class Part:
         copied = sum(action.copy_ns for action in self.actions if action.at_ns <= self.ended_ns)
         return self.ended_ns - self.began_ns - copied
 
-    def steps(self) -> Iterator[tuple[int, Action | None, Copies]]:
+    def steps(self) -> Iterator[tuple[int, TurnAction | None, Copies]]:
         """Iterate over tuples (nanoseconds until the next action, the action, its copies); at last the time to the end."""
         before, position, actions = self.began_ns, 0, self.actions
         while position < len(actions) and actions[position].at_ns <= self.ended_ns:
@@ -88,7 +88,7 @@ class Part:
             copies: Copies = []
             while position < len(actions) and (copy := actions[position]).what in _CAUSED:
                 wait_ns = copy.at_ns - copy.copy_ns - before
-                copies.append(Copy(copy.what, copy.blocks[0], wait_ns, copy.copy_ns))
+                copies.append(ScriptedCopy(copy.what, copy.blocks[0], wait_ns, copy.copy_ns))
                 before = copy.at_ns
                 position += 1
             yield wait, action, copies
@@ -96,7 +96,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Script:
+class JobScript:
     """Everything that one job does.
 
     Args:
@@ -107,16 +107,16 @@ class Script:
         answers: for each wait at a report, nanoseconds until the answer, and the answer.
     """
 
-    release: Part | None = None
+    release: ScriptedTurn | None = None
     prepare_ns: int = 0
     prepared: JobAdmitted | JobRejected | None = None
     ready_ns: int = 0
-    parts: deque[Part] = field(default_factory=deque)
+    parts: deque[ScriptedTurn] = field(default_factory=deque)
     answers: deque[tuple[int, JobResumed | JobStopped]] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
-class Play:
+class RunScript:
     """A whole run as scripts.
 
     Args:
@@ -124,30 +124,30 @@ class Play:
         outside: events with a time of their own (jobs submitted, paused, cancelled, ...), with the time in nanoseconds.
     """
 
-    scripts: dict[str, Script] = field(default_factory=dict)
+    scripts: dict[str, JobScript] = field(default_factory=dict)
     outside: list[tuple[int, tuple[Event, ...]]] = field(default_factory=list)
 
 
-def scripts_of(recording: Recording) -> Play:
+def scripts_of(recording: Recording) -> RunScript:
     """Split a recording into scripts.
 
     Raises:
         ConfigError: the recorded run has not ended, had no jobs, or lent devices to a running job.
     """
-    return _Reader(recording).read()
+    return _RunScriptBuilder(recording).read()
 
 
-class _Reader:
+class _RunScriptBuilder:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._play = Play()
+        self._play = RunScript()
         self._turns = _by_job(recording)
-        self._running: dict[str, Part] = {}
+        self._running: dict[str, ScriptedTurn] = {}
         self._waiting_since: dict[str, int] = {}
         self._admitted: dict[str, int] = {}
         self._preparer_free = 0
 
-    def read(self) -> Play:
+    def read(self) -> RunScript:
         for decision in self._recording.decisions:
             outside = [event for event in decision.events if not self._inside(decision.at_ns, event)]
             if outside:
@@ -166,8 +166,8 @@ class _Reader:
             )
         return self._play
 
-    def _script(self, job: str) -> Script:
-        return self._play.scripts.setdefault(job, Script())
+    def _script(self, job: str) -> JobScript:
+        return self._play.scripts.setdefault(job, JobScript())
 
     def _begin(self, command: Run, now: int) -> None:
         if command.job in self._running:
@@ -178,9 +178,9 @@ class _Reader:
         turns = self._turns.get(command.job)
         turn = turns.popleft() if turns else None
         part = (
-            Part([], now, command.unit)
+            ScriptedTurn([], now, command.unit)
             if turn is None
-            else Part(turn.actions.copy(), now, command.unit, sent=turn.sent)
+            else ScriptedTurn(turn.actions.copy(), now, command.unit, sent=turn.sent)
         )
         self._running[command.job] = part
         self._script(command.job).parts.append(part)
@@ -188,7 +188,7 @@ class _Reader:
     def _give_back(self, job: str, now: int) -> None:
         turn = self._recording.releases.get(job)
         if turn is not None and turn.actions:
-            self._script(job).release = Part(turn.actions, now, _RELEASE, turn.actions[-1].at_ns)
+            self._script(job).release = ScriptedTurn(turn.actions, now, _RELEASE, turn.actions[-1].at_ns)
 
     def _inside(self, now: int, event: Event) -> bool:
         """Take an event into its job's script, if the event follows from the job's own behaviour; return whether so."""
@@ -216,7 +216,7 @@ class _Reader:
             # The job learned of the stop during its unit: the stop becomes an action of the turn, at its own time.
             actions = self._running[job].actions
             before = sum(action.at_ns < now for action in actions)
-            actions.insert(before, Action(STOP, now))
+            actions.insert(before, TurnAction(STOP, now))
             return True
         since = self._waiting_since.pop(job, None)
         if since is None:
@@ -225,8 +225,8 @@ class _Reader:
         return True
 
 
-def _by_job(recording: Recording) -> Mapping[str, deque[Turn]]:
-    turns: dict[str, deque[Turn]] = {}
+def _by_job(recording: Recording) -> Mapping[str, deque[WorkerTurn]]:
+    turns: dict[str, deque[WorkerTurn]] = {}
     for turn in recording.turns:
         turns.setdefault(turn.job, deque()).append(turn)
     return turns

@@ -30,13 +30,13 @@ from hydra_tune.schedule import (
     make_policy,
     makespan_bound,
 )
-from hydra_tune.simulate.ahead import Lookahead, SendsAhead
-from hydra_tune.simulate.entities import ABSENT, Entry, Happening, SimDevice, SimJob
-from hydra_tune.simulate.grid import Grid
+from hydra_tune.simulate.ahead import Lookahead, SimulatedPrefetcher
+from hydra_tune.simulate.entities import ABSENT, Entry, SimulatedDeviceState, SimulatedJobState, SimulationEventKind
+from hydra_tune.simulate.grid import TimeGrid
 from hydra_tune.simulate.model import Scenario
 from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
-from hydra_tune.simulate.repeats import Repeats
-from hydra_tune.simulate.transfers import Timeline, Transfers
+from hydra_tune.simulate.repeats import RepetitionSkipper
+from hydra_tune.simulate.transfers import ShardTransferSimulator, SimulationTimeline
 
 _MOST_SECONDS = 1e250  # sums and quotients of larger floats soon overflow to infinity
 _PRECISION = 1e-3  # greatest relative error of a step's rounded time
@@ -68,7 +68,7 @@ def simulate(
     return Simulator(scenario, policy, lookahead=lookahead, timeline=timeline, skip_repeats=skip_repeats).run()
 
 
-def _grid(scenario: Scenario) -> Grid:
+def _grid(scenario: Scenario) -> TimeGrid:
     """Choose a grid for all of the scenario's times that keeps every step's length.
 
     Raises:
@@ -79,7 +79,7 @@ def _grid(scenario: Scenario) -> Grid:
     except OverflowError:
         longest = math.inf
     if longest < _MOST_SECONDS:
-        grid = Grid(longest)
+        grid = TimeGrid(longest)
         rounded = {trial.step: sum(grid.round(unit.seconds) for unit in trial.step) for trial in scenario.trials}
         if all(abs(rounded[trial.step] / trial.step_seconds - 1) < _PRECISION for trial in scenario.trials):
             return grid
@@ -108,26 +108,30 @@ class Simulator:
         self.grid = _grid(scenario)
         ordered = sorted(scenario.trials, key=lambda trial: trial.arrival_seconds)
         self.jobs = [
-            SimJob(number, trial, self.grid, reports_wait=scenario.answer_seconds > 0)
+            SimulatedJobState(number, trial, self.grid, reports_wait=scenario.answer_seconds > 0)
             for number, trial in enumerate(ordered)
         ]
-        self.devices = [SimDevice(number, device) for number, device in enumerate(scenario.devices)]
-        self.timeline = Timeline(timeline)
-        self.transfers = Transfers(scenario, self.devices, self.jobs, self.grid, self.timeline, self._moved)
+        self.devices = [SimulatedDeviceState(number, device) for number, device in enumerate(scenario.devices)]
+        self.timeline = SimulationTimeline(timeline)
+        self.transfers = ShardTransferSimulator(
+            scenario, self.devices, self.jobs, self.grid, self.timeline, self._moved
+        )
         self._scheduler = Scheduler(
             policy=made, max_concurrent=scenario.max_concurrent or len(self.jobs), admission=scenario.admission
         )
         self._numbers = {job.name: job for job in self.jobs}
-        self._ahead: SendsAhead | None = None
+        self._ahead: SimulatedPrefetcher | None = None
         if scenario.overlap and any(device.bandwidth is not None for device in scenario.devices):
-            self._ahead = SendsAhead(lookahead or made, self._scheduler, self.devices, self._numbers, self.transfers)
-        self._repeats = Repeats(self, made, lookahead) if skip_repeats else None
+            self._ahead = SimulatedPrefetcher(
+                lookahead or made, self._scheduler, self.devices, self._numbers, self.transfers
+            )
+        self._repeats = RepetitionSkipper(self, made, lookahead) if skip_repeats else None
         self._device_numbers = {device.name: device for device in self.devices}
         self._commands: deque[Command] = deque()
         self._num_entries = 0
         self._preparer_free = 0.0
         self.heap: list[Entry] = []
-        self.alive: dict[int, SimJob] = {}
+        self.alive: dict[int, SimulatedJobState] = {}
         self.now = 0.0
         self.offset = 0.0  # added to every remaining time told to the scheduler; see `repeats.py`
         self.units_skipped = 0
@@ -137,8 +141,8 @@ class Simulator:
         """Advance the clock until no event is left."""
         self._begin()
         # Locals for speed: the loop runs once for every event.
-        heap, repeats, last_of_course = self.heap, self._repeats, Happening.UNIT_STARTS
-        handlers = (  # in the order of `Happening`
+        heap, repeats, last_of_course = self.heap, self._repeats, SimulationEventKind.UNIT_STARTS
+        handlers = (  # in the order of `SimulationEventKind`
             self._unit_ends,
             self._unit_starts,
             self._arrives,
@@ -160,20 +164,20 @@ class Simulator:
     def _begin(self) -> None:
         # Devices before trials: a trial that arrives at the same moment finds the devices there.
         for device, described in zip(self.devices, self.scenario.devices, strict=True):
-            self._at(self.grid.round(described.joins_seconds), Happening.DEVICE_JOINS, device.number)
+            self._at(self.grid.round(described.joins_seconds), SimulationEventKind.DEVICE_JOINS, device.number)
         for fault in self.scenario.slowdowns:
             device = self._device_numbers[fault.device]
             speed = self.scenario.devices[device.number].speed * fault.factor
-            self._at(self.grid.round(fault.at_seconds), Happening.DEVICE_SLOWS, device.number, speed)
+            self._at(self.grid.round(fault.at_seconds), SimulationEventKind.DEVICE_SLOWS, device.number, speed)
         for outage in self.scenario.outages:
             number = self._device_numbers[outage.device].number
-            self._at(self.grid.round(outage.at_seconds), Happening.DEVICE_LEAVES, number)
+            self._at(self.grid.round(outage.at_seconds), SimulationEventKind.DEVICE_LEAVES, number)
             if outage.until_seconds is not None:
-                self._at(self.grid.round(outage.until_seconds), Happening.DEVICE_JOINS, number)
+                self._at(self.grid.round(outage.until_seconds), SimulationEventKind.DEVICE_JOINS, number)
         for job in self.jobs:
-            self._at(self.grid.round(job.trial.arrival_seconds), Happening.ARRIVES, job.number)
+            self._at(self.grid.round(job.trial.arrival_seconds), SimulationEventKind.ARRIVES, job.number)
 
-    def _at(self, time: float, what: Happening, number: int, value: float = 0.0) -> None:
+    def _at(self, time: float, what: SimulationEventKind, number: int, value: float = 0.0) -> None:
         self._num_entries += 1
         # The running number keeps events of one moment in order, so every simulation is deterministic.
         heapq.heappush(self.heap, (time, self._num_entries, what, number, value))
@@ -205,7 +209,9 @@ class Simulator:
             self._ahead.set_speed(device.name, 0.0)
         self.transfers.lose(device, self.now)
         # Units of the lost device never end: drop their events.
-        self.heap[:] = [entry for entry in self.heap if entry[2] > Happening.UNIT_STARTS or entry[3] != number]
+        self.heap[:] = [
+            entry for entry in self.heap if entry[2] > SimulationEventKind.UNIT_STARTS or entry[3] != number
+        ]
         heapq.heapify(self.heap)
         for other in self.alive.values():
             if other.last_device == number:
@@ -222,14 +228,14 @@ class Simulator:
     def _arrives(self, number: int, _: float) -> None:
         heap, now, jobs = self.heap, self.now, [self.jobs[number]]
         # Trials that arrive together are told together, so that the scheduler admits by priority, not by number.
-        while heap and heap[0][0] == now and heap[0][2] is Happening.ARRIVES:
+        while heap and heap[0][0] == now and heap[0][2] is SimulationEventKind.ARRIVES:
             jobs.append(self.jobs[heapq.heappop(heap)[3]])
         self._tell(*[JobSubmitted(job=job.name, priority=job.trial.priority) for job in jobs])
 
     def _prepared(self, number: int, _: float) -> None:
         self._begin_jobs(self.jobs[number])
 
-    def _begin_jobs(self, *jobs: SimJob) -> None:
+    def _begin_jobs(self, *jobs: SimulatedJobState) -> None:
         events = []
         for job in jobs:
             self.alive[job.number] = job
@@ -295,7 +301,7 @@ class Simulator:
         if self._ahead is not None:
             self._ahead.notice(job.name)
 
-    def _step_ends(self, job: SimJob) -> Unit | None:
+    def _step_ends(self, job: SimulatedJobState) -> Unit | None:
         """Return the first unit of the next step; None at the end, or while a report waits for its answer."""
         if self._repeats is not None:
             self._repeats.step_ended(job)
@@ -310,7 +316,7 @@ class Simulator:
             job.next_milestone()
         # After the last planned step the trial ends without waiting for an answer.
         if at_report and answer > 0 and job.step < trial.steps:
-            self._at(self.now + answer, Happening.ANSWERED, job.number)
+            self._at(self.now + answer, SimulationEventKind.ANSWERED, job.number)
             return None
         if is_over:
             self._tell(JobStopped(job=job.name))
@@ -335,7 +341,7 @@ class Simulator:
         commands = self._commands
         while commands:
             # Gathered, so that jobs admitted together are announced to the scheduler at once.
-            admitted: list[SimJob] = []
+            admitted: list[SimulatedJobState] = []
             while commands:
                 command = commands.popleft()
                 if type(command) is Run:
@@ -349,16 +355,16 @@ class Simulator:
             if admitted:
                 self._prepare(admitted)
 
-    def _prepare(self, jobs: list[SimJob]) -> None:
+    def _prepare(self, jobs: list[SimulatedJobState]) -> None:
         seconds = self.grid.round(self.scenario.prepare_seconds)
         if seconds == 0:
             self._begin_jobs(*jobs)
             return
         for job in jobs:
             self._preparer_free = max(self.now, self._preparer_free) + seconds
-            self._at(self._preparer_free, Happening.PREPARED, job.number)
+            self._at(self._preparer_free, SimulationEventKind.PREPARED, job.number)
 
-    def _release(self, job: SimJob) -> None:
+    def _release(self, job: SimulatedJobState) -> None:
         self.transfers.drop(job)
         job.is_ready = False
         if self._ahead is not None:
@@ -367,7 +373,7 @@ class Simulator:
         del self.alive[job.number]
         self.finished_seconds[job.name] = self.now
 
-    def _run(self, job: SimJob, device: SimDevice) -> None:
+    def _run(self, job: SimulatedJobState, device: SimulatedDeviceState) -> None:
         now, shard = self.now, job.shards[job.position]
         job.is_ready = False
         device.job = job
@@ -385,16 +391,16 @@ class Simulator:
             job.steps_under_way = min(job.trial.burst_steps, job.next_stop() - job.step)
             seconds *= job.steps_under_way
         device.started = start
-        self._at(start + seconds, Happening.UNIT_ENDS, device.number, seconds)
+        self._at(start + seconds, SimulationEventKind.UNIT_ENDS, device.number, seconds)
         if not self.timeline.is_full:
             self.timeline.add(device.name, job.name, job.units[job.position].kind, shard, start, start + seconds)
         if start > now:
             device.stall_seconds += start - now
-            self._at(start, Happening.UNIT_STARTS, device.number)
+            self._at(start, SimulationEventKind.UNIT_STARTS, device.number)
         elif self._ahead is not None:
             self._ahead.buffer_next(device, now, self.offset)
 
-    def _end_burst(self, job: SimJob, device: SimDevice) -> None:
+    def _end_burst(self, job: SimulatedJobState, device: SimulatedDeviceState) -> None:
         """End a device's burst with the running step, or with its first step."""
         seconds = job.burst_step_seconds
         # At least one step, even if the burst still waits for its bytes.
@@ -403,18 +409,20 @@ class Simulator:
             return
         job.steps_under_way = done
         number, end = device.number, device.started + done * seconds
-        self.heap[:] = [entry for entry in self.heap if entry[2] is not Happening.UNIT_ENDS or entry[3] != number]
+        self.heap[:] = [
+            entry for entry in self.heap if entry[2] is not SimulationEventKind.UNIT_ENDS or entry[3] != number
+        ]
         heapq.heapify(self.heap)
-        self._at(end, Happening.UNIT_ENDS, number, done * seconds)
+        self._at(end, SimulationEventKind.UNIT_ENDS, number, done * seconds)
         self.timeline.shorten(device.name, end)
 
     # Double buffering.
 
-    def claimed_by(self, job: SimJob) -> str | None:
+    def claimed_by(self, job: SimulatedJobState) -> str | None:
         """Name of the device whose buffer is claimed for a job, or None."""
         return None if self._ahead is None else self._ahead.claimed_by(job.name)
 
-    def _notice(self, *jobs: SimJob) -> None:
+    def _notice(self, *jobs: SimulatedJobState) -> None:
         if self._ahead is not None:
             for job in jobs:
                 self._ahead.notice(job.name)
@@ -425,11 +433,11 @@ class Simulator:
 
     # Places known to the scheduler: the place of each job's next unit, as told by the pool.
 
-    def _moved(self, job: SimJob, shard: int) -> None:
+    def _moved(self, job: SimulatedJobState, shard: int) -> None:
         if job.is_ready and job.shards[job.position] == shard:
             self._announce(job, shard)
 
-    def _announce(self, job: SimJob, shard: int) -> None:
+    def _announce(self, job: SimulatedJobState, shard: int) -> None:
         place = job.places[shard]
         if job.told[shard] != place:
             job.told[shard] = place

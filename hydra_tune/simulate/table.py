@@ -6,7 +6,7 @@ from rich.text import Text
 
 from hydra_tune.quantities import format_bytes, format_seconds
 from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
-from hydra_tune.simulate.replay import Replay
+from hydra_tune.simulate.replay import ReplayComparison
 
 _MOST_DEVICES = 32
 
@@ -27,7 +27,7 @@ def print_result(console: Console, result: SimulationResult) -> None:
         console.print(Text(f"{name:<12} {value}"))
 
 
-def print_replay(console: Console, played: Replay) -> None:
+def print_replay(console: Console, played: ReplayComparison) -> None:
     """Print a comparison of a recorded run with its simulation.
 
     Args:

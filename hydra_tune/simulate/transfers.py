@@ -7,14 +7,14 @@ opposite direction at the same time; their bytes are counted, but take no time. 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from hydra_tune.simulate.entities import ABSENT, SimDevice, SimJob
-from hydra_tune.simulate.grid import Grid
+from hydra_tune.simulate.entities import ABSENT, SimulatedDeviceState, SimulatedJobState
+from hydra_tune.simulate.grid import TimeGrid
 from hydra_tune.simulate.model import Scenario
 from hydra_tune.simulate.outcome import Interval
 
 
 @dataclass(slots=True)
-class Timeline:
+class SimulationTimeline:
     """The first bars of the timeline, up to a limit."""
 
     limit: int
@@ -48,7 +48,7 @@ class Timeline:
                 self.bars[place] = replace(bar, kind=kind, start_seconds=min(bar.start_seconds, now), end_seconds=now)
 
 
-class Transfers:
+class ShardTransferSimulator:
     """Moves shards to devices.
 
     Args:
@@ -62,11 +62,11 @@ class Transfers:
     def __init__(
         self,
         scenario: Scenario,
-        devices: list[SimDevice],
-        jobs: list[SimJob],
-        grid: Grid,
-        timeline: Timeline,
-        moved: Callable[[SimJob, int], None],
+        devices: list[SimulatedDeviceState],
+        jobs: list[SimulatedJobState],
+        grid: TimeGrid,
+        timeline: SimulationTimeline,
+        moved: Callable[[SimulatedJobState, int], None],
     ) -> None:
         self._network_bandwidth, self._node_bandwidth = scenario.network_bandwidth, scenario.node_bandwidth
         self._devices, self._jobs, self._grid, self._timeline, self._moved = devices, jobs, grid, timeline, moved
@@ -74,7 +74,7 @@ class Transfers:
         self.network_bytes = 0
         self.first_loads = 0
 
-    def bring(self, device: SimDevice, job: SimJob, shard: int, now: float) -> float:
+    def bring(self, device: SimulatedDeviceState, job: SimulatedJobState, shard: int, now: float) -> float:
         """Bring a shard to a device.
 
         Returns:
@@ -96,28 +96,28 @@ class Transfers:
         self._moved(job, shard)
         return ready
 
-    def bring_boundary(self, device: SimDevice, job: SimJob, now: float) -> float:
+    def bring_boundary(self, device: SimulatedDeviceState, job: SimulatedJobState, now: float) -> float:
         """Bring the boundary values that a trial's last unit left on another device; return their arrival time."""
         size = job.trial.boundary_bytes
         device.bytes_in += size
         node = self._devices[job.last_device].node
         return self._occupy(device, size, now, crosses=node != device.node)[1]
 
-    def fits_beside(self, device: SimDevice, size: int) -> bool:
+    def fits_beside(self, device: SimulatedDeviceState, size: int) -> bool:
         """Whether a shard fits beside the running unit's shard."""
         pinned = device.pinned()
         if device.memory_bytes is None or pinned is None:
             return True
         return size + self._size(pinned) <= device.memory_bytes
 
-    def lose(self, device: SimDevice, now: float) -> None:
+    def lose(self, device: SimulatedDeviceState, now: float) -> None:
         """Lose a device with its shards and all transfers to it."""
         self._timeline.cut(device.name, now)
         device.link_free = now
         for number, shard in device.lose_everything():
             self._jobs[number].places[shard] = ABSENT
 
-    def drop(self, job: SimJob) -> None:
+    def drop(self, job: SimulatedJobState) -> None:
         """Free a finished trial's bytes without a write-back."""
         for shard, place in enumerate(job.places):
             if place != ABSENT:
@@ -126,7 +126,7 @@ class Transfers:
                 self._devices[place].release((job.number, shard), job.trial.shard_bytes[shard])
                 job.places[shard] = ABSENT
 
-    def _send(self, device: SimDevice, job: SimJob, shard: int, size: int, now: float) -> float:
+    def _send(self, device: SimulatedDeviceState, job: SimulatedJobState, shard: int, size: int, now: float) -> float:
         device.loads += 1
         self.first_loads += job.homes[shard] is None
         device.bytes_in += size
@@ -135,7 +135,7 @@ class Transfers:
             self._timeline.add(device.name, job.name, "load", shard, start, ready)
         return ready
 
-    def _occupy(self, device: SimDevice, size: int, now: float, *, crosses: bool) -> tuple[float, float]:
+    def _occupy(self, device: SimulatedDeviceState, size: int, now: float, *, crosses: bool) -> tuple[float, float]:
         seconds = size / device.bandwidth if device.bandwidth is not None else 0.0
         start = max(now, device.link_free)
         node_done = now
@@ -151,12 +151,12 @@ class Transfers:
         device.link_free = max(start + self._grid.round(seconds), node_done)
         return start, device.link_free
 
-    def _leave(self, job: SimJob, shard: int) -> None:
+    def _leave(self, job: SimulatedJobState, shard: int) -> None:
         place = job.places[shard]
         if place != ABSENT:
             self._devices[place].release((job.number, shard), job.trial.shard_bytes[shard])
 
-    def _make_room(self, device: SimDevice, size: int) -> None:
+    def _make_room(self, device: SimulatedDeviceState, size: int) -> None:
         if device.memory_bytes is None:
             return
         pinned = device.pinned()

@@ -10,7 +10,7 @@ from hydra_tune.simulate.model import SimulatedDevice, SimulatedTrial, check_siz
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class RandomWorkload:
     """Trials of one kind.
 
     Args:

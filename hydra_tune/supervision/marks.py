@@ -35,7 +35,7 @@ def marked_as(name: str) -> str:
     return f"{text[: _NAME_BYTES - _DIGEST_LENGTH - 1].decode(errors='ignore')}~{digest}"
 
 
-class Marks:
+class TrialMarkTable:
     """Record written by a process and read by the supervisor afterwards; created by the supervisor before the fork."""
 
     def __init__(self) -> None:
@@ -126,10 +126,10 @@ class Marks:
         self._memory.close()
 
 
-_HERE: Marks | None = None
+_HERE: TrialMarkTable | None = None
 
 
-def here() -> Marks | None:
+def here() -> TrialMarkTable | None:
     """Return the marks of this process; None without a supervisor."""
     return _HERE
 

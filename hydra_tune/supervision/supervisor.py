@@ -1,7 +1,8 @@
 """The supervisor: starts a process, waits for the end, and restarts the process after a crash, until an orderly end.
 
 Note: fork. The process is a copy of the supervisor, with the program and all functions. The supervisor only waits, and
-runs no threads, so each copy is as sound as the first. The `Marks` of the process tell what the process was doing.
+runs no threads, so each copy is as sound as the first. The `TrialMarkTable` of the process tell what the process was
+doing.
 
 Note: signals. Ctrl-C in a terminal reaches both processes, `kill` only the supervisor, and some job systems signal all
 processes of a job. The supervisor forwards a signal if the process has not counted the signal itself a moment later,
@@ -33,7 +34,7 @@ import psutil
 
 from hydra_tune.errors import TrialCrashedError
 from hydra_tune.interrupts import SIGNALS
-from hydra_tune.supervision.marks import Marks
+from hydra_tune.supervision.marks import TrialMarkTable
 
 MOST_CRASHES = 2
 """Most crashes of a trial, and of a process that crashes while no trial runs."""
@@ -50,7 +51,7 @@ _WAITED_FOR = {*SIGNALS, signal.SIGCHLD}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
+class RestartContext:
     """Facts about earlier processes, given to a new process.
 
     Attributes:
@@ -67,7 +68,7 @@ class Beginning:
 
 
 @dataclass(slots=True, kw_only=True)
-class History:
+class CrashHistory:
     """Record of crashes."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -117,7 +118,7 @@ class History:
         return f"{said}, as before; it is set aside"
 
 
-def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, passes_signals: bool = True) -> int:
+def supervise(run: Callable[[RestartContext], int], say: Callable[[str], None], *, passes_signals: bool = True) -> int:
     """Run a function in a separate process, again after each crash, until the process ends in order.
 
     Call this in the main thread of a process without other threads and without CUDA in use.
@@ -132,15 +133,15 @@ def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, pa
         The exit code of the process, or the code of a fatal signal; 1 after `MOST_CRASHES` crashes in a row while no
         trial was at work, or after a crash by a trial already set aside.
     """
-    history, own = History(), set(psutil.Process().children())
+    history, own = CrashHistory(), set(psutil.Process().children())
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Blocked, so that `sigwaitinfo` receives the signals and none is lost between two waits.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     try:
         while True:
-            marks = Marks()
+            marks = TrialMarkTable()
             with tempfile.TemporaryFile() as dump:
-                start = Beginning(
+                start = RestartContext(
                     crashes=history.crashes,
                     aside=dict(history.aside),
                     said=tuple(history.said),
@@ -171,9 +172,9 @@ def supervise(run: Callable[[Beginning], int], say: Callable[[str], None], *, pa
 
 
 def _begin(
-    run: Callable[[Beginning], int],
-    start: Beginning,
-    marks: Marks,
+    run: Callable[[RestartContext], int],
+    start: RestartContext,
+    marks: TrialMarkTable,
     suspects: set[str],
     dump: IO[bytes],
     mask: set[signal.Signals] | set[int] | None,
@@ -252,7 +253,7 @@ def dies_with(parent: int) -> None:
         os._exit(_FAILED)
 
 
-def _wait(process: multiprocessing.process.BaseProcess, marks: Marks, *, passes_signals: bool) -> int | None:
+def _wait(process: multiprocessing.process.BaseProcess, marks: TrialMarkTable, *, passes_signals: bool) -> int | None:
     """Wait for the end of the process; return the first signal meant for the process."""
     first, count = None, 0
     while process.exitcode is None:

@@ -1,16 +1,18 @@
 """Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer."""
 
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.task import Parallel
 from hydra_tune.train import grouped
-from hydra_tune.train.helpers import Arrangement, Helpers, lane_bytes
+from hydra_tune.train.helpers import DeviceLender, StepStrategy, lane_bytes
 from hydra_tune.train.pipeline import may_pipeline
-from hydra_tune.train.plans import Kept
+from hydra_tune.train.plans import CachedPlan
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, ONE_DEVICE, PIPELINED, fastest, shard_facts
 
 
-def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int, parallel: Parallel) -> Arrangement | None:
+def arrange(
+    kept: CachedPlan, state: ModelState, helpers: DeviceLender, count: int, parallel: Parallel
+) -> StepStrategy | None:
     """Arrange how batches of a plan run together; None: one after the other.
 
     Args:
@@ -33,16 +35,16 @@ def arrange(kept: Kept, state: ModelState, helpers: Helpers, count: int, paralle
                 # All batches at once: fewer would load each shard again for every few batches.
                 most = count
             width = helpers.ask(best.way, lane_bytes(plan, best.way, together=together), min(count, most))
-            how = Arrangement(
+            how = StepStrategy(
                 way=best.way, width=width, plan=plan, homes=best.homes, is_dealt=best.is_dealt, teams=best.teams
             )
             return how if width > 1 else None
     way = GROUPED if GROUPED in kept.ways else ONE_DEVICE
     width = helpers.ask(way, lane_bytes(plan, way), count if way == GROUPED else 1)
-    return Arrangement(way=way, width=width, plan=plan) if width > 1 else None
+    return StepStrategy(way=way, width=width, plan=plan) if width > 1 else None
 
 
-def _ways(plan: Plan, state: ModelState) -> list[str]:
+def _ways(plan: ShardPlan, state: ModelState) -> list[str]:
     """Return the exact ways for a plan; groups only where they save bytes."""
     ways = [DATA_PARALLEL] if plan.may_run_beside else []
     if may_pipeline(plan, state):

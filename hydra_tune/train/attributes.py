@@ -1,4 +1,4 @@
-"""`Attributes`: attributes of the user's objects beside tensors, as far as changed since construction."""
+"""`AttributeTracker`: attributes of the user's objects beside tensors, as far as changed since construction."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -16,17 +16,17 @@ _PLAIN = frozenset({type(None), bool, int, str})
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _EarlierAttribute:
     """An earlier attribute value: its text or, if no checkpoint can hold the value, the object itself."""
 
     text: str | None
     value: object = None
 
 
-_NEVER = _Seen(None, _GONE)
+_NEVER = _EarlierAttribute(None, _GONE)
 
 
-class Attributes:
+class AttributeTracker:
     """Attributes of some objects, compared with the values at creation.
 
     Args:
@@ -81,10 +81,10 @@ class Attributes:
     def _attributes(self, one: object) -> Iterable[tuple[str, Any]]:
         return [(name, value) for name, value in vars(one).items() if name not in self._left_out]
 
-    def _seen(self, value: Any) -> _Seen:
+    def _seen(self, value: Any) -> _EarlierAttribute:
         text, _ = self._read(value)
         # An encodable value is kept as text only: a reference would keep a replaced value alive.
-        return _Seen(text, value if text is None else None)
+        return _EarlierAttribute(text, value if text is None else None)
 
     def _read(self, value: Any) -> tuple[str | None, bool]:
         """Return a value's text, None if no checkpoint can hold the value; and whether the value has tensors."""

@@ -24,9 +24,9 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.gate import GATE
 from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.direct import Direct
+from hydra_tune.train.direct import WholeModelRunner
 from hydra_tune.train.state import ModelState
-from hydra_tune.train.step import Expected, PendingUnit
+from hydra_tune.train.step import PendingUnit, UpcomingUnit
 from hydra_tune.train.streams import RandomStreams
 
 BURST = "burst"
@@ -35,7 +35,7 @@ BURST_SECONDS = 0.05  # the work around a burst takes about 0.6 ms with cold cac
 _LOAD_SHARE = 0.1
 
 
-class Mark(enum.Enum):
+class BurstMark(enum.Enum):
     """Marks of a trial's program between units, beside units and reports."""
 
     BEGINS = "begins"
@@ -55,7 +55,7 @@ def nobody_asks() -> bool:
     return False
 
 
-class Bursts:
+class BurstRunner:
     """The bursts of a trial.
 
     Args:
@@ -72,7 +72,9 @@ class Bursts:
         turn_seconds: recommended seconds of a turn with a device.
     """
 
-    def __init__(self, program: Iterator[Any], direct: Direct, state: ModelState, streams: RandomStreams) -> None:
+    def __init__(
+        self, program: Iterator[Any], direct: WholeModelRunner, state: ModelState, streams: RandomStreams
+    ) -> None:
         self.is_asked_to_end: Callable[[], bool] = nobody_asks
         self.due: Any = None
         self.has_due = False
@@ -126,9 +128,9 @@ class Bursts:
     def _blocks(self) -> list[Block]:
         return self._state.own_code_blocks()
 
-    def _following(self) -> list[Expected]:
+    def _following(self) -> list[UpcomingUnit]:
         return [
-            Expected(
+            UpcomingUnit(
                 kind=BURST,
                 shard=0,
                 seconds=BURST_SECONDS,
@@ -170,15 +172,15 @@ class Bursts:
         """Run steps until the time is up or a mark ends the burst."""
         end = time.perf_counter() + BURST_SECONDS
         for said in self._program:
-            if said is Mark.FOLLOWED:
+            if said is BurstMark.FOLLOWED:
                 self._state.refresh(lease, device)
                 lease.have(self._direct.workspace_bytes)
-            elif said is Mark.STEP:
+            elif said is BurstMark.STEP:
                 # A waiting capture needs all trials out of the gate, so the burst ends early for it.
                 if time.perf_counter() >= end or self.is_asked_to_end() or GATE.is_wanted:
                     return
                 lease.pause()
-            elif said is Mark.NO_DEVICE:
+            elif said is BurstMark.NO_DEVICE:
                 return
             else:
                 self.due, self.has_due = said, True

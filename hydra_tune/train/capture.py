@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.checkpoint.values import decode, encode
 from hydra_tune.errors import CheckpointError
 from hydra_tune.shard.capture import named_state
 from hydra_tune.task import TrainTask
-from hydra_tune.train.attributes import Attributes
+from hydra_tune.train.attributes import AttributeTracker
 from hydra_tune.train.described import (
     Change,
     changes,
@@ -42,7 +42,7 @@ _WEIGHT = "model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class DataPosition:
     """Position of a trial in its data.
 
     Attributes:
@@ -57,7 +57,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
+class StartCheckpoint:
     """Checkpoint from which a trial begins.
 
     Attributes:
@@ -66,13 +66,13 @@ class Beginning:
         only_weights: whether only parameters and buffers are restored, and training starts from scratch.
     """
 
-    saved: Saved
+    saved: CheckpointContent
     allows_changes: bool = False
     only_weights: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
-class Built:
+class TrialObjects:
     """The objects that a trial's factories have built, to be saved and restored.
 
     Args:
@@ -84,16 +84,18 @@ class Built:
     optimizer: Optimizer
     scheduler: Any
     _description: dict[str, Any] = field(init=False)
-    _module_attributes: Attributes = field(init=False)
-    _optimizer_attributes: Attributes = field(init=False)
+    _module_attributes: AttributeTracker = field(init=False)
+    _optimizer_attributes: AttributeTracker = field(init=False)
 
     def __post_init__(self) -> None:
         tied = [tensor for _, tensor in named_state(self.module)]
         self._description = describe(self.task, self.module, self.optimizer, self.scheduler)
-        self._module_attributes = Attributes("model", self.module.named_modules, _MODULE_INTERNALS, tied)
+        self._module_attributes = AttributeTracker("model", self.module.named_modules, _MODULE_INTERNALS, tied)
         # A lambda over `self` would be a reference cycle and keep the weights alive until the garbage collector runs.
         optimizer = self.optimizer
-        self._optimizer_attributes = Attributes("optimizer", lambda: [("", optimizer)], _OPTIMIZER_INTERNALS, tied)
+        self._optimizer_attributes = AttributeTracker(
+            "optimizer", lambda: [("", optimizer)], _OPTIMIZER_INTERNALS, tied
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the state of all objects, without parameters and buffers; its tensors are the live tensors.
@@ -234,7 +236,7 @@ def encoded(module: nn.Module, parts: Mapping[str, Any]) -> tuple[dict[str, Any]
     return {name: encode(value, name, tensors) for name, value in parts.items()}, tensors
 
 
-def decoded(saved: Saved) -> dict[str, Any]:
+def decoded(saved: CheckpointContent) -> dict[str, Any]:
     """Decode a trial's state from a checkpoint.
 
     Raises:
@@ -248,11 +250,11 @@ def decoded(saved: Saved) -> dict[str, Any]:
     return parts
 
 
-def place_after(state: Mapping[str, Any], found: list[Change]) -> Place:
+def place_after(state: Mapping[str, Any], found: list[Change]) -> DataPosition:
     """Return the place where a trial resumes; a pass under way restarts if a change affects the pass."""
-    place = Place(**state["place"])
+    place = DataPosition(**state["place"])
     if place.batches and not place.is_over and any(is_of_the_pass(change) for change in found):
-        return Place(epoch=place.epoch)
+        return DataPosition(epoch=place.epoch)
     return place
 
 

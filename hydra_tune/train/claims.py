@@ -15,11 +15,11 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.errors import TaskError
 
 _LOCK = threading.Lock()
-_UNDER_WAY: "weakref.WeakSet[Claim]" = weakref.WeakSet()
+_UNDER_WAY: "weakref.WeakSet[TrialClaim]" = weakref.WeakSet()
 _REMEDY = "let model= build its own each time, e.g. with copy.deepcopy(...) or tensor.clone()"
 
 
-class Claim:
+class TrialClaim:
     """The claim of a trial.
 
     Args:
@@ -52,7 +52,7 @@ class Claim:
                 self._check_parameters(other)
             _UNDER_WAY.add(self)
 
-    def _check_parameters(self, other: "Claim") -> None:
+    def _check_parameters(self, other: "TrialClaim") -> None:
         assert self.module is not None
         known: dict[int, tuple[str, bool]] = {
             reference.cdata: (name, is_trained) for name, (reference, is_trained) in other.storages.items()

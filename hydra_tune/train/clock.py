@@ -78,7 +78,7 @@ def step_guess(state_bytes: int) -> float:
     return update_guess(_STEP_BYTES * state_bytes)
 
 
-class Progress:
+class TrialProgressCounts:
     """Counts of steps and evaluations, done and to come; totals are None until known."""
 
     def __init__(

@@ -32,17 +32,17 @@ from torch.nn.parameter import is_lazy
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
-from hydra_tune.memory.block import Kind
+from hydra_tune.memory.block import BlockKind
 from hydra_tune.memory.lease import Lease
-from hydra_tune.memory.saved import SheddingTensors
+from hydra_tune.memory.saved import LazySavedTensorSpiller
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.pilot import aligned
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import evaluation_metrics, training_loss
 from hydra_tune.task import Batch, TrainTask, backward_called, returned
 from hydra_tune.train.data import moved, tensors_of
-from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.room import RoomTracker
+from hydra_tune.train.gradients import GradientProcessor
+from hydra_tune.train.room import WorkspaceTracker
 from hydra_tune.train.state import optimizer_tensors
 from hydra_tune.train.streams import RandomStreams
 
@@ -55,7 +55,7 @@ class _OpaqueError(Exception):
     """Raised when a batch has parts of unknown size."""
 
 
-class Direct:
+class WholeModelRunner:
     """Runs the steps of one trial while the caller holds a lease on all of the trial's state.
 
     Args:
@@ -76,7 +76,7 @@ class Direct:
         task: TrainTask,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        gradients: Gradients,
+        gradients: GradientProcessor,
         streams: RandomStreams,
         *,
         always_sheds: bool = False,
@@ -94,12 +94,12 @@ class Direct:
         self._known: dict[Hashable, list[tuple[int, ...]]] = {}
         # Quick keys of known kinds, so that most batches skip the structural comparison.
         self._seen: set[Hashable] = set()
-        self._following: _Following | None = None
+        self._following: _TrackedStep | None = None
         # Kinds of the batches in the followed step.
         self._fresh: list[tuple[Hashable, tuple[int, ...]]] = []
         self._has_followed = False
         # State before the followed step, if its first batch was followed.
-        self._before: _Before | None = None
+        self._before: _StepBackup | None = None
         self._lease: Lease | None = None
         self._device: Device | None = None
         self._is_plain = task.precision == "float32" and gradients.is_plain
@@ -226,7 +226,7 @@ class Direct:
         # With accumulation, a later batch of the step may be of a new kind and need an undo that covers the earlier
         # batches.
         if mode == "train" and self._task.accumulate > 1 and self._before is None and not self._has_begun:
-            self._before = _Before(self._module, self._streams, self._device)
+            self._before = _StepBackup(self._module, self._streams, self._device)
         quick = _quick_key(mode, batch)
         if quick in self._seen:
             return batch
@@ -238,21 +238,21 @@ class Direct:
             if self._following is None:
                 self._following = self._follow()
                 if mode == "train" and self._before is None and not self._has_begun:
-                    self._before = _Before(self._module, self._streams, self._device)
+                    self._before = _StepBackup(self._module, self._streams, self._device)
             self._following.add(batch)
         # Bounded, because data with ever-new shapes would grow the set for ever.
         elif quick is not None and len(self._seen) < _MOST_SEEN:
             self._seen.add(quick)
         return batch
 
-    def _follow(self) -> "_Following":
+    def _follow(self) -> "_TrackedStep":
         assert self._lease is not None
         assert self._device is not None
         device = self._device
         named = dict(named_state(self._module))
         state = [*named.values(), *optimizer_tensors(self._optimizer, device)]
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        following = _Following(self._lease, device, self.workspace_bytes, state, gradients, self._task.precision)
+        following = _TrackedStep(self._lease, device, self.workspace_bytes, state, gradients, self._task.precision)
         following.optimizer_bytes = self._optimizer_bytes()
         if self.always_sheds:
             following.shed()
@@ -273,7 +273,7 @@ class Direct:
             stack.enter_context(eager_autocast(self._task.precision, self._device.torch_device.type))
         return stack
 
-    def _followed(self, following: "_Following") -> None:
+    def _followed(self, following: "_TrackedStep") -> None:
         """Record the needs of a followed step at the end of the step."""
         self._following, self._has_followed = None, True
         self.workspace_bytes = max(self.workspace_bytes, following.workspace_bytes)
@@ -296,7 +296,7 @@ class Direct:
         assert self._lease is not None
         assert self._device is not None
         tensors = optimizer_tensors(self._optimizer, self._device)
-        new = [tensor for tensor in tensors if not self._lease.owns(tensor, (Kind.OPTIMIZER,))]
+        new = [tensor for tensor in tensors if not self._lease.owns(tensor, (BlockKind.OPTIMIZER,))]
         nbytes = sum(aligned(t.untyped_storage().nbytes(), self._device.alignment) for t in new)
         self.has_shed = self.has_shed or not self._lease.would_fit(self.workspace_bytes + nbytes)
 
@@ -314,7 +314,7 @@ class Direct:
         gradients.next_step()
 
 
-class _Before:
+class _StepBackup:
     """State of a trial that the batches of a step may change, saved on the host because the device may have no room.
 
     Args:
@@ -351,7 +351,7 @@ class _Before:
         return [buffer.detach() for _, _, buffer in self._buffers]
 
 
-class _Following:
+class _TrackedStep:
     """A followed step.
 
     Attributes:
@@ -380,12 +380,12 @@ class _Following:
         storages = {tensor.untyped_storage()._cdata for tensor in state}  # noqa: SLF001 - the storage's identity
         # In mixed precision and in compiled code, where no mode follows the operators, tensors become known when
         # autograd saves them.
-        self._saved = SheddingTensors(
+        self._saved = LazySavedTensorSpiller(
             device,
             lambda t: t.untyped_storage()._cdata in storages,  # noqa: SLF001
             lambda t: self._tracker.follow(t.detach()),
         )
-        self._tracker = RoomTracker(lease, granted_bytes, device.alignment, self._saved.shed)
+        self._tracker = WorkspaceTracker(lease, granted_bytes, device.alignment, self._saved.shed)
         self._tracker.know(*state)
         self._tracker.follow(*gradients)
         # Under autocast, kernels that call others inside (the fused transformer layer) round differently where a mode follows.

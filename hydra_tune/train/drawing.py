@@ -1,11 +1,11 @@
 """`DrawClock`: the time of a trial's wait for a loader, and the way to give up on the loader.
 
 Note: giving up. No other thread can stop a hanging loader, but Python raises an exception in a thread as soon as the
-thread returns from a wait (`PyThreadState_SetAsyncExc`). So a thread that the pool has given up on finds `GivenUp`
-raised in the user's code: at once where the code runs Python, never where the code hangs in a system call. In the
-second case the pool abandons the thread: the pool takes away the thread's capture gate, so other trials go on, and the
-thread ends on its return, if ever. Before ending, the thread waits until the trial's memory has been given back, so two
-threads never work on the trial at once.
+thread returns from a wait (`PyThreadState_SetAsyncExc`). So a thread that the pool has given up on finds
+`LoaderInterrupt` raised in the user's code: at once where the code runs Python, never where the code hangs in a system
+call. In the second case the pool abandons the thread: the pool takes away the thread's capture gate, so other trials
+go on, and the thread ends on its return, if ever. Before ending, the thread waits until the trial's memory has been
+given back, so two threads never work on the trial at once.
 
 Note: races. A single lock decides whether a draw is over and whether the draw has been given up on, so no thread is
 interrupted in the pool's own code. An exception pending at the end of the draw is cancelled, and raised by the clock
@@ -23,11 +23,11 @@ from typing import Self
 from hydra_tune.shard.gate import GATE
 
 
-class GivenUp(BaseException):
+class LoaderInterrupt(BaseException):
     """Raised in a loader whose trial no longer waits for the loader."""
 
 
-class _Settled(BaseException):
+class _SettlingInterrupt(BaseException):
     """Raised by a thread in itself; see `_settle`."""
 
 
@@ -78,8 +78,8 @@ class DrawClock:
                 # The pool is still giving back the trial's memory; returning now would run the trial's code beside
                 # that.
                 self._released.wait()
-            if kind is not GivenUp:
-                raise GivenUp
+            if kind is not LoaderInterrupt:
+                raise LoaderInterrupt
 
     @property
     def seconds(self) -> float:
@@ -105,12 +105,12 @@ class DrawClock:
         return self._lock
 
     def interrupt(self) -> bool:
-        """Raise `GivenUp` in the draw under way as soon as the draw returns to Python; False if there is no draw."""
+        """Raise `LoaderInterrupt` in the draw under way as soon as the draw returns to Python; False if there is no draw."""
         with self._lock:
             if self._began is None:
                 return False
             self._is_interrupted = True
-            _interrupt(self.thread, GivenUp)
+            _interrupt(self.thread, LoaderInterrupt)
             return True
 
     def abandon(self) -> bool:
@@ -122,7 +122,7 @@ class DrawClock:
             if self._began is None:
                 return False
             self._is_interrupted = self.is_abandoned = True
-            _interrupt(self.thread, GivenUp)
+            _interrupt(self.thread, LoaderInterrupt)
             if self._is_in_process:
                 GATE.forget(self.thread)
             return True
@@ -148,9 +148,11 @@ def _settle() -> None:
     request pending for good, and so would a cancelled exception. The other thread makes a new request on return.
     """
     try:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_Settled))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(
+            ctypes.c_ulong(threading.get_ident()), ctypes.py_object(_SettlingInterrupt)
+        )
         # The exception is raised here, in the next iteration or two.
         while True:
             pass
-    except _Settled:
+    except _SettlingInterrupt:
         pass

@@ -25,7 +25,7 @@ _NO_GRADIENT = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _ErrorExplanation:
     """A known error, by class and text, and its explanation."""
 
     kind: type[Exception]
@@ -34,14 +34,14 @@ class _Known:
 
 
 _ALL = (
-    _Known(AssertionError, re.compile(r"Torch not compiled with CUDA enabled"), _DEVICE),
-    _Known(
+    _ErrorExplanation(AssertionError, re.compile(r"Torch not compiled with CUDA enabled"), _DEVICE),
+    _ErrorExplanation(
         RuntimeError,
         re.compile(r"No CUDA GPUs are available|Found no NVIDIA driver|CUDA driver version is insuff"),
         _DEVICE,
     ),
-    _Known(RuntimeError, re.compile(r"Trying to backward through the graph a second time"), _TWICE),
-    _Known(RuntimeError, re.compile(r"element 0 of tensors does not require grad"), _NO_GRADIENT),
+    _ErrorExplanation(RuntimeError, re.compile(r"Trying to backward through the graph a second time"), _TWICE),
+    _ErrorExplanation(RuntimeError, re.compile(r"element 0 of tensors does not require grad"), _NO_GRADIENT),
 )
 
 

@@ -1,4 +1,4 @@
-"""`Feed`: the batches of one trial, drawn as a plain loop in its own process would, whatever other trials draw.
+"""`TrialDataFeed`: the batches of one trial, drawn as a plain loop in its own process would, whatever other trials draw.
 
 This module knows nothing of models, shards or devices.
 
@@ -24,12 +24,12 @@ from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train import workers
 from hydra_tune.train.drawing import DrawClock
-from hydra_tune.train.gathering import Pass, Picks, source_of
-from hydra_tune.train.own import OwnCopies
+from hydra_tune.train.gathering import GatherPass, UngatheredBatches, source_of
+from hydra_tune.train.own import TrialLoaderCopies
 
 
 @dataclass(frozen=True, slots=True)
-class Skip:
+class SkippedBatches:
     """Batches that a pass skips.
 
     Args:
@@ -41,7 +41,7 @@ class Skip:
     then: Callable[[], None]
 
 
-class Feed:
+class TrialDataFeed:
     """Draws a trial's batches.
 
     Args:
@@ -52,7 +52,7 @@ class Feed:
 
     Attributes:
         may_skip: whether another pass may skip the batches that the last pass has drawn so far.
-        gives_picks: whether batches that are a gather are yielded as `Picks`, for the caller to gather.
+        gives_picks: whether batches that are a gather are yielded as `UngatheredBatches`, for the caller to gather.
         clock: clock of the wait for the loader.
     """
 
@@ -70,7 +70,7 @@ class Feed:
         self._batch_size = batch_size
         self._own_code = own_code
         self._waiting = waiting
-        self._own = OwnCopies()
+        self._own = TrialLoaderCopies()
         # Iterators whose workers may still run.
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._persistent: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
@@ -94,7 +94,9 @@ class Feed:
         """Set the copies to the positions from `states` of another feed of the same task."""
         self._own.restore(states)
 
-    def draw(self, handle: DataHandle, *, shuffle: bool, skip: Skip | None = None) -> Generator[Batch, None, None]:
+    def draw(
+        self, handle: DataHandle, *, shuffle: bool, skip: SkippedBatches | None = None
+    ) -> Generator[Batch, None, None]:
         """Draw the batches of one pass, each with the trial's own streams and not before the batch is needed.
 
         Args:
@@ -121,7 +123,7 @@ class Feed:
         # With torch's own samplers the indices alone tell the next batches, so skipping need not load samples.
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
-            self._skip(_Indices(iterator), self._drawing(handle, in_process=True), skip)
+            self._skip(_BatchIndexIterator(iterator), self._drawing(handle, in_process=True), skip)
             skip = None
         yield from self._rest(iterator, self._drawing(handle, in_process=True), skip, watched=not by_index)
 
@@ -133,25 +135,25 @@ class Feed:
             workers.end(ready._iterator)  # noqa: SLF001 - torch's own, behind a generator of the user's
         self._persistent.clear()
 
-    def _drawing(self, handle: DataHandle, *, in_process: bool) -> "_Draw":
+    def _drawing(self, handle: DataHandle, *, in_process: bool) -> "_DrawContext":
         """Return the context of a draw; the clock is innermost, so a wait for a capture is not counted."""
         outer = self._own_code if in_process else self._waiting
-        return _Draw(outer, self.clock, handle, in_process=in_process)
+        return _DrawContext(outer, self.clock, handle, in_process=in_process)
 
     @staticmethod
-    def _begun(batches: Iterable[Batch], skip: Skip | None) -> Pass | None:
+    def _begun(batches: Iterable[Batch], skip: SkippedBatches | None) -> GatherPass | None:
         """Begin a pass over a known loader, with its first index; return None for any other loader."""
         source = source_of(batches) if isinstance(batches, DataLoader) else None
         if source is None:
             return None
         iterator = iter(batches)
         assert type(iterator) is _SingleProcessDataLoaderIter, "it has no workers"
-        known = Pass(source, iterator)
+        known = GatherPass(source, iterator)
         if skip is None:
             known.look()
         return known
 
-    def _gathered(self, known: Pass, skip: Skip | None) -> Iterator[Batch | Picks]:
+    def _gathered(self, known: GatherPass, skip: SkippedBatches | None) -> Iterator[Batch | UngatheredBatches]:
         """Yield the batches of a known loader; only the first index is drawn with the trial's streams."""
         if skip is not None:
             with self._own_code():
@@ -169,7 +171,9 @@ class Feed:
             else:
                 yield from map(picks.batch, range(len(picks)))
 
-    def _draw_from_workers(self, handle: DataHandle, loader: DataLoader[Any], skip: Skip | None) -> Iterator[Batch]:
+    def _draw_from_workers(
+        self, handle: DataHandle, loader: DataLoader[Any], skip: SkippedBatches | None
+    ) -> Iterator[Batch]:
         iterator = self._start(handle, loader)
         # Waiting for a worker must not keep other trials from their captures. But a subclass of the user's may return a
         # generator, which draws from the streams as late as its first batch.
@@ -203,7 +207,7 @@ class Feed:
         self,
         iterator: Iterator[Batch],
         around: AbstractContextManager[object],
-        skip: Skip | None,
+        skip: SkippedBatches | None,
         *,
         watched: bool,
     ) -> Iterator[Batch]:
@@ -223,7 +227,7 @@ class Feed:
             before = self._mark() if watched else 0
 
     @staticmethod
-    def _skip(iterator: Iterator[Any], around: AbstractContextManager[object], skip: Skip) -> None:
+    def _skip(iterator: Iterator[Any], around: AbstractContextManager[object], skip: SkippedBatches) -> None:
         for number in range(skip.count):
             with around:
                 try:
@@ -233,7 +237,7 @@ class Feed:
         skip.then()
 
 
-class _Draw:
+class _DrawContext:
     """Context of repeated draws: the context of the user's code or of the wait for workers, and the clock inside.
 
     A class, because a context is entered for every batch, and a generator takes twice as long.
@@ -270,20 +274,20 @@ class _Draw:
         self._outer.__exit__(kind, error, trace)
 
 
-def _fewer_than(skip: Skip, number: int) -> TaskError:
+def _fewer_than(skip: SkippedBatches, number: int) -> TaskError:
     return TaskError(
         f"the trial was saved after batch {skip.count} of a pass over train, and now the pass has {number}: "
         "the data is not what it was"
     )
 
 
-class _Indices:
+class _BatchIndexIterator:
     """Iterator over the indices of a loader's next batches, in place of the batches."""
 
     def __init__(self, iterator: _SingleProcessDataLoaderIter) -> None:
         self._iterator = iterator
 
-    def __iter__(self) -> "_Indices":
+    def __iter__(self) -> "_BatchIndexIterator":
         return self
 
     def __next__(self) -> Any:

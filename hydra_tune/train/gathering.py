@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.shard import batch as batches
-from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.task import Batch
 
 # Most indices of a pass taken at once; a longer pass would cost noticeable time and memory at its start.
@@ -36,7 +36,7 @@ _MOST_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
+class GatherSource:
     """Data whose batches are a gather.
 
     Attributes:
@@ -56,7 +56,7 @@ class Source:
         """Gather samples by their indices in `tensors`, each tensor into memory of its own."""
         return [tensor.index_select(0, indices) for tensor in self.tensors]
 
-    def leaves(self, size: int) -> Leaves:
+    def leaves(self, size: int) -> BatchLeaves:
         """Return the leaves of a batch of a given size, without tensors; the same object for all sources that are alike."""
         kinds = tuple((tensor.shape[1:], tensor.dtype) for tensor in self.tensors)
         return _leaves(kinds, size, is_bare=self.is_bare)
@@ -66,7 +66,7 @@ class Source:
         made = self.gather(indices)
         return made[0] if self.is_bare else made
 
-    def is_of(self, other: "Source") -> bool:
+    def is_of(self, other: "GatherSource") -> bool:
         """Whether indices select the same samples in both sources."""
         if self is other:
             return True
@@ -76,7 +76,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Picks:
+class UngatheredBatches:
     """Consecutive batches of equal size that have not been gathered.
 
     Attributes:
@@ -84,7 +84,7 @@ class Picks:
         indices: indices of the samples in the source's tensors, of shape (batches, samples).
     """
 
-    source: Source
+    source: GatherSource
     indices: Tensor
 
     def __len__(self) -> int:
@@ -99,14 +99,14 @@ class Picks:
         """Gather one of the batches, as the loader would return it."""
         return self.source.batch(self.indices[number])
 
-    def part(self, begin: int, end: int | None = None) -> "Picks":
+    def part(self, begin: int, end: int | None = None) -> "UngatheredBatches":
         """Return a slice of the batches."""
         if not begin and (end is None or end >= len(self)):
             return self
-        return Picks(self.source, self.indices[begin:end])
+        return UngatheredBatches(self.source, self.indices[begin:end])
 
 
-def source_of(loader: DataLoader[Any]) -> Source | None:
+def source_of(loader: DataLoader[Any]) -> GatherSource | None:
     """Return the data of a loader whose batches are a gather; None for any other loader.
 
     Args:
@@ -129,7 +129,7 @@ def _known_sampler(loader: DataLoader[Any]) -> RandomSampler | SequentialSampler
     return sampler if type(sampler) is RandomSampler or type(sampler) is SequentialSampler else None
 
 
-class Pass:
+class GatherPass:
     """Ungathered batches of a pass over a known loader, as many at once as may be drawn together.
 
     Args:
@@ -140,20 +140,20 @@ class Pass:
         draws: whether the next batches draw from the trial's streams.
     """
 
-    def __init__(self, source: Source, iterator: _SingleProcessDataLoaderIter) -> None:
+    def __init__(self, source: GatherSource, iterator: _SingleProcessDataLoaderIter) -> None:
         self._source = source
         self._iterator = iterator
         self._sampler = sampler = iterator._index_sampler.sampler  # noqa: SLF001
         has_generator = getattr(sampler, "generator", None) is not None
         self._takes_all = not has_generator and len(sampler) <= _MOST_AT_ONCE
-        self._taken: Iterator[Picks] | None = None
+        self._taken: Iterator[UngatheredBatches] | None = None
         self._first: list[int] | None = None
         self.draws = True
 
-    def __iter__(self) -> "Pass":
+    def __iter__(self) -> "GatherPass":
         return self
 
-    def __next__(self) -> Picks:
+    def __next__(self) -> UngatheredBatches:
         """Return the next batches; while `draws` is set, call this inside the trial's streams."""
         self.look()
         if self._taken is not None:
@@ -187,7 +187,7 @@ class Pass:
         found: list[int] = self._iterator._next_index()  # type: ignore[no-untyped-call]  # noqa: SLF001
         return found
 
-    def _all(self) -> Iterator[Picks]:
+    def _all(self) -> Iterator[UngatheredBatches]:
         """Return all full batches, and the rest."""
         order = _order(self._sampler)
         if order is not None:
@@ -196,17 +196,19 @@ class Pass:
         full = [one for one in lists if len(one) == len(lists[0])]
         return iter([self._picks(same) for same in (full, lists[len(full) :]) if same])
 
-    def _cut(self, order: Tensor) -> Iterator[Picks]:
+    def _cut(self, order: Tensor) -> Iterator[UngatheredBatches]:
         by = self._iterator._index_sampler  # noqa: SLF001
         # Full batches share one index tensor; a smaller last batch needs another shape.
         full = len(order) // by.batch_size * by.batch_size
         chosen = order if self._source.chosen is None else self._source.chosen[order]
         parts = [chosen[:full].view(-1, by.batch_size), chosen[full:].view(1, -1)]
-        return iter([Picks(self._source, part) for part in parts[: 1 if by.drop_last else 2] if part.numel()])
+        return iter(
+            [UngatheredBatches(self._source, part) for part in parts[: 1 if by.drop_last else 2] if part.numel()]
+        )
 
-    def _picks(self, lists: list[list[int]]) -> Picks:
+    def _picks(self, lists: list[list[int]]) -> UngatheredBatches:
         indices = torch.tensor(lists, dtype=torch.int64, device="cpu")
-        return Picks(self._source, indices if self._source.chosen is None else self._source.chosen[indices])
+        return UngatheredBatches(self._source, indices if self._source.chosen is None else self._source.chosen[indices])
 
 
 def _order(sampler: RandomSampler | SequentialSampler) -> Tensor | None:
@@ -237,12 +239,12 @@ def _shuffles_as_known() -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _leaves(kinds: tuple[tuple[torch.Size, torch.dtype], ...], size: int, *, is_bare: bool) -> Leaves:
+def _leaves(kinds: tuple[tuple[torch.Size, torch.dtype], ...], size: int, *, is_bare: bool) -> BatchLeaves:
     made = [torch.empty((size, *shape), dtype=dtype, device="cpu") for shape, dtype in kinds]
     return batches.flatten(made[0] if is_bare else made).without_tensors()
 
 
-def _source(dataset: object) -> Source | None:
+def _source(dataset: object) -> GatherSource | None:
     # An instance attribute would replace the class's own way of taking samples.
     if "__getitems__" in getattr(dataset, "__dict__", {}):
         return None
@@ -253,7 +255,7 @@ def _source(dataset: object) -> Source | None:
     tensors = tuple(tensor for tensor in held if _is_plain(tensor))
     if not held or len(tensors) < len(held):
         return None
-    return Source(tensors, None, is_bare=type(dataset) is not TensorDataset)
+    return GatherSource(tensors, None, is_bare=type(dataset) is not TensorDataset)
 
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:
@@ -268,7 +270,7 @@ def _is_plain(tensor: object) -> TypeGuard[Tensor]:
     )
 
 
-def _narrowed(source: Source, indices: object) -> Source | None:
+def _narrowed(source: GatherSource, indices: object) -> GatherSource | None:
     """Return the part of a source that a `Subset` selects; None where the indices are not plain."""
     if not isinstance(indices, list | tuple | range) or not all(type(index) is int for index in indices):
         return None

@@ -24,7 +24,7 @@ _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL = 2.0, 0.5, 2000  # as in torc
 _FIRST_SCALE = 2.0**16
 
 
-class Gradients:
+class GradientProcessor:
     """One trial's rules for gradients, and the state of the present step's gradients.
 
     Args:

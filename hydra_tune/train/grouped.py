@@ -7,7 +7,7 @@ update. In exchange, the values between shards of all batches are moved.
 The results are the results of a plain loop. A parameter's gradients are summed in the order of the batches: a batch's
 gradients join the sum of all earlier batches when their shard's backward is over. A shard's buffers are overwritten in
 the order of the batches, too; where several shards use a buffer and a shard overwrites the buffer, batches are not
-grouped (`Plan.may_be_pipelined`).
+grouped (`ShardPlan.may_be_pipelined`).
 
 Source: Harmony (Li et al.), section 3, "input-batch grouping" and "just-in-time" updates.
 """
@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.traffic import is_worth_grouping
-from hydra_tune.train.step import Expected, PendingUnit
+from hydra_tune.train.step import PendingUnit, UpcomingUnit
 from hydra_tune.train.training_batch import TrainingBatch
 
 
@@ -52,13 +52,13 @@ def shard_by_shard(batches: Sequence[TrainingBatch], *, is_last: bool) -> Iterat
 
 
 def _following(
-    order: Sequence[tuple[str, int, TrainingBatch]], last: TrainingBatch, updates: Sequence[Expected] = ()
-) -> list[Expected]:
+    order: Sequence[tuple[str, int, TrainingBatch]], last: TrainingBatch, updates: Sequence[UpcomingUnit] = ()
+) -> list[UpcomingUnit]:
     """Return the next unit of a group, after updates of the unit's own shard."""
     found = (batch.expected(kind, index) for kind, index, batch in order)
     return [*updates, next((one for one in found if one is not None), last.expected_step())]
 
 
-def is_worth_it(plan: Plan) -> bool:
+def is_worth_it(plan: ShardPlan) -> bool:
     """Whether a batch moves fewer bytes in a group than after the other batches; see `is_worth_grouping`."""
     return is_worth_grouping([shard.cost for shard in plan.shards])

@@ -6,17 +6,17 @@ Before each optimizer step a trial asks for devices to help, and for the number 
 from dataclasses import dataclass
 from typing import Protocol
 
-from hydra_tune.shard.plan import Plan
-from hydra_tune.train.ways import GROUPED, PIPELINED, Offer
+from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.train.ways import GROUPED, PIPELINED, DeviceOffer
 
 # Batches drawn for each batch under way: between two rounds devices wait for each other, so rounds should be long.
 AHEAD = 4
 
 
-class Helpers(Protocol):
+class DeviceLender(Protocol):
     """Interface of the pool for a trial with steps to split."""
 
-    def offer(self) -> Offer | None:
+    def offer(self) -> DeviceOffer | None:
         """Return the devices for the next step; None if no device could help."""
 
     def ask(self, way: str, nbytes: int, most: int) -> int:
@@ -36,7 +36,7 @@ class Helpers(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
+class StepStrategy:
     """Arrangement of the batches of an optimizer step.
 
     Attributes:
@@ -51,7 +51,7 @@ class Arrangement:
 
     way: str
     width: int
-    plan: Plan
+    plan: ShardPlan
     homes: tuple[str, ...] = ()
     is_dealt: bool = False
     teams: int = 0
@@ -62,7 +62,7 @@ class Arrangement:
         return 1 if self.way == GROUPED or self.teams or self.is_dealt else AHEAD
 
 
-def lane_bytes(plan: Plan, way: str, *, together: bool = False) -> int:
+def lane_bytes(plan: ShardPlan, way: str, *, together: bool = False) -> int:
     """Return the host memory for another batch under way, in bytes: values between units, and batches drawn ahead.
 
     In a pipeline, in teams and in a group, all batches share a single set of gradients of parameters. Batches going
@@ -75,6 +75,6 @@ def lane_bytes(plan: Plan, way: str, *, together: bool = False) -> int:
     return sum(cost.value_bytes + cost.handed_bytes + cost.kept_bytes for cost in costs) + gradients + drawn
 
 
-def drawn_bytes(plan: Plan, for_each: int) -> int:
+def drawn_bytes(plan: ShardPlan, for_each: int) -> int:
     """Return the part of `lane_bytes` for batches drawn ahead; these stay on the host."""
     return for_each * max(shard.cost.value_bytes for shard in plan.shards)

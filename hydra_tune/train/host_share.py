@@ -1,26 +1,26 @@
-"""`HostShare`: a trial's share of host memory that cannot go to disk, where there is a disk."""
+"""`HostMemoryQuota`: a trial's share of host memory that cannot go to disk, where there is a disk."""
 
 from collections.abc import Iterable
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.tenant import Tenant
+from hydra_tune.memory.tenant import TrialMemoryContext
 from hydra_tune.quantities import format_bytes
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 
 
-def fixed_bytes(plan: Plan) -> int:
+def fixed_bytes(plan: ShardPlan) -> int:
     """Return the bytes of a trial that cannot go to disk: spilled activations of whole units."""
     return sum(shard.cost.spilled_bytes for shard in plan.shards)
 
 
-def largest_bytes(plan: Plan) -> int:
+def largest_bytes(plan: ShardPlan) -> int:
     """Return the bytes of a trial's largest possible block: everything of one kind in a shard's unit."""
     costs = [shard.cost for shard in plan.shards]
     return max(max(c.state_bytes, c.optimizer_bytes, c.value_bytes, c.gradient_bytes, c.trained_bytes) for c in costs)
 
 
-class HostShare:
+class HostMemoryQuota:
     """The share of a trial.
 
     Args:
@@ -28,11 +28,11 @@ class HostShare:
         tenant: the trial, for `host`.
     """
 
-    def __init__(self, host: HostTier | None, tenant: Tenant | None) -> None:
+    def __init__(self, host: HostTier | None, tenant: TrialMemoryContext | None) -> None:
         self._host = None if tenant is None else host
         self._tenant = tenant
 
-    def check(self, plan: Plan) -> None:
+    def check(self, plan: ShardPlan) -> None:
         """Refuse a plan with a block that could never be on the host.
 
         Raises:
@@ -46,7 +46,7 @@ class HostShare:
         if self._host is not None and self._tenant is not None:
             self._host.reserve(self._tenant)
 
-    def change(self, plans: Iterable[Plan], extra_bytes: int = 0) -> bool:
+    def change(self, plans: Iterable[ShardPlan], extra_bytes: int = 0) -> bool:
         """Reserve room for the fixed bytes of the plans and for `extra_bytes` more; return False if there is no room."""
         if self._host is None or self._tenant is None:
             return True
@@ -57,7 +57,7 @@ class HostShare:
             self._host.reserve(self._tenant)
         return has_room
 
-    def require(self, plans: Iterable[Plan], further: Plan) -> None:
+    def require(self, plans: Iterable[ShardPlan], further: ShardPlan) -> None:
         """Reserve room for a further plan, of another kind of batch.
 
         Raises:

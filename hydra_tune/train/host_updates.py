@@ -15,12 +15,12 @@ from functools import partial
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.home import AtHome
+from hydra_tune.memory.home import HostBlockPin
 from hydra_tune.memory.pressure import NotRepeatableError
 from hydra_tune.shard.gate import GATE
 
 
-class HostUpdates:
+class HostUpdateQueue:
     """The updates of one trial; only one thread at a time may start or await updates."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class HostUpdates:
             over: called with the update's begin and end, by the clock of `time.perf_counter_ns`; called in any case,
                 with the same time twice if the update was not made.
         """
-        home = AtHome(blocks)
+        home = HostBlockPin(blocks)
         try:
             self._last = device.start_on_host(partial(_make, self._last, step, home, over))
         except BaseException:
@@ -73,7 +73,7 @@ class HostUpdates:
 
 
 def _make(
-    before: Future[None] | None, step: Callable[[], None], home: AtHome, over: Callable[[int, int], None]
+    before: Future[None] | None, step: Callable[[], None], home: HostBlockPin, over: Callable[[int, int], None]
 ) -> None:
     began_ns = ended_ns = time.perf_counter_ns()
     try:

@@ -1,6 +1,6 @@
 """Batches of an optimizer step, drawn before earlier batches have run.
 
-`DrawnBatch` is the common part, and `Lane` a batch beside others.
+`PredrawnBatch` is the common part, and `ParallelBatch` a batch beside others.
 """
 
 import time
@@ -14,22 +14,22 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError
-from hydra_tune.memory.block import Block, Geometry, Value, whole_storage
+from hydra_tune.memory.block import Block, BlockTensorView, TensorGeometry, whole_storage
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.gate import GATE
-from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.replicas import Replicas
+from hydra_tune.train.gradients import GradientProcessor
+from hydra_tune.train.replicas import ParameterReplicas
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
-from hydra_tune.train.training_batch import Part, TrainingBatch, Update
+from hydra_tune.train.training_batch import BatchPart, ShardUpdate, TrainingBatch
 
 
-class DrawnBatch(TrainingBatch):
+class PredrawnBatch(TrainingBatch):
     """A batch with a private copy of the data and a private random stream.
 
     Args:
@@ -41,12 +41,12 @@ class DrawnBatch(TrainingBatch):
 
     def __init__(
         self,
-        part: Part,
+        part: BatchPart,
         state: ModelState,
         streams: RandomStreams,
         end: Tensor | None,
         device: Device,
-        gradients: Gradients,
+        gradients: GradientProcessor,
     ) -> None:
         super().__init__(replace(part, leaves=_copied(part.leaves)), state, streams, device, gradients)
         self._end, self._device = end, device
@@ -65,37 +65,37 @@ class DrawnBatch(TrainingBatch):
             )
 
 
-class Lane(DrawnBatch):
+class ParallelBatch(PredrawnBatch):
     """A batch beside others: reads parameters on any device, and adds gradients to earlier sums in turn.
 
     Args:
-        part, state, streams, end, device, gradients: as for `DrawnBatch`.
+        part, state, streams, end, device, gradients: as for `PredrawnBatch`.
         replicas: copies of the parameters.
     """
 
     def __init__(
         self,
-        part: Part,
+        part: BatchPart,
         state: ModelState,
         streams: RandomStreams,
         end: Tensor | None,
         device: Device,
-        gradients: Gradients,
-        replicas: Replicas,
+        gradients: GradientProcessor,
+        replicas: ParameterReplicas,
     ) -> None:
         super().__init__(part, state, streams, end, device, gradients)
         self._replicas = replicas
         # Whether the lane reads copies and leaves the trial's own parameters where they are.
         self.takes_copies = False
 
-    def sums(self, earlier: Mapping[str, Value]) -> Iterator[PendingUnit]:
+    def sums(self, earlier: Mapping[str, BlockTensorView]) -> Iterator[PendingUnit]:
         """Yield units to add the batch's gradients to the sums of all earlier batches, shard by shard."""
         self.take_in(dict(earlier))
         for update in self.updates():
             if any(name in earlier for name in update.names):
                 yield self._sum_unit(update)
 
-    def _sum_unit(self, update: Update) -> PendingUnit:
+    def _sum_unit(self, update: ShardUpdate) -> PendingUnit:
         return self._unit("sum", update.index, partial(self._run_sum, update.names))
 
     def _run_sum(self, names: tuple[str, ...], device: Device, pager: Pager) -> float:
@@ -126,11 +126,11 @@ class Lane(DrawnBatch):
                 self._store.stand_ins = {}
 
 
-def _copied(leaves: Leaves) -> Leaves:
+def _copied(leaves: BatchLeaves) -> BatchLeaves:
     return replace(leaves, tensors=tuple(_copy(tensor) for tensor in leaves.tensors), copies=())
 
 
 def _copy(tensor: Tensor) -> Tensor:
     """Return the tensor on a storage of its own, with the same layout."""
     flat = whole_storage(tensor.detach()).clone()
-    return Geometry.of(tensor).view(flat.untyped_storage(), flat.device)
+    return TensorGeometry.of(tensor).view(flat.untyped_storage(), flat.device)

@@ -1,7 +1,7 @@
 """A mean weighted by samples, in float64."""
 
 
-class Mean:
+class WeightedMean:
     """Accumulates weighted values.
 
     Args:

@@ -23,7 +23,7 @@ from hydra_tune.train.own_states import give_state, state_of
 _PLAIN = (bool, int, float, str)
 
 
-class OwnCopies:
+class TrialLoaderCopies:
     """The copies of a trial, one for each original: parts shared by originals are shared by the copies."""
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ class NumpyStream:
             self.gauss = (int(state[3]), float(state[4])) if len(state) > 3 else (0, 0.0)  # noqa: PLR2004
 
 
-class _Turn:
+class _StreamSwitchLock:
     """The lock of `_Facade`.
 
     Attributes:
@@ -163,7 +163,7 @@ class _Turn:
             self._is_exchanging = False
 
 
-class _Facade(np.random.MT19937):
+class _BitGeneratorFacade(np.random.MT19937):
     """Bit generator of the hidden `RandomState`: stands for the bit generator of the calling thread's stream."""
 
     lock: Any = None
@@ -227,8 +227,8 @@ def set_bit_generator(bitgen: Any) -> None:
         _TURN.replace_base(NumpyStream(bitgen))
 
 
-_FACADE = _Facade(0)
-_TURN = _Turn(NumpyStream(_SINGLETON._bit_generator))  # noqa: SLF001
+_FACADE = _BitGeneratorFacade(0)
+_TURN = _StreamSwitchLock(NumpyStream(_SINGLETON._bit_generator))  # noqa: SLF001
 
 
 def install() -> dict[Any, Any]:
@@ -239,7 +239,7 @@ def install() -> dict[Any, Any]:
     """
     with _LOCK:
         bits = _SINGLETON._bit_generator  # noqa: SLF001
-        if isinstance(bits, _Facade):
+        if isinstance(bits, _BitGeneratorFacade):
             return {}
         _FACADE.lock = _TURN
         base = NumpyStream(bits)

@@ -12,16 +12,16 @@ from torch import nn
 from hydra_tune.errors import BudgetError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.piece_count import Foreseen, PieceCount, choose_count
-from hydra_tune.shard.request import Request, key_of
+from hydra_tune.shard.piece_count import PieceCountChoice, StepCostEstimate, choose_count
+from hydra_tune.shard.request import ShardPlanRequest, key_of
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data import num_samples
-from hydra_tune.train.pieces import Piece, pieces
+from hydra_tune.train.pieces import MicroBatch, pieces
 
 
 def piece_count(
     task: TrainTask, library: PlanLibrary, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
-) -> PieceCount:
+) -> PieceCountChoice:
     """Choose the number of pieces for the batches of a task. Call this inside the trial's own random streams.
 
     Args:
@@ -36,7 +36,7 @@ def piece_count(
         TaskError: the step is invalid.
     """
     whole = replace(task, split_batches=1)
-    request = Request(
+    request = ShardPlanRequest(
         task=whole,
         model=module,
         optimizer=optimizer,
@@ -50,7 +50,7 @@ def piece_count(
     if known is not None:
         return known
 
-    def probe(count: int) -> Foreseen | None:
+    def probe(count: int) -> StepCostEstimate | None:
         piece = next(pieces(batch, count))
         return library.foresee(replace(task, split_batches=count), module, optimizer, piece.batch)
 
@@ -72,11 +72,11 @@ def piece_count(
 
 def _refuse(
     task: TrainTask,
-    found: PieceCount,
+    found: PieceCountChoice,
     library: PlanLibrary,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    piece: Piece,
+    piece: MicroBatch,
 ) -> None:
     """Raise a `BudgetError` that names the shortage and a sufficient budget, found by preparing the smallest piece."""
     try:

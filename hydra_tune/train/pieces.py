@@ -23,7 +23,7 @@ _MAX_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class MicroBatch:
     """A part of a batch.
 
     Attributes:
@@ -39,7 +39,7 @@ class Piece:
     is_last: bool
 
 
-def pieces(batch: Batch, count: int) -> Iterator[Piece]:
+def pieces(batch: Batch, count: int) -> Iterator[MicroBatch]:
     """Cut a batch along the first dimension of its tensors, into pieces of nearly equal size (at most 1 apart).
 
     Args:
@@ -53,14 +53,14 @@ def pieces(batch: Batch, count: int) -> Iterator[Piece]:
     samples = num_samples(batch)
     count = min(count, samples)
     if count <= 1:
-        yield Piece(batch=batch, samples=samples, share=1.0, is_last=True)
+        yield MicroBatch(batch=batch, samples=samples, share=1.0, is_last=True)
         return
     stop = 0
     for index in range(count):
         start, stop = stop, stop + samples // count + (index < samples % count)
         size = stop - start
         cut = _cut(batch, slice(start, stop), samples)
-        yield Piece(batch=cut, samples=size, share=size / samples, is_last=index == count - 1)
+        yield MicroBatch(batch=cut, samples=size, share=size / samples, is_last=index == count - 1)
 
 
 def check_pieces(task: TrainTask, module: nn.Module, batch: Batch, count: int) -> None:

@@ -1,4 +1,4 @@
-"""`Pipeline`: batches of an optimizer step side by side, with a home device for each shard.
+"""`PipelineParallelStep`: batches of an optimizer step side by side, with a home device for each shard.
 
 Parameters stay and batches travel: a device owns some of the shards and runs their units for every batch. Only
 boundaries at the cuts between devices are copied. A parameter's gradients are summed on the device of its shard.
@@ -17,21 +17,21 @@ missing batches, the first in the order misses no batch held back by another que
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from hydra_tune.memory.block import Group, Value
-from hydra_tune.shard.plan import Plan
-from hydra_tune.train.lane import Lane
-from hydra_tune.train.queues import Queued
-from hydra_tune.train.replicas import Replicas
+from hydra_tune.memory.block import BlockTensorView, TensorBlock
+from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.train.lane import ParallelBatch
+from hydra_tune.train.queues import QueuedParallelStep
+from hydra_tune.train.replicas import ParameterReplicas
 from hydra_tune.train.state import ModelState
 
 
-def groups_of_one_shard(plan: Plan, state: ModelState) -> set[Group]:
+def groups_of_one_shard(plan: ShardPlan, state: ModelState) -> set[TensorBlock]:
     """Return the groups of parameters and buffers used by a single shard of the plan."""
     uses = Counter(group for shard in plan.shards for group in state.groups(shard.graph.state))
     return {group for group, count in uses.items() if count == 1}
 
 
-def may_pipeline(plan: Plan, state: ModelState) -> bool:
+def may_pipeline(plan: ShardPlan, state: ModelState) -> bool:
     """Whether pipelined batches of a step give the same bits as batches one after the other."""
     written = [name for shard in plan.shards for name in shard.graph.written_state]
     # Batches reach the homes at different times: a buffer written by a shard and used by another would have another
@@ -39,32 +39,32 @@ def may_pipeline(plan: Plan, state: ModelState) -> bool:
     return plan.may_be_pipelined and groups_of_one_shard(plan, state).issuperset(state.groups(written))
 
 
-def goes_with(plan: Plan, other: Plan) -> bool:
+def goes_with(plan: ShardPlan, other: ShardPlan) -> bool:
     """Whether batches of both plans may share a pipeline: their shards use and train the same parameters."""
     return plan is other or _signature(plan) == _signature(other)
 
 
-def _signature(plan: Plan) -> list[tuple[object, ...]]:
+def _signature(plan: ShardPlan) -> list[tuple[object, ...]]:
     return [
         (set(shard.graph.state), shard.graph.written_state, shard.trained, shard.shared_gradients, shard.has_backward)
         for shard in plan.shards
     ]
 
 
-class Pipeline(Queued):
+class PipelineParallelStep(QueuedParallelStep):
     """Batches under way, with each shard on one device.
 
     Args:
-        lanes, earlier, width, replicas, goes_on_with_shard, updates: see `Queued`.
+        lanes, earlier, width, replicas, goes_on_with_shard, updates: see `QueuedParallelStep`.
         homes: the device of each shard.
     """
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
-        earlier: dict[str, Value],
+        lanes: Sequence[ParallelBatch],
+        earlier: dict[str, BlockTensorView],
         width: int,
-        replicas: Replicas,
+        replicas: ParameterReplicas,
         *,
         homes: Sequence[str],
         goes_on_with_shard: bool,

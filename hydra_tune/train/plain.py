@@ -35,16 +35,16 @@ from hydra_tune.task import (
 from hydra_tune.train.building import build_model, build_optimizer
 from hydra_tune.train.data import moved, no_batch, num_samples, refuse_empty
 from hydra_tune.train.explain import explained
-from hydra_tune.train.own import OwnCopies
+from hydra_tune.train.own import TrialLoaderCopies
 from hydra_tune.train.pieces import check_pieces, pieces
-from hydra_tune.train.trained import Trained
+from hydra_tune.train.trained import TrainingOutcome
 
 Report = Callable[[int, dict[str, float]], bool | None]
 """Called at each report with the step and the metrics; a result of False prunes the run there."""
 
 
 @dataclass(slots=True, kw_only=True)
-class PlainResult(Trained):
+class PlainResult(TrainingOutcome):
     """The outcome of a plain run, read like a pool's `Result`; a pruned run keeps its weights, too.
 
     `status` is `"pruned"` if a report was answered with False, or a bad loss met `on_bad_loss="prune"`. `error` is
@@ -108,7 +108,7 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
     optimizer = build_optimizer(task, groups)
     scheduler = None if task.scheduler is None else task.scheduler(optimizer)
     operators.check(optimizer)
-    run = _Run(
+    run = _PlainRun(
         task=task,
         module=module,
         optimizer=optimizer,
@@ -132,7 +132,7 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
 
 
 @dataclass(slots=True)
-class _Mean:
+class _SampleWeightedMean:
     """A mean weighted by samples, in float64."""
 
     total: float = 0.0
@@ -147,7 +147,7 @@ class _Mean:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Run:
+class _PlainRun:
     """A run under way."""
 
     task: TrainTask
@@ -158,13 +158,13 @@ class _Run:
     device: torch.device
     scaler: torch.amp.GradScaler
     # Copies of loaders, samplers and generators.
-    own: OwnCopies = field(default_factory=OwnCopies)
+    own: TrialLoaderCopies = field(default_factory=TrialLoaderCopies)
     steps: int = 0
     pending: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    interval: _Mean = field(default_factory=_Mean)
+    interval: _SampleWeightedMean = field(default_factory=_SampleWeightedMean)
     started: float = field(default_factory=time.perf_counter)
 
     def epoch(self, epoch: int) -> bool:
@@ -189,7 +189,7 @@ class _Run:
         return True
 
     def _backward(self, batch: Batch) -> None:
-        mean = _Mean()
+        mean = _SampleWeightedMean()
         for piece in pieces(batch, self.task.num_pieces):
             with _autocast(self.task, self.device):
                 loss = _loss(self.task, self.module, self._placed(piece.batch))
@@ -245,7 +245,7 @@ class _Run:
 
     def _report(self, step: int, epoch: int) -> bool:
         self.metrics = {"train_loss": self.interval.value(), **self._evaluate()}
-        self.interval = _Mean()
+        self.interval = _SampleWeightedMean()
         check_reported(self.task.metrics, self.metrics)
         seconds = time.perf_counter() - self.started
         self.history.append({"step": step, "epoch": epoch, "seconds": seconds, **self.metrics})
@@ -255,7 +255,7 @@ class _Run:
         """Average the values of `evaluate` over the validation samples; empty without validation data."""
         if self.task.validate is None:
             return {}
-        means: dict[str, _Mean] = {}
+        means: dict[str, _SampleWeightedMean] = {}
         batches = 0
         self.module.eval()
         with torch.no_grad():
@@ -265,7 +265,7 @@ class _Run:
                 with _autocast(self.task, self.device):
                     values = dict(_scalars(self.task, self.module, self._placed(batch)))
                 for name, value in values.items():
-                    means.setdefault(name, _Mean()).add(value, num_samples(batch))
+                    means.setdefault(name, _SampleWeightedMean()).add(value, num_samples(batch))
         self.module.train()
         if not batches:
             raise no_batch("validate", self.task.validate)

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 from hydra_tune.devices.device import Device
-from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PlanLibrary, Prepared
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.verify import plain_attributes
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.host_share import HostShare
-from hydra_tune.train.shared_times import SharedTimes
+from hydra_tune.train.host_share import HostMemoryQuota
+from hydra_tune.train.shared_times import SharedUnitTimes
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.streams import RandomStreams
 
@@ -31,14 +31,14 @@ _MAX_PLANS = 128
 
 
 @dataclass(slots=True, kw_only=True)
-class Kept:
+class CachedPlan:
     """A plan, the times of its units, and the model's attributes when the plan was made.
 
     `draws` is the number of draws by which a batch moves the torch stream; None if unknown. The number is determined
     once. `ways` lists the ways in which batches of the plan may run together; None until first needed.
     """
 
-    prepared: Prepared
+    prepared: PreparedPlan
     times: UnitTimes
     attributes: dict[str, Any]
     draws: int | None = None
@@ -46,12 +46,12 @@ class Kept:
     ways: list[str] | None = None
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ShardPlan:
         """Cut of the step."""
         return self.prepared.plan
 
 
-class TrialPlans:
+class TrialPlanCache:
     """Makes and keeps a trial's plans.
 
     Args:
@@ -69,8 +69,8 @@ class TrialPlans:
         library: PlanLibrary,
         streams: RandomStreams,
         device: Device,
-        share: HostShare,
-        times: SharedTimes,
+        share: HostMemoryQuota,
+        times: SharedUnitTimes,
     ) -> None:
         self._share = share
         self._times = times
@@ -79,7 +79,7 @@ class TrialPlans:
         self._streams = streams
         self._device = device
         # Least recently used first.
-        self._kept: OrderedDict[Any, list[Kept]] = OrderedDict()
+        self._kept: OrderedDict[Any, list[CachedPlan]] = OrderedDict()
         self._captures: Counter[str] = Counter()
 
     def find(
@@ -88,9 +88,9 @@ class TrialPlans:
         optimizer: torch.optim.Optimizer,
         state: ModelState | None,
         batch: Batch,
-        leaves: Leaves,
+        leaves: BatchLeaves,
         mode: str,
-    ) -> Kept:
+    ) -> CachedPlan:
         """Return a plan that serves a batch; make a new plan if none does.
 
         Args:
@@ -122,7 +122,7 @@ class TrialPlans:
         return found
 
     @property
-    def all(self) -> list[Plan]:
+    def all(self) -> list[ShardPlan]:
         """The plans kept."""
         return [kept.plan for found in self._kept.values() for kept in found]
 
@@ -132,7 +132,7 @@ class TrialPlans:
 
     def _make(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, state: ModelState | None, batch: Batch, mode: str
-    ) -> Kept:
+    ) -> CachedPlan:
         task = self.task
         self._captures[mode] += 1
         # A capture copies the model, so all parameters have to be on the host meanwhile.
@@ -153,11 +153,11 @@ class TrialPlans:
         times = self._times.of(prepared, task.accumulate * task.num_pieces if mode == "train" else 1)
         # The draws of a stochastic plan are counted when the plan first runs.
         draws = None if prepared.plan.is_stochastic else 0
-        return Kept(
+        return CachedPlan(
             prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
         )
 
-    def _is_outdated(self, kept: Kept, module: nn.Module) -> bool:
+    def _is_outdated(self, kept: CachedPlan, module: nn.Module) -> bool:
         """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
         if kept.plan.eager or not any(one.plan.eager for plans in self._kept.values() for one in plans):
             return False

@@ -1,4 +1,4 @@
-"""`Queued`: batches side by side with their units in queues; each queue has at most one unit due at a time.
+"""`QueuedParallelStep`: batches side by side with their units in queues; each queue has at most one unit due at a time.
 
 A queue is near the device of its last unit. No unit waits for the near device while another device could take the unit:
 when a unit is due, nothing else of its queue runs, and the near device is either idle and takes the unit, or works for
@@ -23,7 +23,7 @@ more: all batches have had their backward there, and so all forwards and the bac
 is updated with the first shard that uses it. All losses are known by then. The updates are units of the last batch, so
 no two updates run at once. Meanwhile other batches run backward units of earlier shards. The optimizer's step takes
 every parameter with a gradient and must not see the gradients of other batches, so units of a lane compute on stand-ins
-for the parameters (`Replicas`).
+for the parameters (`ParameterReplicas`).
 """
 
 from abc import abstractmethod
@@ -32,15 +32,15 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hydra_tune.errors import BadLossError
-from hydra_tune.memory.block import Value
-from hydra_tune.train.lane import Lane
-from hydra_tune.train.replicas import Replicas
-from hydra_tune.train.spread import LaneUnit, Spread
+from hydra_tune.memory.block import BlockTensorView
+from hydra_tune.train.lane import ParallelBatch
+from hydra_tune.train.replicas import ParameterReplicas
+from hydra_tune.train.spread import ParallelStep, ParallelUnit
 from hydra_tune.train.step import PendingUnit
 
 
 @dataclass(slots=True)
-class _Queue:
+class _ParallelUnitQueue:
     """Units of which at most one is due at a time."""
 
     near: str | None
@@ -49,11 +49,11 @@ class _Queue:
     at_hand: tuple[str, int] | None = None
 
 
-class Queued(Spread):
+class QueuedParallelStep(ParallelStep):
     """Batches under way, with their units in queues.
 
     Args:
-        lanes, earlier, width, replicas: see `Spread`; the lanes' plans are compatible with each other.
+        lanes, earlier, width, replicas: see `ParallelStep`; the lanes' plans are compatible with each other.
         queues: names of the queues in asking order, each with its near device at first.
         goes_on_with_shard: whether a queue prefers its present shard to the oldest batch.
         updates: whether shards are updated, because the step ends with these batches.
@@ -61,17 +61,17 @@ class Queued(Spread):
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
-        earlier: dict[str, Value],
+        lanes: Sequence[ParallelBatch],
+        earlier: dict[str, BlockTensorView],
         width: int,
-        replicas: Replicas,
+        replicas: ParameterReplicas,
         *,
         queues: Iterable[tuple[Hashable, str | None]],
         goes_on_with_shard: bool,
         updates: bool,
     ) -> None:
         super().__init__(lanes, earlier, width, replicas)
-        self._queues = {name: _Queue(near) for name, near in queues}
+        self._queues = {name: _ParallelUnitQueue(near) for name, near in queues}
         self._goes_on_with_shard = goes_on_with_shard
         self._waits_for_batches = goes_on_with_shard and width >= len(lanes)
         # The batch whose backward units are followed by updates.
@@ -101,13 +101,13 @@ class Queued(Spread):
     def _size(self, queue: Hashable) -> int:
         """Return the number of batches in a queue, for each shard of the queue."""
 
-    def _first(self) -> list[LaneUnit]:
+    def _first(self) -> list[ParallelUnit]:
         while self._started < min(self._end, len(self._over) + self._width):
             self._started += 1
             self._advance(self._started - 1)
         return [found for name in self._queues if (found := self._due(name)) is not None]
 
-    def _after(self, rank: int, device: str) -> list[LaneUnit]:
+    def _after(self, rank: int, device: str) -> list[ParallelUnit]:
         unit = self._running.pop(rank)
         name = self._queue_of(rank, unit.shard)
         queue = self._queues[name]
@@ -137,7 +137,7 @@ class Queued(Spread):
         lane.clear()
         self._over.add(rank)
 
-    def _due(self, name: Hashable) -> LaneUnit | None:
+    def _due(self, name: Hashable) -> ParallelUnit | None:
         """Return the next unit of a queue, if no unit of the queue is under way and a unit may run."""
         queue = self._queues[name]
         if queue.is_busy or self._error is not None:
@@ -159,9 +159,9 @@ class Queued(Spread):
             # The sums of earlier batches enter before the unit runs, so the backward adds to them in the order of the
             # batches.
             self._lanes[rank].take_in({name: self._sum.pop(name) for name in names if name in self._sum})
-        return LaneUnit(rank=rank, pending=unit, near=queue.near)
+        return ParallelUnit(rank=rank, pending=unit, near=queue.near)
 
-    def _urgency(self, rank: int, queue: _Queue) -> tuple[bool, bool, int]:
+    def _urgency(self, rank: int, queue: _ParallelUnitQueue) -> tuple[bool, bool, int]:
         """Return a sort key, the most urgent unit first.
 
         Updates go first because they free memory, then units of the queue's present shard, then the oldest batch.

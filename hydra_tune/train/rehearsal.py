@@ -15,36 +15,36 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.devices.device import Device
-from hydra_tune.memory.block import Kind
-from hydra_tune.shard.batch import Leaves
-from hydra_tune.shard.plan import Plan
-from hydra_tune.shard.remembered import Remembered
+from hydra_tune.memory.block import BlockKind
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.remembered import MemoizedShardExecutor
 from hydra_tune.shard.unbuilt import bodiless_twin
 from hydra_tune.shard.update_pilot import stand_in_for
 from hydra_tune.shard.whole import EagerStep
 from hydra_tune.task import TrainTask
 from hydra_tune.train import grouped
-from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.helpers import Arrangement
-from hydra_tune.train.plans import Kept
-from hydra_tune.train.spread import Spread
+from hydra_tune.train.gradients import GradientProcessor
+from hydra_tune.train.helpers import StepStrategy
+from hydra_tune.train.plans import CachedPlan
+from hydra_tune.train.spread import ParallelStep
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.timing import StepTimes
 from hydra_tune.train.training import OptimizerStep
-from hydra_tune.train.training_batch import Part
+from hydra_tune.train.training_batch import BatchPart
 from hydra_tune.train.ways import GROUPED
 
 
-class _FiniteGradients(Gradients):
+class _FiniteGradientProcessor(GradientProcessor):
     """Gradients that are always finite, because fakes have no values."""
 
     def _unscale(self, gradients: Any, scale: Tensor) -> None:
         del gradients, scale
 
 
-class Rehearsal:
+class TrialRehearsal:
     """A trial, inside a `Stage`.
 
     Args:
@@ -66,8 +66,8 @@ class Rehearsal:
         task: TrainTask,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        kept: Kept,
-        leaves: Leaves,
+        kept: CachedPlan,
+        leaves: BatchLeaves,
         device: Device,
         *,
         knows_length: bool = True,
@@ -86,7 +86,7 @@ class Rehearsal:
         self.together = self._num_together(kept.plan)
         self.state = ModelState(twin, stand_in, self.plan, device)
         self._streams = RandomStreams(task.seed)
-        self._gradients = _FiniteGradients(task)
+        self._gradients = _FiniteGradientProcessor(task)
 
     def keep_pace(self, pace: StepTimes) -> None:
         """Use measured times of the trial's steps."""
@@ -96,7 +96,7 @@ class Rehearsal:
     def parameter_bytes(self) -> int:
         """Bytes of all parameters."""
         groups = self.state.groups(self.plan.used_state())
-        return sum(group.size for group in groups if group.kind is Kind.PARAMETERS)
+        return sum(group.size for group in groups if group.kind is BlockKind.PARAMETERS)
 
     def steps(self, count: int) -> Generator[PendingUnit | None, None, None]:
         """Yield the units of `count` optimizer steps, and None after each step."""
@@ -105,7 +105,7 @@ class Rehearsal:
             yield None
         self.state.drop()
 
-    def _num_together(self, plan: Plan) -> int:
+    def _num_together(self, plan: ShardPlan) -> int:
         """Return the number of batches that go through each shard together."""
         counted = self._counts_draws or not plan.is_stochastic
         worth_it = counted and plan.may_be_pipelined and grouped.is_worth_it(plan)
@@ -114,19 +114,19 @@ class Rehearsal:
     def _step(self) -> Iterator[PendingUnit]:
         how = None
         if self.together > 1:
-            how = Arrangement(way=GROUPED, width=self.together, plan=self.plan)
+            how = StepStrategy(way=GROUPED, width=self.together, plan=self.plan)
         step = OptimizerStep(self._task.accumulate, self.state, self._streams, self._device, self._gradients, how)
         try:
             for number in range(self.num_parts):
                 is_last = (number + 1) % self._task.num_pieces == 0
                 share = 1 / self._task.num_pieces
-                part = Part(plan=self.plan, times=self.times, leaves=self._leaves, share=share, ends_batch=is_last)
+                part = BatchPart(plan=self.plan, times=self.times, leaves=self._leaves, share=share, ends_batch=is_last)
                 if step.takes(self.plan):
                     step.draw_ahead(part, 0)
                 else:
                     yield from step.batch(part)
             for unit in step.together():
-                assert not isinstance(unit, Spread), "nobody helps in a rehearsal"
+                assert not isinstance(unit, ParallelStep), "nobody helps in a rehearsal"
                 yield unit
             yield from step.finish()
         finally:
@@ -148,7 +148,7 @@ def _doubles(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Mo
     return twin, stand_in_for(optimizer, members, [doubles[key] for key, _ in placed])
 
 
-def _plan(plan: Plan, task: TrainTask, twin: nn.Module, leaves: Leaves) -> Plan:
+def _plan(plan: ShardPlan, task: TrainTask, twin: nn.Module, leaves: BatchLeaves) -> ShardPlan:
     """Return the plan for tensors without bytes: no unit draws, and the user's own code runs on the twin."""
     shards = []
     for shard in plan.shards:
@@ -158,5 +158,5 @@ def _plan(plan: Plan, task: TrainTask, twin: nn.Module, leaves: Leaves) -> Plan:
         # Fakes hold no numbers, so draws would only move the streams.
         shards.append(replace(shard, graph=replace(shard.graph, module=module, stochastic=False)))
     constants = {name: _like(tensor) for name, tensor in plan.constants.items()}
-    computing = plan.computing if plan.eager else Remembered()
+    computing = plan.computing if plan.eager else MemoizedShardExecutor()
     return replace(plan, shards=tuple(shards), constants=constants, computing=computing)

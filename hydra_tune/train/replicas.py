@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from hydra_tune.devices.device import Device
-from hydra_tune.memory.block import Block, Group
+from hydra_tune.memory.block import Block, TensorBlock
 from hydra_tune.memory.home import await_home, drop
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.lease import Lease
@@ -35,7 +35,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.train.state import ModelState
 
 
-class _Original:
+class _ReplicaSourceTier:
     """Source of a copy where host copies may go to disk; acts as the tier of the copy.
 
     Args:
@@ -43,7 +43,7 @@ class _Original:
         host: counts the group's host copy.
     """
 
-    def __init__(self, group: Group, host: HostTier) -> None:
+    def __init__(self, group: TensorBlock, host: HostTier) -> None:
         self._group = group
         self._host = host
         self._is_held = False
@@ -83,7 +83,7 @@ class _Original:
         raise AssertionError(block.number)
 
 
-class Replicas:
+class ParameterReplicas:
     """Read-only copies of a trial's groups, on any number of devices.
 
     Args:
@@ -92,10 +92,10 @@ class Replicas:
     """
 
     def __init__(self, state: ModelState) -> None:
-        self.moving: Collection[Group] = frozenset()
+        self.moving: Collection[TensorBlock] = frozenset()
         """Groups used by a single unit at a time, which move instead of being copied."""
         self._state = state
-        self._copies: dict[tuple[Group, Pager], Block] = {}
+        self._copies: dict[tuple[TensorBlock, Pager], Block] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -121,7 +121,7 @@ class Replicas:
             The lease, and by name the tensors to read in place of the trial's own.
         """
         groups = self._state.groups(names)
-        chosen: dict[Group, Block] = {}
+        chosen: dict[TensorBlock, Block] = {}
         try:
             for group in groups:
                 chosen[group] = group if group in self.moving else self._choose(group, pager, copies=copies)
@@ -141,7 +141,7 @@ class Replicas:
             drop(copy)
         self._copies.clear()
 
-    def _choose(self, group: Group, pager: Pager, *, copies: bool) -> Block:
+    def _choose(self, group: TensorBlock, pager: Pager, *, copies: bool) -> Block:
         """Return the group itself, pinned to stay or to come here, or else a copy."""
         # Before the lock is taken: work at home ends by taking the group's lock itself.
         await_home(group)
@@ -159,7 +159,7 @@ class Replicas:
                 copy = Block(group.kind, group.size, pager.device.alignment)
                 copy.owner = group.owner
                 if isinstance(group.tier, HostTier):
-                    copy.tier = _Original(group, group.tier)
+                    copy.tier = _ReplicaSourceTier(group, group.tier)
                 else:
                     # Shared and never written: a copy never changes, and the group does not before `close`.
                     copy.host = group.host
@@ -167,7 +167,7 @@ class Replicas:
                     self._copies[group, pager] = copy
             return copy
 
-    def _stand_ins(self, names: Sequence[str], chosen: dict[Group, Block]) -> dict[str, Tensor]:
+    def _stand_ins(self, names: Sequence[str], chosen: dict[TensorBlock, Block]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for group, block in chosen.items():
             if block is group:

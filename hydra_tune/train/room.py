@@ -24,7 +24,7 @@ _KNOWN: dict[Hashable, int] = {}
 """Bytes by operator and geometry of the arguments, for all trials of the process."""
 
 
-class RoomTracker(StorageTracker):  # type: ignore[no-untyped-call]
+class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]
     """Follows the allocations of a step, or of a unit, and takes room beyond the granted bytes.
 
     Args:

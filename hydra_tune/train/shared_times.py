@@ -1,4 +1,4 @@
-"""`SharedTimes`: the unit times of plans, measured together by all trials that run the plans.
+"""`SharedUnitTimes`: the unit times of plans, measured together by all trials that run the plans.
 
 Note: the reason. A trial's remaining time is many times a unit's seconds, so for a trial with sixty steps to go an
 error of a hundredth is more than half a step. Measured trial by trial, equal trials seem to differ by several steps,
@@ -10,21 +10,21 @@ import itertools
 import threading
 from weakref import WeakKeyDictionary
 
-from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.library import PreparedPlan
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.step import unit_times
 
 
-class SharedTimes:
+class SharedUnitTimes:
     """Unit times by plan, for the trials of one pool. May be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         # By plan, then by batches of a step.
-        self._times: WeakKeyDictionary[Prepared, dict[int, UnitTimes]] = WeakKeyDictionary()
+        self._times: WeakKeyDictionary[PreparedPlan, dict[int, UnitTimes]] = WeakKeyDictionary()
 
-    def of(self, prepared: Prepared, accumulate: int = 1) -> UnitTimes:
+    def of(self, prepared: PreparedPlan, accumulate: int = 1) -> UnitTimes:
         """Return the unit times of a plan in a step of `accumulate` batches: measured times, or first estimates.
 
         Args:

@@ -1,4 +1,4 @@
-"""`Snapshot`: a trial's state between two steps, in place, and two ways to preserve the present state."""
+"""`TrialStateSnapshot`: a trial's state between two steps, in place, and two ways to preserve the present state."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.memory.block import lay_out
 from hydra_tune.train.state import ModelState
 
@@ -15,7 +15,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class TrialStateSnapshot:
     """A trial's state, to be saved before any code of the trial runs again.
 
     Attributes:
@@ -33,7 +33,7 @@ class Snapshot:
         """Host memory for a copy, in bytes."""
         return lay_out(list(self.tensors.values()), _ALIGNMENT)[1]
 
-    def copied(self, labels: Mapping[str, Any], buffer: Tensor | None = None) -> Saved:
+    def copied(self, labels: Mapping[str, Any], buffer: Tensor | None = None) -> CheckpointContent:
         """Copy the state to the host; the trial may go on afterwards.
 
         Args:
@@ -51,19 +51,21 @@ class Snapshot:
             if id(tensor) not in held:
                 targets[id(tensor)].copy_(tensor.detach())
         # By `id`, so a tensor with two names is copied once.
-        return Saved(facts=self.facts, tensors={n: targets[id(t)] for n, t in self.tensors.items()}, labels=labels)
+        return CheckpointContent(
+            facts=self.facts, tensors={n: targets[id(t)] for n, t in self.tensors.items()}, labels=labels
+        )
 
-    def in_place(self, labels: Mapping[str, Any]) -> Saved:
+    def in_place(self, labels: Mapping[str, Any]) -> CheckpointContent:
         """Return the state in place, without a copy; valid only until the trial goes on."""
         held = {} if self.state is None else self.state.aliases()
         tensors = {name: held.get(id(tensor), tensor.detach()) for name, tensor in self.tensors.items()}
-        return Saved(facts=self.facts, tensors=tensors, labels=labels)
+        return CheckpointContent(facts=self.facts, tensors=tensors, labels=labels)
 
 
-class Snapshots(Protocol):
+class SnapshotSource(Protocol):
     """A trial between two of its steps, as seen by its keeper."""
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TrialStateSnapshot:
         """Return the present state.
 
         Raises:
@@ -71,14 +73,14 @@ class Snapshots(Protocol):
         """
 
 
-class Keeper(Protocol):
+class SnapshotSaver(Protocol):
     """Interface of the part that saves a trial."""
 
     @property
     def every_steps(self) -> int | None:
         """Optimizer steps between two checkpoints; None if checkpoints do not depend on steps."""
 
-    def reached(self, trial: Snapshots, *, steps: int, at_report: bool, is_last: bool) -> None:
+    def reached(self, trial: SnapshotSource, *, steps: int, at_report: bool, is_last: bool) -> None:
         """Save the trial if due; the trial is between two steps and goes on when this returns.
 
         Args:

@@ -1,10 +1,10 @@
 """Batches of an optimizer step side by side, on as many devices as offer to run units.
 
-`Spread` is the pool's view, for every way of splitting batches: due units, and the units due after a unit has run.
-`DataParallel` is the first way: each batch goes through its units in order, from gradients of zero, on any free device.
-When its backward is over and the gradients of all earlier batches are summed, its own gradients are added. So every sum
-is made in the order of the batches, as in a plain loop, and the result is the same on one device and on many. The other
-way is in `pipeline.py`.
+`ParallelStep` is the pool's view, for every way of splitting batches: due units, and the units due after a unit has
+run. `DataParallelStep` is the first way: each batch goes through its units in order, from gradients of zero, on any
+free device. When its backward is over and the gradients of all earlier batches are summed, its own gradients are
+added. So every sum is made in the order of the batches, as in a plain loop, and the result is the same on one device
+and on many. The other way is in `pipeline.py`.
 
 The number of batches under way at once is limited, because the values between their units need room on the host.
 """
@@ -15,17 +15,17 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from hydra_tune.errors import BadLossError
-from hydra_tune.memory.block import Value
+from hydra_tune.memory.block import BlockTensorView
 from hydra_tune.memory.home import drop
-from hydra_tune.train.lane import Lane
-from hydra_tune.train.replicas import Replicas
+from hydra_tune.train.lane import ParallelBatch
+from hydra_tune.train.replicas import ParameterReplicas
 from hydra_tune.train.step import PendingUnit
 
 _DONE = "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneUnit:
+class ParallelUnit:
     """A due unit.
 
     Attributes:
@@ -39,7 +39,7 @@ class LaneUnit:
     near: str | None = None
 
 
-class Spread(ABC):
+class ParallelStep(ABC):
     """Batches under way side by side. Methods may be called from any thread.
 
     Args:
@@ -49,7 +49,13 @@ class Spread(ABC):
         replicas: copies for the batches to read; closed with the spread.
     """
 
-    def __init__(self, lanes: Sequence[Lane], earlier: dict[str, Value], width: int, replicas: Replicas) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[ParallelBatch],
+        earlier: dict[str, BlockTensorView],
+        width: int,
+        replicas: ParameterReplicas,
+    ) -> None:
         self._lanes = list(lanes)
         self._sum = dict(earlier)
         self._width = width
@@ -60,12 +66,12 @@ class Spread(ABC):
         self._end = len(self._lanes)
         self._error: BadLossError | None = None
 
-    def start(self) -> list[LaneUnit]:
+    def start(self) -> list[ParallelUnit]:
         """Return the first units."""
         with self._lock:
             return self._counted(self._first())
 
-    def finished(self, rank: int, device: str) -> tuple[list[LaneUnit], bool]:
+    def finished(self, rank: int, device: str) -> tuple[list[ParallelUnit], bool]:
         """Record that a batch's unit has run on a device.
 
         Returns:
@@ -77,7 +83,7 @@ class Spread(ABC):
             found = self._counted(self._after(rank, device))
             return found, not self._under_way
 
-    def result(self) -> dict[str, Value]:
+    def result(self) -> dict[str, BlockTensorView]:
         """Return the sums, by parameter name, once the spread is over.
 
         Raises:
@@ -98,34 +104,34 @@ class Spread(ABC):
         self._sum = {}
         self._replicas.close()
 
-    def _counted(self, found: list[LaneUnit]) -> list[LaneUnit]:
+    def _counted(self, found: list[ParallelUnit]) -> list[ParallelUnit]:
         self._under_way += len(found)
         return found
 
     @abstractmethod
-    def _first(self) -> list[LaneUnit]:
+    def _first(self) -> list[ParallelUnit]:
         """Return the units due at the start."""
 
     @abstractmethod
-    def _after(self, rank: int, device: str) -> list[LaneUnit]:
+    def _after(self, rank: int, device: str) -> list[ParallelUnit]:
         """Return the units due after a unit of the batch."""
 
 
-class DataParallel(Spread):
+class DataParallelStep(ParallelStep):
     """Whole batches, each on one device, as far as devices are free; gradients are summed batch by batch.
 
     Args:
-        lanes, earlier, width, replicas: see `Spread`.
+        lanes, earlier, width, replicas: see `ParallelStep`.
         names: the parameters with summed gradients.
     """
 
     def __init__(
         self,
-        lanes: Sequence[Lane],
+        lanes: Sequence[ParallelBatch],
         names: Sequence[str],
-        earlier: dict[str, Value],
+        earlier: dict[str, BlockTensorView],
         width: int,
-        replicas: Replicas,
+        replicas: ParameterReplicas,
     ) -> None:
         super().__init__(lanes, earlier, width, replicas)
         self._names = list(names)
@@ -140,14 +146,14 @@ class DataParallel(Spread):
             program.close()
         super().close()
 
-    def _first(self) -> list[LaneUnit]:
-        found: list[LaneUnit] = []
+    def _first(self) -> list[ParallelUnit]:
+        found: list[ParallelUnit] = []
         while self._started < min(self._end, self._summed + self._width):
             self._started += 1
             found += self._go_on(self._started - 1, None)
         return found
 
-    def _after(self, rank: int, device: str) -> list[LaneUnit]:
+    def _after(self, rank: int, device: str) -> list[ParallelUnit]:
         own = self._go_on(rank, device)
         return [*own, *self._first()]
 
@@ -161,7 +167,7 @@ class DataParallel(Spread):
         self._sum = lane.give_away(self._names)
         lane.clear()
 
-    def _go_on(self, rank: int, device: str | None) -> list[LaneUnit]:
+    def _go_on(self, rank: int, device: str | None) -> list[ParallelUnit]:
         """Advance a batch to its next unit, near the last device, or to the wait for earlier sums.
 
         A finished batch also releases the next batch, if the next batch waits for the sums.
@@ -173,7 +179,7 @@ class DataParallel(Spread):
                 self._end, self._error = rank, error
                 break
             if isinstance(pending, PendingUnit):
-                return [LaneUnit(rank=rank, pending=pending, near=device)]
+                return [ParallelUnit(rank=rank, pending=pending, near=device)]
             if pending is None:
                 # Only the oldest unsummed batch may add its gradients now.
                 if rank > self._summed:

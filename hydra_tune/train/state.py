@@ -27,20 +27,20 @@ from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
-from hydra_tune.memory.block import Block, Group, Kind, lay_out, storage_identity
+from hydra_tune.memory.block import Block, BlockKind, TensorBlock, lay_out, storage_identity
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.memory.readers import Readers
-from hydra_tune.memory.tenant import Tenant
+from hydra_tune.memory.readers import TrialTensorReaders
+from hydra_tune.memory.tenant import TrialMemoryContext
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.own_state import check_state, check_still_frozen
-from hydra_tune.shard.plan import Plan, Shard
-from hydra_tune.shard.request import Layout
+from hydra_tune.shard.plan import Shard, ShardPlan
+from hydra_tune.shard.request import TrialStateLayout
 from hydra_tune.shard.split import ShardGraph
-from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.host_updates import HostUpdates
+from hydra_tune.train.gradients import GradientProcessor
+from hydra_tune.train.host_updates import HostUpdateQueue
 
 _NUMBERS = itertools.count()
 # Key of the optimizer state's single group, where units run the user's own code.
@@ -76,10 +76,10 @@ class ModelState:
         self,
         module: nn.Module,
         optimizer: Optimizer,
-        plan: Plan,
+        plan: ShardPlan,
         device: Device,
         host: HostTier | None = None,
-        tenant: Tenant | None = None,
+        tenant: TrialMemoryContext | None = None,
         before: "ModelState | None" = None,
         *,
         runs_own_code: bool = False,
@@ -91,13 +91,13 @@ class ModelState:
         self.number: int = next(_NUMBERS) if before is None else before.number
         self.watcher: Callable[[int, str | None], None] | None = None
         self.recomputed: list[ShardGraph] = []
-        self.readers = Readers()
+        self.readers = TrialTensorReaders()
         self.around_step: Callable[[Device | None], AbstractContextManager[object]] = nullcontext
         self.module = module
         self.optimizer = optimizer
         self.tensors: dict[str, Tensor] = dict(named_state(module))
         owners = {name: shards[0] for name, shards in plan.used_state().items() if len(shards) == 1}
-        self.layout = Layout(plan=plan, owners=owners)
+        self.layout = TrialStateLayout(plan=plan, owners=owners)
         self._frozen = {
             name: tensor
             for name, tensor in self.tensors.items()
@@ -107,10 +107,10 @@ class ModelState:
         in_order = [id(p) for group in optimizer.param_groups for p in group["params"]]
         # Lazy parameters have no name yet.
         self._optimized = tuple(names[key] for key in in_order if key in names)
-        self._group_of: dict[str, Group] = {}
-        self._optimizer_groups: dict[tuple[str, ...], list[Group]] = {}
+        self._group_of: dict[str, TensorBlock] = {}
+        self._optimizer_groups: dict[tuple[str, ...], list[TensorBlock]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
-        self._host_updates = HostUpdates()
+        self._host_updates = HostUpdateQueue()
         # Tensors in common may lie in another trial's buffer, so a shared storage is no mistake there.
         common = self.readers.in_common(list(self.tensors.values()))
         own = {name: tensor for name, tensor in self.tensors.items() if id(tensor) not in common}
@@ -132,13 +132,13 @@ class ModelState:
         """Return the name of a parameter or buffer."""
         return self._names[id(tensor)]
 
-    def groups(self, names: Iterable[str]) -> list[Group]:
+    def groups(self, names: Iterable[str]) -> list[TensorBlock]:
         """Return the groups of the named parameters and buffers."""
         return list(dict.fromkeys(self._group_of[name] for name in names))
 
-    def optimizer_groups(self, names: tuple[str, ...]) -> list[Group]:
+    def optimizer_groups(self, names: tuple[str, ...]) -> list[TensorBlock]:
         """Return the groups of the named parameters' optimizer state; none before the first update."""
-        found: list[Group] = []
+        found: list[TensorBlock] = []
         # A copy of the items: a prefetch asks for the blocks of coming units from another thread while an update adds a
         # group.
         for members, groups in list(self._optimizer_groups.items()):
@@ -173,7 +173,7 @@ class ModelState:
         """
         check_still_frozen(self._frozen)
 
-    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: Gradients) -> None:
+    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: GradientProcessor) -> None:
         """Take one optimizer step for some parameters; the optimizer skips all others, which have no gradient.
 
         For every optimizer with a per-parameter update, the result equals, to the last bit, a single step over all
@@ -185,7 +185,7 @@ class ModelState:
         for group in self.optimizer_groups(names):
             group.dirty = True
 
-    def _step(self, gradients: dict[str, Tensor], rules: Gradients) -> None:
+    def _step(self, gradients: dict[str, Tensor], rules: GradientProcessor) -> None:
         for name, gradient in gradients.items():
             self.tensors[name].grad = gradient
         try:
@@ -198,7 +198,7 @@ class ModelState:
                 # Even after an error: a left-over gradient would be applied by the next shard's update.
                 self.tensors[name].grad = None
 
-    def _collect(self, groups: Iterable[Group], whose: str) -> None:
+    def _collect(self, groups: Iterable[TensorBlock], whose: str) -> None:
         """Copy tensors back into the groups, where the user's code has given tensors other memory (`p.data = ...`).
 
         Raises:
@@ -218,26 +218,26 @@ class ModelState:
         self,
         names: tuple[str, ...],
         gradients: dict[str, Tensor],
-        rules: Gradients,
+        rules: GradientProcessor,
         device: Device,
         over: Callable[[int, int], None],
     ) -> None:
         """Start an update on the host, for parameters with optimizer state that never leaves the host.
 
         The device copies of the parameters are given up. The update runs beside the device's next units; see
-        `HostUpdates`.
+        `HostUpdateQueue`.
 
         Args:
             names: the parameters.
             gradients: gradients of the parameters, on the host; emptied when the update is over.
             rules: rules for the gradients.
             device: the device beside which the update runs.
-            over: as of `HostUpdates.start`.
+            over: as of `HostUpdateQueue.start`.
         """
         step = functools.partial(self._step_on_host, gradients, rules)
         self._host_updates.start(device, self.groups(names), step, over)
 
-    def _step_on_host(self, gradients: dict[str, Tensor], rules: Gradients) -> None:
+    def _step_on_host(self, gradients: dict[str, Tensor], rules: GradientProcessor) -> None:
         try:
             with not_repeatable(STEP_BEGUN), self.around_step(None):
                 self._step(gradients, rules)
@@ -281,7 +281,7 @@ class ModelState:
         # The new tensors are copied on another thread, so the kernels that fill them must have ended.
         device.synchronize()
         fresh = _by_key(fresh)
-        group = self._new_group(Kind.OPTIMIZER, list(fresh.values()), device)
+        group = self._new_group(BlockKind.OPTIMIZER, list(fresh.values()), device)
         self._adopted.update(fresh)
         self._optimizer_groups.setdefault(names, []).append(group)
 
@@ -311,7 +311,7 @@ class ModelState:
             }
             if found:
                 found = _by_key(found)
-                group = self._new_group(Kind.OPTIMIZER, list(found.values()), device)
+                group = self._new_group(BlockKind.OPTIMIZER, list(found.values()), device)
                 self._adopted.update(found)
                 self._optimizer_groups.setdefault(names, []).append(group)
 
@@ -344,7 +344,7 @@ class ModelState:
                     by_key.setdefault(key, []).append(value)
         tensors = [tensor for tensors in by_key.values() for tensor in tensors]
         if tensors:
-            self._optimizer_groups = {_ALL: [self._new_group(Kind.OPTIMIZER, tensors, device)]}
+            self._optimizer_groups = {_ALL: [self._new_group(BlockKind.OPTIMIZER, tensors, device)]}
 
     def refresh(self, lease: Lease, device: Device) -> None:
         """Make the groups hold the present tensors, after the user's own code has run under a lease on all groups.
@@ -358,9 +358,9 @@ class ModelState:
         """
         self.tensors = dict(named_state(self.module))
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}
-        parts: dict[Kind, list[Tensor]] = {Kind.PARAMETERS: [], Kind.BUFFERS: []}
+        parts: dict[BlockKind, list[Tensor]] = {BlockKind.PARAMETERS: [], BlockKind.BUFFERS: []}
         for tensor in self.tensors.values():
-            parts[Kind.PARAMETERS if isinstance(tensor, nn.Parameter) else Kind.BUFFERS].append(tensor)
+            parts[BlockKind.PARAMETERS if isinstance(tensor, nn.Parameter) else BlockKind.BUFFERS].append(tensor)
         present = dict.fromkeys(self._group_of.values())
         for kind, tensors in parts.items():
             group = next((group for group in present if group.kind is kind), None)
@@ -371,15 +371,15 @@ class ModelState:
                 self._group_of.update({self._names[id(tensor)]: renewed for tensor in tensors})
         groups = self._optimizer_groups.get(_ALL)
         state = self._renewed(
-            groups[0] if groups else None, Kind.OPTIMIZER, optimizer_tensors(self.optimizer, device), lease, device
+            groups[0] if groups else None, BlockKind.OPTIMIZER, optimizer_tensors(self.optimizer, device), lease, device
         )
         if state is not None:
             state.dirty = True
             self._optimizer_groups = {_ALL: [state]}
 
     def _renewed(
-        self, group: Group | None, kind: Kind, tensors: list[Tensor], lease: Lease, device: Device
-    ) -> Group | None:
+        self, group: TensorBlock | None, kind: BlockKind, tensors: list[Tensor], lease: Lease, device: Device
+    ) -> TensorBlock | None:
         """Return a group of exactly the given tensors: the present group if unchanged, else a new group instead."""
         if group is None and not tensors:
             return None
@@ -397,14 +397,14 @@ class ModelState:
                 known = set(map(id, group.tensors)) - set(map(id, group.strays()))
                 kept = [tensor for tensor in tensors if id(tensor) in known]
                 self.readers.point(kept, [tensor.detach().clone() for tensor in kept])
-            fresh = Group(kind, tensors, device, self.readers, is_loose=True)
+            fresh = TensorBlock(kind, tensors, device, self.readers, is_loose=True)
             fresh.owner, fresh.tenant = self.number, self.tenant
         else:
             device.synchronize()
             fresh = self._new_group(kind, tensors, device)
         # The next step of the same unit needs the new group on the device.
         lease.exchange(group, fresh)
-        if kind is Kind.PARAMETERS:
+        if kind is BlockKind.PARAMETERS:
             # A trial with its own code has a single shard.
             fresh.shard = 0
             fresh.on_moved = None if group is None else group.on_moved
@@ -523,21 +523,23 @@ class ModelState:
         """Bytes of all groups, as they lie on the host."""
         return sum(block.nbytes for block in self._blocks())
 
-    def _blocks(self) -> list[Group]:
+    def _blocks(self) -> list[TensorBlock]:
         optimizer = [group for groups in self._optimizer_groups.values() for group in groups]
         return [*dict.fromkeys(self._group_of.values()), *optimizer]
 
-    def _new_group(self, kind: Kind, tensors: Sequence[Tensor], device: Device) -> Group:
+    def _new_group(self, kind: BlockKind, tensors: Sequence[Tensor], device: Device) -> TensorBlock:
         nbytes = lay_out(tensors, device.alignment)[1]
         # A host tier counts a loose group only from its first move on.
         if self._host is None or self._is_loose:
             is_loose = self._is_loose
-            group = device.on_host(functools.partial(Group, kind, tensors, device, self.readers, is_loose=is_loose))
+            group = device.on_host(
+                functools.partial(TensorBlock, kind, tensors, device, self.readers, is_loose=is_loose)
+            )
             group.owner, group.tenant = self.number, self.tenant
             return group
         self._host.take(nbytes)
         try:
-            group = device.on_host(functools.partial(Group, kind, tensors, device, self.readers))
+            group = device.on_host(functools.partial(TensorBlock, kind, tensors, device, self.readers))
         except BaseException:
             # The room was taken above, and no group will ever give it back.
             self._host.ledger.give_back(nbytes)
@@ -546,14 +548,14 @@ class ModelState:
         self._host.enter(group)
         return group
 
-    def _build(self, plan: Plan, device: Device) -> None:
-        members: dict[tuple[Kind, object], list[str]] = {}
+    def _build(self, plan: ShardPlan, device: Device) -> None:
+        members: dict[tuple[BlockKind, object], list[str]] = {}
         for name in plan.used_state():
-            kind = Kind.PARAMETERS if isinstance(self.tensors[name], nn.Parameter) else Kind.BUFFERS
+            kind = BlockKind.PARAMETERS if isinstance(self.tensors[name], nn.Parameter) else BlockKind.BUFFERS
             members.setdefault((kind, self.layout.owners.get(name, name)), []).append(name)
         for (kind, owner), names in members.items():
             group = self._new_group(kind, [self.tensors[name] for name in names], device)
-            if kind is Kind.PARAMETERS and isinstance(owner, int):
+            if kind is BlockKind.PARAMETERS and isinstance(owner, int):
                 group.shard = owner
             self._group_of.update(dict.fromkeys(names, group))
 
@@ -561,8 +563,8 @@ class ModelState:
         """Group parameters and buffers that the first plan did not use and a later plan does."""
         new = [name for name in names if name not in self._group_of]
         for kind, members in (
-            (Kind.PARAMETERS, [n for n in new if isinstance(self.tensors[n], nn.Parameter)]),
-            (Kind.BUFFERS, [n for n in new if not isinstance(self.tensors[n], nn.Parameter)]),
+            (BlockKind.PARAMETERS, [n for n in new if isinstance(self.tensors[n], nn.Parameter)]),
+            (BlockKind.BUFFERS, [n for n in new if not isinstance(self.tensors[n], nn.Parameter)]),
         ):
             if members:
                 tensors = [self.tensors[name] for name in members]

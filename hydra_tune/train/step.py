@@ -1,6 +1,6 @@
 """A batch as units for the pool to run in turn on any device: the part common to training and evaluation.
 
-`EvaluationStep`, the evaluation of a batch, is here as well; training is in `training_batch.py`.
+`EvaluationBatch`, the evaluation of a batch, is here as well; training is in `training_batch.py`.
 """
 
 import time
@@ -17,27 +17,27 @@ from hydra_tune.memory.home import bring_home
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.batch import Leaves
-from hydra_tune.shard.chain import Chain
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.chain import ShardChain
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import Prepared
+from hydra_tune.shard.library import PreparedPlan
 from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.plan import Shard, ShardPlan
 from hydra_tune.shard.steps import Objective, loss_itself
 from hydra_tune.shard.whole import EagerStep
 from hydra_tune.train.clock import UnitTimes, update_guess
-from hydra_tune.train.room import RoomTracker
+from hydra_tune.train.room import WorkspaceTracker
 from hydra_tune.train.state import ModelState
 from hydra_tune.train.store import BlockStore
 from hydra_tune.train.streams import RandomStreams
-from hydra_tune.train.undo import Undo
+from hydra_tune.train.undo import UnitRollback
 
 # Use of the trial's random stream by a unit: moves the stream on, draws the same numbers again, or draws none.
 _KEPT, _REPLAYED, _NONE = "kept", "replayed", "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class UpcomingUnit:
     """An expected unit, as far as known beforehand.
 
     Attributes:
@@ -54,7 +54,7 @@ class Expected:
     workspace_bytes: int
 
 
-def nothing_known() -> list[Expected]:
+def nothing_known() -> list[UpcomingUnit]:
     """Return no units, for a unit with unknown successors."""
     return []
 
@@ -69,7 +69,7 @@ class PendingUnit:
         seconds: expected seconds.
         run: runs the unit on a device's worker; returns seconds spent waiting for bytes and for other trials' code.
         times: record of the measured seconds, under `key`.
-        blocks, workspace_bytes: as of `Expected`.
+        blocks, workspace_bytes: as of `UpcomingUnit`.
         following: returns the next units of the trial, in order and as far as known: an update of the shard, run along
             with the unit, and the next unit.
     """
@@ -82,10 +82,10 @@ class PendingUnit:
     key: tuple[str, int]
     blocks: Callable[[], list[Block]] = list
     workspace_bytes: int = 0
-    following: Callable[[], list[Expected]] = nothing_known
+    following: Callable[[], list[UpcomingUnit]] = nothing_known
 
 
-def unit_times(prepared: Prepared, accumulate: int = 1, name: str | None = None) -> UnitTimes:
+def unit_times(prepared: PreparedPlan, accumulate: int = 1, name: str | None = None) -> UnitTimes:
     """Return first estimates of the seconds of a plan's units in a step of `accumulate` batches.
 
     Args:
@@ -117,7 +117,7 @@ def _workspace(cost: ShardCost, *, backward: bool, recompute: bool) -> int:
     return cost.backward_workspace if backward else cost.forward_workspace
 
 
-class Step:
+class BatchUnits:
     """A batch, run shard by shard on a device.
 
     Args:
@@ -132,10 +132,10 @@ class Step:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ShardPlan,
         times: UnitTimes,
         state: ModelState,
-        leaves: Leaves,
+        leaves: BatchLeaves,
         streams: RandomStreams,
         device: Device,
         objective: Objective = loss_itself,
@@ -146,7 +146,7 @@ class Step:
         self._streams = streams
         self._leaves = leaves
         self._store = BlockStore(state, plan, leaves.tensors, device)
-        self._chain = Chain(plan, self._store, objective, state.recomputed)
+        self._chain = ShardChain(plan, self._store, objective, state.recomputed)
 
     def close(self) -> None:
         """Give up all values of the step."""
@@ -169,7 +169,7 @@ class Step:
         run: Callable[[Device, Pager], float],
         blocks: Callable[[], list[Block]] = list,
         workspace: int = 0,
-        following: Callable[[], list[Expected]] | None = None,
+        following: Callable[[], list[UpcomingUnit]] | None = None,
     ) -> PendingUnit:
         key = (kind, index)
         return PendingUnit(
@@ -184,14 +184,14 @@ class Step:
             following=following or partial(self._following, kind, index),
         )
 
-    def _following(self, kind: str, index: int) -> list[Expected]:
+    def _following(self, kind: str, index: int) -> list[UpcomingUnit]:
         """Return the units after a unit."""
         del kind, index
         return []
 
-    def _expected(self, kind: str, index: int) -> Expected:
+    def _expected(self, kind: str, index: int) -> UpcomingUnit:
         """Return the expectation of a unit of this batch that runs a shard's graph."""
-        return Expected(
+        return UpcomingUnit(
             kind=kind,
             shard=index,
             seconds=self._times.of((kind, index)),
@@ -199,9 +199,9 @@ class Step:
             workspace_bytes=self._workspace(kind, index),
         )
 
-    def _expected_batch(self, kind: str) -> Expected:
+    def _expected_batch(self, kind: str) -> UpcomingUnit:
         """Return the expectation of the next batch's first unit: the batch is not drawn yet, but its parameters are known."""
-        return Expected(
+        return UpcomingUnit(
             kind=kind,
             shard=0,
             seconds=self._times.of((kind, 0)),
@@ -267,9 +267,9 @@ class Step:
         """Return the generator whose state a recompute starts from; valid while a unit runs."""
         return device.generator
 
-    def _undo(self, index: int, *, is_first: bool) -> Undo:
+    def _undo(self, index: int, *, is_first: bool) -> UnitRollback:
         graph, eager = self._plan.shards[index].graph, self._plan.eager
-        return Undo(graph, index, self._chain, self._store, self._streams, is_first=is_first, is_own_code=eager)
+        return UnitRollback(graph, index, self._chain, self._store, self._streams, is_first=is_first, is_own_code=eager)
 
     def _spill(self, index: int, device: Device) -> float:
         """Spill the values kept by a forward unit; return the seconds after the end of the unit's compute."""
@@ -291,7 +291,7 @@ class Step:
         module = shard.graph.module
         if isinstance(module, EagerStep) and module.precision == "float32":
             # Under autocast, kernels that call others inside (the fused transformer layer) round differently if followed.
-            tracker = RoomTracker(lease, workspace, device.alignment)
+            tracker = WorkspaceTracker(lease, workspace, device.alignment)
             tracker.know(*lease.data)
             stack.enter_context(tracker)
         if self._plan.eager and shard.cost.spilled_bytes:
@@ -320,7 +320,7 @@ class Step:
         return stack
 
 
-class EvaluationStep(Step):
+class EvaluationBatch(BatchUnits):
     """An evaluated batch; after the units have run, `metrics` holds the values."""
 
     metrics: dict[str, float]
@@ -331,7 +331,7 @@ class EvaluationStep(Step):
         for index in range(len(self._plan.shards)):
             yield self._shard_unit("evaluate", index, partial(self._forward, index))
 
-    def _following(self, kind: str, index: int) -> list[Expected]:
+    def _following(self, kind: str, index: int) -> list[UpcomingUnit]:
         if index + 1 < len(self._plan.shards):
             return [self._expected(kind, index + 1)]
         return [self._expected_batch(kind)]

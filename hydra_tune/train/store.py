@@ -7,15 +7,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_tune.devices.device import Device
-from hydra_tune.memory.block import Block, Kind, Value, whole_storage
+from hydra_tune.memory.block import Block, BlockKind, BlockTensorView, whole_storage
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.lease import Lease
 from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.train.state import ModelState
 
-_STATE_KINDS = (Kind.PARAMETERS, Kind.BUFFERS, Kind.OPTIMIZER)
+_STATE_KINDS = (BlockKind.PARAMETERS, BlockKind.BUFFERS, BlockKind.OPTIMIZER)
 _PARAMETER_GRADIENTS = (parameter_gradient_key(""), earlier_gradient_key(""))
 # Prefixes of keys in `shard/chain.py` for values that stay within a shard.
 _WITHIN_SHARDS = ("saved:", "kept:")
@@ -33,12 +33,12 @@ class BlockStore:
         device: device whose alignment the blocks have.
     """
 
-    def __init__(self, state: ModelState, plan: Plan, batch: Sequence[Tensor], device: Device) -> None:
+    def __init__(self, state: ModelState, plan: ShardPlan, batch: Sequence[Tensor], device: Device) -> None:
         self._state = state
-        self._values: dict[str, Value] = {}
+        self._values: dict[str, BlockTensorView] = {}
         self._uses: Counter[Block] = Counter()
         self._given: set[Block] = set()
-        self._undo: list[tuple[str, Value | None]] | None = None
+        self._undo: list[tuple[str, BlockTensorView | None]] | None = None
         self.lease: Lease | None = None
         self.stand_ins: Mapping[str, Tensor] = {}
         fixed = {**{_input_key(i): tensor for i, tensor in enumerate(batch)}, **_named(plan.constants)}
@@ -89,7 +89,7 @@ class BlockStore:
             self.drop(key)
         else:
             self._undo.append((key, self._values.get(key)))
-        self._values[key] = Value(block, tensor)
+        self._values[key] = BlockTensorView(block, tensor)
 
     def begin(self) -> None:
         """Start recording replaced values, for `take_back` to restore until `settle`."""
@@ -131,7 +131,7 @@ class BlockStore:
         block = self._values[key].block
         block.dirty = block.data is not None
 
-    def give_away(self, keys: Iterable[str]) -> dict[str, Value]:
+    def give_away(self, keys: Iterable[str]) -> dict[str, BlockTensorView]:
         """Take values and blocks out; missing keys are skipped."""
         given = {key: self._values.pop(key) for key in keys if key in self._values}
         for value in given.values():
@@ -139,7 +139,7 @@ class BlockStore:
             self._given.add(value.block)
         return given
 
-    def take_in(self, values: Mapping[str, Value]) -> None:
+    def take_in(self, values: Mapping[str, BlockTensorView]) -> None:
         """Keep values from another store's `give_away`."""
         self._values |= values
         for value in values.values():
@@ -157,7 +157,7 @@ class BlockStore:
         for key in keys:
             self.drop(key)
 
-    def _let_go(self, value: Value) -> None:
+    def _let_go(self, value: BlockTensorView) -> None:
         """Drop the block of a forgotten value, unless other values lie on the block."""
         self._uses[value.block] -= 1
         if not self._uses[value.block]:
@@ -196,18 +196,18 @@ class BlockStore:
             storage = tensor.untyped_storage()
             block = blocks.get(storage._cdata)  # noqa: SLF001 - the storage's identity
             if block is None:
-                block = Block(Kind.INPUTS, storage.nbytes(), device.alignment)
+                block = Block(BlockKind.INPUTS, storage.nbytes(), device.alignment)
                 block.host, block.owner = whole_storage(tensor.detach()), self._state.number
                 blocks[storage._cdata] = block  # noqa: SLF001
             self._uses[block] += 1
-            self._values[key] = Value(block, tensor)
+            self._values[key] = BlockTensorView(block, tensor)
 
 
-def _kind_of(key: str) -> Kind:
+def _kind_of(key: str) -> BlockKind:
     """Return the kind of block for a key of the chain; names of values have no colon."""
     if key.startswith(_PARAMETER_GRADIENTS):
-        return Kind.GRADIENTS
-    return Kind.ACTIVATIONS if key.startswith(_WITHIN_SHARDS) else Kind.BOUNDARIES
+        return BlockKind.GRADIENTS
+    return BlockKind.ACTIVATIONS if key.startswith(_WITHIN_SHARDS) else BlockKind.BOUNDARIES
 
 
 def _named(constants: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hydra_tune.devices import own_generator
 from hydra_tune.devices.device import Device, RandomGenerator
-from hydra_tune.devices.own_generator import OwnGenerator, drawing_from
+from hydra_tune.devices.own_generator import ThreadGenerator, drawing_from
 from hydra_tune.train import own_python
 from hydra_tune.train.own_python import PythonStream
 
@@ -53,7 +53,7 @@ class RandomStreams:
         self._seed = seed
         own_numpy = _own_numpy()
         _install(own_numpy)
-        self._torch = OwnGenerator()
+        self._torch = ThreadGenerator()
         self._torch.manual_seed(seed)
         self._python = PythonStream(seed)
         self._numpy: Any = None if own_numpy is None else own_numpy.NumpyStream.of_seed(seed)
@@ -68,7 +68,7 @@ class RandomStreams:
         Draws from a fork do not move the original, nor the other way round.
         """
         other = copy.copy(self)
-        apart = OwnGenerator()
+        apart = ThreadGenerator()
         apart.set_state(self._torch.get_state())
         vars(other).update(_torch=apart, _python=None, _numpy=None, _host_streams=[], _drawn_from=None)
         return other
@@ -153,7 +153,7 @@ class RandomStreams:
         The thread's earlier streams return on leaving.
         """
         assert self._host_streams, "a fork of streams is for captured units, which draw from torch's alone"
-        return _Everything(self._host_streams)
+        return _RandomStreamContext(self._host_streams)
 
     def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
         """Make the device's generator the trial's inside the context, for a captured unit that draws, or an update.
@@ -192,7 +192,7 @@ class RandomStreams:
                     self._gpu_state = device.generator.get_state()
 
 
-class _Everything:
+class _RandomStreamContext:
     """Context of code that draws from the given streams."""
 
     __slots__ = ("_streams", "_tokens")

@@ -1,4 +1,4 @@
-"""`Teams`: data-parallel batches of a model that fits no device: several batches for each device, shard by shard.
+"""`GroupedDataParallelStep`: data-parallel batches, several for each device, of a model that fits no device.
 
 A team is a run of neighbouring batches. All batches of a team go through a shard before the next shard is loaded,
 forward and backward alike, so a step loads each shard twice for each team, whatever the number of batches. In the
@@ -13,22 +13,28 @@ al.), where each device updates a replica, moves 3N|W|.
 
 from collections.abc import Hashable, Sequence
 
-from hydra_tune.memory.block import Value
-from hydra_tune.train.lane import Lane
-from hydra_tune.train.queues import Queued
-from hydra_tune.train.replicas import Replicas
+from hydra_tune.memory.block import BlockTensorView
+from hydra_tune.train.lane import ParallelBatch
+from hydra_tune.train.queues import QueuedParallelStep
+from hydra_tune.train.replicas import ParameterReplicas
 
 
-class Teams(Queued):
+class GroupedDataParallelStep(QueuedParallelStep):
     """Batches under way, in teams.
 
     Args:
-        lanes, earlier, replicas, updates: see `Queued`.
+        lanes, earlier, replicas, updates: see `QueuedParallelStep`.
         count: number of teams; sizes of teams differ by at most 1.
     """
 
     def __init__(
-        self, lanes: Sequence[Lane], earlier: dict[str, Value], replicas: Replicas, *, count: int, updates: bool
+        self,
+        lanes: Sequence[ParallelBatch],
+        earlier: dict[str, BlockTensorView],
+        replicas: ParameterReplicas,
+        *,
+        count: int,
+        updates: bool,
     ) -> None:
         count = min(count, len(lanes))
         teams = [rank * count // len(lanes) for rank in range(len(lanes))]

@@ -16,17 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.link import Link, link_of
+from hydra_tune.devices.link import LinkCostModel, link_of
 from hydra_tune.memory.meter import CopyTimes
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Need, Prefetch
+from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.task import TrainTask
 from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.spread import Spread
+from hydra_tune.train.spread import ParallelStep
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.trial import Report, Trial, run_unit
-from hydra_tune.train.ways import GROUPED, Offer
+from hydra_tune.train.trial import PendingReport, Trial, run_unit
+from hydra_tune.train.ways import GROUPED, DeviceOffer
 
 # The first step creates optimizer state, and the second is the first to load it.
 _WARM_STEPS = 2
@@ -49,14 +49,14 @@ class StepTimes:
     """
 
     seconds: Mapping[Place, float]
-    link: Link
+    link: LinkCostModel
     times: UnitTimes
 
 
-class _Alone:
+class _SingleDeviceLender:
     """Helpers that let batches of a step go through each shard together, and never offer a second device."""
 
-    def offer(self) -> Offer | None:
+    def offer(self) -> DeviceOffer | None:
         """Offer no device."""
         return None
 
@@ -90,24 +90,24 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
     """
     task = replace(task, validate=None, evaluate=None, metric="train_loss")
     device = CpuDevice(0, like.budget_bytes, like.bandwidth)
-    trial = Trial(task, library, device, _Alone(), may_run_own_code=False)
+    trial = Trial(task, library, device, _SingleDeviceLender(), may_run_own_code=False)
     try:
-        run = _Run(trial, device, sends_ahead=sends_ahead)
+        run = _StepTimingRun(trial, device, sends_ahead=sends_ahead)
         run.steps()
-        return run.found(link_of(device) or Link(bytes_per_second=1.0)) if run.num_steps else None
+        return run.found(link_of(device) or LinkCostModel(bytes_per_second=1.0)) if run.num_steps else None
     finally:
         trial.close(keep=False)
         device.close()
 
 
-class _Run:
+class _StepTimingRun:
     def __init__(self, trial: Trial, device: CpuDevice, *, sends_ahead: bool) -> None:
         self._trial = trial
         self._device = device
         self._pager = Pager(device)
         self._copies = CopyTimes()
         self._pager.log = self._copies
-        self._prefetch = Prefetch(self._pager) if sends_ahead else None
+        self._prefetch = BlockPrefetcher(self._pager) if sends_ahead else None
         self._steps: list[dict[Place, float]] = []
 
     @property
@@ -133,11 +133,13 @@ class _Run:
                 if self.num_steps >= (_LEAST_STEPS if has_taken else _MOST_STEPS):
                     return
 
-    def _run(self, unit: PendingUnit) -> tuple[float, PendingUnit | Spread | Report | None]:
+    def _run(self, unit: PendingUnit) -> tuple[float, PendingUnit | ParallelStep | PendingReport | None]:
         """Run a unit; return the seconds and the next unit."""
         pager, waited_ns, start_ns = self._pager, self._pager.waiting_ns, time.perf_counter_ns()
         if self._prefetch is not None:
-            self._prefetch.asks = lambda: [Need(one.blocks(), one.workspace_bytes) for one in unit.following()]
+            self._prefetch.asks = lambda: [
+                UnitMemoryNeeds(one.blocks(), one.workspace_bytes) for one in unit.following()
+            ]
         self._trial.finished(unit, run_unit(unit, self._device, pager, None))
         done = self._trial.progress.steps
         following = self._trial.advance()
@@ -147,7 +149,7 @@ class _Run:
         own_ns = time.perf_counter_ns() - start_ns - (pager.waiting_ns - waited_ns)
         return max(0, own_ns) / 1e9, following
 
-    def found(self, guess: Link) -> StepTimes:
+    def found(self, guess: LinkCostModel) -> StepTimes:
         """Return the measured times."""
         seen = defaultdict(list)
         for step in self._steps[min(_WARM_STEPS, self.num_steps - 1) :]:

@@ -1,4 +1,4 @@
-"""`Trained`: a finished run for the user, from the pool or the plain loop.
+"""`TrainingOutcome`: a finished run for the user, from the pool or the plain loop.
 
 The module knows nothing of jobs and devices.
 """
@@ -16,7 +16,7 @@ from hydra_tune.errors import HydraTuneError, first_line
 
 
 @dataclass(slots=True, kw_only=True)
-class Trained:
+class TrainingOutcome:
     """The outcome of a run.
 
     Attributes:

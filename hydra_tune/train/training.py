@@ -15,20 +15,20 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from hydra_tune.devices.device import Device
-from hydra_tune.memory.block import Value
-from hydra_tune.shard.plan import Plan
-from hydra_tune.train.gradients import Gradients
+from hydra_tune.memory.block import BlockTensorView
+from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.train.gradients import GradientProcessor
 from hydra_tune.train.grouped import shard_by_shard
-from hydra_tune.train.helpers import Arrangement
-from hydra_tune.train.lane import DrawnBatch, Lane
-from hydra_tune.train.pipeline import Pipeline, goes_with, groups_of_one_shard, may_pipeline
-from hydra_tune.train.replicas import Replicas
-from hydra_tune.train.spread import DataParallel, Spread
+from hydra_tune.train.helpers import StepStrategy
+from hydra_tune.train.lane import ParallelBatch, PredrawnBatch
+from hydra_tune.train.pipeline import PipelineParallelStep, goes_with, groups_of_one_shard, may_pipeline
+from hydra_tune.train.replicas import ParameterReplicas
+from hydra_tune.train.spread import DataParallelStep, ParallelStep
 from hydra_tune.train.state import ModelState
-from hydra_tune.train.step import Expected, PendingUnit
+from hydra_tune.train.step import PendingUnit, UpcomingUnit
 from hydra_tune.train.streams import RandomStreams
-from hydra_tune.train.teams import Teams
-from hydra_tune.train.training_batch import Part, TrainingBatch, Update
+from hydra_tune.train.teams import GroupedDataParallelStep
+from hydra_tune.train.training_batch import BatchPart, ShardUpdate, TrainingBatch
 from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
 
 
@@ -50,22 +50,22 @@ class OptimizerStep:
         state: ModelState,
         streams: RandomStreams,
         device: Device,
-        gradients: Gradients,
-        arrangement: Arrangement | None = None,
+        gradients: GradientProcessor,
+        arrangement: StepStrategy | None = None,
     ) -> None:
         self._accumulate = accumulate
         self._state = state
         self._streams = streams
         self._device = device
         self._gradients = gradients
-        self._held: dict[str, Value] = {}
-        self._updates: dict[str, Update] = {}
+        self._held: dict[str, BlockTensorView] = {}
+        self._updates: dict[str, ShardUpdate] = {}
         self._batch: TrainingBatch | None = None
-        self._drawn: list[DrawnBatch] = []
+        self._drawn: list[PredrawnBatch] = []
         self._drawn_batches = 0
-        self._replicas = Replicas(state)
-        self._spread: Spread | None = None
-        self._grouped: list[DrawnBatch] = []
+        self._replicas = ParameterReplicas(state)
+        self._spread: ParallelStep | None = None
+        self._grouped: list[PredrawnBatch] = []
         self._arrangement = arrangement
         self.count = 0
         self.loss = math.nan
@@ -81,7 +81,7 @@ class OptimizerStep:
         """Whether batches may run together."""
         return self._arrangement is not None
 
-    def takes(self, plan: Plan) -> bool:
+    def takes(self, plan: ShardPlan) -> bool:
         """Whether batches of a plan may run together with the step's other batches."""
         how = self._arrangement
         if how is None:
@@ -91,7 +91,7 @@ class OptimizerStep:
         fits = plan.may_be_pipelined if how.way == GROUPED else may_pipeline(plan, self._state)
         return plan is how.plan or (fits and goes_with(plan, how.plan))
 
-    def draw_ahead(self, part: Part, draws: int) -> None:
+    def draw_ahead(self, part: BatchPart, draws: int) -> None:
         """Keep a batch, which `together` runs with the following batches.
 
         Args:
@@ -102,11 +102,11 @@ class OptimizerStep:
         streams = self._streams.fork()
         self._streams.skip(draws, self._device)
         end = self._streams.position(self._device) if part.plan.is_stochastic else None
-        drawn: DrawnBatch
+        drawn: PredrawnBatch
         if self._is_grouped:
-            drawn = DrawnBatch(part, self._state, streams, end, self._device, self._gradients)
+            drawn = PredrawnBatch(part, self._state, streams, end, self._device, self._gradients)
         else:
-            drawn = Lane(part, self._state, streams, end, self._device, self._gradients, self._replicas)
+            drawn = ParallelBatch(part, self._state, streams, end, self._device, self._gradients, self._replicas)
         self._drawn_batches += part.ends_batch
         self._drawn.append(drawn)
         for update in drawn.updates():
@@ -119,7 +119,7 @@ class OptimizerStep:
         most = 0 if how is None else how.width * how.drawn_for_each
         return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == most
 
-    def together(self, *, ends: bool = False) -> Iterator[PendingUnit | Spread]:
+    def together(self, *, ends: bool = False) -> Iterator[PendingUnit | ParallelStep]:
         """Run the kept batches, if any; afterwards `losses` holds their training losses.
 
         Args:
@@ -139,7 +139,7 @@ class OptimizerStep:
         if self._is_grouped:
             yield from self._shard_by_shard(batches, held, is_last=is_last)
         else:
-            lanes = [batch for batch in batches if isinstance(batch, Lane)]
+            lanes = [batch for batch in batches if isinstance(batch, ParallelBatch)]
             yield from self._side_by_side(lanes, held, is_last=is_last)
         self._batch = batches[-1]
         self.count += self._drawn_batches
@@ -150,7 +150,9 @@ class OptimizerStep:
     def _is_grouped(self) -> bool:
         return self._arrangement is not None and self._arrangement.way == GROUPED
 
-    def _side_by_side(self, lanes: list[Lane], held: dict[str, Value], *, is_last: bool) -> Iterator[Spread]:
+    def _side_by_side(
+        self, lanes: list[ParallelBatch], held: dict[str, BlockTensorView], *, is_last: bool
+    ) -> Iterator[ParallelStep]:
         self._spread = spread = self._make_spread(lanes, held, is_last=is_last)
         yield spread
         sums = spread.result()
@@ -158,7 +160,7 @@ class OptimizerStep:
         lanes[-1].hold(sums)
 
     def _shard_by_shard(
-        self, batches: list[DrawnBatch], held: dict[str, Value], *, is_last: bool
+        self, batches: list[PredrawnBatch], held: dict[str, BlockTensorView], *, is_last: bool
     ) -> Iterator[PendingUnit]:
         self._grouped = batches
         batches[0].take_in(held)
@@ -173,16 +175,18 @@ class OptimizerStep:
             batch.clear()
         self._grouped = []
 
-    def _make_spread(self, lanes: list[Lane], held: dict[str, Value], *, is_last: bool) -> Spread:
+    def _make_spread(
+        self, lanes: list[ParallelBatch], held: dict[str, BlockTensorView], *, is_last: bool
+    ) -> ParallelStep:
         how = self._arrangement
         assert how is not None, "batches are only kept where they may run beside each other"
         updates = is_last and not self._gradients.has_two_phases
         if how.teams:
-            return Teams(lanes, held, self._replicas, count=how.teams, updates=updates)
+            return GroupedDataParallelStep(lanes, held, self._replicas, count=how.teams, updates=updates)
         if how.way != PIPELINED:
-            return DataParallel(lanes, list(self._updates), held, how.width, self._replicas)
+            return DataParallelStep(lanes, list(self._updates), held, how.width, self._replicas)
         self._replicas.moving = groups_of_one_shard(how.plan, self._state)
-        return Pipeline(
+        return PipelineParallelStep(
             lanes,
             held,
             how.width,
@@ -192,7 +196,7 @@ class OptimizerStep:
             updates=updates,
         )
 
-    def batch(self, part: Part) -> Iterator[PendingUnit]:
+    def batch(self, part: BatchPart) -> Iterator[PendingUnit]:
         """Yield the units of another batch or piece; afterwards `loss` holds the training loss.
 
         Raises:
@@ -208,7 +212,7 @@ class OptimizerStep:
         self.count += part.ends_batch
         self.loss = batch.loss
 
-    def _batch_of(self, part: Part) -> TrainingBatch:
+    def _batch_of(self, part: BatchPart) -> TrainingBatch:
         return TrainingBatch(part, self._state, self._streams, self._device, self._gradients)
 
     def finish(self) -> Iterator[PendingUnit]:
@@ -229,7 +233,7 @@ class OptimizerStep:
         self._gradients.next_step()
 
     @staticmethod
-    def _after_update(batch: TrainingBatch, left: Sequence[Update]) -> list[Expected]:
+    def _after_update(batch: TrainingBatch, left: Sequence[ShardUpdate]) -> list[UpcomingUnit]:
         return [batch.expected_update(left[0]) if left else batch.expected_step()]
 
     def close(self) -> None:
@@ -250,13 +254,13 @@ class OptimizerStep:
             self._held |= self._batch.give_away(self._updates)
             self._batch.close()
 
-    def _waiting(self, names: set[str]) -> list[Update]:
+    def _waiting(self, names: set[str]) -> list[ShardUpdate]:
         """Return the updates of the parameters, by shard."""
-        found: dict[tuple[int, int], Update] = {}
+        found: dict[tuple[int, int], ShardUpdate] = {}
         for name in sorted(names):
             update = self._updates[name]
             found.setdefault((update.index, id(update.shard)), update)
         return [
-            Update(index=u.index, shard=u.shard, names=tuple(n for n in u.names if n in names))
+            ShardUpdate(index=u.index, shard=u.shard, names=tuple(n for n in u.names if n in names))
             for _, u in sorted(found.items(), key=lambda item: item[0][0])
         ]

@@ -11,24 +11,24 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, TaskError
-from hydra_tune.memory.block import Block, Value
+from hydra_tune.memory.block import Block, BlockTensorView
 from hydra_tune.memory.home import drop
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.batch import Leaves
+from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.plan import Plan, Shard
+from hydra_tune.shard.plan import Shard, ShardPlan
 from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.gradients import Gradients
+from hydra_tune.train.gradients import GradientProcessor
 from hydra_tune.train.state import STEP_BEGUN, ModelState
-from hydra_tune.train.step import Expected, PendingUnit, Step
+from hydra_tune.train.step import BatchUnits, PendingUnit, UpcomingUnit
 from hydra_tune.train.streams import RandomStreams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class ShardUpdate:
     """Parameters updated by one unit, and the shard of the unit."""
 
     index: int
@@ -37,7 +37,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BatchPart:
     """A batch of an optimizer step, or a piece of a batch.
 
     Attributes:
@@ -48,20 +48,20 @@ class Part:
         ends_batch: whether no further piece of the batch follows.
     """
 
-    plan: Plan
+    plan: ShardPlan
     times: UnitTimes
-    leaves: Leaves
+    leaves: BatchLeaves
     share: float = 1.0
     ends_batch: bool = True
 
 
-class TrainingBatch(Step):
+class TrainingBatch(BatchUnits):
     """A batch of the step; after the units have run, `loss` holds the training loss."""
 
     loss: float
 
     def __init__(
-        self, part: Part, state: ModelState, streams: RandomStreams, device: Device, gradients: Gradients
+        self, part: BatchPart, state: ModelState, streams: RandomStreams, device: Device, gradients: GradientProcessor
     ) -> None:
         super().__init__(part.plan, part.times, state, part.leaves, streams, device, gradients.objective(part.share))
         self._gradients = gradients
@@ -108,9 +108,9 @@ class TrainingBatch(Step):
         if index == self.num_shards - 1 and not math.isfinite(self.loss):
             raise BadLossError(f"the training loss is {self.loss}")
         if shard.trained and self._updates_now:
-            yield self.update_unit(Update(index=index, shard=shard, names=shard.trained))
+            yield self.update_unit(ShardUpdate(index=index, shard=shard, names=shard.trained))
 
-    def _following(self, kind: str, index: int) -> list[Expected]:
+    def _following(self, kind: str, index: int) -> list[UpcomingUnit]:
         shards, found = self._plan.shards, []
         last = len(shards) - 1
         if kind not in ("forward", "backward", "update"):
@@ -118,7 +118,7 @@ class TrainingBatch(Step):
         if kind == "forward":
             return [self._expected("forward" if index + 1 < last else "backward", index + 1)]
         if kind == "backward" and self._updates_now and shards[index].trained:
-            update = self.expected_update(Update(index=index, shard=shards[index], names=shards[index].trained))
+            update = self.expected_update(ShardUpdate(index=index, shard=shards[index], names=shards[index].trained))
             if update.workspace_bytes:
                 # The unit under way is about to create the gradients, so the present blocks do not include them.
                 update = replace(update, workspace_bytes=update.workspace_bytes + shards[index].cost.trained_bytes)
@@ -128,18 +128,18 @@ class TrainingBatch(Step):
             return [*found, self._expected("backward", below)]
         return [*found, self.expected_step()]
 
-    def expected(self, kind: str, index: int) -> Expected | None:
+    def expected(self, kind: str, index: int) -> UpcomingUnit | None:
         """Return the expectation of a forward or backward unit of this batch; None if the shard has no such unit."""
         runs = index < self.num_shards - 1 if kind == "forward" else self._plan.shards[index].has_backward
         return self._expected(kind, index) if runs else None
 
-    def expected_step(self) -> Expected:
+    def expected_step(self) -> UpcomingUnit:
         """Return the expectation of the next batch's first unit."""
         return self._expected_batch("forward" if len(self._plan.shards) > 1 else "backward")
 
-    def expected_update(self, update: Update) -> Expected:
+    def expected_update(self, update: ShardUpdate) -> UpcomingUnit:
         """Return the expectation of an update."""
-        return Expected(
+        return UpcomingUnit(
             kind="update",
             shard=update.index,
             seconds=self._times.of(("update", update.index)),
@@ -154,34 +154,34 @@ class TrainingBatch(Step):
         state = self._state
         return [*state.groups(names), *state.optimizer_groups(names), *self._gradient_blocks(names)]
 
-    def updates(self) -> list[Update]:
+    def updates(self) -> list[ShardUpdate]:
         """Return the updates of the batch's plan."""
         return [
-            Update(index=index, shard=shard, names=shard.trained)
+            ShardUpdate(index=index, shard=shard, names=shard.trained)
             for index, shard in enumerate(self._plan.shards)
             if shard.trained
         ]
 
-    def take_in(self, gradients: dict[str, Value]) -> None:
+    def take_in(self, gradients: dict[str, BlockTensorView]) -> None:
         """Continue from the gradients of earlier batches, by parameter name."""
         self._store.take_in({earlier_gradient_key(name): value for name, value in gradients.items()})
 
-    def give_away(self, names: Iterable[str]) -> dict[str, Value]:
+    def give_away(self, names: Iterable[str]) -> dict[str, BlockTensorView]:
         """Take all gradients out, by parameter name; an unused parameter contributes the gradient of earlier batches."""
         keys = {key: name for name in names for key in (parameter_gradient_key(name), earlier_gradient_key(name))}
         return {keys[key]: value for key, value in self._store.give_away(keys).items()}
 
-    def hold(self, gradients: dict[str, Value]) -> None:
+    def hold(self, gradients: dict[str, BlockTensorView]) -> None:
         """Keep gradients, by parameter name, for the units that complete or update."""
         self._store.take_in({parameter_gradient_key(name): value for name, value in gradients.items()})
 
-    def complete_unit(self, update: Update) -> PendingUnit:
+    def complete_unit(self, update: ShardUpdate) -> PendingUnit:
         """Return a unit to unscale gradients and take norms, where no backward unit could."""
         blocks = partial(self._gradient_blocks, update.names)
         run = partial(self._run_complete, update)
         return self._unit("complete", update.index, run, blocks, update.shard.cost.update_workspace)
 
-    def _run_complete(self, update: Update, device: Device, pager: Pager) -> float:
+    def _run_complete(self, update: ShardUpdate, device: Device, pager: Pager) -> float:
         del device
         start = time.perf_counter()
         with (
@@ -196,7 +196,9 @@ class TrainingBatch(Step):
     def _gradient_blocks(self, names: tuple[str, ...]) -> list[Block]:
         return self._store.blocks([parameter_gradient_key(name) for name in names], (), ())
 
-    def update_unit(self, update: Update, following: Callable[[], list[Expected]] | None = None) -> PendingUnit:
+    def update_unit(
+        self, update: ShardUpdate, following: Callable[[], list[UpcomingUnit]] | None = None
+    ) -> PendingUnit:
         """Return a unit in which the optimizer steps for some parameters.
 
         Args:
@@ -209,7 +211,7 @@ class TrainingBatch(Step):
         run, blocks = partial(self._run_update, update), partial(self._update_blocks, update.names)
         return self._unit("update", update.index, run, blocks, cost.update_workspace, following)
 
-    def _run_update(self, update: Update, device: Device, pager: Pager) -> float:
+    def _run_update(self, update: ShardUpdate, device: Device, pager: Pager) -> float:
         state, names, cost = self._state, update.names, update.shard.cost
         optimizer_groups = state.optimizer_groups(names)
         blocks = self._update_blocks(names)
@@ -227,7 +229,7 @@ class TrainingBatch(Step):
             state.adopt_optimizer_state(names, device)
         return waited
 
-    def _update_on_host(self, update: Update, device: Device, pager: Pager) -> float:
+    def _update_on_host(self, update: ShardUpdate, device: Device, pager: Pager) -> float:
         """Start an update on the host; return the seconds of the gradients' way to the host."""
         start = time.perf_counter()
         keys = {name: parameter_gradient_key(name) for name in update.names}
@@ -241,7 +243,7 @@ class TrainingBatch(Step):
         return waited
 
     def _updated_on_host(
-        self, values: dict[str, Value], pager: Pager, index: int, began_ns: int, ended_ns: int
+        self, values: dict[str, BlockTensorView], pager: Pager, index: int, began_ns: int, ended_ns: int
     ) -> None:
         for value in values.values():
             drop(value.block)

@@ -24,44 +24,44 @@ from hydra_tune.devices.device import Device, DeviceStopwatch
 from hydra_tune.errors import BadLossError, BudgetError, MetricError, TaskError
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.tenant import Tenant
+from hydra_tune.memory.tenant import TrialMemoryContext
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.operators import SplitOperators, split_operators
 from hydra_tune.shard.packing import CHOICES
 from hydra_tune.shard.piece_count import divisors
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.unbuilt import is_unbuilt
 from hydra_tune.shard.whole import uncaptured
 from hydra_tune.task import TrainTask, check_reported, reported_names
 from hydra_tune.train.arrange import arrange
 from hydra_tune.train.building import build_model, build_optimizer
-from hydra_tune.train.burst import BURST, Bursts, Mark, nobody_asks
-from hydra_tune.train.capture import Beginning, Built, Place, decoded, encoded, place_after
-from hydra_tune.train.claims import Claim
-from hydra_tune.train.clock import Progress, UnitTimes, step_guess
+from hydra_tune.train.burst import BURST, BurstMark, BurstRunner, nobody_asks
+from hydra_tune.train.capture import DataPosition, StartCheckpoint, TrialObjects, decoded, encoded, place_after
+from hydra_tune.train.claims import TrialClaim
+from hydra_tune.train.clock import TrialProgressCounts, UnitTimes, step_guess
 from hydra_tune.train.data import no_batch, num_batches, num_samples, refuse_empty
 from hydra_tune.train.described import copied, is_of_the_pass
-from hydra_tune.train.direct import Direct
+from hydra_tune.train.direct import WholeModelRunner
 from hydra_tune.train.drawing import DrawClock
-from hydra_tune.train.feed import Feed, Skip
-from hydra_tune.train.gradients import Gradients
-from hydra_tune.train.helpers import Arrangement, Helpers, drawn_bytes
+from hydra_tune.train.feed import SkippedBatches, TrialDataFeed
+from hydra_tune.train.gradients import GradientProcessor
+from hydra_tune.train.helpers import DeviceLender, StepStrategy, drawn_bytes
 from hydra_tune.train.hooks import refuse_gradient_hooks
-from hydra_tune.train.host_share import HostShare, fixed_bytes, largest_bytes
-from hydra_tune.train.mean import Mean
+from hydra_tune.train.host_share import HostMemoryQuota, fixed_bytes, largest_bytes
+from hydra_tune.train.mean import WeightedMean
 from hydra_tune.train.piece_choice import piece_count
-from hydra_tune.train.pieces import Piece, check_pieces, pieces, refuse_batch_norm
-from hydra_tune.train.plans import Kept, TrialPlans
-from hydra_tune.train.shared_times import SharedTimes
-from hydra_tune.train.snapshot import Keeper, Snapshot
-from hydra_tune.train.spread import Spread
+from hydra_tune.train.pieces import MicroBatch, check_pieces, pieces, refuse_batch_norm
+from hydra_tune.train.plans import CachedPlan, TrialPlanCache
+from hydra_tune.train.shared_times import SharedUnitTimes
+from hydra_tune.train.snapshot import SnapshotSaver, TrialStateSnapshot
+from hydra_tune.train.spread import ParallelStep
 from hydra_tune.train.state import ModelState, check_optimizer
-from hydra_tune.train.step import EvaluationStep, PendingUnit
+from hydra_tune.train.step import EvaluationBatch, PendingUnit
 from hydra_tune.train.streams import RandomStreams
 from hydra_tune.train.training import OptimizerStep
-from hydra_tune.train.training_batch import Part
+from hydra_tune.train.training_batch import BatchPart
 
 _NOTHING = nullcontext()
 _END = object()
@@ -70,7 +70,7 @@ _STEP = "step"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class PendingReport:
     """A due report; the trial waits for an answer.
 
     Attributes:
@@ -82,7 +82,7 @@ class Report:
     metrics: dict[str, float]
 
 
-Said = PendingUnit | Spread | Report | Mark
+Said = PendingUnit | ParallelStep | PendingReport | BurstMark
 """Everything that a trial's program yields: units and reports for the pool, marks for the trial."""
 
 
@@ -108,13 +108,13 @@ class Trial:
         task: TrainTask,
         library: PlanLibrary,
         device: Device,
-        helpers: Helpers | None = None,
+        helpers: DeviceLender | None = None,
         host: HostTier | None = None,
-        tenant: Tenant | None = None,
-        times: SharedTimes | None = None,
+        tenant: TrialMemoryContext | None = None,
+        times: SharedUnitTimes | None = None,
         *,
-        beginning: Beginning | None = None,
-        keeper: Keeper | None = None,
+        beginning: StartCheckpoint | None = None,
+        keeper: SnapshotSaver | None = None,
         may_run_own_code: bool = True,
     ) -> None:
         self.task = task
@@ -127,32 +127,32 @@ class Trial:
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: ModelState | None = None
-        self.progress = Progress(
+        self.progress = TrialProgressCounts(
             epochs=task.epochs,
             accumulate=task.accumulate,
             report_every=None if task.report_every == "epoch" else task.report_every,
             batches=num_batches(task.train, task.batch_size),
             validation=0 if task.validate is None else num_batches(task.validate, task.batch_size),
         )
-        self._claimed: Claim | None = None
+        self._claimed: TrialClaim | None = None
         self._device, self._helpers = device, helpers
         self._lock = threading.Lock()
         self._host, self._tenant = host, tenant
         self._streams = RandomStreams(task.seed)
-        self._gradients = Gradients(task)
-        self._feed = Feed(task.batch_size, self._own_code, self._streams.moves, self._waiting)
+        self._gradients = GradientProcessor(task)
+        self._feed = TrialDataFeed(task.batch_size, self._own_code, self._streams.moves, self._waiting)
         self._scheduler: Any = None
         self._beginning, self._keeper = beginning, keeper
-        self._built: Built | None = None
+        self._built: TrialObjects | None = None
         # Restored optimizer state, until there are groups for it.
         self._saved: dict[str, Any] | None = None
         # Set only while the trial may be saved.
-        self._place: Place | None = None
+        self._place: DataPosition | None = None
         self._pass_began: dict[str, Any] = {}
         self._operators = SplitOperators()
-        self._share = HostShare(host, tenant)
-        self._plans = TrialPlans(task, library, self._streams, device, self._share, times or SharedTimes())
-        self._interval = Mean()
+        self._share = HostMemoryQuota(host, tenant)
+        self._plans = TrialPlanCache(task, library, self._streams, device, self._share, times or SharedUnitTimes())
+        self._interval = WeightedMean()
         self._started = time.perf_counter()
         self._train_times, self._evaluation_times = UnitTimes({}), UnitTimes({})
         self._step_left = 0.0
@@ -162,8 +162,8 @@ class Trial:
         self._open_step: OptimizerStep | None = None
         self._may_run_own_code = may_run_own_code
         # Both set only while the trial runs its own code.
-        self._bursts: Bursts | None = None
-        self._direct: Direct | None = None
+        self._bursts: BurstRunner | None = None
+        self._direct: WholeModelRunner | None = None
         # The state from the trial's own code, until there is a plan.
         self._left: ModelState | None = None
         # Batches of an undone step, to run again as shard units.
@@ -172,10 +172,10 @@ class Trial:
         self.why_cut, self.outcome = "", "completed"
         self._program = self._run()
 
-    def advance(self) -> PendingUnit | Spread | Report | None:
+    def advance(self) -> PendingUnit | ParallelStep | PendingReport | None:
         """Resume the program up to the next unit, spread or report; return None at the end.
 
-        This runs the trial's own code: never call it inside a unit, nor before all units of a `Spread` have run.
+        This runs the trial's own code: never call it inside a unit, nor before all units of a `ParallelStep` have run.
         """
         while True:
             bursts = self._bursts
@@ -187,9 +187,9 @@ class Trial:
             else:
                 # The burst has already advanced the program, so its last value is handed out first.
                 said, bursts.due, bursts.has_due = bursts.due, None, False
-            if said is Mark.LEAVES:
+            if said is BurstMark.LEAVES:
                 self._bursts = None
-            elif not isinstance(said, Mark):
+            elif not isinstance(said, BurstMark):
                 return said
 
     def leave_device(self) -> None:
@@ -203,7 +203,7 @@ class Trial:
         if bursts is not None:
             bursts.end_lease()
 
-    def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[Kept, batches.Leaves]:
+    def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
         """Build the model, draw the first batch and make its plan, without running a unit.
 
         Callers inspect the result instead of training.
@@ -390,22 +390,22 @@ class Trial:
         yield from self._choose_way(module, optimizer)
         for epoch in range(first.epoch, task.epochs):
             self.progress.epoch = epoch
-            place = first if epoch == first.epoch else Place(epoch=epoch)
+            place = first if epoch == first.epoch else DataPosition(epoch=epoch)
             if not place.is_over:
                 self.progress.batches_per_epoch = yield from self._train_epoch(module, optimizer, place)
                 if task.report_every == "epoch":
-                    over = Place(epoch=epoch, batches=self.progress.batches_per_epoch, is_over=True)
+                    over = DataPosition(epoch=epoch, batches=self.progress.batches_per_epoch, is_over=True)
                     yield from self._report(epoch, over)
             if task.scheduler_interval == "epoch":
                 self._step_scheduler()
             if epoch + 1 == task.epochs:
                 # Before the last checkpoint: if nothing was left to train, the saved state has not been adopted yet.
                 self._adopt_saved()
-            self._reached(Place(epoch=epoch + 1))
+            self._reached(DataPosition(epoch=epoch + 1))
         self._adopt_saved()
 
     def _train_epoch(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, place: Place
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, place: DataPosition
     ) -> Generator[Said, None, int]:
         """Train one pass over the training data, or the rest of a pass; return the number of batches of the whole pass."""
         drawn, count = self._draw_pass(place.batches), place.batches
@@ -414,11 +414,11 @@ class Trial:
         if self._direct is None:
             undone, self._undone = self._undone, []
             rest = itertools.chain(undone, drawn)
-            count = yield from self._train_rest(module, optimizer, rest, Place(epoch=place.epoch, batches=count))
+            count = yield from self._train_rest(module, optimizer, rest, DataPosition(epoch=place.epoch, batches=count))
         return count
 
     def _train_rest(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, drawn: Iterator[Any], place: Place
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, drawn: Iterator[Any], place: DataPosition
     ) -> Generator[Said, None, int]:
         """Train the remaining batches of a pass by shard units; return the number of batches of the whole pass."""
         epoch, count = place.epoch, place.batches
@@ -443,10 +443,10 @@ class Trial:
                     yield from self._train_part(step, kept, leaves, piece)
                 if step is not None and step.is_full:
                     done, step, self._open_step = step, None, None
-                    yield from self._finish(done, Place(epoch=epoch, batches=count))
+                    yield from self._finish(done, DataPosition(epoch=epoch, batches=count))
             if step is not None:
                 done, step, self._open_step = step, None, None
-                yield from self._finish(done, Place(epoch=epoch, batches=count))
+                yield from self._finish(done, DataPosition(epoch=epoch, batches=count))
         finally:
             if step is not None and not self.clock.is_abandoned:
                 # An abandoned thread must leave the step alone, because `close` has already closed it on another
@@ -456,21 +456,21 @@ class Trial:
             raise no_batch("train", self.task.train, epoch)
         return count
 
-    def _choose_way(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[Mark, None, None]:
+    def _choose_way(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[BurstMark, None, None]:
         """Start running the user's own code, unless something requires cutting the model."""
         if self._may_run_own_code and not is_unbuilt(module):
             budget = self._plans.library.budget
             found = uncaptured(self.task, module, optimizer, budget)
-            if isinstance(found, Plan):
+            if isinstance(found, ShardPlan):
                 self._make_own_state(module, optimizer, found)
-                yield Mark.BEGINS
+                yield BurstMark.BEGINS
                 return
             self.why_cut = found
         refuse_lazy(module)
         refuse_gradient_hooks(module)
 
     def _make_own_state(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, *, always_sheds: bool = False
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardPlan, *, always_sheds: bool = False
     ) -> None:
         self._share.check(plan)
         left, self._left = self._left, None
@@ -485,15 +485,19 @@ class Trial:
         self.num_shards, self.optimizer_placement = 1, plan.optimizer_placement
         times = UnitTimes({_STEP: step_guess(plan.shards[0].cost.state_bytes)}), UnitTimes({_STEP: 0.0})
         self._train_times, self._evaluation_times = times
-        self._direct = Direct(self.task, module, optimizer, self._gradients, self._streams, always_sheds=always_sheds)
-        self._bursts = Bursts(self._program, self._direct, state, self._streams)
+        self._direct = WholeModelRunner(
+            self.task, module, optimizer, self._gradients, self._streams, always_sheds=always_sheds
+        )
+        self._bursts = BurstRunner(self._program, self._direct, state, self._streams)
         self._bursts.is_asked_to_end = self._is_asked_to_end
 
     def _is_asked_to_end(self) -> bool:
         # Looked up at each call, because the pool may replace the callback during a burst.
         return self.is_asked_to_end()
 
-    def _train_directly(self, direct: Direct, drawn: Iterator[Any], place: Place) -> Generator[Said, None, int]:
+    def _train_directly(
+        self, direct: WholeModelRunner, drawn: Iterator[Any], place: DataPosition
+    ) -> Generator[Said, None, int]:
         """Do the work of `_train_epoch` with the user's own code; end early where the rest has to be cut.
 
         The caller resumes this generator inside a burst, on a device that holds all of the trial's state.
@@ -506,7 +510,7 @@ class Trial:
         while (following := _next_of(drawn, count, epoch)) is not _END:
             batch = following
             if not self._has_device:
-                yield Mark.NO_DEVICE
+                yield BurstMark.NO_DEVICE
                 begun = time.perf_counter()
             count += 1
             if not pending:
@@ -518,7 +522,7 @@ class Trial:
                 if not _may_be_cut(batch) or not direct.undo():
                     raise
                 # The undone step will run again as shard units, so its losses must not count twice.
-                self._interval, self._undone = Mean(*interval), of_step
+                self._interval, self._undone = WeightedMean(*interval), of_step
                 yield from self._leave_own_code(direct, "a step does not fit, even with its activations on the host")
                 return count - len(of_step)
             pending += 1
@@ -526,17 +530,17 @@ class Trial:
                 continue
             pending = 0
             yield from self._step_directly(direct, batch, begun)
-            yield from self._after_step(Place(epoch=epoch, batches=count))
+            yield from self._after_step(DataPosition(epoch=epoch, batches=count))
             if self._direct is None:
                 return count
-            yield Mark.STEP
+            yield BurstMark.STEP
             direct, begun = self._direct, time.perf_counter()
         if not count:
             raise no_batch("train", self.task.train, epoch)
         begun = yield from self._drawn_all(begun)
         if pending:
             yield from self._step_directly(direct, batch, begun)
-            yield from self._after_step(Place(epoch=epoch, batches=count))
+            yield from self._after_step(DataPosition(epoch=epoch, batches=count))
         return count
 
     def _drawn_all(self, begun: float) -> Generator[Said, None, float]:
@@ -550,10 +554,10 @@ class Trial:
         """
         if self._has_device:
             return begun
-        yield Mark.NO_DEVICE
+        yield BurstMark.NO_DEVICE
         return time.perf_counter()
 
-    def _step_directly(self, direct: Direct, batch: Any, begun: float) -> Generator[Said, None, None]:
+    def _step_directly(self, direct: WholeModelRunner, batch: Any, begun: float) -> Generator[Said, None, None]:
         """Take the optimizer's step; cut the rest of the training if the step fit only with its activations on the host.
 
         A model without a finer cut keeps running the user's own code, with activations on the host in every step.
@@ -561,7 +565,7 @@ class Trial:
         direct.step()
         self._took(self._train_times, begun)
         if direct.has_followed():
-            yield Mark.FOLLOWED
+            yield BurstMark.FOLLOWED
         if not direct.has_shed or direct.always_sheds:
             return
         yield from self._leave_own_code(direct, "its activations do not fit beside its state")
@@ -576,22 +580,22 @@ class Trial:
             why: object = "its batches hold more than tensors and plain values"
         except BudgetError as error:
             found = uncaptured(self.task, module, optimizer, self._plans.library.budget)
-            if not isinstance(found, Plan):
+            if not isinstance(found, ShardPlan):
                 raise
             why = error
         else:
             found = uncaptured(self.task, module, optimizer, self._plans.library.budget)
-        if isinstance(found, Plan):
+        if isinstance(found, ShardPlan):
             CHOICES.info("the trial keeps its own code, with its activations on the host: %s", why)
             self._make_own_state(module, optimizer, found, always_sheds=True)
-            yield Mark.BEGINS
+            yield BurstMark.BEGINS
 
-    def _leave_own_code(self, direct: Direct, why: str) -> Generator[Said, None, None]:
+    def _leave_own_code(self, direct: WholeModelRunner, why: str) -> Generator[Said, None, None]:
         """Switch the trial from its own code to shard units."""
         self.why_cut = why
         CHOICES.info("the trial is cut after step %d: %s", self.progress.steps, why)
         direct.close()
-        yield Mark.LEAVES
+        yield BurstMark.LEAVES
         assert self.module is not None
         assert self.state is not None
         self._direct = None
@@ -604,10 +608,10 @@ class Trial:
         times.measured(_STEP, time.perf_counter() - begun)
         self.units_run += 1
 
-    def _evaluate_directly(self, direct: Direct) -> Generator[Said, None, dict[str, Mean]]:
+    def _evaluate_directly(self, direct: WholeModelRunner) -> Generator[Said, None, dict[str, WeightedMean]]:
         """Do the work of `_evaluate` with the user's own code, as long as the batches fit."""
         assert self.module is not None
-        means: dict[str, Mean] = {}
+        means: dict[str, WeightedMean] = {}
         count = 0
         self.module.eval()
         drawn = self._draw(self.task.validate, shuffle=False)
@@ -616,7 +620,7 @@ class Trial:
                 # Not around a yield: the caller that resumes the program must record gradients meanwhile.
                 batch = next(drawn, _END)
             if not self._has_device:
-                yield Mark.NO_DEVICE
+                yield BurstMark.NO_DEVICE
             if batch is _END:
                 break
             begun = time.perf_counter()
@@ -630,11 +634,11 @@ class Trial:
                 yield from self._leave_own_code(direct, "a validation batch does not fit beside its state")
                 return (yield from self._evaluate_rest(itertools.chain([batch], drawn), means, count))
             for name, value in values.items():
-                means.setdefault(name, Mean()).add(value, num_samples(batch))
+                means.setdefault(name, WeightedMean()).add(value, num_samples(batch))
             count += 1
             self.progress.evaluated_batches += 1
             self._took(self._evaluation_times, begun)
-            yield Mark.STEP
+            yield BurstMark.STEP
         self.module.train()
         self._evaluated(count)
         return means
@@ -646,7 +650,7 @@ class Trial:
             raise no_batch("validate", self.task.validate)
         self.progress.validation_batches = count
 
-    def _train_batch(self, direct: Direct, batch: Any) -> None:
+    def _train_batch(self, direct: WholeModelRunner, batch: Any) -> None:
         """Run the forward and backward of a batch, in as many pieces as the task asks for."""
         count = self.task.num_pieces
         if count == 1:
@@ -657,7 +661,7 @@ class Trial:
         for piece in pieces(batch, count):
             self._train_piece(direct, piece.batch, piece.share, piece.samples)
 
-    def _train_piece(self, direct: Direct, batch: Any, share: float, samples: int) -> None:
+    def _train_piece(self, direct: WholeModelRunner, batch: Any, share: float, samples: int) -> None:
         loss, backward = direct.train(batch, share)
         if not math.isfinite(loss):
             raise BadLossError(f"the training loss is {loss}")
@@ -691,11 +695,11 @@ class Trial:
                 check_pieces(self.task, module, batch, count)
 
     def _train_part(
-        self, step: OptimizerStep, kept: Kept, leaves: batches.Leaves, piece: Piece
-    ) -> Generator[PendingUnit | Spread, None, None]:
+        self, step: OptimizerStep, kept: CachedPlan, leaves: batches.BatchLeaves, piece: MicroBatch
+    ) -> Generator[PendingUnit | ParallelStep, None, None]:
         """Run a batch or a piece of a batch: now, or together with the following batches."""
         plan = kept.plan
-        part = Part(plan=plan, times=kept.times, leaves=leaves, share=piece.share, ends_batch=piece.is_last)
+        part = BatchPart(plan=plan, times=kept.times, leaves=leaves, share=piece.share, ends_batch=piece.is_last)
         if kept.draws is not None and step.takes(plan):
             step.draw_ahead(part, kept.draws)
             self._ahead.append(piece.samples)
@@ -714,7 +718,9 @@ class Trial:
             kept.draws, kept.is_counted = self._device.generator.draws_between(before, after), True
         self._interval.add(step.loss, piece.samples)
 
-    def _together(self, step: OptimizerStep, *, ends: bool = False) -> Generator[PendingUnit | Spread, None, None]:
+    def _together(
+        self, step: OptimizerStep, *, ends: bool = False
+    ) -> Generator[PendingUnit | ParallelStep, None, None]:
         """Run the batches drawn ahead; `ends` as of `OptimizerStep.together`."""
         samples, self._ahead = self._ahead, []
         yield from step.together(ends=ends)
@@ -729,7 +735,7 @@ class Trial:
     def _parts_per_step(self) -> int:
         return self.task.accumulate * self.task.num_pieces
 
-    def _new_step(self, kept: Kept) -> OptimizerStep:
+    def _new_step(self, kept: CachedPlan) -> OptimizerStep:
         assert self.module is not None
         assert self.optimizer is not None
         how = None if self.state is None else self._arrange(kept, self.state)
@@ -754,7 +760,7 @@ class Trial:
         self._train_times, self._step_left = kept.times, kept.times.total
         return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
 
-    def _arrange(self, kept: Kept, state: ModelState) -> Arrangement | None:
+    def _arrange(self, kept: CachedPlan, state: ModelState) -> StepStrategy | None:
         """Arrange how the batches of the next step run together; None: one after the other."""
         if self._helpers is None or not self._has_several_parts or kept.draws is None:
             return None
@@ -772,7 +778,7 @@ class Trial:
         if self.state is not None:
             self._share.change([self.state.layout.plan, *self._plans.all])
 
-    def _finish(self, step: OptimizerStep, place: Place) -> Generator[Said, None, None]:
+    def _finish(self, step: OptimizerStep, place: DataPosition) -> Generator[Said, None, None]:
         """Finish an optimizer step, and do the work due after the step."""
         try:
             yield from self._together(step, ends=True)
@@ -783,7 +789,7 @@ class Trial:
             step.close()
         yield from self._after_step(place)
 
-    def _after_step(self, place: Place) -> Generator[Said, None, None]:
+    def _after_step(self, place: DataPosition) -> Generator[Said, None, None]:
         """Do the work due after an optimizer step: scheduler, report, checkpoint."""
         task = self.task
         self.progress.steps += 1
@@ -797,7 +803,7 @@ class Trial:
         task = self.task
         with self._own_code(), building or nullcontext():
             module = build_model(task)
-            self._claimed = Claim(module)
+            self._claimed = TrialClaim(module)
             groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
             self._operators, groups = split_operators(module, groups, task.split_operators)
             optimizer = build_optimizer(task, groups)
@@ -808,20 +814,20 @@ class Trial:
         module.train()
         self.module, self.optimizer = module, optimizer
         if self._keeper is not None or self._beginning is not None:
-            self._built = Built(task=task, module=module, optimizer=optimizer, scheduler=self._scheduler)
+            self._built = TrialObjects(task=task, module=module, optimizer=optimizer, scheduler=self._scheduler)
         return module, optimizer
 
-    def _begin(self) -> Place:
+    def _begin(self) -> DataPosition:
         """Restore the checkpoint, if any; return the place in the data where training begins or resumes."""
         beginning, self._beginning = self._beginning, None
         if beginning is None:
-            return Place()
+            return DataPosition()
         assert self._built is not None
         refuse_lazy(self._built.module)
         state = decoded(beginning.saved)
         if beginning.only_weights:
             self._built.restore_weights(state)
-            return Place()
+            return DataPosition()
         found = self._built.compare(state, allows_changes=beginning.allows_changes)
         with self._own_code():
             self._built.restore(state)
@@ -833,7 +839,7 @@ class Trial:
         if not any(is_of_the_pass(change) for change in found):
             self._feed.restore(state["feed"])
         self._gradients.restore(state["gradients"])
-        self._interval = Mean(*state["interval"])
+        self._interval = WeightedMean(*state["interval"])
         self.progress.restore(state["progress"])
         self.history, self.metrics, self.units_run = state["history"], state["metrics"], state["units_run"]
         self._started = time.perf_counter() - state["seconds"]
@@ -860,7 +866,7 @@ class Trial:
             self.optimizer.state.update({named[name]: entries for name, entries in saved["optimizer"].items()})
         self._built.restore_frozen(saved)
 
-    def _reached(self, place: Place, *, at_report: bool = False) -> None:
+    def _reached(self, place: DataPosition, *, at_report: bool = False) -> None:
         """Tell the keeper that the trial is between two steps and may be saved."""
         if self._keeper is None or (place.batches and not place.is_over and not self._feed.may_skip):
             return
@@ -872,7 +878,7 @@ class Trial:
         finally:
             self._place = None
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TrialStateSnapshot:
         """Return the state between two steps, in place and without copies.
 
         Raises:
@@ -905,7 +911,7 @@ class Trial:
                     "split_batches": self.split_batches,
                 },
             )
-        return Snapshot(facts=facts, tensors=tensors, state=self.state)
+        return TrialStateSnapshot(facts=facts, tensors=tensors, state=self.state)
 
     def _not_adopted(self) -> dict[str, Any]:
         """Return optimizer state that a resumed trial has not adopted yet.
@@ -937,15 +943,15 @@ class Trial:
 
         self._streams.restore(began["streams"])
         self._feed.restore(copied(began["feed"]))
-        return self._feed.draw(self.task.train, shuffle=True, skip=Skip(skipped, go_on))
+        return self._feed.draw(self.task.train, shuffle=True, skip=SkippedBatches(skipped, go_on))
 
     def _data_state(self) -> dict[str, Any]:
         """Return the positions of all streams and samplers on which the next batches depend."""
         return {"streams": self._streams.state(), "feed": copied(self._feed.states())}
 
-    def _report(self, step: int, place: Place) -> Generator[Said, None, None]:
+    def _report(self, step: int, place: DataPosition) -> Generator[Said, None, None]:
         metrics = {"train_loss": self._interval.value()}
-        self._interval = Mean()
+        self._interval = WeightedMean()
         if self.task.validate is not None:
             means = yield from self._evaluate()
             metrics |= reported_names({name: mean.value() for name, mean in means.items()})
@@ -958,7 +964,7 @@ class Trial:
         if not place.batches or place.is_over or self._feed.may_skip:
             # The trial may be saved while its report waits for an answer.
             self._place = place
-        yield Report(step=step, metrics=dict(metrics))
+        yield PendingReport(step=step, metrics=dict(metrics))
         self._place = None
 
     def _make_state(self) -> None:
@@ -979,14 +985,14 @@ class Trial:
         self._streams.restore(now["streams"])
         self._feed.restore(now["feed"])
 
-    def _evaluate(self) -> Generator[Said, None, dict[str, Mean]]:
+    def _evaluate(self) -> Generator[Said, None, dict[str, WeightedMean]]:
         if self._direct is not None:
             return (yield from self._evaluate_directly(self._direct))
         return (yield from self._evaluate_rest(self._draw(self.task.validate, shuffle=False), {}, 0))
 
     def _evaluate_rest(
-        self, drawn: Iterator[Any], means: dict[str, Mean], count: int
-    ) -> Generator[PendingUnit, None, dict[str, Mean]]:
+        self, drawn: Iterator[Any], means: dict[str, WeightedMean], count: int
+    ) -> Generator[PendingUnit, None, dict[str, WeightedMean]]:
         """Evaluate the remaining batches of a pass by shard units."""
         if self.state is None:
             self._make_state()
@@ -998,13 +1004,13 @@ class Trial:
             leaves = batches.flatten(batch)
             kept = self._plans.find(self.module, self.optimizer, self.state, batch, leaves, "evaluate")
             self._evaluation_times, self._step_left = kept.times, kept.times.total
-            step = EvaluationStep(kept.plan, kept.times, self.state, leaves, self._streams, self._device)
+            step = EvaluationBatch(kept.plan, kept.times, self.state, leaves, self._streams, self._device)
             try:
                 yield from step.units()
             finally:
                 step.close()
             for name, value in step.metrics.items():
-                means.setdefault(name, Mean()).add(value, num_samples(batch))
+                means.setdefault(name, WeightedMean()).add(value, num_samples(batch))
             count += 1
             self.progress.evaluated_batches += 1
         self._evaluated(count)

@@ -29,7 +29,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hydra_tune.memory.pressure import NotRepeatableError, is_out_of_memory
-from hydra_tune.shard.chain import Chain
+from hydra_tune.shard.chain import ShardChain
 from hydra_tune.shard.split import ShardGraph
 from hydra_tune.train.store import BlockStore
 from hydra_tune.train.streams import RandomStreams
@@ -38,7 +38,7 @@ OWN_CODE = "it runs the model's own code, which may have changed anything of its
 _ENDING = "its results were being put away, and what it had been given was gone"
 
 
-class Undo:
+class UnitRollback:
     """Context of a unit that runs a shard's graph: entered inside the unit's lease and outside its random-stream contexts.
 
     Args:
@@ -57,7 +57,7 @@ class Undo:
         self,
         graph: ShardGraph,
         index: int,
-        chain: Chain,
+        chain: ShardChain,
         store: BlockStore,
         streams: RandomStreams,
         *,

@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.task import Parallel
 from hydra_tune.train.clock import UnitTimes
 
@@ -49,7 +49,7 @@ _CHOSEN = {"data": DATA_PARALLEL, "pipeline": PIPELINED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class DeviceOffer:
     """Devices that could work on a step, the trial's own device included.
 
     Attributes:
@@ -66,7 +66,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardFacts:
+class ShardStepCost:
     """Measured and piloted costs of one shard.
 
     Attributes:
@@ -89,7 +89,7 @@ class ShardFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
+class StepStrategyEstimate:
     """Estimated cost of a step that runs one way.
 
     Attributes:
@@ -110,10 +110,10 @@ class Estimate:
     teams: int = 0
 
 
-def shard_facts(plan: Plan, times: UnitTimes) -> list[ShardFacts]:
+def shard_facts(plan: ShardPlan, times: UnitTimes) -> list[ShardStepCost]:
     """Collect the costs of a plan's shards."""
     return [
-        ShardFacts(
+        ShardStepCost(
             seconds=times.of(("forward", index)) + times.of(("backward", index)),
             state_bytes=shard.cost.state_bytes,
             gradient_bytes=shard.cost.trained_bytes,
@@ -127,12 +127,12 @@ def shard_facts(plan: Plan, times: UnitTimes) -> list[ShardFacts]:
 
 
 def fastest(
-    shards: Sequence[ShardFacts],
+    shards: Sequence[ShardStepCost],
     num_batches: int,
-    offer: Offer,
+    offer: DeviceOffer,
     ways: Sequence[str] = WAYS,
     parallel: Parallel = "auto",
-) -> Estimate:
+) -> StepStrategyEstimate:
     """Return the way that takes the least time; of equal ways, the first in `WAYS`.
 
     Args:
@@ -153,7 +153,9 @@ def fastest(
     return min(found, key=lambda estimate: estimate.seconds)
 
 
-def on_one_device(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, *, grouped: bool = False) -> Estimate:
+def on_one_device(
+    shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOffer, *, grouped: bool = False
+) -> StepStrategyEstimate:
     """Estimate all batches on one device, one after the other or through each shard together."""
     copied, loaded = _of_updates(shards, offer, split=False)
     if not fits(shards, offer.budget_bytes) and grouped:
@@ -163,10 +165,10 @@ def on_one_device(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, 
         loaded += 2 * num_batches * _state(shards)
         copied += num_batches * (2 * _state(shards) + 2 * _gradients(shards) + 2 * sum(_crossing(shards)))
     seconds = num_batches * _seconds(shards) + copied / offer.bytes_per_second
-    return Estimate(way=ONE_DEVICE, seconds=seconds, parameter_bytes=loaded)
+    return StepStrategyEstimate(way=ONE_DEVICE, seconds=seconds, parameter_bytes=loaded)
 
 
-def data_parallel(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:
+def data_parallel(shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOffer) -> StepStrategyEstimate:
     """Estimate whole batches on each device."""
     num_devices = len(offer.devices)
     each = -(-num_batches // num_devices)
@@ -180,16 +182,16 @@ def data_parallel(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) 
         loaded += 2 * num_batches * _state(shards)
         copied += each * (2 * _state(shards) + 4 * _gradients(shards) + 2 * sum(_crossing(shards)))
     seconds = each * _seconds(shards) + copied / offer.bytes_per_second
-    return Estimate(way=DATA_PARALLEL, seconds=seconds, parameter_bytes=loaded)
+    return StepStrategyEstimate(way=DATA_PARALLEL, seconds=seconds, parameter_bytes=loaded)
 
 
-def _in_teams(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:
+def _in_teams(shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOffer) -> StepStrategyEstimate:
     count = min(len(offer.devices), num_batches)
     each = -(-num_batches // count)
     copied, again = _of_updates(shards, offer, split=False)
     copied += 2 * _state(shards) + _gradients(shards) + each * 3 * sum(_crossing(shards))
     behind = (count - 1) * each * max(shard.seconds for shard in shards)
-    return Estimate(
+    return StepStrategyEstimate(
         way=DATA_PARALLEL,
         seconds=each * _seconds(shards) + behind + copied / offer.bytes_per_second,
         parameter_bytes=2 * count * _state(shards) + again,
@@ -197,18 +199,18 @@ def _in_teams(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> E
     )
 
 
-def pipelined(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:
+def pipelined(shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOffer) -> StepStrategyEstimate:
     """Estimate a pipeline with each shard on one device."""
     ends = neighbours(shards, len(offer.devices), offer.budget_bytes)
     return _dealt(shards, num_batches, offer) if ends is None else _in_runs(shards, num_batches, offer, ends)
 
 
-def fits(shards: Sequence[ShardFacts], budget_bytes: int) -> bool:
+def fits(shards: Sequence[ShardStepCost], budget_bytes: int) -> bool:
     """Whether parameters, gradients and the largest unit of the shards fit a device together."""
     return _state(shards) + _gradients(shards) + max(shard.work_bytes for shard in shards) <= budget_bytes
 
 
-def neighbours(shards: Sequence[ShardFacts], num_devices: int, budget_bytes: int) -> list[int] | None:
+def neighbours(shards: Sequence[ShardStepCost], num_devices: int, budget_bytes: int) -> list[int] | None:
     """Cut the shards into runs of neighbours, one run for each device, so that the slowest run is as fast as possible.
 
     Returns:
@@ -237,7 +239,7 @@ def neighbours(shards: Sequence[ShardFacts], num_devices: int, budget_bytes: int
     return ends[::-1]
 
 
-def _runs_to(shards: Sequence[ShardFacts], last: int, budget_bytes: int) -> Iterator[tuple[float, int]]:
+def _runs_to(shards: Sequence[ShardStepCost], last: int, budget_bytes: int) -> Iterator[tuple[float, int]]:
     """Yield seconds and first shard of each run that ends before `last` and fits a device."""
     seconds, held, work = 0.0, 0, 0
     for first in reversed(range(last)):
@@ -250,7 +252,9 @@ def _runs_to(shards: Sequence[ShardFacts], last: int, budget_bytes: int) -> Iter
         yield seconds, first
 
 
-def _in_runs(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ends: Sequence[int]) -> Estimate:
+def _in_runs(
+    shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOffer, ends: Sequence[int]
+) -> StepStrategyEstimate:
     copied, loaded = 0, 0
     crossing = _crossing(shards)
     runs = [slice(first, last) for first, last in pairwise([0, *ends])]
@@ -263,10 +267,10 @@ def _in_runs(shards: Sequence[ShardFacts], num_batches: int, offer: Offer, ends:
         copied, loaded = copied + more, loaded + again
     seconds = sum(stages) + (num_batches - 1) * max(stages) + copied / offer.bytes_per_second
     homes = [device for device, run in zip(offer.devices, runs, strict=False) for _ in shards[run]]
-    return Estimate(way=PIPELINED, seconds=seconds, parameter_bytes=loaded, homes=tuple(homes))
+    return StepStrategyEstimate(way=PIPELINED, seconds=seconds, parameter_bytes=loaded, homes=tuple(homes))
 
 
-def _dealt(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Estimate:
+def _dealt(shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOffer) -> StepStrategyEstimate:
     num_devices = min(len(offer.devices), len(shards))
     places = _deal(shards, num_batches, num_devices, offer)
     loaded = 2 * _state(shards)
@@ -281,10 +285,12 @@ def _dealt(shards: Sequence[ShardFacts], num_batches: int, offer: Offer) -> Esti
         busiest, loaded = max(busiest, computing + copied / offer.bytes_per_second), loaded + again
     filling = (num_devices - 1) * max(shard.seconds for shard in shards)
     homes = tuple(offer.devices[place] for place in places)
-    return Estimate(way=PIPELINED, seconds=busiest + filling, parameter_bytes=loaded, homes=homes, is_dealt=True)
+    return StepStrategyEstimate(
+        way=PIPELINED, seconds=busiest + filling, parameter_bytes=loaded, homes=homes, is_dealt=True
+    )
 
 
-def _deal(shards: Sequence[ShardFacts], num_batches: int, num_devices: int, offer: Offer) -> list[int]:
+def _deal(shards: Sequence[ShardStepCost], num_batches: int, num_devices: int, offer: DeviceOffer) -> list[int]:
     """Give each shard to the device with the least work so far; devices with equal work take turns.
 
     Small and large shards often alternate, as attention and feed-forward layers do: dealing strictly in turn would give
@@ -301,7 +307,7 @@ def _deal(shards: Sequence[ShardFacts], num_batches: int, num_devices: int, offe
     return places
 
 
-def _of_updates(shards: Sequence[ShardFacts], offer: Offer, *, split: bool) -> tuple[int, int]:
+def _of_updates(shards: Sequence[ShardStepCost], offer: DeviceOffer, *, split: bool) -> tuple[int, int]:
     """Return the bytes that updates of shards on one device copy, and the bytes of reloaded parameters among them."""
     optimizer = sum(shard.optimizer_bytes for shard in shards)
     work = max(shard.work_bytes for shard in shards)
@@ -311,19 +317,19 @@ def _of_updates(shards: Sequence[ShardFacts], offer: Offer, *, split: bool) -> t
     return 2 * optimizer + _state(shards) + again + (_gradients(shards) if split else 0), again
 
 
-def _crossing(shards: Sequence[ShardFacts]) -> list[int]:
+def _crossing(shards: Sequence[ShardStepCost]) -> list[int]:
     """Return the bytes that cross the cut before each shard, forward and back."""
     back = [0, *(shard.handed_bytes for shard in shards[:-1])]
     return [shard.value_bytes + handed for shard, handed in zip(shards, back, strict=True)]
 
 
-def _seconds(shards: Sequence[ShardFacts]) -> float:
+def _seconds(shards: Sequence[ShardStepCost]) -> float:
     return sum(shard.seconds for shard in shards)
 
 
-def _state(shards: Sequence[ShardFacts]) -> int:
+def _state(shards: Sequence[ShardStepCost]) -> int:
     return sum(shard.state_bytes for shard in shards)
 
 
-def _gradients(shards: Sequence[ShardFacts]) -> int:
+def _gradients(shards: Sequence[ShardStepCost]) -> int:
     return sum(shard.gradient_bytes for shard in shards)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.gate import GATE
-from hydra_tune.train.worker_server import ServerProcess, has_main_file
+from hydra_tune.train.worker_server import LoaderForkServer, has_main_file
 
 _SHARED_BYTES = (
     1 << 20
@@ -29,7 +29,7 @@ _SHARED_BYTES = (
 _HAS_MEMORY_FILES = hasattr(os, "memfd_create")
 
 
-class Packed:
+class LoaderWorkerPayload:
     """An object ready to be sent: pickled once for all workers of a pass, with large data beside the pickle.
 
     Args:
@@ -75,7 +75,7 @@ class _MemoryFile:
         os.close(self.number)
 
 
-class _Packer(pickle.Pickler):
+class _PayloadPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, tensors: list[Tensor], names: dict[str, object] | None) -> None:
         callback = self._is_sent if _HAS_MEMORY_FILES else None
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=callback)
@@ -116,7 +116,7 @@ class _Packer(pickle.Pickler):
         return _mapped_again(value)
 
 
-class _Unpacker(pickle.Unpickler):
+class _PayloadUnpickler(pickle.Unpickler):
     def __init__(self, pickled: bytes, tensors: list[Tensor], buffers: list[memoryview]) -> None:
         super().__init__(io.BytesIO(pickled), buffers=buffers)
         self._tensors = tensors
@@ -132,7 +132,7 @@ def _unpack(pickled: bytes, tensors: list[Tensor], sent: Any, spans: list[tuple[
         mapped = memoryview(mmap.mmap(number, 0, access=mmap.ACCESS_COPY))
         os.close(number)
         buffers = [mapped[start : start + size] for start, size in spans]
-    return _Unpacker(pickled, tensors, buffers).load()
+    return _PayloadUnpickler(pickled, tensors, buffers).load()
 
 
 def _mapped_again(value: Any) -> Any:
@@ -152,7 +152,7 @@ def _mapped_again(value: Any) -> Any:
     return numpy.memmap, (path, value.dtype, mode, start, value.shape)
 
 
-def packed(name: str, part: object, method: str, server: ServerProcess | None) -> object:
+def packed(name: str, part: object, method: str, server: LoaderForkServer | None) -> object:
     """Prepare a part of a loader for workers.
 
     Args:
@@ -162,14 +162,14 @@ def packed(name: str, part: object, method: str, server: ServerProcess | None) -
         server: server that forks the workers, if any.
 
     Returns:
-        A `Packed`, or the part itself if only a starting process may receive the part.
+        A `LoaderWorkerPayload`, or the part itself if only a starting process may receive the part.
 
     Raises:
         TaskError: the part cannot be pickled, or a worker could not find an object that the part refers to.
     """
     tensors: list[Tensor] = []
     file = io.BytesIO()
-    packer = _Packer(file, tensors, None if server is None else server.names)
+    packer = _PayloadPickler(file, tensors, None if server is None else server.names)
     try:
         packer.dump(part)
         _share(tensors)
@@ -184,7 +184,7 @@ def packed(name: str, part: object, method: str, server: ServerProcess | None) -
             "given pickled copies, because forking a process that runs threads may hang; define classes and functions at the "
             "top of a module, or use num_workers=0, or take that risk with multiprocessing_context='fork'"
         ) from error
-    return Packed(file.getvalue(), tensors, packer.buffers)
+    return LoaderWorkerPayload(file.getvalue(), tensors, packer.buffers)
 
 
 def _share(tensors: list[Tensor]) -> None:

@@ -1,10 +1,10 @@
 """Process that forks the workers of loaders: a process without threads, with the program's modules loaded.
 
-Note: two ways to begin. `ServerProcess.fork` copies this process within milliseconds: the workers then have the
+Note: two ways to begin. `LoaderForkServer.fork` copies this process within milliseconds: the workers then have the
 program's modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only
 while every other Python thread waits, because a lock held by a busy thread stays locked in the copy for ever. So for a
 task with workers, the executor forks the server before the pool begins to work. Where a thread is busy,
-`ServerProcess.start` begins a new interpreter to import the loaded modules once for all workers instead of once for
+`LoaderForkServer.start` begins a new interpreter to import the loaded modules once for all workers instead of once for
 each.
 
 This module knows nothing of loaders, trials or devices.
@@ -46,7 +46,7 @@ _WAITS |= {"hydra_tune/older_torch.py": ("own",)}
 _NEVER_IMPORTED = ("__main__", "__mp_main__")
 
 
-class ServerProcess(forkserver.ForkServer):
+class LoaderForkServer(forkserver.ForkServer):
     """A process for forking workers.
 
     Attributes:
@@ -141,12 +141,12 @@ class ServerProcess(forkserver.ForkServer):
         self._forkserver_alive_fd, self._forkserver_pid = alive_w, pid
 
 
-class Servers:
+class ForkServerRegistry:
     """The server of present workers, alive while at least one holder needs workers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: list[ServerProcess] = []
+        self._running: list[LoaderForkServer] = []
         self._holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def hold(self, holder: object) -> None:
@@ -176,7 +176,7 @@ class Servers:
                 if not self._holders:
                     self._stop()
 
-    def current(self) -> ServerProcess:
+    def current(self) -> LoaderForkServer:
         """Return the server; start a server if none lives."""
         with self._lock:
             if not self._running or not self._running[-1].is_running():
@@ -184,7 +184,7 @@ class Servers:
             return self._running[-1]
 
     def _begin(self) -> None:
-        server = ServerProcess()
+        server = LoaderForkServer()
         if is_quiet():
             server.fork()
         else:
@@ -196,26 +196,26 @@ class Servers:
             self._running.pop().stop()
 
 
-SERVERS = Servers()
+SERVERS = ForkServerRegistry()
 
 
-class ServedContext(context.ForkServerContext):
+class LoaderForkContext(context.ForkServerContext):
     """Multiprocessing context whose processes are forked by a server."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: LoaderForkServer) -> None:
         super().__init__()
         self.server = server
 
-    def Process(self, *arguments: Any, **options: Any) -> "_Process":  # type: ignore[override]  # noqa: N802
+    def Process(self, *arguments: Any, **options: Any) -> "_LoaderWorkerProcess":  # type: ignore[override]  # noqa: N802
         """Return an unstarted process."""
-        made = _Process(*arguments, **options)
+        made = _LoaderWorkerProcess(*arguments, **options)
         made.server = self.server
         return made
 
 
-class _Process(process.BaseProcess):
+class _LoaderWorkerProcess(process.BaseProcess):
     _start_method = "forkserver"
-    server: ServerProcess
+    server: LoaderForkServer
 
     def run(self) -> None:
         """Run in the worker."""
@@ -223,14 +223,14 @@ class _Process(process.BaseProcess):
         super().run()
 
     @staticmethod
-    def _Popen(process_obj: "_Process") -> Any:  # noqa: N802 - the base class calls it so
-        return _Popen(process_obj)
+    def _Popen(process_obj: "_LoaderWorkerProcess") -> Any:  # noqa: N802 - the base class calls it so
+        return _LoaderWorkerPopen(process_obj)
 
 
-class _Popen(popen_forkserver.Popen):
+class _LoaderWorkerPopen(popen_forkserver.Popen):
     _fds: list[int]
 
-    def _launch(self, process_obj: _Process) -> None:
+    def _launch(self, process_obj: _LoaderWorkerProcess) -> None:
         """Launch as the base class does, but through the process's own server and without a main script to import."""
         server = vars(process_obj).pop("server")
         file = io.BytesIO()

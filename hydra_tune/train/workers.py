@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, IterDataPipe, MapDataPipe
 
 from hydra_tune.errors import LoaderWorkerError
 from hydra_tune.quantities import format_bytes
-from hydra_tune.train.worker_parts import Packed, packed
-from hydra_tune.train.worker_server import SERVERS, ServedContext
+from hydra_tune.train.worker_parts import LoaderWorkerPayload, packed
+from hydra_tune.train.worker_server import SERVERS, LoaderForkContext
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
     method, server = _start_method(loader), None
     if _is_served(loader):
         server = SERVERS.current()
-        made.multiprocessing_context = ServedContext(server)
+        made.multiprocessing_context = LoaderForkContext(server)
     parts, num_bytes = vars(made), 0
     if method != "fork" or server is not None:
         for name in ("dataset", "collate_fn", "worker_init_fn"):
             # Data pipes stay unpacked: a loader recognizes data pipes by their class.
             if not isinstance(parts[name], IterDataPipe | MapDataPipe):
                 parts[name] = part = packed(name, parts[name], method, server)
-                num_bytes += part.num_bytes if isinstance(part, Packed) else 0
+                num_bytes += part.num_bytes if isinstance(part, LoaderWorkerPayload) else 0
     if method == "forkserver":
         _warm_up()
     made.worker_init_fn = _WorkerStart(made, num_bytes)
@@ -203,7 +203,7 @@ class _WorkerStart:
 
 
 def _why_slow(how: Any, num_bytes: int) -> str:
-    if not isinstance(how, ServedContext):
+    if not isinstance(how, LoaderForkContext):
         return (
             "with this start method each of them imports the main script anew, so leave multiprocessing_context and the "
             "start method as Python has them on Linux"

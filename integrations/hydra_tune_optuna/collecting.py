@@ -15,12 +15,12 @@ from optuna.trial import FrozenTrial
 from hydra_tune import Failed, Finished, HydraExecutor, Job, TrainTask
 from hydra_tune.interrupts import let_interrupts_through
 from hydra_tune.pool.job import EventStream
-from hydra_tune_optuna.resuming import Left, Resuming
+from hydra_tune_optuna.resuming import ResumableTrial, StudyResumer
 from hydra_tune_optuna.weights import StudyWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Collected:
+class _WeightsRecovery:
     """A trial whose weights are being recovered."""
 
     frozen: FrozenTrial
@@ -28,7 +28,7 @@ class _Collected:
     job: Job
 
 
-class Collecting:
+class StudyCheckpointCollector:
     """Told trials of one search, until nothing of them is needed any more.
 
     Args:
@@ -43,13 +43,13 @@ class Collecting:
         pool: HydraExecutor,
         build: Callable[[Any], Any],
         weights: StudyWeights | None,
-        resuming: Resuming,
+        resuming: StudyResumer,
     ) -> None:
         self._pool = pool
         self._build = build
         self._weights = weights
         self._resuming = resuming
-        self._running: dict[int, _Collected] = {}
+        self._running: dict[int, _WeightsRecovery] = {}
         self._told: set[int] = set()
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Collecting:
         """Whether a completed trial's weights should be kept, but are missing."""
         return self._weights is not None and self._weights.lacks(frozen)
 
-    def start(self, left: Left, events: EventStream) -> None:
+    def start(self, left: ResumableTrial, events: EventStream) -> None:
         """Start to recover a trial's weights from its checkpoint."""
         assert left.checkpoint is not None
         frozen = left.frozen
@@ -75,7 +75,7 @@ class Collecting:
             if isinstance(task, TrainTask):
                 name, found = f"weights of trial {frozen.number}", left.checkpoint
                 job = self._pool.submit(task, name=name, events=events, resume_from=found.path, labels=found.labels)
-                self._running[id(job)] = _Collected(frozen=frozen, task=task, job=job)
+                self._running[id(job)] = _WeightsRecovery(frozen=frozen, task=task, job=job)
                 return
         except Exception as error:  # noqa: BLE001 - an objective may raise anything; the search goes on
             self._say_lost(frozen, error)

@@ -21,11 +21,11 @@ from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, Result, T
 from hydra_tune.errors import HydraTuneError, TaskError
 from hydra_tune.interrupts import hold_interrupts, is_interrupt, let_interrupts_through
 from hydra_tune_optuna import private
-from hydra_tune_optuna.collecting import Collecting
+from hydra_tune_optuna.collecting import StudyCheckpointCollector
 from hydra_tune_optuna.ending import give_up, leave
 from hydra_tune_optuna.errors import TrialCancelledError
-from hydra_tune_optuna.heartbeat import Heartbeat
-from hydra_tune_optuna.resuming import Left, Resuming
+from hydra_tune_optuna.heartbeat import StudyHeartbeatSender
+from hydra_tune_optuna.resuming import ResumableTrial, StudyResumer
 from hydra_tune_optuna.values import (
     Values,
     check_result_choice,
@@ -54,7 +54,7 @@ def job_name(number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class OptimizeLimits:
     """Limits of one call of `optimize`.
 
     Args:
@@ -77,7 +77,7 @@ class Limits:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Running:
+class _PooledTrial:
     """A trial whose task is in the pool.
 
     `failure` is an error raised in this thread on the trial's behalf, e.g. by the pruner. The job is then cancelled,
@@ -93,7 +93,7 @@ class _Running:
     known: frozenset[int] = frozenset()
 
 
-class Driver:
+class OptimizeDriver:
     """One call of `optimize`.
 
     Args:
@@ -113,7 +113,7 @@ class Driver:
         study: Study,
         pool: HydraExecutor,
         build: Objective,
-        limits: Limits,
+        limits: OptimizeLimits,
         *,
         callbacks: Iterable[Callback] | None,
         progress_bar: private.ProgressBar,
@@ -128,17 +128,17 @@ class Driver:
         self._progress_bar = progress_bar
         self._weights = weights
         self._settled = settled
-        self._heartbeat = Heartbeat(private.storage_of(study))
+        self._heartbeat = StudyHeartbeatSender(private.storage_of(study))
         self._stream = pool.events()
         self._started_seconds = time.monotonic()
         self._asked = 0
         self._untold: dict[int, Trial] = {}
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _PooledTrial] = {}
         self._error: Exception | None = None
         self._has_hinted = False
-        self._resuming = Resuming(study, pool)
-        self._collecting = Collecting(pool, build, weights, self._resuming)
-        self._left: deque[Left] = deque()  # trials of a dead process, to resume
+        self._resuming = StudyResumer(study, pool)
+        self._collecting = StudyCheckpointCollector(pool, build, weights, self._resuming)
+        self._left: deque[ResumableTrial] = deque()  # trials of a dead process, to resume
         self._taken_up: set[int] = set()
 
     def run(self) -> None:
@@ -255,7 +255,7 @@ class Driver:
                 in_words(outcome),
             )
 
-    def _submit(self, trial: Trial, task: TrainTask, left: Left | None) -> None:
+    def _submit(self, trial: Trial, task: TrainTask, left: ResumableTrial | None) -> None:
         unfit = wrong_arity(task, self._study.directions)
         if unfit is not None:  # known before training, so nothing is trained
             self._conclude(trial, state=TrialState.FAIL, reason=unfit)
@@ -279,10 +279,10 @@ class Driver:
         # whatever `catch` says.
         saving, known = self._resuming.submit_options(trial, left)
         job = self._pool.submit(task, name=job_name(trial.number), events=self._stream, **saving)
-        self._running[id(job)] = _Running(trial=trial, task=task, job=job, reports=reports, known=known)
+        self._running[id(job)] = _PooledTrial(trial=trial, task=task, job=job, reports=reports, known=known)
 
     @staticmethod
-    def _catch_up(trial: Trial, task: TrainTask, left: Left) -> tuple[list[Values], bool]:
+    def _catch_up(trial: Trial, task: TrainTask, left: ResumableTrial) -> tuple[list[Values], bool]:
         """Report a resumed trial's history that the study lacks; return all values, and whether to prune."""
         known = left.frozen.intermediate_values
         history = [] if left.checkpoint is None else left.checkpoint.history
@@ -322,7 +322,7 @@ class Driver:
             self._has_hinted = True
 
     @staticmethod
-    def _report(running: _Running, value: float, step: int) -> bool:
+    def _report(running: _PooledTrial, value: float, step: int) -> bool:
         trial = running.trial
         if step in running.known:  # the dead process reported this step, and got answers to all but the last
             return step == max(running.known) and trial.should_prune()

@@ -12,7 +12,7 @@ from optuna.study import Study
 from optuna.trial import Trial, TrialState
 
 from hydra_tune_optuna import private
-from hydra_tune_optuna.resuming import Resuming
+from hydra_tune_optuna.resuming import StudyResumer
 
 _logger = get_logger("optuna.hydra_tune")
 
@@ -44,7 +44,9 @@ def give_up(study: Study, trials: Iterable[Trial], error: BaseException) -> list
     return lost
 
 
-def leave(study: Study, resuming: Resuming, submitted: Iterable[Trial], unsubmitted: Iterable[Trial]) -> list[Trial]:
+def leave(
+    study: Study, resuming: StudyResumer, submitted: Iterable[Trial], unsubmitted: Iterable[Trial]
+) -> list[Trial]:
     """Leave trials so that a later search resumes them.
 
     Args:

@@ -12,7 +12,7 @@ from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.sweep_folder import SweepFolder
 from hydra_tune.errors import CheckpointError
 from hydra_tune_optuna import private
-from hydra_tune_optuna.resuming import Resuming
+from hydra_tune_optuna.resuming import StudyResumer
 from hydra_tune_optuna.sampler_state import note_draws, restore, state_of
 
 _MARK = "hydra_tune:sweep"
@@ -30,7 +30,7 @@ def going_on(study: Study, pool: HydraExecutor) -> tuple[int, list[int]]:
         Number of trials that resume, or begin anew, under their numbers; and the numbers of trials that belong, or may
         belong, to another process.
     """
-    resuming = Resuming(study, pool)
+    resuming = StudyResumer(study, pool)
     if not resuming.saves:
         return 0, []
     left = {found.frozen.number for found in resuming.left()}

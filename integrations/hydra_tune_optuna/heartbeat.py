@@ -19,7 +19,7 @@ _SET_SECONDS = 1.0
 """A jump of the clock by this much means that the clock was set, not merely adjusted."""
 
 
-class Heartbeat:
+class StudyHeartbeatSender:
     """Sends heartbeats for the trials between `add` and `discard`; does nothing for a storage without heartbeat.
 
     The thread starts with the first trial, sends a heartbeat at once for each new trial, and ends with the `with`

@@ -15,7 +15,7 @@ from hydra_tune_optuna.private import completed_needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedies:
+class PrunerRemedies:
     """Remedies for a pruner that cannot work, as options of a program or of a sweep file.
 
     Args:
@@ -46,7 +46,7 @@ def useless_pruner(
     *,
     n_trials: int | None,
     width: int,
-    remedies: Remedies | None = None,
+    remedies: PrunerRemedies | None = None,
     is_fused: bool = False,
 ) -> str | None:
     """Explain why the study's pruner cannot end any trial of a search, with remedies; None if the pruner can.
@@ -73,7 +73,7 @@ def useless_pruner(
     working = [number for number in range(1, abreast + 1) if num_unjudged(needed, number) < n_trials]
     if not working or abreast in working:
         return None
-    words = remedies or Remedies()
+    words = remedies or PrunerRemedies()
     # The widest setting at which half of the trials can be judged; if none reaches half, the one that judges most.
     narrow = max(number for number in working if num_unjudged(needed, number) <= max(n_trials // 2, needed))
     helping = [words.narrower.format(narrow), words.other]

@@ -18,7 +18,7 @@ from torch import nn
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import ConfigError
-from hydra_tune_optuna.driver import Driver, Limits
+from hydra_tune_optuna.driver import OptimizeDriver, OptimizeLimits
 from hydra_tune_optuna.lockstep import useless_pruner
 from hydra_tune_optuna.private import ProgressBar, optimizing, storage_of, wait_for_sqlite
 from hydra_tune_optuna.weights import Build, KeepBest, StudyWeights, check_keeping, load_module
@@ -132,7 +132,7 @@ class PoolStudy(Study):
         if n_jobs < 1 and n_jobs != -1:
             raise ConfigError(f"n_jobs must be -1 or at least 1, not {n_jobs}")
         width = self.executor.width if n_jobs in (1, -1) else min(n_jobs, self.executor.width)
-        limits = Limits(
+        limits = OptimizeLimits(
             n_trials=n_trials,
             timeout_seconds=timeout,
             width=width,
@@ -145,7 +145,7 @@ class PoolStudy(Study):
             self._func = func
             progress_bar = ProgressBar(show_progress_bar, n_trials, timeout)
             try:
-                Driver(
+                OptimizeDriver(
                     self,
                     self.executor,
                     func,

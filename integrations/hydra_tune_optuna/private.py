@@ -111,7 +111,7 @@ def frozen_id(frozen: FrozenTrial) -> int:
     return frozen._trial_id
 
 
-class _HeldTrial(Trial):
+class _InterruptSafeTrial(Trial):
     """A trial whose methods delay Ctrl-C.
 
     An interrupt in the middle of a statement leaves a connection that locks an SQLite database for as long as a
@@ -122,7 +122,7 @@ class _HeldTrial(Trial):
 # Also `_get_latest_trial`, the one private method that reads the storage for public properties.
 for _name, _method in vars(Trial).items():
     if inspect.isfunction(_method) and (not _name.startswith("_") or _name == "_get_latest_trial"):
-        setattr(_HeldTrial, _name, hold_interrupts()(_method))
+        setattr(_InterruptSafeTrial, _name, hold_interrupts()(_method))
 
 
 def ask(study: Study, mark: str | None = None) -> Trial:
@@ -138,7 +138,7 @@ def ask(study: Study, mark: str | None = None) -> Trial:
     """
     if mark is None:
         trial = study.ask()
-        trial.__class__ = _HeldTrial
+        trial.__class__ = _InterruptSafeTrial
         return trial
     study._thread_local.cached_all_trials = None  # as Study.ask does
     trial_id = _take_waiting(study, mark)
@@ -146,7 +146,7 @@ def ask(study: Study, mark: str | None = None) -> Trial:
         trial_id = study._storage.create_new_trial(
             study._study_id, create_trial(state=TrialState.RUNNING, system_attrs={mark: True})
         )
-    return _HeldTrial(study, trial_id)
+    return _InterruptSafeTrial(study, trial_id)
 
 
 def _take_waiting(study: Study, mark: str) -> int | None:
@@ -181,7 +181,7 @@ def ended(study: Study, states: tuple[TrialState, ...]) -> list[FrozenTrial]:
 
 def take_up(study: Study, frozen: FrozenTrial) -> Trial:
     """Continue a trial of another process; repeated suggestions return the values drawn before."""
-    return _HeldTrial(study, frozen._trial_id)
+    return _InterruptSafeTrial(study, frozen._trial_id)
 
 
 @hold_interrupts()

@@ -23,10 +23,10 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import HydraExecutor
-from hydra_tune.checkpoint.alive import LifeSign, alone, has_died
+from hydra_tune.checkpoint.alive import LivenessFile, alone, has_died
 from hydra_tune.checkpoint.alive import forget as forget_sign
 from hydra_tune.errors import CheckpointError, HydraTuneError
-from hydra_tune.pool.found import FoundCheckpoint
+from hydra_tune.pool.found import CheckpointSummary
 from hydra_tune_optuna import private
 
 _SEARCHES = ".searches"  # no trial's folder begins with a dot
@@ -36,7 +36,7 @@ _logger = get_logger("optuna.hydra_tune")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class ResumableTrial:
     """A trial to resume.
 
     Attributes:
@@ -46,11 +46,11 @@ class Left:
     """
 
     frozen: FrozenTrial
-    checkpoint: FoundCheckpoint | None
+    checkpoint: CheckpointSummary | None
     is_told: bool = False
 
 
-class Resuming:
+class StudyResumer:
     """The resuming side of one search among several that may share a study.
 
     Args:
@@ -66,9 +66,9 @@ class Resuming:
         self._pool = pool
         # Pools of other libraries have no checkpoint_dir.
         self.saves = getattr(pool, "checkpoint_dir", None) is not None
-        self._sign: LifeSign | None = None
+        self._sign: LivenessFile | None = None
 
-    def begin(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[Left]:
+    def begin(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[ResumableTrial]:
         """Register this search as alive, and claim the trials of dead searches.
 
         Args:
@@ -83,7 +83,7 @@ class Resuming:
         """
         if not self.saves:
             return []
-        self._sign = LifeSign(self._folder)
+        self._sign = LivenessFile(self._folder)
         # Alone: two searches that start at once must not claim the same trials.
         with alone(self._folder):
             found = self.left()
@@ -95,7 +95,7 @@ class Resuming:
                 forget_sign(self._folder, name)
         return [*self._told(is_wanted), *found]
 
-    def left(self) -> list[Left]:
+    def left(self) -> list[ResumableTrial]:
         """Find the ownerless running trials, sorted by number, without claiming any."""
         if not self.saves:
             return []
@@ -119,7 +119,7 @@ class Resuming:
         """Ask for a new trial, claimed by this search."""
         return private.ask(self._study, None if self._sign is None else _CLAIM + self._sign.name)
 
-    def submit_options(self, trial: Trial, left: Left | None) -> tuple[dict[str, Any], frozenset[int]]:
+    def submit_options(self, trial: Trial, left: ResumableTrial | None) -> tuple[dict[str, Any], frozenset[int]]:
         """Make the `submit` options under which a trial's checkpoints are found again, and from which a trial resumes.
 
         Returns:
@@ -147,7 +147,7 @@ class Resuming:
         if self.saves:
             self._pool.remove_checkpoint(self._saved_as(number), waits=False)
 
-    def _left(self, frozen: FrozenTrial) -> Left | None:
+    def _left(self, frozen: FrozenTrial) -> ResumableTrial | None:
         """Make a running trial resumable; None for a trial that may have an owner."""
         claims = _claims(frozen)
         if not all(has_died(self._folder, name) for name in claims):
@@ -165,7 +165,7 @@ class Resuming:
         # Without a claim and without a checkpoint of ours, the trial belongs to plain Optuna.
         if not is_own and not claims:
             return None
-        return Left(frozen=frozen, checkpoint=checkpoint if is_own else None)
+        return ResumableTrial(frozen=frozen, checkpoint=checkpoint if is_own else None)
 
     def _claim(self, frozen: FrozenTrial) -> None:
         """Claim a trial for this search, and cancel the claims of dead searches."""
@@ -175,7 +175,7 @@ class Resuming:
         for name in _claims(frozen):
             private.note(self._study, frozen, _CLAIM + name, value=False)
 
-    def _told(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[Left]:
+    def _told(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[ResumableTrial]:
         """Find completed trials without kept weights, after a crash; remove the checkpoints of other ended trials."""
         wanted = []
         for frozen in private.ended(self._study, (TrialState.COMPLETE, TrialState.PRUNED)):
@@ -186,7 +186,7 @@ class Resuming:
             if checkpoint is None or checkpoint.is_in_use or checkpoint.labels != labels(self._study, frozen):
                 continue
             if frozen.state == TrialState.COMPLETE and is_wanted(frozen):
-                wanted.append(Left(frozen=frozen, checkpoint=checkpoint, is_told=True))
+                wanted.append(ResumableTrial(frozen=frozen, checkpoint=checkpoint, is_told=True))
             else:
                 self.forget(frozen.number)
         return wanted

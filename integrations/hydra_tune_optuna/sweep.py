@@ -18,14 +18,14 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import TrainTask
-from hydra_tune.cli.domains import Choice, Domain, FloatRange, IntRange, grid_size
+from hydra_tune.cli.domains import ChoiceDomain, Domain, FloatDomain, IntDomain, grid_size
 from hydra_tune.cli.request import Outcome, SweepRequest, TrialRecord
-from hydra_tune.cli.spec import Pruning, SweepSpec
+from hydra_tune.cli.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.supervision.marks import at_work
 from hydra_tune_optuna.driver import job_name
 from hydra_tune_optuna.going_on import going_on, keep_sampler
-from hydra_tune_optuna.lockstep import Remedies, useless_pruner
+from hydra_tune_optuna.lockstep import PrunerRemedies, useless_pruner
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.study import create_study
 from hydra_tune_optuna.weights import check_keeping, kept_weights
@@ -34,7 +34,7 @@ _JOURNAL = "journal:"
 _FILES = ("journal://", "journal:", "sqlite:///")
 _NUM_NAMED = 5
 _RUN = "run"  # key of a sweep folder's note on the present run
-_REMEDIES = Remedies(
+_REMEDIES = PrunerRemedies(
     staggered="hydra.admission: staggered",
     narrower="hydra.max_concurrent: {}",
     other="early_terminate.type: successive_halving",
@@ -197,7 +197,7 @@ def _grid(parameters: Mapping[str, Domain]) -> dict[str, list[Any]]:
     return {name: list(domain.grid() or ()) for name, domain in parameters.items()}
 
 
-def make_pruner(pruning: Pruning | None) -> BasePruner:
+def make_pruner(pruning: PruningRule | None) -> BasePruner:
     """Optuna's pruner for the sweep's `early_terminate`; without the option no trial is pruned."""
     if pruning is None:
         return NopPruner()
@@ -233,11 +233,11 @@ def suggest(trial: Trial, name: str, domain: Domain) -> Any:
         Value for the task.
     """
     match domain:
-        case Choice():
+        case ChoiceDomain():
             return trial.suggest_categorical(name, domain.values)
-        case IntRange():
+        case IntDomain():
             return trial.suggest_int(name, domain.low, domain.high, step=domain.step, log=domain.log)
-        case FloatRange():
+        case FloatDomain():
             drawn = trial.suggest_float(name, domain.low, domain.high, step=domain.step, log=domain.log)
             return domain.settle(drawn)
 
@@ -258,7 +258,7 @@ def _record(spec: SweepSpec, trial: FrozenTrial) -> TrialRecord:
 def _given(spec: SweepSpec, name: str, drawn: Any) -> Any:
     """Value that the task was given, from the study's value."""
     domain = (spec.parameters or {}).get(name)
-    return domain.settle(drawn) if isinstance(domain, FloatRange) else drawn
+    return domain.settle(drawn) if isinstance(domain, FloatDomain) else drawn
 
 
 def _failed_before(request: SweepRequest, earlier: tuple[TrialRecord, ...]) -> frozenset[int]:

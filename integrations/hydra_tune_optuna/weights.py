@@ -99,7 +99,11 @@ class StudyWeights:
     ) -> None:
         self._study = study
         self._tell = tell
-        self._choose = _Pareto(study.directions) if keep_best == "pareto" else _Best(study.directions[0], keep_best)
+        self._choose = (
+            _ParetoFrontSelector(study.directions)
+            if keep_best == "pareto"
+            else _BestTrialSelector(study.directions[0], keep_best)
+        )
         self._files = BestWeights(_own_folder(study, weights_dir or DEFAULT_DIR), self._choose)
 
     def completed(self, trial: FrozenTrial, task: TrainTask, result: Any) -> None:
@@ -112,7 +116,7 @@ class StudyWeights:
         """
         if trial.state != TrialState.COMPLETE or private.violates_constraints(trial):
             return
-        if isinstance(self._choose, _Best):
+        if isinstance(self._choose, _BestTrialSelector):
             # Among equal trials keep the study's own choice: study.best_trial must lead to weights.
             self._choose.favourite = self._study.best_trial.number
         metadata = {
@@ -156,7 +160,7 @@ class StudyWeights:
         self._tell(f"The weights of trial {number} are not kept: {why}")
 
 
-class _Best:
+class _BestTrialSelector:
     """Ranks the k best trials by value; ties go to the study's own best trial, then to the older trial.
 
     Attributes:
@@ -177,7 +181,7 @@ class _Best:
         return frozenset(ranked[: self._count])
 
 
-class _Pareto:
+class _ParetoFrontSelector:
     """Selects the Pareto front: trials that no other trial dominates.
 
     A trial dominates another by being at least as good in every objective and better in one.
@@ -240,7 +244,7 @@ def kept_weights(study: Study, weights_dir: str | os.PathLike[str] | None = None
         for number, values in kept_trials(folder).items():
             # The first folder wins: recorded places come before `weights_dir`.
             found.setdefault(number, (values, weights_file(folder, number)))
-    rank = _Best(study.directions[0], 1).rank
+    rank = _BestTrialSelector(study.directions[0], 1).rank
     one = len(study.directions) == 1
     order = sorted(found, key=lambda number: (rank(number, found[number][0]) if one else (), number))
     return {number: found[number][1] for number in order}

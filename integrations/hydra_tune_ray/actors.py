@@ -26,7 +26,7 @@ _ABREAST = 10_000  # concurrent calls; nearly all of them wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class NodePoolSpec:
     """Identity and options of a pool.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
 class PoolActor:
     """The process of a pool."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: NodePoolSpec) -> None:
         self._place = place
         self._pool: Any = None
         threading.Thread(target=self._watch, name="hydra-watch", daemon=True).start()
@@ -83,7 +83,7 @@ class PoolActor:
                 num_missing = 0
 
 
-def start_pool(place: Place) -> Any:
+def start_pool(place: NodePoolSpec) -> Any:
     """Start the actor of a pool on its node, or find the running actor. The actor outlives its creator.
 
     Returns:

@@ -16,7 +16,7 @@ _GAIN = 0.2
 
 
 @dataclass(slots=True, kw_only=True)
-class Work:
+class PoolBacklog:
     """Remaining work of a pool.
 
     Attributes:
@@ -35,7 +35,7 @@ class Work:
         return sum(self.trials.values()) / self.num_devices
 
 
-def least_busy(pools: Mapping[str, Work], seconds: float, *, near: str | None = None) -> str:
+def least_busy(pools: Mapping[str, PoolBacklog], seconds: float, *, near: str | None = None) -> str:
     """Choose the pool in which a new trial would end first.
 
     Args:
@@ -51,7 +51,7 @@ def least_busy(pools: Mapping[str, Work], seconds: float, *, near: str | None = 
     return min(pools, key=end)
 
 
-def moves(pools: Mapping[str, Work], move_seconds: float) -> dict[str, str]:
+def moves(pools: Mapping[str, PoolBacklog], move_seconds: float) -> dict[str, str]:
     """Choose the trials that should move now, with their target pools.
 
     Args:
@@ -67,7 +67,9 @@ def moves(pools: Mapping[str, Work], move_seconds: float) -> dict[str, str]:
     return found
 
 
-def _best_move(pools: Mapping[str, Work], move_seconds: float, moved: Mapping[str, str]) -> tuple[str, str, str] | None:
+def _best_move(
+    pools: Mapping[str, PoolBacklog], move_seconds: float, moved: Mapping[str, str]
+) -> tuple[str, str, str] | None:
     source = max(pools, key=lambda name: (pools[name].seconds, name))
     target = min(pools, key=lambda name: (pools[name].seconds, name))
     busy, idle = pools[source], pools[target]

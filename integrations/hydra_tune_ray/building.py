@@ -7,7 +7,7 @@ from typing import Any
 Build = Callable[..., Any]
 
 
-class Drawn(dict[str, Any]):
+class SampledParameters(dict[str, Any]):
     """A trial's parameters: Ray's dictionary, with the `suggest_` methods of an Optuna trial.
 
     `trial.suggest_float("lr", ...)` in a `build` returns Ray's sample for "lr".
@@ -51,7 +51,7 @@ def built(build: Build, config: Mapping[str, Any]) -> Any:
     Raises:
         Exception: whatever `build` raises.
     """
-    return build(**config) if _takes_names(build, config) else build(Drawn(config))
+    return build(**config) if _takes_names(build, config) else build(SampledParameters(config))
 
 
 def _takes_names(build: Build, config: Mapping[str, Any]) -> bool:

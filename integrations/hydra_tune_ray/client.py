@@ -1,7 +1,7 @@
 """A trial's connection to its pool: one attempt at the trial, in whichever pool trains the trial.
 
-Note: waits. A pool answers within seconds, if only with `Waiting`; a pool silent for a minute is taken for dead. So a
-trial waits for training as long as training takes, and for nothing else.
+Note: waits. A pool answers within seconds, if only with `WaitingOutcome`; a pool silent for a minute is taken for
+dead. So a trial waits for training as long as training takes, and for nothing else.
 """
 
 import contextlib
@@ -17,8 +17,17 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from hydra_tune_ray.actors import find_actor
 from hydra_tune_ray.errors import PoolError, TrialError
 from hydra_tune_ray.files import write_files
-from hydra_tune_ray.line import Line
-from hydra_tune_ray.messages import Begin, Begun, Moved, Outcome, Over, Report, Ticket, Waiting
+from hydra_tune_ray.line import LocalSocketClient
+from hydra_tune_ray.messages import (
+    BeginReply,
+    BeginRequest,
+    EndOutcome,
+    MoveOutcome,
+    Outcome,
+    ReportOutcome,
+    TrialTicket,
+    WaitingOutcome,
+)
 from hydra_tune_ray.version import check_directory
 
 _ANSWER_SECONDS = 60.0
@@ -35,7 +44,7 @@ _REMEDY = (
 )
 
 
-class Client:
+class TrialClient:
     """One attempt at a trial.
 
     Args:
@@ -44,19 +53,19 @@ class Client:
         digest: of the trial's config.
     """
 
-    def __init__(self, directory: str, request: Begin, digest: str) -> None:
+    def __init__(self, directory: str, request: BeginRequest, digest: str) -> None:
         self._directory = directory
         self._request = request
         self._digest = digest
         self._number = request.number
         self._pool_name = ""
         self._pool: Any = None
-        self._line: Line | None = None
+        self._line: LocalSocketClient | None = None
         self._saved = -1
         self._is_last = False
         self._left = threading.Event()
 
-    def begin(self, ticket: Ticket | None) -> None:
+    def begin(self, ticket: TrialTicket | None) -> None:
         """Start the trial in a pool.
 
         Args:
@@ -75,11 +84,11 @@ class Client:
         # Renewals run already: building the task may take longer than the lease.
         self._begin(ticket)
 
-    def next_report(self) -> Report | Over:
+    def next_report(self) -> ReportOutcome | EndOutcome:
         """Answer the last report, and wait for the next.
 
         Returns:
-            The report; `Over` only for a trial that has completed, or that has pruned itself after a report.
+            The report; `EndOutcome` only for a trial that has completed, or that has pruned itself after a report.
 
         Raises:
             TrialError: the trial has failed, or has pruned itself (`on_bad_loss`) before its first report.
@@ -87,21 +96,21 @@ class Client:
         """
         while True:
             outcome = self._next_here() or self._asked(_ANSWER_SECONDS, "next", self._request.key, self._number)
-            if isinstance(outcome, Waiting):
+            if isinstance(outcome, WaitingOutcome):
                 continue
-            if isinstance(outcome, Moved):
+            if isinstance(outcome, MoveOutcome):
                 self._request = replace(self._request, files=outcome.files, number=self._number)
                 self._go_to(outcome.pool)
                 self._begin(None)
                 continue
-            if isinstance(outcome, Over):
+            if isinstance(outcome, EndOutcome):
                 self._check(outcome)
                 return outcome
             self._number, self._is_last = outcome.number, outcome.is_last
             self._request = replace(self._request, files=None)  # or the object store would keep the files as long
             return outcome
 
-    def save(self, folder: Path) -> Ticket:
+    def save(self, folder: Path) -> TrialTicket:
         """Write the state at the last report, or the final state of a completed trial, to a folder on this node.
 
         Returns:
@@ -116,9 +125,9 @@ class Client:
         if files is not None:
             write_files(files, folder)
         self._saved = self._number
-        return Ticket(pool=self._pool_name, key=self._request.key, number=self._number, config=self._digest)
+        return TrialTicket(pool=self._pool_name, key=self._request.key, number=self._number, config=self._digest)
 
-    def is_at(self, ticket: Ticket) -> bool:
+    def is_at(self, ticket: TrialTicket) -> bool:
         """Whether the trial waits at this ticket's report."""
         return ticket.key == self._request.key and ticket.number == self._number and not self._is_last
 
@@ -157,14 +166,14 @@ class Client:
         except ValueError as error:
             raise PoolError(f"the pool {pool!r} is gone; {_REMEDY}") from error
 
-    def _begin(self, ticket: Ticket | None) -> None:
+    def _begin(self, ticket: TrialTicket | None) -> None:
         self._hang_up()
-        outcome: Begun | Over = self._asked(_BEGIN_SECONDS, "begin", self._request, ticket)
-        if isinstance(outcome, Over):
+        outcome: BeginReply | EndOutcome = self._asked(_BEGIN_SECONDS, "begin", self._request, ticket)
+        if isinstance(outcome, EndOutcome):
             self._check(outcome)
         elif outcome.line and self._is_here():
             with contextlib.suppress(OSError):  # the pool may be in a container of its own, with other files
-                self._line = Line(outcome.line, _ANSWER_SECONDS)
+                self._line = LocalSocketClient(outcome.line, _ANSWER_SECONDS)
 
     def _next_here(self) -> Outcome | None:
         """Ask the pool over the direct line; None: ask through Ray instead."""
@@ -185,7 +194,7 @@ class Client:
         """Whether the pool is on this node."""
         return self._pool_name.endswith(f":{ray.get_runtime_context().get_node_id()}")
 
-    def _check(self, over: Over) -> None:
+    def _check(self, over: EndOutcome) -> None:
         name = self._request.name
         if over.status == "failed":
             raise TrialError(f"{name} has failed in its pool: {over.error}")

@@ -20,10 +20,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from hydra_tune_ray.actors import Place, start_pool
-from hydra_tune_ray.balance import Work, least_busy, moves
-from hydra_tune_ray.left import Left
-from hydra_tune_ray.messages import Load, PoolFigures
+from hydra_tune_ray.actors import NodePoolSpec, start_pool
+from hydra_tune_ray.balance import PoolBacklog, least_busy, moves
+from hydra_tune_ray.left import RemainingTimeEstimator
+from hydra_tune_ray.messages import PoolFigures, PoolLoadReport
 from hydra_tune_ray.nodes import DeviceNode, device_nodes, draining_nodes
 from hydra_tune_ray.version import VERSION, wrong_pool
 
@@ -39,7 +39,7 @@ _REST_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class DirectoryOptions:
     """Options of a directory.
 
     Attributes:
@@ -56,7 +56,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class _Known:
+class _RegisteredPool:
     """The directory's view of a pool.
 
     Attributes:
@@ -67,19 +67,19 @@ class _Known:
     """
 
     actor: Any
-    load: Load
+    load: PoolLoadReport
     seen: float
     placed: dict[str, float] = field(default_factory=dict)
 
 
-class Directory:
+class PoolDirectory:
     """See the module's docstring."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: DirectoryOptions) -> None:
         self._plan = plan
-        self._pools: dict[str, _Known] = {}
+        self._pools: dict[str, _RegisteredPool] = {}
         self._sent: dict[str, float] = {}
-        self._left = Left()
+        self._left = RemainingTimeEstimator()
         self._watching: asyncio.Task[None] | None = None
         self._busy = time.monotonic()
         self._draining = frozenset[str]()
@@ -130,9 +130,9 @@ class Directory:
         self._pools[found].placed[key] = time.monotonic()
         return found
 
-    async def pulse(self, name: str, load: Load, actor: Any) -> Mapping[str, str]:
+    async def pulse(self, name: str, load: PoolLoadReport, actor: Any) -> Mapping[str, str]:
         """Take a pool's load report; answer with the trials that should move, each with its target pool."""
-        known = self._pools.setdefault(name, _Known(actor, load, 0.0))
+        known = self._pools.setdefault(name, _RegisteredPool(actor, load, 0.0))
         known.load, known.seen = load, time.monotonic()
         known.placed = {
             key: at for key, at in known.placed.items() if key not in load.trials and known.seen - at < _PLACED_SECONDS
@@ -170,13 +170,13 @@ class Directory:
     async def _asked_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every pool; return the answers of the pools that answer in time."""
 
-        async def asked(known: _Known) -> Any:
+        async def asked(known: _RegisteredPool) -> Any:
             return await asyncio.wait_for(known.actor.call.remote(method, *args), _CALL_SECONDS)
 
         found = await asyncio.gather(*map(asked, self._pools.values()), return_exceptions=True)
         return [each for each in found if not isinstance(each, BaseException)]
 
-    def _works(self, names: AbstractSet[str] | None = None) -> dict[str, Work]:
+    def _works(self, names: AbstractSet[str] | None = None) -> dict[str, PoolBacklog]:
         """Known work of each live pool; without `names`, of the pools that stay."""
         names = self._pools.keys() - self._going() if names is None else names
         now = time.monotonic()
@@ -185,14 +185,16 @@ class Directory:
             if now - known.seen > _SEEN_SECONDS or name not in names:
                 continue
             trials = {key: self._left.seconds(key) for key in [*known.placed, *known.load.trials]}
-            found[name] = Work(num_devices=known.load.node.num_devices, trials=trials, started=set(known.load.started))
+            found[name] = PoolBacklog(
+                num_devices=known.load.node.num_devices, trials=trials, started=set(known.load.started)
+            )
         for known in self._pools.values():
             for key, (target, _) in known.load.leaving.items():
                 if target in found:
                     found[target].trials.setdefault(key, self._left.seconds(key))
         return found
 
-    def _remember(self, load: Load) -> None:
+    def _remember(self, load: PoolLoadReport) -> None:
         """Note what trials have left: the next pool of a moving trial knows only after building the trial."""
         self._left.hear(load)
         here = set[str]()
@@ -264,7 +266,7 @@ class Directory:
             self._starting.pop(name, None)
         if not error:
             # The pool may have reported its load already: keep that entry.
-            self._pools.setdefault(name, _Known(actor, Load(node=node), time.monotonic()))
+            self._pools.setdefault(name, _RegisteredPool(actor, PoolLoadReport(node=node), time.monotonic()))
         elif actor is not None:
             ray.kill(actor)
         # Every watch round tries again: log the same error only once.
@@ -273,8 +275,8 @@ class Directory:
         self._wrong[name] = error
         return error
 
-    def _place(self, name: str, node: DeviceNode) -> Place:
-        return Place(name=name, directory=self._plan.name, node=node, options=self._plan.options)
+    def _place(self, name: str, node: DeviceNode) -> NodePoolSpec:
+        return NodePoolSpec(name=name, directory=self._plan.name, node=node, options=self._plan.options)
 
     async def _opened(self, node: DeviceNode, actor: Any) -> str:
         try:

@@ -1,6 +1,6 @@
 """Trials held by a pool: each trial's job, last message, and lease.
 
-`HeldTrials` runs in the event loop of the pool's actor and never blocks; the callers move blocking work to other
+`LeasedTrialTable` runs in the event loop of the pool's actor and never blocks; the callers move blocking work to other
 threads.
 
 Note: leases. A trial's client renews the lease at least every third of `lease_seconds`; the pool cancels a trial after
@@ -16,10 +16,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.pool.job import EventStream, Job, PoolEvent, Reported, Result
-from hydra_tune_ray.messages import Begin, Load, Moved, Outcome, Over, Report, Waiting
+from hydra_tune_ray.messages import (
+    BeginRequest,
+    EndOutcome,
+    MoveOutcome,
+    Outcome,
+    PoolLoadReport,
+    ReportOutcome,
+    WaitingOutcome,
+)
 from hydra_tune_ray.nodes import DeviceNode
 
 _NOT_BEGUN = ("queued", "preparing")
@@ -28,7 +36,7 @@ _LEAVING = 1
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Held:
+class LeasedTrial:
     """One trial of the pool.
 
     Attributes:
@@ -44,12 +52,12 @@ class Held:
         changed: set at each new message, and when the trial is to leave.
     """
 
-    request: Begin
+    request: BeginRequest
     expires: float
     number: int
     job: Job | None = None
-    at_end: "Future[Saved] | None" = None
-    said: Report | Over | None = None
+    at_end: "Future[CheckpointContent] | None" = None
+    said: ReportOutcome | EndOutcome | None = None
     target: str | None = None
     leaving: asyncio.Task[Outcome] | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -66,7 +74,7 @@ class Held:
             return False
         # `number` counts on from earlier attempts: equal to the request's, the trial has made no report here.
         is_untouched = self.number == self.request.number and self.job.state == "queued"
-        return isinstance(self.said, Report) or (self.said is None and is_untouched)
+        return isinstance(self.said, ReportOutcome) or (self.said is None and is_untouched)
 
     def send_to(self, pool: str) -> None:
         """Mark the trial for a move to another pool, at its next report; a raised priority brings the report sooner."""
@@ -96,7 +104,7 @@ class Held:
         """Take a message of the job: count a report, or note the end."""
         if isinstance(event, Reported):
             self.number += 1
-            self.said = Report(
+            self.said = ReportOutcome(
                 number=self.number, step=event.step, metrics=dict(event.metrics), is_last=_is_last(event)
             )
             # Saving at the last report reads the waiting job itself; a second copy at the end would waste host memory.
@@ -107,7 +115,7 @@ class Held:
         self.changed.set()
 
 
-class HeldTrials:
+class LeasedTrialTable:
     """All trials of a pool, by key.
 
     Args:
@@ -116,39 +124,39 @@ class HeldTrials:
 
     def __init__(self, answer_seconds: float) -> None:
         self._answer_seconds = answer_seconds
-        self._by_key: dict[str, Held] = {}
-        self._moved: dict[str, tuple[Moved, float]] = {}
+        self._by_key: dict[str, LeasedTrial] = {}
+        self._moved: dict[str, tuple[MoveOutcome, float]] = {}
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[LeasedTrial]:
         return iter(tuple(self._by_key.values()))
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def get(self, key: str) -> Held | None:
+    def get(self, key: str) -> LeasedTrial | None:
         """Return the trial with this key, if held here."""
         return self._by_key.get(key)
 
-    def add(self, request: Begin) -> tuple[Held, EventStream]:
+    def add(self, request: BeginRequest) -> tuple[LeasedTrial, EventStream]:
         """Add a new trial; the caller makes its job, with the returned stream."""
-        held = Held(request=request, expires=time.monotonic() + request.lease_seconds, number=request.number)
+        held = LeasedTrial(request=request, expires=time.monotonic() + request.lease_seconds, number=request.number)
         self._by_key[request.key] = held
-        return held, _LoopEvents(asyncio.get_running_loop(), held.hear)
+        return held, _EventLoopStream(asyncio.get_running_loop(), held.hear)
 
-    def hand_on(self, held: Held, request: Begin) -> None:
+    def hand_on(self, held: LeasedTrial, request: BeginRequest) -> None:
         """Hand a waiting trial over to another client, state and all."""
         self.remove(held)
         held.request = request
         self._by_key[request.key] = held
         self.renew(held)
 
-    def remove(self, held: Held) -> None:
+    def remove(self, held: LeasedTrial) -> None:
         """Forget a trial."""
         # The key may belong to a newer attempt by now.
         if self._by_key.get(held.request.key) is held:
             del self._by_key[held.request.key]
 
-    def leave(self, held: Held, moved: Moved, seconds: float) -> Moved:
+    def leave(self, held: LeasedTrial, moved: MoveOutcome, seconds: float) -> MoveOutcome:
         """Note a trial's move to another pool.
 
         The forwarding address stays valid for `seconds`, and the client may ask for it repeatedly, because answers get
@@ -158,16 +166,16 @@ class HeldTrials:
         self._moved[held.request.key] = moved, time.monotonic() + seconds
         return moved
 
-    def moved(self, key: str) -> Moved | None:
+    def moved(self, key: str) -> MoveOutcome | None:
         """Forwarding address of a trial that has left recently, or None."""
         found = self._moved.get(key)
         return None if found is None else found[0]
 
-    def renew(self, held: Held) -> None:
+    def renew(self, held: LeasedTrial) -> None:
         """Renew the lease: the client lives."""
         held.expires = time.monotonic() + held.request.lease_seconds
 
-    def expired(self, stopped_seconds: float = 0.0) -> list[Held]:
+    def expired(self, stopped_seconds: float = 0.0) -> list[LeasedTrial]:
         """Return the trials with expired leases, and drop outdated forwarding addresses.
 
         Args:
@@ -180,7 +188,7 @@ class HeldTrials:
         self._moved = {key: (moved, until) for key, (moved, until) in self._moved.items() if until > now}
         return [held for held in self if held.expires < now]
 
-    async def next_of(self, held: Held) -> Report | Over | Waiting | None:
+    async def next_of(self, held: LeasedTrial) -> ReportOutcome | EndOutcome | WaitingOutcome | None:
         """Wait for the trial's next message, at most as long as an answer may take; None: the trial can leave."""
         deadline = time.monotonic() + self._answer_seconds
         while held.said is None:
@@ -191,15 +199,15 @@ class HeldTrials:
             try:
                 await asyncio.wait_for(held.changed.wait(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                return Waiting()
+                return WaitingOutcome()
         return held.said
 
-    def load(self, node: DeviceNode) -> Load:
+    def load(self, node: DeviceNode) -> PoolLoadReport:
         """Describe the pool's remaining work, for the directory."""
         here = [held for held in self if not _is_done(held)]
         left = {held.request.key: held.left() for held in here}
         there = [held.request.key for held in here if held.target is None]
-        return Load(
+        return PoolLoadReport(
             node=node,
             trials={key: left[key][0] for key in there},
             started=frozenset(held.request.key for held in here if held.target is None and held.has_begun),
@@ -210,7 +218,7 @@ class HeldTrials:
         )
 
 
-class _LoopEvents(EventStream):
+class _EventLoopStream(EventStream):
     """A stream that forwards events from the job's thread to an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, hear: Callable[[PoolEvent], None]) -> None:
@@ -231,14 +239,14 @@ def _is_last(event: Reported) -> bool:
     return progress.num_steps is not None and event.step >= progress.num_steps
 
 
-def _is_done(held: Held) -> bool:
-    return isinstance(held.said, Over) or (isinstance(held.said, Report) and held.said.is_last)
+def _is_done(held: LeasedTrial) -> bool:
+    return isinstance(held.said, EndOutcome) or (isinstance(held.said, ReportOutcome) and held.said.is_last)
 
 
-def over(result: Result) -> Over:
+def over(result: Result) -> EndOutcome:
     """Describe the end of a job for a client, with the error as text: a client may lack the error's class."""
     error = "" if result.error is None else told(result.error)
-    return Over(status=result.status, error=error, metrics=dict(result.metrics))
+    return EndOutcome(status=result.status, error=error, metrics=dict(result.metrics))
 
 
 def told(error: BaseException) -> str:

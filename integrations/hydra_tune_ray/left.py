@@ -10,14 +10,14 @@ of remaining epochs is exact; only the seconds of an epoch are smoothed, over ab
 
 from collections.abc import Set as AbstractSet
 
-from hydra_tune_ray.messages import Load
+from hydra_tune_ray.messages import PoolLoadReport
 
 _WEIGHT = 0.1
 _UNKNOWN_SECONDS = 10.0
 _UNKNOWN_EPOCHS = 10.0
 
 
-class Left:
+class RemainingTimeEstimator:
     """See the module's docstring. Trials are identified by their keys."""
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Left:
         self._usual_seconds = _UNKNOWN_SECONDS / _UNKNOWN_EPOCHS
         self._usual_epochs = _UNKNOWN_EPOCHS
 
-    def hear(self, load: Load) -> None:
+    def hear(self, load: PoolLoadReport) -> None:
         """Take a pool's report on its trials."""
         self._epochs |= load.epochs
         told = dict(load.trials) | {key: seconds for key, (_, seconds) in load.leaving.items()}

@@ -18,13 +18,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from hydra_tune_ray.messages import Outcome, Report, Waiting
+from hydra_tune_ray.messages import Outcome, ReportOutcome, WaitingOutcome
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _ELSEWHERE = False  # the client asks through Ray
 
 
-class LineServer:
+class LocalSocketServer:
     """The pool's end of the line, in the pool's event loop.
 
     Args:
@@ -71,7 +71,7 @@ class LineServer:
             writer.close()
 
 
-class Line:
+class LocalSocketClient:
     """A trial's end of the line.
 
     Args:
@@ -92,7 +92,7 @@ class Line:
             raise
         self._answers = self._socket.makefile("rb")
 
-    def next(self, key: str, answered: int) -> Report | Waiting | None:
+    def next(self, key: str, answered: int) -> ReportOutcome | WaitingOutcome | None:
         """Ask as `NodePool.next` is asked.
 
         Returns:
@@ -109,7 +109,7 @@ class Line:
         found = json.loads(answer)
         if found is _ELSEWHERE:
             return None
-        return Waiting() if found is None else Report(**found)
+        return WaitingOutcome() if found is None else ReportOutcome(**found)
 
     def close(self) -> None:
         """Close the connection."""
@@ -119,10 +119,10 @@ class Line:
 
 def _said(outcome: Outcome) -> bytes:
     """Encode an answer; JSON keeps every float exactly."""
-    if isinstance(outcome, Waiting):
+    if isinstance(outcome, WaitingOutcome):
         return b"null\n"
     try:
-        if isinstance(outcome, Report):
+        if isinstance(outcome, ReportOutcome):
             return json.dumps(asdict(outcome)).encode() + b"\n"
     except TypeError:  # a metric that is no plain number cannot go through JSON
         pass

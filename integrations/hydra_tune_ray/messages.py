@@ -15,7 +15,7 @@ Files = Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ticket:
+class TrialTicket:
     """Address of a trial that waits at a report: a substitute for the checkpoint, as long as the trial waits.
 
     Attributes:
@@ -32,7 +32,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
+class BeginRequest:
     """Request to train a trial.
 
     Attributes:
@@ -60,7 +60,7 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
+class BeginReply:
     """Confirmation that a trial is in a pool.
 
     Attributes:
@@ -71,7 +71,7 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ReportOutcome:
     """A trial has reported and waits for the answer.
 
     Attributes:
@@ -88,7 +88,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
+class EndOutcome:
     """A trial has ended.
 
     Attributes:
@@ -103,28 +103,28 @@ class Over:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Waiting:
+class WaitingOutcome:
     """No news within the time limit of an answer; the client asks again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class MoveOutcome:
     """A trial continues in another pool.
 
     Attributes:
         pool: the name of the new pool.
-        files: as of `Begin`: state to resume from; None: the trial starts from scratch.
+        files: as of `BeginRequest`: state to resume from; None: the trial starts from scratch.
     """
 
     pool: str
     files: Any
 
 
-Outcome = Report | Over | Waiting | Moved
+Outcome = ReportOutcome | EndOutcome | WaitingOutcome | MoveOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class PoolLoadReport:
     """Remaining work of a pool.
 
     Attributes:

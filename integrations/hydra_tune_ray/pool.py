@@ -3,8 +3,8 @@
 The pool runs in a Ray actor. The actor's event loop only routes messages; tasks are built, copied and written in worker
 threads, and the devices compute in the executor's threads.
 
-Note: waits. The pool answers each call within `_ANSWER_SECONDS`, if only with `Waiting`. Calls that build, copy or
-write a trial may take minutes, and their callers allow for that. The pulse waits for no trial.
+Note: waits. The pool answers each call within `_ANSWER_SECONDS`, if only with `WaitingOutcome`. Calls that build, copy
+or write a trial may take minutes, and their callers allow for that. The pulse waits for no trial.
 """
 
 import asyncio
@@ -22,13 +22,24 @@ from ray.exceptions import RayError
 
 from hydra_tune.errors import TaskError
 from hydra_tune.pool.job import Job
-from hydra_tune_ray.actors import Place
+from hydra_tune_ray.actors import NodePoolSpec
 from hydra_tune_ray.errors import PoolError
-from hydra_tune_ray.held import Held, HeldTrials, told
-from hydra_tune_ray.line import LineServer
-from hydra_tune_ray.messages import Begin, Begun, Files, Moved, Outcome, Over, PoolFigures, Report, Ticket, Waiting
-from hydra_tune_ray.telling import Telling
-from hydra_tune_ray.training import Training
+from hydra_tune_ray.held import LeasedTrial, LeasedTrialTable, told
+from hydra_tune_ray.line import LocalSocketServer
+from hydra_tune_ray.messages import (
+    BeginReply,
+    BeginRequest,
+    EndOutcome,
+    Files,
+    MoveOutcome,
+    Outcome,
+    PoolFigures,
+    ReportOutcome,
+    TrialTicket,
+    WaitingOutcome,
+)
+from hydra_tune_ray.telling import DirectoryConnection
+from hydra_tune_ray.training import NodePoolRuntime
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _ANSWER_SECONDS = 10.0
@@ -46,16 +57,16 @@ class NodePool:
         place: identity and options of the pool.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: NodePoolSpec) -> None:
         self._place = place
-        self._training: Training | None = None
-        self._trials = HeldTrials(_ANSWER_SECONDS)
+        self._training: NodePoolRuntime | None = None
+        self._trials = LeasedTrialTable(_ANSWER_SECONDS)
         self._opening = asyncio.Lock()
         self._pulse: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._num_moved = 0
-        self._telling = Telling(place.name, place.directory)
-        self._line = LineServer(self.next)
+        self._telling = DirectoryConnection(place.name, place.directory)
+        self._line = LocalSocketServer(self.next)
         # The loop's default of a few threads would let waiting calls hold up the builds.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "hydra-ray"))
 
@@ -74,14 +85,14 @@ class NodePool:
             if self._training is None:
                 options = {**self._place.options, "devices": self._place.node.devices}
                 try:
-                    self._training = await asyncio.to_thread(Training, options)
+                    self._training = await asyncio.to_thread(NodePoolRuntime, options)
                 except Exception as error:  # noqa: BLE001 - whatever it is, whoever has started the pool is to see it
                     return told(error)
                 await self._line.open()
                 self._pulse = asyncio.create_task(self._beat())
         return ""
 
-    async def begin(self, request: Begin, ticket: Ticket | None = None) -> Over | Begun:
+    async def begin(self, request: BeginRequest, ticket: TrialTicket | None = None) -> EndOutcome | BeginReply:
         """Train a trial, and end all other attempts at the same trial.
 
         Args:
@@ -94,15 +105,15 @@ class NodePool:
         there = self._trials.get(request.key)
         if there is not None:
             # A repeated call, after a lost answer, must not train the trial a second time.
-            return there.said if isinstance(there.said, Over) else Begun(line=self._line.path)
+            return there.said if isinstance(there.said, EndOutcome) else BeginReply(line=self._line.path)
         if ticket is not None:
             waiting = self._trials.get(ticket.key)
             if waiting is not None and self._waits_at(waiting, ticket):
                 self._trials.hand_on(waiting, replace(request, files=waiting.request.files))
-                return Begun(line=self._line.path)
+                return BeginReply(line=self._line.path)
         wrong = await self.open()
         if wrong:
-            return Over(status="failed", error=wrong)
+            return EndOutcome(status="failed", error=wrong)
         await self._end([held for held in self._trials if held.request.trial_id == request.trial_id])
         held, events = self._trials.add(request)
         try:
@@ -110,11 +121,11 @@ class NodePool:
             held.job = await asyncio.to_thread(self._training.submit, request, await _fetched(request.files), events)
             held.at_end = self._training.copy_at_end(held.job)
         except Exception as error:  # noqa: BLE001 - a trial's own code may raise anything; it fails alone
-            held.said = Over(status="failed", error=told(error))
+            held.said = EndOutcome(status="failed", error=told(error))
             return held.said
         if self._trials.get(request.key) is not held:  # the client ended the trial during the build
             held.job.cancel()
-        return Begun(line=self._line.path)
+        return BeginReply(line=self._line.path)
 
     async def next(self, key: str, answered: int) -> Outcome:
         """Answer a report, and wait for the trial's next message.
@@ -126,10 +137,10 @@ class NodePool:
         """
         held = self._trials.get(key)
         if held is None:
-            return self._trials.moved(key) or Over(status="unknown")
+            return self._trials.moved(key) or EndOutcome(status="unknown")
         self._trials.renew(held)
         # Only this report is answered: a repeated call with an earlier number gets the present report again.
-        if isinstance(held.said, Report) and held.said.number == answered:
+        if isinstance(held.said, ReportOutcome) and held.said.number == answered:
             if held.leaves:
                 return await self._moved(held)
             held.said = None
@@ -157,14 +168,14 @@ class NodePool:
         if held is None or held.job is None or self._training is None:
             raise TaskError("there is no such trial in this pool any more")
         self._trials.renew(held)
-        if isinstance(held.said, Over):
+        if isinstance(held.said, EndOutcome):
             return await self._last_state(held)
         if folder is not None:
             await asyncio.to_thread(self._training.save, held.job, folder)
             return None
         return await asyncio.to_thread(self._training.read_saved, held.job)
 
-    async def _last_state(self, held: Held) -> Files:
+    async def _last_state(self, held: LeasedTrial) -> Files:
         """Return the state that a trial completed with."""
         assert self._training is not None
         copy, error = held.at_end, None
@@ -187,7 +198,7 @@ class NodePool:
         held = self._trials.get(key)
         if held is None:
             return
-        if parks and isinstance(held.said, Report):
+        if parks and isinstance(held.said, ReportOutcome):
             self._trials.renew(held)
         else:
             await self._end([held])
@@ -228,42 +239,42 @@ class NodePool:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.to_thread(self._training.close), _END_SECONDS)
 
-    def _waits_at(self, held: Held, ticket: Ticket) -> bool:
-        return isinstance(held.said, Report) and held.said.number == ticket.number and not held.said.is_last
+    def _waits_at(self, held: LeasedTrial, ticket: TrialTicket) -> bool:
+        return isinstance(held.said, ReportOutcome) and held.said.number == ticket.number and not held.said.is_last
 
-    async def _end(self, trials: list[Held]) -> None:
+    async def _end(self, trials: list[LeasedTrial]) -> None:
         """Drop trials, and wait until their memory is freed."""
         for held in trials:
             # Removed first: a client that asks meanwhile is told that the trial is unknown.
             self._trials.remove(held)
-            if held.job is not None and isinstance(held.said, Report) and held.said.is_last:
+            if held.job is not None and isinstance(held.said, ReportOutcome) and held.said.is_last:
                 held.job.proceed()  # nothing left to train: let the job complete
             elif held.job is not None:
                 held.job.cancel()
         await asyncio.gather(*map(self._ended, trials))
 
-    async def _ended(self, held: Held) -> None:
+    async def _ended(self, held: LeasedTrial) -> None:
         assert self._training is not None
         if held.job is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.to_thread(held.job.result, _END_SECONDS)
         await asyncio.to_thread(self._training.forget, held.request.key)
 
-    async def _moved(self, held: Held) -> Outcome:
+    async def _moved(self, held: LeasedTrial) -> Outcome:
         """Move a trial out; its client carries the state to the other pool once the copy is done."""
         if held.leaving is None:
             held.leaving = asyncio.create_task(self._leave(held))
         leaving = held.leaving
         # asyncio.wait leaves the copy running at the timeout; the client asks again and waits for the same task.
         done, _ = await asyncio.wait([leaving], timeout=_ANSWER_SECONDS)
-        return leaving.result() if done else Waiting()
+        return leaving.result() if done else WaitingOutcome()
 
-    async def _leave(self, held: Held) -> Outcome:
+    async def _leave(self, held: LeasedTrial) -> Outcome:
         assert held.target is not None
         assert held.job is not None
         assert self._training is not None
         files = held.request.files
-        if isinstance(held.said, Report):
+        if isinstance(held.said, ReportOutcome):
             try:
                 copying = asyncio.to_thread(self._copied, held.job)
                 files = await asyncio.wait_for(copying, _FETCH_SECONDS)
@@ -273,11 +284,11 @@ class NodePool:
                     _LOGGER.warning("%s stays where it is, for it cannot be copied: %s", held.request.name, told(error))
                     held.said = None
                     held.job.proceed()
-                return Waiting()
+                return WaitingOutcome()
         if self._trials.get(held.request.key) is not held:
-            return Waiting()
+            return WaitingOutcome()
         self._num_moved += 1
-        found = self._trials.leave(held, Moved(pool=held.target, files=files), _MOVED_SECONDS)
+        found = self._trials.leave(held, MoveOutcome(pool=held.target, files=files), _MOVED_SECONDS)
         await self._end([held])
         return found
 

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hydra_tune.errors import ConfigError
 from hydra_tune_ray.actors import NAMESPACE, find_actor
-from hydra_tune_ray.directory import Directory, Plan
+from hydra_tune_ray.directory import DirectoryOptions, PoolDirectory
 from hydra_tune_ray.errors import PoolError
 from hydra_tune_ray.messages import PoolFigures
 from hydra_tune_ray.nodes import device_nodes, no_devices
@@ -153,7 +153,9 @@ def start_pools(
     if not device_nodes(executor_options):
         raise ConfigError(no_devices(executor_options))
     own = name or uuid.uuid4().hex[:12]
-    plan = Plan(name=f"pools-{own}", options=executor_options, start_seconds=start_seconds, idle_seconds=idle_seconds)
+    plan = DirectoryOptions(
+        name=f"pools-{own}", options=executor_options, start_seconds=start_seconds, idle_seconds=idle_seconds
+    )
     pools = Pools(own, _directory(plan, detached=detached))
     try:
         _check_opened(pools, start_seconds)
@@ -168,10 +170,10 @@ def start_pools(
     return pools
 
 
-def _directory(plan: Plan, *, detached: bool) -> Any:
+def _directory(plan: DirectoryOptions, *, detached: bool) -> Any:
     # Beside the driver if possible, so that the directory outlives the loss of any other node.
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
-    made = ray.remote(Directory).options(
+    made = ray.remote(PoolDirectory).options(
         name=plan.name,
         namespace=NAMESPACE,
         get_if_exists=True,

@@ -17,9 +17,9 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 from ray.tune.search import BasicVariantGenerator, Searcher
 
-from hydra_tune.cli.domains import Domain, FloatRange, IntRange
+from hydra_tune.cli.domains import Domain, FloatDomain, IntDomain
 from hydra_tune.cli.request import ClusterRequest, SweepObserver, TrialRecord
-from hydra_tune.cli.spec import Pruning, SweepSpec
+from hydra_tune.cli.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError
 from hydra_tune_ray.callback import PoolCallback
 from hydra_tune_ray.errors import TrialError
@@ -93,7 +93,7 @@ def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, se
     spec = request.spec
     assert spec.parameters is not None, "checked before"
     width = sum(pool.width for pool in pools.figures())
-    telling = _Telling(spec, request.observer)
+    telling = _ObserverCallback(spec, request.observer)
     tune.Tuner(
         trainable(_taking_names(request.build, spec.parameters), pools=pools),
         param_space={name: space_of(domain, spec.method) for name, domain in spec.parameters.items()},
@@ -118,20 +118,20 @@ def space_of(domain: Domain, method: str) -> Any:
     if method == "grid":
         return tune.grid_search(list(domain.grid() or ()))
     match domain:
-        case IntRange() if domain.log:
+        case IntDomain() if domain.log:
             return tune.lograndint(domain.low, domain.high + 1)
-        case FloatRange() if domain.log:
+        case FloatDomain() if domain.log:
             return tune.loguniform(domain.low, domain.high)
-        case IntRange(step=1):
+        case IntDomain(step=1):
             return tune.randint(domain.low, domain.high + 1)
-        case FloatRange(step=None):
+        case FloatDomain(step=None):
             return tune.uniform(domain.low, domain.high)
         case _:
             # Choices, and ranges with a step: an explicit list keeps exactly the sweep's values.
             return tune.choice(list(domain.grid() or ()))
 
 
-def scheduler_of(pruning: Pruning | None) -> TrialScheduler:
+def scheduler_of(pruning: PruningRule | None) -> TrialScheduler:
     """Ray's scheduler for the sweep's `early_terminate`.
 
     Raises:
@@ -188,7 +188,7 @@ def _taking_names(build: Callable[..., Any], parameters: Mapping[str, Domain]) -
 
 def _given(domain: Domain, drawn: Any) -> Any:
     """Value for the task, from Ray's sample."""
-    return domain.settle(drawn) if isinstance(domain, FloatRange) else drawn
+    return domain.settle(drawn) if isinstance(domain, FloatDomain) else drawn
 
 
 _LIVE: dict[int, Any] = {}
@@ -197,14 +197,14 @@ _LIVE: dict[int, Any] = {}
 
 def _found(key: int, kind: "type[tune.Callback | tune.Stopper]") -> Any:
     """Return the pickled object itself in its own process, and an inert substitute elsewhere."""
-    return _LIVE.get(key) or (tune.Callback() if kind is tune.Callback else _Stopper())
+    return _LIVE.get(key) or (tune.Callback() if kind is tune.Callback else _ObserverStopper())
 
 
-class _Telling(tune.Callback):
+class _ObserverCallback(tune.Callback):
     """Reports the fate of trials to the observer, and ends the search when the observer asks for it."""
 
     def __init__(self, spec: SweepSpec, observer: SweepObserver) -> None:
-        self.stopper = _Stopper()
+        self.stopper = _ObserverStopper()
         _LIVE[id(self)] = self
         self._spec = spec
         self._observer = observer
@@ -242,7 +242,7 @@ class _Telling(tune.Callback):
             self.stopper.is_over = True
 
 
-class _Stopper(tune.Stopper):
+class _ObserverStopper(tune.Stopper):
     """Ends the search once the observer has asked for the end."""
 
     def __init__(self) -> None:

@@ -14,13 +14,13 @@ from ray.exceptions import ActorDiedError, RayError
 
 from hydra_tune_ray.actors import GONE_TIMES, find_actor
 from hydra_tune_ray.errors import PoolError
-from hydra_tune_ray.messages import Load
+from hydra_tune_ray.messages import PoolLoadReport
 
 _ANSWER_SECONDS = 10.0
 _LOST_SECONDS = 120.0
 
 
-class Telling:
+class DirectoryConnection:
     """See the module's docstring.
 
     Args:
@@ -33,10 +33,10 @@ class Telling:
         self._name = directory
         self._own = ray.get_runtime_context().current_actor
         self._directory: Any = None
-        self._silence = Silence(_LOST_SECONDS, 2 * _ANSWER_SECONDS)
+        self._silence = SilenceTimer(_LOST_SECONDS, 2 * _ANSWER_SECONDS)
         self._num_missing = 0
 
-    async def tell(self, load: Load) -> Mapping[str, str]:
+    async def tell(self, load: PoolLoadReport) -> Mapping[str, str]:
         """Report the pool's load.
 
         Returns:
@@ -73,7 +73,7 @@ class Telling:
         return self._directory
 
 
-class Silence:
+class SilenceTimer:
     """Total time without an answer.
 
     Args:

@@ -25,10 +25,10 @@ from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE
 
 from hydra_tune.errors import ConfigError
-from hydra_tune_ray.client import Client
+from hydra_tune_ray.client import TrialClient
 from hydra_tune_ray.errors import TrialError
 from hydra_tune_ray.files import FOLDER, read_files
-from hydra_tune_ray.messages import Begin, Files, Report, Ticket
+from hydra_tune_ray.messages import BeginRequest, Files, ReportOutcome, TrialTicket
 from hydra_tune_ray.pickling import pickled
 from hydra_tune_ray.pools import Pools, start_pools
 
@@ -40,7 +40,7 @@ _TICKET = "ticket.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class TrainableSettings:
     """Settings shared by all trials of one `trainable`.
 
     Attributes:
@@ -86,7 +86,7 @@ def trainable(
         )
     data = pickled(build, "build")
     found = start_pools(**executor_options) if pools is None else pools
-    settings = Settings(directory=f"pools-{found.name}", build=data, lease_seconds=lease_seconds)
+    settings = TrainableSettings(directory=f"pools-{found.name}", build=data, lease_seconds=lease_seconds)
     name = getattr(build, "__name__", None) or type(build).__name__
     return type(name, (PoolTrainable,), {"settings": settings, "pools": found.name, "__doc__": PoolTrainable.__doc__})
 
@@ -94,7 +94,7 @@ def trainable(
 class PoolTrainable(Trainable):
     """A trial that trains in a pool; made by `hydra_tune_ray.trainable`."""
 
-    settings: Settings
+    settings: TrainableSettings
     pools: str
 
     @classmethod
@@ -105,8 +105,8 @@ class PoolTrainable(Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         """Note the config; training starts with the first step."""
         self._drawn = config
-        self._wanted: tuple[Files, Ticket] | None = None
-        self._client: Client | None = None
+        self._wanted: tuple[Files, TrialTicket] | None = None
+        self._client: TrialClient | None = None
         self._reset = False
 
     def step(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class PoolTrainable(Trainable):
             self._go_on()
         assert self._client is not None
         outcome = self._client.next_report()
-        if isinstance(outcome, Report):
+        if isinstance(outcome, ReportOutcome):
             return {**outcome.metrics, "step": outcome.step, "is_last": outcome.is_last, DONE: outcome.is_last}
         # Ray wants a result for every step: repeat the last one where the trial ended without a new report.
         if self.iteration:
@@ -132,7 +132,7 @@ class PoolTrainable(Trainable):
         """Resume from a checkpoint at the next step."""
         folder = Path(checkpoint)
         try:
-            ticket = Ticket(**json.loads((folder / _TICKET).read_text()))
+            ticket = TrialTicket(**json.loads((folder / _TICKET).read_text()))
             self._wanted = read_files(folder / FOLDER), ticket
         except (OSError, ValueError, TypeError) as error:
             raise TrialError(f"{str(folder)!r} is no checkpoint of a trial in a pool: {error}") from error
@@ -169,7 +169,7 @@ class PoolTrainable(Trainable):
         if before is not None:
             before.leave()
         # Files go through the object store, because the client may send the request again.
-        request = Begin(
+        request = BeginRequest(
             trial_id=self.trial_id,
             # A new key for every attempt, so that a late call of an earlier attempt cannot reach this one.
             key=f"{self.trial_id}-{uuid.uuid4().hex[:8]}",
@@ -181,7 +181,7 @@ class PoolTrainable(Trainable):
             number=0 if ticket is None else ticket.number,
             lease_seconds=self.settings.lease_seconds,
         )
-        self._client = Client(self.settings.directory, request, digest)
+        self._client = TrialClient(self.settings.directory, request, digest)
         # With another config the waiting trial has the wrong task: begin from the files then.
         self._client.begin(ticket if ticket is not None and ticket.config == digest else None)
 

@@ -12,15 +12,15 @@ import ray
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.checkpoint.folder import CheckpointFolder
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, TaskError
 from hydra_tune.pool.job import EventStream, Job
 from hydra_tune_ray.building import built
 from hydra_tune_ray.files import read_files, write_files
-from hydra_tune_ray.messages import Begin, Files
+from hydra_tune_ray.messages import BeginRequest, Files
 
 
-class Training:
+class NodePoolRuntime:
     """See the module's docstring.
 
     Args:
@@ -35,7 +35,7 @@ class Training:
         self.device_names = self.executor.device_names  # opens the devices, and raises here if one is missing
         self._scratch = Path(tempfile.mkdtemp(prefix="hydra-tune-ray-"))
 
-    def submit(self, request: Begin, files: Files | None, events: EventStream) -> Job:
+    def submit(self, request: BeginRequest, files: Files | None, events: EventStream) -> Job:
         """Build a trial's task and submit it.
 
         Args:
@@ -66,7 +66,7 @@ class Training:
             self.forget(request.key)
             raise
 
-    def copy_at_end(self, job: Job) -> "Future[Saved] | None":
+    def copy_at_end(self, job: Job) -> "Future[CheckpointContent] | None":
         """Copy a job's last state at the end, if the job may train on after its last report.
 
         Trials with `report_every` in steps may do so, and are over then. A trial that reports by epochs waits at its
@@ -78,7 +78,7 @@ class Training:
             return self.executor.copy_at_end(job)
         return None
 
-    def read_copied(self, copy: Saved) -> Files:
+    def read_copied(self, copy: CheckpointContent) -> Files:
         """Convert a copied state to the files of a checkpoint.
 
         Raises:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.cuda import CudaDevice
-from hydra_tune.devices.device import Reach
+from hydra_tune.devices.device import DeviceCopyRoute
 
 BUDGET_BYTES = 64 << 20
 
@@ -119,7 +119,7 @@ def test_what_is_loaded_and_spilled_comes_back(device):
 def test_what_is_taken_over_is_copied_as_the_other_devices_work_leaves_it(device, other):
     size = 1 << 16
     taken, back = device.empty(size), host(device, [0] * size)
-    assert device.reach(other) is not Reach.NONE
+    assert device.reach(other) is not DeviceCopyRoute.NONE
     for turn in range(1, 4):
         with other.worker():
             data = other.empty(size)
@@ -147,7 +147,7 @@ def test_what_is_of_another_kind_is_out_of_reach(device):
     class Alien:
         torch_device = torch.device("meta")
 
-    assert device.reach(Alien()) is Reach.NONE
+    assert device.reach(Alien()) is DeviceCopyRoute.NONE
 
 
 def test_copies_are_ordered_with_the_work_of_the_worker(device):

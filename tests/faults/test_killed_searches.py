@@ -41,11 +41,11 @@ MOMENTS = (
     ("hydra_tune.executor:HydraExecutor.submit", "before", 2),
     ("hydra_tune.executor:HydraExecutor.submit", "after", 2),
     ("sqlalchemy.orm.session:Session.commit", "after", 20),
-    ("hydra_tune_optuna.resuming:Resuming.forget", "before", 1),
+    ("hydra_tune_optuna.resuming:StudyResumer.forget", "before", 1),
     ("hydra_tune.checkpoint.folder:CheckpointFolder.remove", "before", 1),
-    ("hydra_tune_optuna.resuming:Resuming._claim", "after", 1),
+    ("hydra_tune_optuna.resuming:StudyResumer._claim", "after", 1),
     ("hydra_tune.pool.worker:run_unit", "after", 60),
-    ("hydra_tune_optuna.resuming:Resuming.begin", "after", 1),
+    ("hydra_tune_optuna.resuming:StudyResumer.begin", "after", 1),
 )
 SEQUENCES = 10
 

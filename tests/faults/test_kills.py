@@ -26,8 +26,8 @@ MOMENTS = (
     ("hydra_tune.train.state:ModelState._step", "after", 40),
     ("hydra_tune.shard.compute:_run_backward", "before", 40),  # in a backward unit
     ("hydra_tune.pool.worker:run_unit", "before", 90),
-    ("hydra_tune.memory.disk:Disk._write_piece", "within", 6),  # in a spill
-    ("hydra_tune.memory.disk:Disk._write_piece", "after", 6),
+    ("hydra_tune.memory.disk:SpillDisk._write_piece", "within", 6),  # in a spill
+    ("hydra_tune.memory.disk:SpillDisk._write_piece", "after", 6),
     ("hydra_tune.checkpoint.direct:DirectWriter._put", "within", 6),  # in a checkpoint's write
     ("hydra_tune.checkpoint.direct:DirectWriter.finish", "before", 6),
     ("hydra_tune.checkpoint.folder:write_file", "before", 9),
@@ -37,7 +37,7 @@ MOMENTS = (
     ("hydra_tune.checkpoint.files:_flush_folder", "before", 18),
     ("hydra_tune.checkpoint.folder:remove_file", "before", 9),  # the new generation is whole, an old one half removed
     ("hydra_tune.checkpoint.folder:remove_file", "after", 9),
-    ("hydra_tune.train.snapshot:Snapshot.copied", "after", 6),  # copied, and not written
+    ("hydra_tune.train.snapshot:TrialStateSnapshot.copied", "after", 6),  # copied, and not written
 )
 SEQUENCES = 10
 

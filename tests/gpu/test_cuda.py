@@ -14,8 +14,8 @@ from torch.nn import functional
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.devices import cuda, discovery
 from hydra_tune.devices.cuda import CudaDevice
-from hydra_tune.devices.device import Reach
-from hydra_tune.memory.block import Block, Kind
+from hydra_tune.devices.device import DeviceCopyRoute
+from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.home import bring_home
 from hydra_tune.memory.pager import Pager
 from hydra_tune.train.clock import UnitTimes
@@ -384,7 +384,7 @@ def test_what_is_taken_over_is_what_the_other_device_has_computed(text):
     """Its work is queued still when the copy is asked for, and the memory it comes to is still read by queued work."""
     one, other = pair(text)
     try:
-        if other.reach(one) is Reach.NONE:
+        if other.reach(one) is DeviceCopyRoute.NONE:
             pytest.skip("these GPUs cannot access each other's memory")
         size = 16 * MIB
         with one.worker():
@@ -408,8 +408,8 @@ def test_a_block_moves_between_devices_without_the_host(text):
     one, other = pair(text)
     pagers = [Pager(device) for device in (one, other)]
     try:
-        near = other.reach(one) is Reach.NEAR
-        block = Block(Kind.INPUTS, MIB, one.alignment)
+        near = other.reach(one) is DeviceCopyRoute.NEAR
+        block = Block(BlockKind.INPUTS, MIB, one.alignment)
         block.host = one.on_host(lambda: one.host_empty(MIB))
         block.host.fill_(1)
         for turn in range(20):
@@ -421,8 +421,8 @@ def test_a_block_moves_between_devices_without_the_host(text):
             bring_home(block)
         assert block.host.unique().tolist() == [21]
         if near:
-            assert sum(pager.bytes_across[Kind.INPUTS] for pager in pagers) == 19 * MIB
-            assert sum(pager.bytes_in[Kind.INPUTS] for pager in pagers) == MIB
+            assert sum(pager.bytes_across[BlockKind.INPUTS] for pager in pagers) == 19 * MIB
+            assert sum(pager.bytes_in[BlockKind.INPUTS] for pager in pagers) == MIB
         assert all(pager.ledger.used_bytes == 0 for pager in pagers)
     finally:
         for device in (one, other):

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.devices.cuda import CudaGenerator
-from hydra_tune.fusion.drawing import Noise, TurnsGenerator, draw_all, dropout_mask
+from hydra_tune.fusion.drawing import HoistedDraw, TurnTakingGenerator, draw_all, dropout_mask
 from hydra_tune.train.plain import PlainResult
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -172,7 +172,7 @@ def test_groups_that_have_not_all_room_at_once_are_spilled_and_recorded_anew():
 def turns(seeds):
     device = torch.device("cuda", 0)
     states = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds]
-    return TurnsGenerator(states, CudaGenerator(device), [True] * len(seeds), {})
+    return TurnTakingGenerator(states, CudaGenerator(device), [True] * len(seeds), {})
 
 
 def noise(**changes):
@@ -183,7 +183,7 @@ def noise(**changes):
         "dtype": torch.float32,
         "arguments": (0.7,),
     }
-    return Noise(**(arguments | changes))
+    return HoistedDraw(**(arguments | changes))
 
 
 def test_numbers_do_not_depend_on_who_else_is_in_the_group():

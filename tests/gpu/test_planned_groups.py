@@ -20,9 +20,9 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.fusion import measured, planned_sizes
 from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_choice import PlannedWay
-from hydra_tune.fusion.planner.interpreter import Interpreter
-from hydra_tune.fusion.planner.run import PlannedRun
+from hydra_tune.fusion.planned_choice import PlannedSizeOption
+from hydra_tune.fusion.planner.interpreter import MergedGraphInterpreter
+from hydra_tune.fusion.planner.run import MergedGraphRunner
 from hydra_tune.pool.job import OVER, Reported
 
 pytestmark = [
@@ -98,7 +98,7 @@ def size(request, monkeypatch):
     def only(planner, stacks):
         if len(stacks) == wanted:
             return tried(planner, stacks)
-        return PlannedWay(name="", sizes=tuple(one.updates.count for one in stacks), why_not="not in this test")
+        return PlannedSizeOption(name="", sizes=tuple(one.updates.count for one in stacks), why_not="not in this test")
 
     monkeypatch.setattr(planned_sizes, "_tried", only)
     return request.param
@@ -108,13 +108,13 @@ def size(request, monkeypatch):
 def segments(monkeypatch):
     """Merged graphs that were run: of how many groups, and on which GPU."""
     found = []
-    segment = PlannedRun.segment
+    segment = MergedGraphRunner.segment
 
     def noted(self, which, take=None):
         found.append((len(self._ended), torch.cuda.current_device()))
         segment(self, which, take)
 
-    monkeypatch.setattr(PlannedRun, "segment", noted)
+    monkeypatch.setattr(MergedGraphRunner, "segment", noted)
     return found
 
 
@@ -222,7 +222,7 @@ def test_they_go_on_from_checkpoints(size, segments, tmp_path):
 
 def test_a_forward_that_runs_out_of_memory_is_repeated_with_the_same_bits(size, monkeypatch):
     """The allocator is asked for more than there is behind everything that the forward has made and drawn."""
-    segment, failed = PlannedRun.segment, []
+    segment, failed = MergedGraphRunner.segment, []
 
     def fails(self, which, take=None):
         segment(self, which, take)
@@ -232,7 +232,7 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_with_the_same_bits(size, 
             self._begun[which.forward] -= 1
             torch.empty(1 << 50, dtype=torch.uint8, device="cuda:0")
 
-    monkeypatch.setattr(PlannedRun, "segment", fails)
+    monkeypatch.setattr(MergedGraphRunner, "segment", fails)
     with pool_of(size) as pool:
         results = pool.run([task(seed) for seed in range(4)], on_error="return")
         assert pool.stats().devices["cuda:0"].units_repeated == 1
@@ -263,13 +263,13 @@ def test_steps_that_prove_slower_are_given_up_with_auto(size, segments, monkeypa
     monkeypatch.setattr(StepPlanner, "kept_seconds", lambda _self, _stack: 1000.0)
     monkeypatch.setattr(measured, "_WARM_UPS", 0)
     monkeypatch.setattr(measured, "_TURNS", 1)
-    run, line = Interpreter.run, "prove slower and are given up"
+    run, line = MergedGraphInterpreter.run, "prove slower and are given up"
 
     def slowly(self, given):
         torch.cuda._sleep(50_000_000)
         return run(self, given)
 
-    monkeypatch.setattr(Interpreter, "run", slowly)
+    monkeypatch.setattr(MergedGraphInterpreter, "run", slowly)
     expected, held, seen = roomy(size, epochs=12)[0], [], None
     with pool_of(size, fusion_planner="auto") as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
         events, until = pool.events(), time.monotonic() + PATIENCE_SECONDS

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from hydra_tune.fusion.planner.copies import CudaCopies
+from hydra_tune.fusion.planner.copies import CudaCopyEngine
 from hydra_tune.fusion.planner.memory import peak_of, simulated
 from hydra_tune.fusion.planner.policy import planned
-from hydra_tune.fusion.planner.profiler import Profiles
-from hydra_tune.fusion.planner.run import PlannedRun
-from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.profiler import SubArrayProfiler
+from hydra_tune.fusion.planner.run import MergedGraphRunner
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
 from tests.unit.fusion.planner.made import run_unplanned, sub_array
 
 pytestmark = [
@@ -23,7 +23,7 @@ def planned_run(name, share, seeds=(1, 2), place=LAST):
     """As many sub-arrays as seeds, and a plan of them within a share of what they would have beside their static tensors."""
     device = torch.device(place)
     made = [sub_array(name, seed=seed, device=place) for seed in seeds]
-    array = Profiles().array(name, made[0].step, device)
+    array = SubArrayProfiler().array(name, made[0].step, device)
     arrays = (array,) * len(made)
     whole = undecided(arrays, 1 << 60)
     rest = peak_of(whole)[1].peak_bytes - whole.static_bytes
@@ -32,7 +32,7 @@ def planned_run(name, share, seeds=(1, 2), place=LAST):
     def draw(side, number):
         return made[side].step.noise[number].draw(made[side].generators, device)
 
-    run = PlannedRun(schedule, [one.step for one in made], device, [one.arguments for one in made], draw)
+    run = MergedGraphRunner(schedule, [one.step for one in made], device, [one.arguments for one in made], draw)
     return schedule, made, run
 
 
@@ -65,7 +65,7 @@ def test_so_are_those_of_one_sub_array_alone(share):
 @pytest.mark.parametrize("direction", ["_out", "_in"])
 def test_copies_that_are_late_change_no_bit(direction, monkeypatch):
     """The compute stream is far ahead of them on the host: memory that they still read or write must not be another's."""
-    queued, late = CudaCopies._queued, []
+    queued, late = CudaCopyEngine._queued, []
 
     def after_a_while(self, stream, action):
         if stream is getattr(self, direction):
@@ -74,7 +74,7 @@ def test_copies_that_are_late_change_no_bit(direction, monkeypatch):
             late.append(stream)
         return queued(self, stream, action)
 
-    monkeypatch.setattr(CudaCopies, "_queued", after_a_while)
+    monkeypatch.setattr(CudaCopyEngine, "_queued", after_a_while)
     schedule, made, run = planned_run("resnet", 0.5)
     assert_as_unplanned("resnet", made, run)
     assert bool(late) == any(one.swaps for one in schedule.decisions)
@@ -83,7 +83,7 @@ def test_copies_that_are_late_change_no_bit(direction, monkeypatch):
 def test_kernels_are_timed_where_they_run():
     """On the last GPU, which need not be the current one."""
     made = sub_array("cnn", device=LAST)
-    array = Profiles().array("cnn", made.step, torch.device(LAST))
+    array = SubArrayProfiler().array("cnn", made.step, torch.device(LAST))
     assert sum(op.seconds for op in (*array.forward, *array.backward)) > 1e-5
     assert all(0 <= op.workspace_bytes < 1 << 30 for op in (*array.forward, *array.backward))
     assert min(array.out_seconds.values()) > 0
@@ -95,10 +95,10 @@ def test_no_more_is_allocated_than_was_planned(share):
     schedule, pair, run = planned_run("resnet", share, place="cuda:0")
     arguments = [made.arguments(0) for made in pair]
     run._arguments = [lambda _number, found=found: found for found in arguments]
-    for segment in (Segment(None, 0), Segment(0, 1)):
+    for segment in (ScheduleSegment(None, 0), ScheduleSegment(0, 1)):
         run.segment(segment)
     torch.cuda.synchronize()
-    segment = Segment(1, 0)
+    segment = ScheduleSegment(1, 0)
     beside = torch.cuda.memory_allocated() - sum(
         one.num_bytes
         for name, one in schedule.arrays[1].maps.items()

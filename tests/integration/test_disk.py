@@ -22,7 +22,7 @@ from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
 from hydra_tune.devices import discovery
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError, SpillError
-from hydra_tune.memory.block import Block, Group, Kind
+from hydra_tune.memory.block import Block, BlockKind, TensorBlock
 from tests.parity.exact import differences, without_seconds
 from tests.support.forked import Forked, forked, run_code
 
@@ -118,15 +118,15 @@ def handles():
 
 def host_bytes_seen(since):
     """Bytes of the host copies of all blocks but the batches' made after this one, counted by their storages."""
-    found = [thing for thing in gc.get_objects() if type(thing) in (Block, Group)]
-    blocks = [block for block in found if block.number > since.number and block.kind is not Kind.INPUTS]
+    found = [thing for thing in gc.get_objects() if type(thing) in (Block, TensorBlock)]
+    blocks = [block for block in found if block.number > since.number and block.kind is not BlockKind.INPUTS]
     return sum(block.host.untyped_storage().nbytes() for block in blocks if block.host is not None)
 
 
 @pytest.mark.parametrize("devices", [pytest.param("cpu:1", marks=pytest.mark.slow), "cpu:2"])
 def test_a_trial_several_times_host_memory_is_exact(tmp_path, devices):
     assert state_bytes() > 4 * HOST_BYTES
-    seen, open_now, units, first = [], [], itertools.count(1), Block(Kind.INPUTS, 1, 1)
+    seen, open_now, units, first = [], [], itertools.count(1), Block(BlockKind.INPUTS, 1, 1)
 
     @contextmanager
     def instrument():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import BudgetError, ConfigError, TaskError
 from hydra_tune.shard import compute
-from hydra_tune.train.rehearsal import Rehearsal
+from hydra_tune.train.rehearsal import TrialRehearsal
 from tests.support.forked import forked, run_code
 from tests.unit.pool.tasks import running, task
 
@@ -322,7 +322,7 @@ def test_what_is_remembered_is_what_is_run(monkeypatch, case):
     task = make(5, optimizer=partial(torch.optim.AdamW, lr=0.1))
     with running(**options) as pool:
         quick = pool.plan([task, task])
-    monkeypatch.setattr("hydra_tune.train.rehearsal.Remembered", lambda: compute)
+    monkeypatch.setattr("hydra_tune.train.rehearsal.MemoizedShardExecutor", lambda: compute)
     for module in ("hydra_tune.shard.stage", "hydra_tune.shard.update_pilot"):
         monkeypatch.setattr(f"{module}.overwritten", lambda func, args: None)
     with running(**options) as pool:
@@ -369,12 +369,12 @@ def test_what_was_not_built_is_captured_and_rehearsed_once_for_all_that_differ_i
     monkeypatch.setattr("hydra_tune.pool.forecast._MOST_CHECKED_BYTES", 1 << 10)
     rehearsed = []
 
-    class Counted(Rehearsal):
+    class Counted(TrialRehearsal):
         def steps(self, count):
             rehearsed.append(count)
             return super().steps(count)
 
-    monkeypatch.setattr("hydra_tune.pool.forecast.Rehearsal", Counted)
+    monkeypatch.setattr("hydra_tune.pool.forecast.TrialRehearsal", Counted)
     with running(device_memory="260KiB") as pool:
         made = [noisy(2, optimizer=partial(torch.optim.AdamW, lr=lr)) for lr in (0.1, 0.2)]
         one, other = (pool.plan([task]) for task in made)

@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 import hydra_tune_optuna as optuna
 from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.folder import load_checkpoint
-from hydra_tune_optuna.resuming import Resuming
+from hydra_tune_optuna.resuming import StudyResumer
 from hydra_tune_optuna.weights import StudyWeights
 from tests.support.forked import Forked
 from tests.support.killed_study import RATES, begin, build, main, saved_trials, storage
@@ -102,7 +102,7 @@ def test_a_trial_without_a_checkpoint_begins_anew_once_its_search_has_died(tmp_p
     with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
         study = optuna.create_study(storage=storage(tmp_path), study_name="killed", executor=pool)
         study.enqueue_trial({"lr": RATES[0]})
-        search = Resuming(study, pool)
+        search = StudyResumer(study, pool)
         assert search.begin(never) == []
         assert [search.ask().number for _ in range(2)] == [0, 1]
         study.optimize(noting, n_trials=0)
@@ -118,14 +118,14 @@ def test_a_trial_without_a_checkpoint_begins_anew_once_its_search_has_died(tmp_p
 def test_only_one_search_takes_what_another_has_left(tmp_path):
     with HydraExecutor(devices="cpu:1", checkpoint_dir=tmp_path / "saved") as pool:
         study = optuna.create_study(storage=storage(tmp_path), study_name="killed", executor=pool)
-        dead, first, second = (Resuming(study, pool) for _ in range(3))
+        dead, first, second = (StudyResumer(study, pool) for _ in range(3))
         dead.begin(never)
         number = dead.ask().number
         dead.close(leaves=True)
         assert [left.frozen.number for left in first.begin(never)] == [number]
         assert second.begin(never) == []
         first.close(leaves=True)
-        assert [left.frozen.number for left in Resuming(study, pool).begin(never)] == [number]
+        assert [left.frozen.number for left in StudyResumer(study, pool).begin(never)] == [number]
 
 
 def test_trials_of_plain_optuna_are_left_alone(tmp_path):
@@ -147,14 +147,14 @@ def test_weights_of_a_trial_that_was_told_before_they_were_written(tmp_path, mon
         study = optuna.create_study(**options, executor=pool)
         with monkeypatch.context() as killed:
             killed.setattr(StudyWeights, "completed", lambda *arguments: None)
-            killed.setattr(Resuming, "forget", lambda *arguments: None)
+            killed.setattr(StudyResumer, "forget", lambda *arguments: None)
             study.optimize(build, n_trials=1)
         assert optuna.kept_weights(study) == {}
         steps = pool.find_checkpoint("killed/0").steps
         expected = load_checkpoint(pool.find_checkpoint("killed/0").path).tensors
         with monkeypatch.context() as killed:  # a second time, before they were written again
             killed.setattr(StudyWeights, "completed", lambda *arguments: None)
-            killed.setattr(Resuming, "forget", lambda *arguments: None)
+            killed.setattr(StudyResumer, "forget", lambda *arguments: None)
             study.optimize(build, n_trials=0)
         assert optuna.kept_weights(study) == {}
         study.optimize(build, n_trials=0)

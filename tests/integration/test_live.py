@@ -14,7 +14,7 @@ from torch import nn
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.screen import sweep_lines
-from hydra_tune.pool.watch import Watch
+from hydra_tune.pool.watch import SweepMonitor
 from tests.support.cli_project import Project
 from tests.support.forked import Forked, run_code
 
@@ -46,7 +46,9 @@ def texts(view, width, height=30):
 def watched():
     """A pool that is watched, and the trials of which was said that they ended."""
     said = []
-    watch = Watch("試 [red]sweep[/]", "minimize", lambda trial, metric: said.append((trial.name, trial.state, metric)))
+    watch = SweepMonitor(
+        "試 [red]sweep[/]", "minimize", lambda trial, metric: said.append((trial.name, trial.state, metric))
+    )
     with HydraExecutor(devices="cpu:2", device_memory="1MiB", max_concurrent=4, num_shards=3) as pool:
         yield pool, watch, said
 

@@ -14,7 +14,7 @@ import sqlalchemy
 
 import hydra_tune_optuna
 from hydra_tune import HydraTuneError
-from hydra_tune_optuna.heartbeat import Heartbeat
+from hydra_tune_optuna.heartbeat import StudyHeartbeatSender
 from tests.contract.optuna_drivers import (
     Driver,
     RetryStale,
@@ -292,7 +292,7 @@ def test_ctrl_c_in_the_middle_of_a_write_leaves_no_trial_running(table, moment, 
 
 def test_no_trial_is_taken_for_stale_just_after_the_clock_was_set(heartbeats, monkeypatch):
     storage, _ = heartbeats
-    heartbeat = Heartbeat(storage)
+    heartbeat = StudyHeartbeatSender(storage)
     assert heartbeat.tells_who_lives
     day, passed = time.time, time.monotonic
     monkeypatch.setattr(time, "time", lambda: day() + 3600)

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from hydra_tune import TrainTask, train_plain
-from hydra_tune.memory.block import Group
+from hydra_tune.memory.block import TensorBlock
 from hydra_tune.memory.home import bring_home
 from hydra_tune.pool.job import OVER, EventStream, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
@@ -233,7 +233,7 @@ class Robbed(Told):
             yield batch
             weight = next(self.model.parameters())
             read = StorageWeakRef(weight.untyped_storage())  # as an operator that has begun knows it
-            groups = [g for g in gc.get_objects() if type(g) is Group and any(t is weight for t in g.tensors)]
+            groups = [g for g in gc.get_objects() if type(g) is TensorBlock and any(t is weight for t in g.tensors)]
             for group in groups:
                 thread = threading.Thread(target=bring_home, args=(group,))
                 thread.start()

@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import BudgetError, TaskError
-from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.packing import CHOICES
-from hydra_tune.train.capture import Beginning
+from hydra_tune.train.capture import StartCheckpoint
 from hydra_tune.train.piece_choice import piece_count
 from tests.parity.exact import differences
 from tests.parity.test_splitting import Shaped
@@ -50,7 +50,7 @@ def task(count="auto", rows=ROWS, **changes):
 
 
 def cut_for(budget_bytes, **options):
-    return PlanLibrary(Budget(budget_bytes=budget_bytes, buffer_fraction=0.0, alignment=64, **options))
+    return PlanLibrary(ShardPlanConstraints(budget_bytes=budget_bytes, buffer_fraction=0.0, alignment=64, **options))
 
 
 def pool_of(device_memory=TOO_LITTLE, **changes):
@@ -215,7 +215,7 @@ def test_a_trial_that_goes_on_elsewhere_keeps_its_number():
     (count,) = {saved.facts["split_batches"] for saved in keeper.saved}
     assert count > 1
     for saved in keeper.saved[:2]:
-        found = checkpointed.run(task(report_every=1), checkpointed.library(), beginning=Beginning(saved=saved))
+        found = checkpointed.run(task(report_every=1), checkpointed.library(), beginning=StartCheckpoint(saved=saved))
         assert list(differences(expected, found)) == []
     anew = checkpointed.run(task(report_every=1), checkpointed.library())
     assert list(differences(expected, anew)) != []

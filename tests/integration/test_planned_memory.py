@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.fusion.planner.run import PlannedRun
+from hydra_tune.fusion.planner.run import MergedGraphRunner
 from hydra_tune.observe.runlog import read_log
 from tests.support.tracker import StorageTracker
 from tests.unit.fusion.planner.made import MODELS
@@ -42,13 +42,13 @@ def task_of(name, seed):
 @pytest.fixture
 def tracker(monkeypatch):
     """Entered around each part of planned steps, on the thread that computes them; host copies are made before."""
-    found, segment = StorageTracker(), PlannedRun.segment
+    found, segment = StorageTracker(), MergedGraphRunner.segment
 
     def tracked(self, *arguments):
         with found():
             return segment(self, *arguments)
 
-    monkeypatch.setattr(PlannedRun, "segment", tracked)
+    monkeypatch.setattr(MergedGraphRunner, "segment", tracked)
     return found
 
 

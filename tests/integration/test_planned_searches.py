@@ -13,8 +13,8 @@ from optuna.trial import TrialState
 import hydra_tune_optuna
 from hydra_tune import TrainTask, train_plain
 from hydra_tune.fusion import measured
-from hydra_tune.fusion.pair_round import PairedSteps
-from hydra_tune.fusion.planned_round import PlannedSteps
+from hydra_tune.fusion.pair_round import PairStepRunner
+from hydra_tune.fusion.planned_round import GroupStepRunner
 from hydra_tune.fusion.planner import profiler
 from hydra_tune.pool import fusion_finder
 from tests.support.planned_searches import KINDS, differences_of, drawn_tasks, searched
@@ -41,8 +41,8 @@ def parts(monkeypatch):
 
         monkeypatch.setattr(owner, name, counted)
 
-    counting(PairedSteps, "run", "pair")
-    counting(PlannedSteps, "backward", "group")
+    counting(PairStepRunner, "run", "pair")
+    counting(GroupStepRunner, "backward", "group")
     return found
 
 

@@ -16,7 +16,7 @@ from hydra_tune.errors import CaptureError
 from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.shard import library
 from hydra_tune.task import TrainTask
-from hydra_tune.train.direct import Direct
+from hydra_tune.train.direct import WholeModelRunner
 from tests.parity import reference
 from tests.parity.exact import differences, without_seconds
 from tests.parity.registry import Spec, build
@@ -97,7 +97,7 @@ def watched_ways() -> Iterator[dict[int, Way]]:
     found: dict[int, Way] = defaultdict(Way)
     prepare = library.PlanLibrary.prepare
     whole = library.whole_plan
-    train = Direct.train
+    train = WholeModelRunner.train
 
     def watched(
         self: Any, task: TrainTask, model: Any, optimizer: Any, batch: Any, mode: str, *rest: Any, **more: Any
@@ -121,6 +121,6 @@ def watched_ways() -> Iterator[dict[int, Way]]:
     with (
         mock.patch.object(library.PlanLibrary, "prepare", watched),
         mock.patch.object(library, "whole_plan", reasoned),
-        mock.patch.object(Direct, "train", counted),
+        mock.patch.object(WholeModelRunner, "train", counted),
     ):
         yield found

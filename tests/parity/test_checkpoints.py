@@ -14,10 +14,10 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from hydra_tune import train_plain
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, TaskError
 from hydra_tune.task import TrainTask
-from hydra_tune.train.capture import Beginning
+from hydra_tune.train.capture import StartCheckpoint
 from tests.parity.exact import differences
 from tests.parity.features import Samples
 from tests.parity.observe import reference_of
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("captured_once")
 IN_EVERY_RUN = "moving_average/plateau/lion/5"
 
 
-def assert_goes_on(described: TrainTask, *, every: bool = False, placement: str = "device") -> list[Saved]:
+def assert_goes_on(described: TrainTask, *, every: bool = False, placement: str = "device") -> list[CheckpointContent]:
     """Train, saving after each step; go on from some of what was saved, or all of it, to the same end."""
     plans = library(num_shards=3, optimizer_placement=placement)
     others = library(num_shards=2, optimizer_placement=placement)
@@ -41,7 +41,7 @@ def assert_goes_on(described: TrainTask, *, every: bool = False, placement: str 
     chosen = saved if every else [saved[index] for index in sorted({1, len(saved) // 2, len(saved) - 1})]
     assert len(chosen) > 1
     for one in chosen:
-        found = run(described, others, beginning=Beginning(saved=one))
+        found = run(described, others, beginning=StartCheckpoint(saved=one))
         assert list(differences(expected, found)) == [], (one.labels, one.facts["place"])
     return saved
 
@@ -263,10 +263,10 @@ def test_weights_that_were_frozen_and_are_trained_later_are_refused(changes):
 def test_what_is_frozen_has_to_be_so_when_gone_on_with():
     keeper, plans = Collector(), library()
     run(task(model=mlp), plans, keeper)
-    beginning = Beginning(saved=keeper.saved[0])
+    beginning = StartCheckpoint(saved=keeper.saved[0])
     with pytest.raises(CheckpointError, match=r"trained: \['0.weight', .* when it was saved, \['2.weight'"):
         run(task(model=partly_frozen), plans, beginning=beginning)
-    allowed = Beginning(saved=keeper.saved[0], allows_changes=True)
+    allowed = StartCheckpoint(saved=keeper.saved[0], allows_changes=True)
     found = run(task(model=partly_frozen), plans, beginning=allowed)
     assert torch.equal(found["state"]["0.weight"], keeper.saved[0].tensors["model.0.weight"])
 
@@ -287,4 +287,4 @@ def test_samples_of_another_length_are_refused():
         train=Samples(ENTRIES["mlp"].samples(12)),
     )
     with pytest.raises(Exception, match=r"task.train.samples: 16 when it was saved, 12 now"):
-        run(shorter, plans, beginning=Beginning(saved=keeper.saved[0]))
+        run(shorter, plans, beginning=StartCheckpoint(saved=keeper.saved[0]))

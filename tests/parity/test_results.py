@@ -13,9 +13,9 @@ from torch.nn.utils import parametrize
 
 from hydra_tune import HydraExecutor, TrainTask, load_module, train_plain
 from hydra_tune.errors import CaptureError
-from hydra_tune.fusion.planned_round import PlannedSteps
+from hydra_tune.fusion.planned_round import GroupStepRunner
 from hydra_tune.train import burst
-from hydra_tune.train.trained import Trained
+from hydra_tune.train.trained import TrainingOutcome
 from tests.parity.features import BATCHES, EPOCHS
 from tests.parity.observe import Way, reference_of, run, watched_ways
 from tests.parity.registry import ENTRIES, Spec, build
@@ -135,7 +135,7 @@ def not_captured(*arguments: Any, **options: Any) -> None:
     raise CaptureError("this test has everything run whole")
 
 
-def trained_in(way: str, tasks: list[TrainTask]) -> list[Trained]:
+def trained_in(way: str, tasks: list[TrainTask]) -> list[TrainingOutcome]:
     """The results of tasks, each of which has a member of its own to be fused with where that is the way."""
     if way == "own, moved":
         return [moved(task) for task in tasks]
@@ -147,7 +147,7 @@ def trained_in(way: str, tasks: list[TrainTask]) -> list[Trained]:
         return [pool.run([task, replace(task, seed=SEEDS[1])])[0] for task in tasks]
 
 
-def moved(task: TrainTask) -> Trained:
+def moved(task: TrainTask) -> TrainingOutcome:
     """The result of a trial whose tensors have left the device, because others took turns with it after each step."""
     options = {"devices": "cpu:1", "policy": "round_robin", "max_concurrent": len(SEEDS)}
     with HydraExecutor(device_memory="256MiB", **options) as pool:
@@ -164,7 +164,7 @@ def moved(task: TrainTask) -> Trained:
     return result
 
 
-def astray(way: str, name: str, result: Trained, went: Way) -> str:
+def astray(way: str, name: str, result: TrainingOutcome, went: Way) -> str:
     """What is wrong with the way that a task went; nothing if it is the one that is named."""
     train = went.shards.get("train")
     fuses = documented()[name] == "yes"
@@ -222,8 +222,8 @@ def test_results_of_every_model_stand_every_use(name, way, tmp_path):
 def test_results_of_planned_members_stand_every_use(name, monkeypatch, tmp_path):
     """On the largest device that has no room for four members; models of which no step is planned are skipped."""
     ran = []
-    backward = PlannedSteps.backward
-    monkeypatch.setattr(PlannedSteps, "backward", lambda self: (ran.append(name), backward(self)))
+    backward = GroupStepRunner.backward
+    monkeypatch.setattr(GroupStepRunner, "backward", lambda self: (ran.append(name), backward(self)))
     tasks = [build(Spec(name, seed=seed)) for seed in SEEDS]
     options = {"devices": "cpu:1", "fusion": "on", "fusion_planner": "on", "fusion_size": len(SEEDS)}
     with HydraExecutor(device_memory="256MiB", plans_only=True, **options) as pool:

@@ -18,8 +18,8 @@ from torch.nn import functional
 from hydra_tune import Result, TrainTask, train_plain
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Reported
 from hydra_tune.train import training, ways
-from hydra_tune.train.queues import Queued
-from hydra_tune.train.spread import LaneUnit
+from hydra_tune.train.queues import QueuedParallelStep
+from hydra_tune.train.spread import ParallelUnit
 from hydra_tune.train.ways import DATA_PARALLEL, ONE_DEVICE, PIPELINED
 from tests.parity import models
 from tests.support.parallel import PARALLEL
@@ -214,8 +214,8 @@ def test_a_pipelined_trial_is_bitwise(name, devices, cut):
 def test_a_trial_whose_batches_go_through_each_shard_in_teams_is_bitwise(monkeypatch, name):
     monkeypatch.setattr(ways, "fits", lambda *_: False)
     monkeypatch.setattr(ways, "_SHARDS_FOR_EACH", 1)
-    made = mock.Mock(wraps=training.Teams)
-    monkeypatch.setattr(training, "Teams", made)
+    made = mock.Mock(wraps=training.GroupedDataParallelStep)
+    monkeypatch.setattr(training, "GroupedDataParallelStep", made)
     described = SPLIT[name]()
     result, count = run(described, DATA_PARALLEL, devices="cpu:2", num_shards="layer")
     assert against_plain(described, result) == []
@@ -308,13 +308,13 @@ def test_a_pipeline_loads_parameters_that_do_not_fit_less_often():
 def order(monkeypatch) -> list[tuple[str, int]]:
     """Kinds and shards of the units that pipelines have run, in the order in which they ended."""
     found: list[tuple[str, int]] = []
-    after = Queued._after
+    after = QueuedParallelStep._after
 
-    def noting(self: Queued, rank: int, device: str) -> list[LaneUnit]:
+    def noting(self: QueuedParallelStep, rank: int, device: str) -> list[ParallelUnit]:
         found.append((self._running[rank].kind, self._running[rank].shard))
         return after(self, rank, device)
 
-    monkeypatch.setattr(Queued, "_after", noting)
+    monkeypatch.setattr(QueuedParallelStep, "_after", noting)
     return found
 
 
@@ -377,13 +377,13 @@ def test_units_in_queues_give_the_same_bits_wherever_they_run(way, name, monkeyp
     if way == DATA_PARALLEL:
         monkeypatch.setattr(ways, "fits", lambda *_: False)
         monkeypatch.setattr(ways, "_SHARDS_FOR_EACH", 1)
-    due, stream = Queued._due, random.Random(4)
+    due, stream = QueuedParallelStep._due, random.Random(4)
 
-    def anywhere(self: Queued, home: str) -> LaneUnit | None:
+    def anywhere(self: QueuedParallelStep, home: str) -> ParallelUnit | None:
         found = due(self, home)
         return None if found is None else replace(found, near=f"cpu:{stream.randrange(3)}")
 
-    monkeypatch.setattr(Queued, "_due", anywhere)
+    monkeypatch.setattr(QueuedParallelStep, "_due", anywhere)
     described = (SPLIT | NORMED)[name]()
     result, count = run(described, way, devices="cpu:3", num_shards="layer")
     assert against_plain(described, result) == []

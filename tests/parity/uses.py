@@ -17,12 +17,12 @@ from torch.utils.data import default_collate
 from hydra_tune.shard.precision import eager_autocast
 from hydra_tune.shard.steps import training_loss
 from hydra_tune.task import TrainTask
-from hydra_tune.train.trained import Trained
+from hydra_tune.train.trained import TrainingOutcome
 
-Use = Callable[[Trained, TrainTask, Path], None]
+Use = Callable[[TrainingOutcome, TrainTask, Path], None]
 
 
-def save_state(result: Trained, task: TrainTask, folder: Path) -> None:
+def save_state(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     state = result.state_dict()
     torch.save(state, folder / "state.pt")
     loaded = torch.load(folder / "state.pt", weights_only=True)
@@ -33,17 +33,17 @@ def save_state(result: Trained, task: TrainTask, folder: Path) -> None:
     assert (folder / "state.pt").stat().st_size < 2 * sum(distinct.values()) + 2048 * (len(state) + 4)
 
 
-def save_module(result: Trained, task: TrainTask, folder: Path) -> None:
+def save_module(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     torch.save(result.module(), folder / "module.pt")
     assert_same(result.state_dict(), torch.load(folder / "module.pt", weights_only=False).state_dict())
 
 
-def save_optimizer(result: Trained, task: TrainTask, folder: Path) -> None:
+def save_optimizer(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     torch.save(result.optimizer_state_dict(), folder / "optimizer.pt")
     torch.load(folder / "optimizer.pt", weights_only=True)
 
 
-def safetensors(result: Trained, task: TrainTask, folder: Path) -> None:
+def safetensors(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     save_model(result.module(), str(folder / "model.safetensors"))
     other = copy.deepcopy(result.module())
     for parameter in other.parameters():
@@ -52,7 +52,7 @@ def safetensors(result: Trained, task: TrainTask, folder: Path) -> None:
     assert_same(result.state_dict(), other.state_dict())
 
 
-def save_pretrained(result: Trained, task: TrainTask, folder: Path) -> None:
+def save_pretrained(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     models = [module for module in result.module().modules() if hasattr(module, "save_pretrained")]
     for number, model in enumerate(models[:1]):
         model.save_pretrained(folder / f"pretrained{number}")
@@ -60,36 +60,36 @@ def save_pretrained(result: Trained, task: TrainTask, folder: Path) -> None:
         assert_same(model.state_dict(), found.state_dict())
 
 
-def pickled(result: Trained, task: TrainTask, folder: Path) -> None:
+def pickled(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     assert_same(result.state_dict(), pickle.loads(pickle.dumps(result.module())).state_dict())
 
 
-def copied(result: Trained, task: TrainTask, folder: Path) -> None:
+def copied(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     other = copy.deepcopy(result.module())
     assert_same(result.state_dict(), other.state_dict())
     assert_ordinary(other)
 
 
-def half(result: Trained, task: TrainTask, folder: Path) -> None:
+def half(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     other = copy.deepcopy(result.module()).half()
     assert all(p.dtype == torch.float16 for p in other.parameters() if p.is_floating_point())
     assert_ordinary(other)
 
 
-def wide(result: Trained, task: TrainTask, folder: Path) -> None:
+def wide(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     other = copy.deepcopy(result.module()).to(torch.float64)
     assert all(p.dtype == torch.float64 for p in other.parameters() if p.is_floating_point())
     assert_ordinary(other)
 
 
-def compiled(result: Trained, task: TrainTask, folder: Path) -> None:
+def compiled(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     torch._dynamo.reset()
     module = copy.deepcopy(result.module())
     loss_of(torch.compile(module, backend="eager"), task).backward()
     assert any(p.grad is not None for p in module.parameters())
 
 
-def trained_on(result: Trained, task: TrainTask, folder: Path) -> None:
+def trained_on(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     """With a new optimizer, on the result itself."""
     module = copy.deepcopy(result.module())
     before = [p.detach().clone() for p in module.parameters()]
@@ -101,7 +101,7 @@ def trained_on(result: Trained, task: TrainTask, folder: Path) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
 
 
-def resumed(result: Trained, task: TrainTask, folder: Path) -> None:
+def resumed(result: TrainingOutcome, task: TrainTask, folder: Path) -> None:
     """With an optimizer that has the state of the one that has trained."""
     module = copy.deepcopy(result.module())
     optimizer = optimizer_of(task, module)
@@ -162,7 +162,7 @@ def assert_ordinary(module: nn.Module) -> None:
             assert owners.setdefault(storage.data_ptr(), name) == name
 
 
-def unlike(result: Trained, plain: Trained) -> list[str]:
+def unlike(result: TrainingOutcome, plain: TrainingOutcome) -> list[str]:
     """Where a result's module and optimizer are made otherwise than those of a plain loop."""
     module, other = result.module(), plain.module()
     tensors, others = named(module), named(other)
@@ -216,7 +216,7 @@ def _kept(module: nn.Module) -> tuple[object, ...]:
     return type(module).__qualname__, module.training, [len(getattr(module, name)) for name in names]
 
 
-def failures(result: Trained, plain: Trained, task: TrainTask, folder: Path) -> dict[str, str]:
+def failures(result: TrainingOutcome, plain: TrainingOutcome, task: TrainTask, folder: Path) -> dict[str, str]:
     """Uses that a result does not stand and a plain loop's does, each with the error; and how it is made otherwise."""
     wrong = {}
     for number, (name, use) in enumerate(USES.items()):

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from hydra_tune.shard.activations import Room, keeping
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.activations import ActivationBudget, keeping
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.verify import verify
 from tests.unit.shard.bench import Bench, bench, task_of, vectors
 
@@ -101,9 +101,9 @@ def made_bench(program: list[tuple[str, int]]) -> Bench:
         return bench(task_of(Program(program)), vectors(6, WIDTH))
 
 
-def check(made: Bench, plan: Plan) -> None:
+def check(made: Bench, plan: ShardPlan) -> None:
     """Raises where one bit of a loss, a gradient, a buffer or the generator differs, recomputed or kept."""
-    kept = keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    kept = keeping(plan, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=1 << 40))
     _, seconds = verify(made.task, made.model, plan, made.batch, kept=None if kept is plan else kept)
     assert kept is plan or seconds is not None
     assert all(shard.keeps_activations == shard.has_backward for shard in kept.shards[:-1])

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.memory.block import Block, Group, Kind
-from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.block import Block, BlockKind, TensorBlock
+from hydra_tune.memory.disk import SpillDisk
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Need, Prefetch
+from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from hydra_tune.memory.spill_dir import SpillFolder
-from hydra_tune.memory.states import State
+from hydra_tune.memory.states import BlockState
 from tests.support.gated import settle, state_of
 
 DEVICE_BYTES = 10 * 64
@@ -31,14 +31,14 @@ class SmallHost(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.devices = [CpuDevice(index, DEVICE_BYTES) for index in range(2)]
-        self.host = HostTier(HOST_BYTES, Disk(SpillFolder(Path(self.folder.name))), self.devices[0])
+        self.host = HostTier(HOST_BYTES, SpillDisk(SpillFolder(Path(self.folder.name))), self.devices[0])
         self.pagers = [Pager(device, self.host) for device in self.devices]
         self.blocks: dict[Block, int] = {}
         self.tensors: dict[Block, torch.Tensor] = {}
         for value, size in enumerate(SIZES):
             self.host.take(-(-size // 64) * 64)
             tensor = torch.full((size,), value, dtype=torch.uint8)
-            group = Group(Kind.PARAMETERS, [tensor], self.devices[0])
+            group = TensorBlock(BlockKind.PARAMETERS, [tensor], self.devices[0])
             self.host.enter(group)
             self.blocks[group], self.tensors[group] = value, tensor
 
@@ -70,10 +70,10 @@ class SmallHost(RuleBasedStateMachine):
         if sum(block.nbytes for block in wanted) > DEVICE_BYTES:
             return
         with pager.lease(wanted, 0):
-            Prefetch(pager).send([Need(self.pick(ahead))])
+            BlockPrefetcher(pager).send([UnitMemoryNeeds(self.pick(ahead))])
             for block in wanted:
                 assert block.data.unique().tolist() == [self.blocks[block]]
-                assert block.state is State.COMPUTING
+                assert block.state is BlockState.COMPUTING
             if write and wanted:
                 self.blocks[wanted[0]] = (self.blocks[wanted[0]] + 1) % 256
                 wanted[0].data.fill_(self.blocks[wanted[0]])
@@ -82,14 +82,14 @@ class SmallHost(RuleBasedStateMachine):
     @rule(where=st.integers(0, 1), size=st.integers(1, 300), value=st.integers(0, 255))
     def unit_that_makes(self, where, size, value):
         with self.pagers[where].lease([], -(-size // 64) * 64) as lease:
-            made = lease.block_of(Kind.ACTIVATIONS, torch.full((size,), value, dtype=torch.uint8))
+            made = lease.block_of(BlockKind.ACTIVATIONS, torch.full((size,), value, dtype=torch.uint8))
         self.blocks[made] = value
 
     @rule(number=st.integers(0, 20))
     def forget(self, number):
         for block in self.pick([number]):
             drop(block)
-            assert block.state is State.DROPPED
+            assert block.state is BlockState.DROPPED
             del self.blocks[block]
             self.tensors.pop(block, None)
 

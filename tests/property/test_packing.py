@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hydra_tune.shard.packing import choose_packing
 from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.traffic import Habits
+from hydra_tune.shard.traffic import StepAccessPattern
 
 PIECE = st.tuples(st.integers(0, 400), st.integers(0, 50), st.integers(1, 200))  # weights, values, work
 
@@ -47,7 +47,7 @@ class Model:
 @given(
     pieces=st.lists(PIECE, min_size=2, max_size=12),
     share=st.floats(0, 1),
-    habits=st.builds(Habits, waits=st.booleans(), sends_ahead=st.booleans()),
+    habits=st.builds(StepAccessPattern, waits=st.booleans(), sends_ahead=st.booleans()),
 )
 def test_a_choice_is_legal_fits_and_is_never_expected_to_move_more(pieces, share, habits):
     model = Model(pieces)
@@ -79,7 +79,7 @@ def test_the_fewest_shards_of_those_that_move_about_as_little():
 def test_smaller_shards_are_chosen_where_they_save_something_and_the_reason_says_what():
     model = Model([(100, 4, 60)] * 16)
     budget = int(0.6 * model.measure(0, 16).peak_bytes)
-    choice = choose_packing(model.pack(budget), model.pack, model.measure, budget, Habits(sends_ahead=False))
+    choice = choose_packing(model.pack(budget), model.pack, model.measure, budget, StepAccessPattern(sends_ahead=False))
     assert choice.packing.num_shards > choice.tried[0].num_shards
     assert choice.packing.step_bytes < 0.9 * choice.tried[0].step_bytes
     assert f"{choice.packing.num_shards} shards of up to" in choice.reason

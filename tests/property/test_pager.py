@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.device import Reach
+from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.errors import BudgetError
-from hydra_tune.memory.block import Block, Kind
+from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Need, Prefetch
+from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from tests.support.gated import state_of
 
 BUDGET_BYTES = 10 * 64
@@ -22,7 +22,7 @@ class Near(CpuDevice):
     """Has other devices nearer than the host."""
 
     def reach(self, source):
-        return Reach.NEAR
+        return DeviceCopyRoute.NEAR
 
 
 class TwoDevices(RuleBasedStateMachine):
@@ -34,7 +34,7 @@ class TwoDevices(RuleBasedStateMachine):
         self.pagers = [Pager(device) for device in self.devices]
         self.blocks: dict[Block, int] = {}
         for value, size in enumerate(SIZES):
-            block = Block(Kind.INPUTS, size, 64)
+            block = Block(BlockKind.INPUTS, size, 64)
             block.host = torch.full((size,), value, dtype=torch.uint8)
             self.blocks[block] = value
 
@@ -66,7 +66,7 @@ class TwoDevices(RuleBasedStateMachine):
                 assert fits
                 assert all(block.home is pager for block in wanted)
                 assert pager.ledger.used_bytes == pager.resident_bytes + workspace
-                Prefetch(pager).send([Need(self.pick(ahead))])
+                BlockPrefetcher(pager).send([UnitMemoryNeeds(self.pick(ahead))])
                 assert all(block.home is pager for block in wanted)
                 assert all(block.state is state_of(block) for block in self.blocks)
                 assert pager.ledger.used_bytes == pager.resident_bytes + workspace
@@ -83,7 +83,7 @@ class TwoDevices(RuleBasedStateMachine):
         pager = self.pagers[where]
         workspace = -(-size // 64) * 64 + spare
         with pager.lease([], workspace) as lease:
-            made = lease.block_of(Kind.ACTIVATIONS, torch.full((size,), value, dtype=torch.uint8))
+            made = lease.block_of(BlockKind.ACTIVATIONS, torch.full((size,), value, dtype=torch.uint8))
             assert pager.ledger.used_bytes == pager.resident_bytes + workspace - made.nbytes
         self.blocks[made] = value
 

@@ -12,7 +12,7 @@ pytest.importorskip("ray")
 from ray import tune
 
 import hydra_tune_ray
-from hydra_tune_ray.actors import Place, find_actor, start_pool
+from hydra_tune_ray.actors import NodePoolSpec, find_actor, start_pool
 from hydra_tune_ray.nodes import device_nodes
 from hydra_tune_ray.pools import pools_of
 from tests.ray.searches import DEVICES, EACH, RATES, build, empty_pools, same, searched, trained_by_itself
@@ -150,7 +150,7 @@ def test_a_build_may_take_longer_than_a_lease(trained, tmp_path):
 def test_a_pool_that_nobody_knows_ends(ray_cluster):
     """As when Ray starts a pool again whose driver has died."""
     (node,) = device_nodes(DEVICES)
-    start_pool(Place(name="lonely", directory="nobody", node=node, options=DEVICES))
+    start_pool(NodePoolSpec(name="lonely", directory="nobody", node=node, options=DEVICES))
     deadline = time.monotonic() + 60
     while is_there("lonely"):
         assert time.monotonic() < deadline

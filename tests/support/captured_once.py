@@ -10,20 +10,20 @@ from typing import Any
 from unittest import mock
 
 from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.request import Measured, key_of
+from hydra_tune.shard.request import CapturedStep, key_of
 from hydra_tune.shard.unbuilt import is_unbuilt
 
 
 @contextmanager
-def captured_once() -> Iterator[dict[Hashable, Measured]]:
+def captured_once() -> Iterator[dict[Hashable, CapturedStep]]:
     """Libraries that ask for equal steps are given the same capture, with what has been measured of its parts.
 
     Yields what is known; a test that counts captures, or changes how they are made, clears it first.
     """
-    known: dict[Hashable, Measured] = {}
+    known: dict[Hashable, CapturedStep] = {}
     measured_step, lock = PlanLibrary._measured_step, threading.RLock()
 
-    def once(self: PlanLibrary, request: Any, answers: Any) -> Measured:
+    def once(self: PlanLibrary, request: Any, answers: Any) -> CapturedStep:
         step_key = None if answers else key_of(request)
         if step_key is None:
             return measured_step(self, request, answers)

@@ -3,12 +3,12 @@
 import json
 from typing import Any
 
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.pager import Pager
-from hydra_tune.shard.library import Budget, PlanLibrary
+from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
 from hydra_tune.task import TrainTask
-from hydra_tune.train.capture import Beginning
+from hydra_tune.train.capture import StartCheckpoint
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Trial, run_unit
 
@@ -17,21 +17,23 @@ class Collector:
     """Saves a trial after each of its steps, and at reports."""
 
     def __init__(self) -> None:
-        self.saved: list[Saved] = []
+        self.saved: list[CheckpointContent] = []
         self.every_steps = 1
 
     def reached(self, trial, *, steps, at_report, is_last) -> None:
         found = trial.snapshot().copied({"steps": steps, "at_report": at_report})
         facts = json.loads(json.dumps(found.facts, allow_nan=False))
-        self.saved.append(Saved(facts=facts, tensors=found.tensors, labels=found.labels))
+        self.saved.append(CheckpointContent(facts=facts, tensors=found.tensors, labels=found.labels))
 
 
 def library(**options: Any) -> PlanLibrary:
     """Makes plans for a device that has room for all; to be shared by trials that are alike, which makes them quick."""
-    return PlanLibrary(Budget(budget_bytes=64 * 2**20, buffer_fraction=0.0, alignment=64, **options))
+    return PlanLibrary(ShardPlanConstraints(budget_bytes=64 * 2**20, buffer_fraction=0.0, alignment=64, **options))
 
 
-def run(task: TrainTask, plans: PlanLibrary, keeper: Any = None, beginning: Beginning | None = None) -> dict[str, Any]:
+def run(
+    task: TrainTask, plans: PlanLibrary, keeper: Any = None, beginning: StartCheckpoint | None = None
+) -> dict[str, Any]:
     """Train to the end; returns all that has to be the same."""
     device = CpuDevice(0, 64 * 2**20)
     pager = Pager(device)

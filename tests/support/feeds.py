@@ -34,7 +34,7 @@ from torch.utils.data import (
 from hydra_tune import TrainTask
 from hydra_tune.task import DataHandle
 from hydra_tune.train.data import make_loader
-from hydra_tune.train.own import OwnCopies
+from hydra_tune.train.own import TrialLoaderCopies
 from hydra_tune.train.plain import train_plain
 from tests.parity.exact import without_seconds
 
@@ -249,7 +249,7 @@ def build(name: str, **changes: Any) -> TrainTask:
     return TrainTask(**(arguments | FEEDS[name]() | changes))
 
 
-def _without_copies(_own: OwnCopies, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Any:
+def _without_copies(_own: TrialLoaderCopies, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Any:
     return make_loader(handle, batch_size, shuffle)
 
 
@@ -261,7 +261,7 @@ def main(output: str) -> None:
     torch.set_num_threads(1)
     results = {}
     for name in FEEDS:
-        with mock.patch.object(OwnCopies, "batches", _without_copies):
+        with mock.patch.object(TrialLoaderCopies, "batches", _without_copies):
             result = train_plain(build(name))
         results[name] = {
             "history": without_seconds(result.history),

@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import Future
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.memory.states import State
+from hydra_tune.memory.states import BlockState
 
 PATIENCE_SECONDS = 20
 
@@ -38,11 +38,11 @@ class GatedDevice(CpuDevice):
 def state_of(block):
     """The state that a block of a pager must be in, told from where its bytes are."""
     if block.home is None:
-        elsewhere = State.HOST if block.host is not None else State.DISK
-        return elsewhere if block.coming is None else State.LOADING
+        elsewhere = BlockState.HOST if block.host is not None else BlockState.DISK
+        return elsewhere if block.coming is None else BlockState.LOADING
     if block.leaving is not None:
-        return State.SPILLING
-    return State.COMPUTING if block.pinned_for is block.home else State.RESIDENT
+        return BlockState.SPILLING
+    return BlockState.COMPUTING if block.pinned_for is block.home else BlockState.RESIDENT
 
 
 def settle(host):

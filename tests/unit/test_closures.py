@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import train_plain
-from hydra_tune.closures import Closures
+from hydra_tune.closures import ClosureSnapshot
 from tests.unit.pool.tasks import running, task
 
 WIDTH = 16
@@ -26,26 +26,26 @@ def changes(closures):
 def test_the_variable_of_a_loop_is_seen_to_change():
     noted = []
     for width in (8, 16):
-        noted += [Closures({"model": lambda: net(width)})]  # noqa: B023 - the mistake that is looked for
+        noted += [ClosureSnapshot({"model": lambda: net(width)})]  # noqa: B023 - the mistake that is looked for
     assert changes(noted[0]) == [("model", "width", "8", "16")]
     assert changes(noted[1]) == []
 
 
 def test_a_variable_of_the_module_is_seen_to_change(monkeypatch):
-    noted = Closures({"model": lambda: net(WIDTH)})
+    noted = ClosureSnapshot({"model": lambda: net(WIDTH)})
     monkeypatch.setitem(globals(), "WIDTH", 32)
     assert changes(noted) == [("model", "WIDTH", "16", "32")]
 
 
 def test_an_attribute_is_no_variable_of_the_module(monkeypatch):
-    noted = Closures({"step": lambda module, batch: module.WIDTH})
+    noted = ClosureSnapshot({"step": lambda module, batch: module.WIDTH})
     monkeypatch.setitem(globals(), "WIDTH", 32)
     assert changes(noted) == []
 
 
 def test_an_object_counts_by_itself_and_not_by_its_content():
     sizes, other = [8], [8]
-    noted = Closures({"model": functools.partial(lambda extra: net(sizes[0] + extra), 1)})
+    noted = ClosureSnapshot({"model": functools.partial(lambda extra: net(sizes[0] + extra), 1)})
     sizes[0] = 9
     assert changes(noted) == []
     sizes = other
@@ -54,7 +54,7 @@ def test_an_object_counts_by_itself_and_not_by_its_content():
 
 def test_an_equal_value_is_no_change():
     size = 1000
-    noted = Closures({"model": lambda: net(size)})
+    noted = ClosureSnapshot({"model": lambda: net(size)})
     size = int("1000")
     assert changes(noted) == []
     size = 1000.0
@@ -69,20 +69,22 @@ def test_one_that_the_functions_change_themselves_is_meant():
         built += 1
         return net(built)
 
-    noted = Closures({"model": model, "loss": lambda output, target: output.mean() * built})
+    noted = ClosureSnapshot({"model": model, "loss": lambda output, target: output.mean() * built})
     model()
     assert changes(noted) == []
 
 
 def test_one_that_has_no_value_yet_is_not_noted():
-    noted = Closures({"loss": lambda output, target: later(output, target)})  # noqa: PLW0108
+    noted = ClosureSnapshot({"loss": lambda output, target: later(output, target)})  # noqa: PLW0108
     later = functional.cross_entropy
     assert changes(noted) == []
     assert later is functional.cross_entropy
 
 
 def test_what_is_no_function_of_python_is_left_alone():
-    assert changes(Closures({"model": nn.Linear, "loss": functional.cross_entropy, "step": None, "train": 3})) == []
+    assert (
+        changes(ClosureSnapshot({"model": nn.Linear, "loss": functional.cross_entropy, "step": None, "train": 3})) == []
+    )
 
 
 def test_it_is_said_by_name_before_the_model_is_built_and_the_trial_goes_on(caplog):

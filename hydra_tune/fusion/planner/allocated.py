@@ -7,11 +7,11 @@ CPU only the ledgers hold budgets, and the ledgers count bytes.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hydra_tune.fusion.planner.arrays import Array, Op
+from hydra_tune.fusion.planner.arrays import OperatorProfile, SubArrayProfile
 from hydra_tune.fusion.planner.step_graph import StepGraph
 
 
-def allocated(array: Array, step: StepGraph, rounding: int) -> Array:
+def allocated(array: SubArrayProfile, step: StepGraph, rounding: int) -> SubArrayProfile:
     """Return a sub-array with storages as large as their allocations.
 
     Parameters, buffers and optimizer state keep their sizes: several share an allocation, which is counted elsewhere.
@@ -37,12 +37,12 @@ def allocated(array: Array, step: StepGraph, rounding: int) -> Array:
     )
 
 
-def _without(op: Op, beyond: Mapping[str, int]) -> Op:
+def _without(op: OperatorProfile, beyond: Mapping[str, int]) -> OperatorProfile:
     """Return an operator whose workspace excludes the rounding of its results."""
     return replace(op, workspace_bytes=max(0, op.workspace_bytes - sum(beyond[name] for name in op.makes)))
 
 
-def on_all(arrays: Sequence[Array]) -> Array:
+def on_all(arrays: Sequence[SubArrayProfile]) -> SubArrayProfile:
     """Return a sub-array with the times of the first profile, and with enough workspace for all profiled devices.
 
     Args:
@@ -58,5 +58,5 @@ def on_all(arrays: Sequence[Array]) -> Array:
     )
 
 
-def _roomiest(*same: Op) -> Op:
+def _roomiest(*same: OperatorProfile) -> OperatorProfile:
     return replace(same[0], workspace_bytes=max(op.workspace_bytes for op in same))

@@ -1,6 +1,7 @@
 """The planner's model of a sub-array: operators and storages, with times and sizes (Tables A and B of the paper).
 
-The module is pure Python. `profiler.py` builds an `Array` from a step's graph, and tests build arrays by hand.
+The module is pure Python. `profiler.py` builds an `SubArrayProfile` from a step's graph, and tests build arrays by
+hand.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class OperatorProfile:
     """Node of a graph (Table A); the position in the graph is the node's rank.
 
     Attributes:
@@ -62,7 +63,7 @@ class FeatureMap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Array:
+class SubArrayProfile:
     """Step of a sub-array.
 
     Attributes:
@@ -81,8 +82,8 @@ class Array:
     """
 
     name: str
-    forward: tuple[Op, ...]
-    backward: tuple[Op, ...]
+    forward: tuple[OperatorProfile, ...]
+    backward: tuple[OperatorProfile, ...]
     sizes: Mapping[str, int]
     static_bytes: int = 0
     out_seconds: Mapping[str, float] = field(default_factory=dict)
@@ -194,7 +195,7 @@ class Array:
         return {}
 
 
-def _uses(ops: Iterable[Op]) -> dict[str, tuple[int, int]]:
+def _uses(ops: Iterable[OperatorProfile]) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
     for rank, op in enumerate(ops):
         for name in (*op.reads, *op.makes, *op.writes):
@@ -202,7 +203,9 @@ def _uses(ops: Iterable[Op]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _ends(ops: Iterable[Op], uses: Mapping[str, tuple[int, int]], kept: Iterable[str]) -> dict[int, tuple[str, ...]]:
+def _ends(
+    ops: Iterable[OperatorProfile], uses: Mapping[str, tuple[int, int]], kept: Iterable[str]
+) -> dict[int, tuple[str, ...]]:
     left = set(kept)
     found: dict[int, list[str]] = {}
     for op in ops:

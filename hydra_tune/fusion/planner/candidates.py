@@ -12,16 +12,16 @@ Differs from the algorithm as printed:
   same source.
 """
 
-from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.arrays import SubArrayProfile
 from hydra_tune.fusion.planner.lineage import holds, lineage
 from hydra_tune.fusion.planner.recomputations import is_there, settled
-from hydra_tune.fusion.planner.schedule import Candidate, Decisions
+from hydra_tune.fusion.planner.schedule import FeatureMapCandidate, SubArrayDecisions
 
 SMALLEST_SHARE = 512
 """Feature maps smaller than 1/512 of the largest are kept: they are numerous, and moving small tensors frees nothing."""
 
 
-def candidates_of(array: Array, side: int) -> dict[str, Candidate]:
+def candidates_of(array: SubArrayProfile, side: int) -> dict[str, FeatureMapCandidate]:
     """Return the feature maps of a sub-array that may be swapped or recomputed, by name.
 
     Args:
@@ -34,7 +34,9 @@ def candidates_of(array: Array, side: int) -> dict[str, Candidate]:
         if name in array.results or one.num_bytes * SMALLEST_SHARE < largest:
             continue
         how = lineage(array, name)
-        candidate = Candidate(side=side, map=one, can_swap=name in array.in_seconds, can_recompute=how is not None)
+        candidate = FeatureMapCandidate(
+            side=side, map=one, can_swap=name in array.in_seconds, can_recompute=how is not None
+        )
         if how is not None:
             candidate.sources, candidate.ops = how.sources, how.ops
             candidate.seconds = candidate.total_seconds = seconds_of(array, how.ops)
@@ -43,13 +45,17 @@ def candidates_of(array: Array, side: int) -> dict[str, Candidate]:
     return found
 
 
-def seconds_of(array: Array, ops: frozenset[int]) -> float:
+def seconds_of(array: SubArrayProfile, ops: frozenset[int]) -> float:
     """Seconds to run forward operators again."""
     return sum(array.forward[rank].seconds for rank in ops)
 
 
 def updated_candidates(
-    array: Array, decisions: Decisions, decided: Candidate, count: int, candidates: dict[str, Candidate]
+    array: SubArrayProfile,
+    decisions: SubArrayDecisions,
+    decided: FeatureMapCandidate,
+    count: int,
+    candidates: dict[str, FeatureMapCandidate],
 ) -> None:
     """Update the remaining candidates after a decision.
 
@@ -69,7 +75,12 @@ def updated_candidates(
 
 
 def _replace_source(
-    array: Array, decisions: Decisions, one: Candidate, decided: Candidate, *, is_swapped: bool
+    array: SubArrayProfile,
+    decisions: SubArrayDecisions,
+    one: FeatureMapCandidate,
+    decided: FeatureMapCandidate,
+    *,
+    is_swapped: bool,
 ) -> None:
     sources, ops = (one.sources - {decided.name}) | decided.sources, one.ops | decided.ops
     sources, ops = settled(decisions, one, sources, ops)
@@ -80,7 +91,7 @@ def _replace_source(
         one.can_recompute = False
 
 
-def _times(decisions: Decisions, one: Candidate) -> int:
+def _times(decisions: SubArrayDecisions, one: FeatureMapCandidate) -> int:
     """Number of computations of a candidate in a step.
 
     The candidate is computed once for itself, and once for each recomputation that reads the map while the map is away.

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hydra_tune.fusion.clipping import factors_of, norms_of
-from hydra_tune.fusion.planner.storages import Place
+from hydra_tune.fusion.planner.storages import StorageView
 
 
-class ClippedGradients:
+class ClippingNodeEmitter:
     """Emits the clipping nodes of a step.
 
     Args:
@@ -32,7 +32,7 @@ class ClippedGradients:
         self._traced: dict[Any, fx.Graph] = {}
         self._factors: dict[torch.dtype, fx.Node] = {}
 
-    def take(self, name: str, gradient: fx.Node, place: Place) -> None:
+    def take(self, name: str, gradient: fx.Node, place: StorageView) -> None:
         """Emit the norms of a gradient.
 
         Args:

@@ -25,7 +25,7 @@ _STREAMS: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 _MAKING = threading.Lock()
 
 
-class Copies(Protocol):
+class CopyEngine(Protocol):
     """Copies that an interpreter starts in the background.
 
     Attributes:
@@ -59,7 +59,7 @@ class Copies(Protocol):
         """End the background work."""
 
 
-def copies_for(device: torch.device, sizes: Mapping[str, int]) -> Copies:
+def copies_for(device: torch.device, sizes: Mapping[str, int]) -> CopyEngine:
     """Return the copies of a device.
 
     Args:
@@ -67,13 +67,13 @@ def copies_for(device: torch.device, sizes: Mapping[str, int]) -> Copies:
         sizes: bytes of each storage that will be offloaded, by the name in the offload node.
     """
     if device.type == "cuda":
-        return CudaCopies(device, sizes)
+        return CudaCopyEngine(device, sizes)
     keep_freed_memory(PLAN_BYTES)
-    return ThreadCopies(sizes)
+    return ThreadCopyEngine(sizes)
 
 
 @dataclass(slots=True)
-class _Flight:
+class _ThreadCopyHandle:
     """A copy under way in a thread."""
 
     to: Tensor
@@ -92,7 +92,7 @@ class _Flight:
         return self.to
 
 
-class ThreadCopies:
+class ThreadCopyEngine:
     """A single thread that copies in the order of the requests; host memory is allocated at the beginning.
 
     Args:
@@ -102,45 +102,45 @@ class ThreadCopies:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.waited_seconds = 0.0
         self._host = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
-        self._asked: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[_ThreadCopyHandle | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="planned copies", daemon=True)
         self._thread.start()
 
-    def offload(self, value: Tensor, storage: str) -> _Flight:
-        """As of `Copies`."""
+    def offload(self, value: Tensor, storage: str) -> _ThreadCopyHandle:
+        """As of `CopyEngine`."""
         return self._ask(self._host[storage], _bytes_of(value))
 
-    def offload_at_once(self, value: Tensor, storage: str) -> _Flight:
-        """As of `Copies`."""
-        return _Flight(self._host[storage].copy_(_bytes_of(value)), None, None)
+    def offload_at_once(self, value: Tensor, storage: str) -> _ThreadCopyHandle:
+        """As of `CopyEngine`."""
+        return _ThreadCopyHandle(self._host[storage].copy_(_bytes_of(value)), None, None)
 
-    def release(self, handle: _Flight) -> Tensor:
-        """As of `Copies`."""
+    def release(self, handle: _ThreadCopyHandle) -> Tensor:
+        """As of `CopyEngine`."""
         return self._awaited(handle)
 
-    def prefetch(self, copy: Tensor) -> _Flight:
-        """As of `Copies`."""
+    def prefetch(self, copy: Tensor) -> _ThreadCopyHandle:
+        """As of `CopyEngine`."""
         return self._ask(torch.empty(copy.numel(), dtype=copy.dtype), copy)
 
-    def prefetch_at_once(self, copy: Tensor) -> _Flight:
-        """As of `Copies`."""
-        return _Flight(torch.empty(copy.numel(), dtype=copy.dtype).copy_(copy), None, None)
+    def prefetch_at_once(self, copy: Tensor) -> _ThreadCopyHandle:
+        """As of `CopyEngine`."""
+        return _ThreadCopyHandle(torch.empty(copy.numel(), dtype=copy.dtype).copy_(copy), None, None)
 
-    def arrived(self, handle: _Flight) -> Tensor:
-        """As of `Copies`."""
+    def arrived(self, handle: _ThreadCopyHandle) -> Tensor:
+        """As of `CopyEngine`."""
         return self._awaited(handle)
 
     def give_up(self) -> None:
-        """As of `Copies`."""
+        """As of `CopyEngine`."""
         nothing = torch.empty(0)
         self._ask(nothing, nothing).wait()  # the thread copies in order, so all earlier copies have ended
 
     def close(self) -> None:
-        """As of `Copies`."""
+        """As of `CopyEngine`."""
         self._asked.put(None)
         self._thread.join()
 
-    def _awaited(self, handle: _Flight) -> Tensor:
+    def _awaited(self, handle: _ThreadCopyHandle) -> Tensor:
         if handle.is_done is None or handle.is_done.is_set():
             return handle.wait()
         begin = time.perf_counter()
@@ -148,8 +148,8 @@ class ThreadCopies:
         self.waited_seconds += time.perf_counter() - begin
         return found
 
-    def _ask(self, to: Tensor, source: Tensor) -> _Flight:
-        flight = _Flight(to, source, threading.Event())
+    def _ask(self, to: Tensor, source: Tensor) -> _ThreadCopyHandle:
+        flight = _ThreadCopyHandle(to, source, threading.Event())
         self._asked.put(flight)
         return flight
 
@@ -167,7 +167,7 @@ class ThreadCopies:
             del flight
 
 
-class CudaCopies:
+class CudaCopyEngine:
     """A stream for each direction, with events on the compute stream (see the note above).
 
     Args:
@@ -185,41 +185,41 @@ class CudaCopies:
         self._held: dict[int, Tensor] = {}
 
     def offload(self, value: Tensor, storage: str) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        """As of `Copies`."""
+        """As of `CopyEngine`."""
         source = _bytes_of(value)
         self._held[id(source)] = source
         return self._host[storage], source, self._queued(self._out, lambda: self._copied(storage, source))
 
     def offload_at_once(self, value: Tensor, storage: str) -> tuple[Tensor, Tensor, torch.cuda.Event]:
-        """As of `Copies`: a GPU is handed all copies."""
+        """As of `CopyEngine`: a GPU is handed all copies."""
         return self.offload(value, storage)
 
     def release(self, handle: tuple[Tensor, Tensor, torch.cuda.Event]) -> Tensor:
-        """As of `Copies`: the compute stream waits, and what it allocates from then on may be that memory."""
+        """As of `CopyEngine`: the compute stream waits, and what it allocates from then on may be that memory."""
         host, source, end = handle
         torch.cuda.current_stream(self._device).wait_event(end)
         del self._held[id(source)]
         return host
 
     def prefetch(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """As of `Copies`."""
+        """As of `CopyEngine`."""
         made = torch.empty(copy.size(), dtype=copy.dtype, device=self._device)
         self._held[id(made)] = made
         return made, self._queued(self._in, lambda: made.copy_(copy, non_blocking=True))
 
     def prefetch_at_once(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        """As of `Copies`: a GPU is handed all copies."""
+        """As of `CopyEngine`: a GPU is handed all copies."""
         return self.prefetch(copy)
 
     def arrived(self, handle: tuple[Tensor, torch.cuda.Event]) -> Tensor:
-        """As of `Copies`."""
+        """As of `CopyEngine`."""
         made, end = handle
         torch.cuda.current_stream(self._device).wait_event(end)
         del self._held[id(made)]
         return made
 
     def give_up(self) -> None:
-        """As of `Copies`."""
+        """As of `CopyEngine`."""
         try:
             for stream in (self._out, self._in, torch.cuda.current_stream(self._device)):
                 stream.synchronize()
@@ -227,7 +227,7 @@ class CudaCopies:
             self._held.clear()
 
     def close(self) -> None:
-        """As of `Copies`."""
+        """As of `CopyEngine`."""
         with suppress(RuntimeError):  # a lost GPU raises, and its memory is gone in any case
             self.give_up()
 

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, isfinite
 
-from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.arrays import SubArrayProfile
 from hydra_tune.fusion.planner.candidates import candidates_of
 from hydra_tune.fusion.planner.instructions import Instruction
 from hydra_tune.fusion.planner.lowering import lowered
 from hydra_tune.fusion.planner.memory import curve, peak_of
-from hydra_tune.fusion.planner.portfolio import MARGIN, Member, Planner
-from hydra_tune.fusion.planner.schedule import Schedule, Segment, undecided
-from hydra_tune.fusion.planner.timeline import Times
+from hydra_tune.fusion.planner.portfolio import MARGIN, Planner, PortfolioPlan
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, SubArraySchedule, undecided
+from hydra_tune.fusion.planner.timeline import StepTimeBreakdown
 
 SHARE = 0.6
 """Memory for comparing ways where all trials fit with everything kept: this share of their memory beside static tensors."""
@@ -34,7 +34,7 @@ _ENDLESS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IdleMap:
+class IdleFeatureMap:
     """A feature map (Figure 3a).
 
     Attributes:
@@ -55,7 +55,7 @@ class IdleMap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class MemoryCurvePoint:
     """An operator of a step in which everything is kept (Figure 3b).
 
     Attributes:
@@ -89,7 +89,7 @@ class FusedPeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class System:
+class ComparedSystem:
     """A way to train all trials (Figure 9); seconds are of a step of all trials.
 
     Attributes:
@@ -143,10 +143,10 @@ class StepFigures:
     device_bytes: int
     limit_bytes: int
     static_bytes: int
-    maps: tuple[IdleMap, ...]
-    curve: tuple[Moment, ...]
+    maps: tuple[IdleFeatureMap, ...]
+    curve: tuple[MemoryCurvePoint, ...]
     peaks: tuple[FusedPeak, ...]
-    systems: tuple[System, ...]
+    systems: tuple[ComparedSystem, ...]
 
     @property
     def fits(self) -> bool:
@@ -154,7 +154,9 @@ class StepFigures:
         return self.limit_bytes < self.device_bytes
 
 
-def figures_of(array: Callable[[int], Array], num_trials: int, device_bytes: int, *, is_duplex: bool) -> StepFigures:
+def figures_of(
+    array: Callable[[int], SubArrayProfile], num_trials: int, device_bytes: int, *, is_duplex: bool
+) -> StepFigures:
     """Return the figures of trials of a single kind.
 
     Args:
@@ -163,9 +165,9 @@ def figures_of(array: Callable[[int], Array], num_trials: int, device_bytes: int
         device_bytes: the device's memory.
         is_duplex: whether copies in both directions go side by side.
     """
-    known: dict[int, Array] = {}
+    known: dict[int, SubArrayProfile] = {}
 
-    def of(size: int) -> Array:
+    def of(size: int) -> SubArrayProfile:
         if size not in known:
             known[size] = array(size)
         return known[size]
@@ -198,18 +200,18 @@ def _sizes(num_trials: int) -> list[int]:
     return [*powers, num_trials]
 
 
-def _fused(array: Array, size: int) -> FusedPeak:
+def _fused(array: SubArrayProfile, size: int) -> FusedPeak:
     peak = peak_of(undecided((array,), _ENDLESS))[1].peak_bytes
     return FusedPeak(num_trials=size, static_bytes=array.static_bytes, peak_bytes=peak, seconds=array.seconds)
 
 
-def _maps(array: Array) -> tuple[IdleMap, ...]:
+def _maps(array: SubArrayProfile) -> tuple[IdleFeatureMap, ...]:
     candidates = candidates_of(array, 0)
     found = []
     for name, one in array.maps.items():
         again = candidates[name].seconds if name in candidates and candidates[name].can_recompute else None
         found.append(
-            IdleMap(
+            IdleFeatureMap(
                 name=name,
                 num_bytes=one.num_bytes,
                 inactive_seconds=one.inactive_seconds,
@@ -221,27 +223,29 @@ def _maps(array: Array) -> tuple[IdleMap, ...]:
     return tuple(sorted(found, key=lambda one: -one.inactive_seconds))
 
 
-def _curve(array: Array) -> tuple[Moment, ...]:
+def _curve(array: SubArrayProfile) -> tuple[MemoryCurvePoint, ...]:
     schedule, now = undecided((array,), _ENDLESS), 0.0
-    found: list[Moment] = []
+    found: list[MemoryCurvePoint] = []
     for segment in schedule.segments:
         for one, num_bytes in _followed(schedule, segment):
             # Nothing is decided, so every instruction is an operator.
             ops = array.backward if one.is_backward else array.forward
             now += one.seconds
-            found.append(Moment(name=ops[one.rank].name, is_backward=one.is_backward, seconds=now, num_bytes=num_bytes))
+            found.append(
+                MemoryCurvePoint(name=ops[one.rank].name, is_backward=one.is_backward, seconds=now, num_bytes=num_bytes)
+            )
     return tuple(found)
 
 
-def _followed(schedule: Schedule, segment: Segment) -> list[tuple[Instruction, int]]:
+def _followed(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[tuple[Instruction, int]]:
     return list(zip(lowered(schedule, segment), curve(schedule, segment), strict=True))
 
 
-def _system(member: Member, *, is_chosen: bool) -> System:
-    times = Times()
+def _system(member: PortfolioPlan, *, is_chosen: bool) -> ComparedSystem:
+    times = StepTimeBreakdown()
     for part in member.parts:
         times += part.times
-    return System(
+    return ComparedSystem(
         seconds=times.seconds,
         compute_seconds=times.compute,
         name=member.name,

@@ -8,7 +8,7 @@ from torch import fx
 
 
 @dataclass(frozen=True, slots=True)
-class _At:
+class _ValueIndex:
     """Place of a node's value."""
 
     place: int
@@ -22,7 +22,7 @@ def located(value: Any, places: Mapping[fx.Node, int]) -> Any:
         places: of the nodes' values.
     """
     if isinstance(value, fx.Node):
-        return _At(places[value])
+        return _ValueIndex(places[value])
     if isinstance(value, dict):
         return {key: located(one, places) for key, one in value.items()}
     if isinstance(value, tuple | list):
@@ -39,7 +39,7 @@ def filled(value: Any, values: list[Any]) -> Any:
     """
     # Exact types are quicker than `isinstance`, and suffice because `located` makes plain tuples, lists and dicts.
     kind = type(value)
-    if kind is _At:
+    if kind is _ValueIndex:
         return values[value.place]
     if kind is tuple or kind is list:
         return kind([filled(one, values) for one in value])

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hydra_tune.fusion.planner.copies import ThreadCopies
+from hydra_tune.fusion.planner.copies import ThreadCopyEngine
 
 _BYTES = 1 << 20  # about where handing over begins to pay
 _COPIES = 3  # each there and back
@@ -32,7 +32,7 @@ def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_coun
     """
     if device.type != "cpu":
         return 0.0
-    copies = ThreadCopies({"map": _BYTES})
+    copies = ThreadCopyEngine({"map": _BYTES})
     source, other = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(1024)
     try:
         found: list[float] = []
@@ -48,7 +48,7 @@ def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_coun
     return max(_LEAST_SECONDS, statistics.median(found))
 
 
-def _seconds(now: Callable[[], float], copies: ThreadCopies | None, source: Tensor, other: Tensor) -> float:
+def _seconds(now: Callable[[], float], copies: ThreadCopyEngine | None, source: Tensor, other: Tensor) -> float:
     """Seconds to make a map, compute, and use the map; with `copies`, the map is on the host meanwhile."""
     begin = now()
     for _ in range(_COPIES):

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.drawing import noting
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.compute import ShardOperands
 
 
-def value_draws(run: Any, operands: Operands, place: torch.device | None = None) -> list[str]:
+def value_draws(run: Any, operands: ShardOperands, place: torch.device | None = None) -> list[str]:
     """Return the operators whose random numbers depend on values.
 
     Args:
@@ -23,7 +23,7 @@ def value_draws(run: Any, operands: Operands, place: torch.device | None = None)
         operands: of the model; only the geometry counts.
         place: where the model runs; None: where the operands lie.
     """
-    mode, calls = FakeTensorMode(), Calls()
+    mode, calls = FakeTensorMode(), OperatorCallRecorder()
     with mode:
         fakes = [
             torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=place or one.device)
@@ -40,7 +40,7 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorCallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the called operators, to name the operator that fails or draws."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def check_devices(names: Sequence[str], operands: Operands) -> None:
+def check_devices(names: Sequence[str], operands: ShardOperands) -> None:
     """Refuse tensors on several devices.
 
     Args:

@@ -1,8 +1,9 @@
 """Instructions of a segment (runs, copies, recomputations, deletions), and prefix sums over consecutive operators.
 
 Note: speed. Planning simulates each segment thousands of times, and between the few places with a decision, operators
-just follow each other. `Line` adds up the time and memory of a sub-array's operators once, and a simulation looks up a
-whole stretch of them. A line counts time in whole picoseconds, so that a sum does not depend on where a stretch is cut.
+just follow each other. `InstructionSequence` adds up the time and memory of a sub-array's operators once, and a
+simulation looks up a whole stretch of them. A line counts time in whole picoseconds, so that a sum does not depend on
+where a stretch is cut.
 """
 
 from bisect import bisect_left
@@ -21,7 +22,7 @@ def ticks(seconds: float) -> int:
     return round(seconds * TICKS)
 
 
-class Kind(StrEnum):
+class InstructionKind(StrEnum):
     """Action of an instruction."""
 
     RUN = "run"
@@ -53,7 +54,7 @@ class Instruction:
         workspace_bytes: memory that the operator needs while running.
     """
 
-    kind: Kind
+    kind: InstructionKind
     side: int
     is_backward: bool
     rank: int
@@ -68,7 +69,7 @@ class Instruction:
     workspace_bytes: int = 0
 
 
-class Line:
+class InstructionSequence:
     """Consecutive operators with prefix sums: a sub-array's forward or backward, or the recomputation of a map.
 
     Args:
@@ -85,7 +86,7 @@ class Line:
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self.instructions = tuple(instructions)
-        self.is_again = any(one.kind is Kind.RERUN for one in instructions)
+        self.is_again = any(one.kind is InstructionKind.RERUN for one in instructions)
         self.is_backward = not self.is_again and any(one.is_backward for one in instructions)
         self.before = list(accumulate((one.made_bytes - one.freed_bytes for one in instructions), initial=0))
         needs = (one.made_bytes + one.workspace_bytes for one in instructions)
@@ -123,7 +124,7 @@ class Line:
         return left if self.during[left] >= self.during[right] else right
 
 
-class Stretch(NamedTuple):
+class InstructionSlice(NamedTuple):
     """Consecutive operators of a line, with no other instruction between.
 
     Attributes:
@@ -132,6 +133,6 @@ class Stretch(NamedTuple):
         end: rank behind the last operator.
     """
 
-    line: Line
+    line: InstructionSequence
     begin: int
     end: int

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, fx
 
 from hydra_tune.fusion.planner import nodes
-from hydra_tune.fusion.planner.copies import Copies
+from hydra_tune.fusion.planner.copies import CopyEngine
 from hydra_tune.fusion.planner.filling import filled, located
-from hydra_tune.fusion.planner.rewrite import Merged
+from hydra_tune.fusion.planner.rewrite import MergedGraph
 from hydra_tune.shard.placing import moved
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _InterpretedCall:
     """A node, prepared to run; `ends` are the places of the values that nobody needs afterwards."""
 
     place: int
@@ -30,7 +30,7 @@ class _Call:
     ends: tuple[int, ...]
 
 
-class Interpreter:
+class MergedGraphInterpreter:
     """Runs a merged graph again and again.
 
     Args:
@@ -41,13 +41,15 @@ class Interpreter:
             device of the same kind.
     """
 
-    def __init__(self, merged: Merged, copies: Copies, draw: Callable[[int, int], Tensor], place: torch.device) -> None:
+    def __init__(
+        self, merged: MergedGraph, copies: CopyEngine, draw: Callable[[int, int], Tensor], place: torch.device
+    ) -> None:
         self._outputs = merged.outputs
         self._copies, self._draw, self._place = copies, draw, place
         self._places = {node: place for place, node in enumerate(merged.graph.nodes)}
         self._arguments: list[tuple[str, int]] = []
         self._constants: list[tuple[int, Tensor]] = []
-        self._calls: list[_Call] = []
+        self._calls: list[_InterpretedCall] = []
         ends = self._ends(merged.graph)
         for node in merged.graph.nodes:
             if node.op == "placeholder":
@@ -87,10 +89,10 @@ class Interpreter:
                     values[place] = None
         return dict(zip(self._outputs, (values[place] for place in self._results), strict=True))
 
-    def _call(self, node: fx.Node, ends: tuple[int, ...]) -> _Call:
+    def _call(self, node: fx.Node, ends: tuple[int, ...]) -> _InterpretedCall:
         given, named = moved(tuple(node.args), self._place), moved(dict(node.kwargs), self._place)
         args, kwargs = located(given, self._places), located(named, self._places)
-        return _Call(self._places[node], self._meaning(node), args, kwargs, ends)
+        return _InterpretedCall(self._places[node], self._meaning(node), args, kwargs, ends)
 
     def _meaning(self, node: fx.Node) -> Callable[..., Any]:
         meanings: Mapping[Any, Callable[..., Any]] = {

@@ -12,10 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.planner.profiled_run import ProfiledRun
-from hydra_tune.fusion.planner.profiler import CpuClock, Profile, array_of
+from hydra_tune.fusion.planner.profiled_run import ProfilingInterpreter
+from hydra_tune.fusion.planner.profiler import CpuClock, GraphMeasurements, array_of
 from hydra_tune.fusion.planner.step_graph import StepGraph
-from hydra_tune.fusion.planner.storages import Layout, Seen, seen
+from hydra_tune.fusion.planner.storages import Layout, StorageAccessTable, seen
 from hydra_tune.shard.gate import GATE
 
 
@@ -34,8 +34,8 @@ def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
     while True:
         # The run computes, and so shares the gate. Finding the storages again is tracing, which holds the gate alone.
         with GATE.shared():
-            maps = array_of("", step, Profile()).maps
-            found = ProfiledRun(step, maps, device, CpuClock()).otherwise_laid()
+            maps = array_of("", step, GraphMeasurements()).maps
+            found = ProfilingInterpreter(step, maps, device, CpuClock()).otherwise_laid()
         if not found:
             return step
         # A run stops before bytes of a wrongly traced layout are read, so later nodes show up only in the next round. A
@@ -48,7 +48,7 @@ def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
             step = replace(step, seen=_seen_again(step, layouts))
 
 
-def _seen_again(step: StepGraph, layouts: dict[str, Layout]) -> Seen:
+def _seen_again(step: StepGraph, layouts: dict[str, Layout]) -> StorageAccessTable:
     like = next(iter(step.geometry.values()))
     assert isinstance(like, FakeTensor), "geometry is without bytes"
     with like.fake_mode:

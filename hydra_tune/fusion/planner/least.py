@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from hydra_tune.fusion.planner.arrays import Array, Op
+from hydra_tune.fusion.planner.arrays import OperatorProfile, SubArrayProfile
 from hydra_tune.fusion.planner.candidates import candidates_of
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
+class MemoryLowerBound:
     """Memory bound of a sub-array.
 
     The bound of a pair is the larger bound of its sub-arrays, because the two needs do not have to coincide.
@@ -32,7 +32,7 @@ class Least:
     used_bytes: int
 
 
-def least(array: Array) -> Least:
+def least(array: SubArrayProfile) -> MemoryLowerBound:
     """Return the least memory of any plan of a sub-array.
 
     Args:
@@ -53,21 +53,21 @@ def least(array: Array) -> Least:
         else:
             returns.setdefault(one.first_backward, []).append(name)
     backward = list(_needs(array, array.backward, ends, returns, there))
-    return max([*forward, *backward], key=lambda one: one.num_bytes, default=Least(0, "", 0))
+    return max([*forward, *backward], key=lambda one: one.num_bytes, default=MemoryLowerBound(0, "", 0))
 
 
 def _needs(
-    array: Array,
-    ops: Sequence[Op],
+    array: SubArrayProfile,
+    ops: Sequence[OperatorProfile],
     ends: Mapping[int, Sequence[str]],
     returns: Mapping[int, Sequence[str]],
     there: set[str],
-) -> Iterator[Least]:
+) -> Iterator[MemoryLowerBound]:
     """Yield the need of each operator, and update `there`, the storages that stay on the device before and after."""
     for rank, op in enumerate(ops):
         there.update(op.makes, returns.get(rank, ()))
         used = {name for name in (*op.reads, *op.writes, *op.makes) if name in array.sizes}
-        yield Least(
+        yield MemoryLowerBound(
             num_bytes=sum(array.sizes[name] for name in there) + op.workspace_bytes,
             op=op.name,
             used_bytes=sum(array.sizes[name] for name in used) + op.workspace_bytes,
@@ -75,7 +75,7 @@ def _needs(
         there.difference_update(ends.get(rank, ()))
 
 
-def _forward_ends(array: Array, kept: AbstractSet[str]) -> dict[int, list[str]]:
+def _forward_ends(array: SubArrayProfile, kept: AbstractSet[str]) -> dict[int, list[str]]:
     """Storages that may leave the device behind each forward operator."""
     ends = {rank: list(names) for rank, names in array.forward_ends.items()}
     for name, one in array.maps.items():

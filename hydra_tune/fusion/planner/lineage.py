@@ -11,11 +11,11 @@ simulation sees everything that a recomputation makes and frees as instructions.
 
 from dataclasses import dataclass
 
-from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.arrays import SubArrayProfile
 
 
 @dataclass(frozen=True, slots=True)
-class Lineage:
+class FeatureMapLineage:
     """Origin of a feature map.
 
     Attributes:
@@ -27,7 +27,7 @@ class Lineage:
     ops: frozenset[int]
 
 
-def lineage(array: Array, name: str) -> Lineage | None:
+def lineage(array: SubArrayProfile, name: str) -> FeatureMapLineage | None:
     """Return the lineage of a feature map if all other maps are kept; None where the map cannot be computed again.
 
     Args:
@@ -59,11 +59,11 @@ def lineage(array: Array, name: str) -> Lineage | None:
                 elif read in array.sizes and read not in known:
                     known.add(read)
                     wanted.append(read)
-    found = Lineage(frozenset(sources), frozenset(ops))
+    found = FeatureMapLineage(frozenset(sources), frozenset(ops))
     return found if holds(array, found.ops, array.maps[name].first_backward) else None
 
 
-def holds(array: Array, ops: frozenset[int], at_rank: int) -> bool:
+def holds(array: SubArrayProfile, ops: frozenset[int], at_rank: int) -> bool:
     """Whether forward operators can run again before the backward operator at a rank, on unchanged inputs.
 
     The backward must not have overwritten their inputs by then. An input that the recomputation makes again needs every
@@ -79,6 +79,6 @@ def holds(array: Array, ops: frozenset[int], at_rank: int) -> bool:
     return True
 
 
-def _overwritten_after(array: Array, storage: str, rank: int) -> bool:
+def _overwritten_after(array: SubArrayProfile, storage: str, rank: int) -> bool:
     writers = array.forward_writers.get(storage, ())
     return bool(writers) and writers[-1] > rank

@@ -7,7 +7,8 @@ sooner, and the operator waits. The bytes on the device are therefore a function
 
 Note: reuse. A search compares schedules that differ in a few decisions. Decisions change which instructions there are,
 and which sources of recomputations are freed late, but no instruction otherwise. So each instruction is made once for a
-sub-array (`Array.lowered`) and used again, as are whole stretches of operators (note on speed in `instructions.py`).
+sub-array (`SubArrayProfile.lowered`) and used again, as are whole stretches of operators (note on speed in
+`instructions.py`).
 """
 
 from bisect import bisect_left
@@ -16,12 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from hydra_tune.fusion.planner.arrays import Array, FeatureMap, Op
-from hydra_tune.fusion.planner.instructions import Instruction, Kind, Line, Stretch, ticks
-from hydra_tune.fusion.planner.schedule import Decisions, Schedule, Segment
+from hydra_tune.fusion.planner.arrays import FeatureMap, OperatorProfile, SubArrayProfile
+from hydra_tune.fusion.planner.instructions import (
+    Instruction,
+    InstructionKind,
+    InstructionSequence,
+    InstructionSlice,
+    ticks,
+)
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, SubArrayDecisions, SubArraySchedule
 
 
-def lowered(schedule: Schedule, segment: Segment) -> list[Instruction]:
+def lowered(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instruction]:
     """Return the instructions of a segment.
 
     Args:
@@ -30,24 +37,24 @@ def lowered(schedule: Schedule, segment: Segment) -> list[Instruction]:
     """
     found: list[Instruction] = []
     for one in stretched(schedule, segment):
-        if isinstance(one, Stretch):
+        if isinstance(one, InstructionSlice):
             found += one.line.instructions[one.begin : one.end]
         else:
             found.append(one)
     return found
 
 
-def stretched(schedule: Schedule, segment: Segment) -> list[Instruction | Stretch]:
+def stretched(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instruction | InstructionSlice]:
     """Return the instructions of a segment, with consecutive operators as stretches.
 
     Args:
         schedule: the decisions.
         segment: a segment or an end of the schedule.
     """
-    return _Lowering(schedule, segment).pieces()
+    return _SegmentLowering(schedule, segment).pieces()
 
 
-def kept_bytes(array: Array, decisions: Decisions) -> int:
+def kept_bytes(array: SubArrayProfile, decisions: SubArrayDecisions) -> int:
     """Bytes of the feature maps that stay on the device between a sub-array's forward and backward."""
     gone = (array.maps[name].num_bytes for name in (*decisions.swaps, *decisions.recomputes))
     return array.kept_bytes - sum(gone)
@@ -58,10 +65,10 @@ def copied(storage: str, made_for: str) -> str:
     return f"{storage}@{made_for}"
 
 
-class _Side:
+class _SubArrayLowering:
     """A sub-array as the lowering sees it: instructions common to all schedules, and the changes by decisions."""
 
-    def __init__(self, schedule: Schedule, side: int) -> None:
+    def __init__(self, schedule: SubArraySchedule, side: int) -> None:
         self.array, self.decisions, self.side = schedule.arrays[side], schedule.decisions[side], side
         self.known: dict[Any, Any] = self.array.lowered.setdefault(side, {})
         self.forward = self._line("forward", self.array.forward, self.array.forward_ends)
@@ -81,16 +88,18 @@ class _Side:
         )
         self.leaving_ranks = sorted(self.leaves)
 
-    def _line(self, key: str, ops: Sequence[Op], ends: Mapping[int, tuple[str, ...]]) -> Line:
+    def _line(
+        self, key: str, ops: Sequence[OperatorProfile], ends: Mapping[int, tuple[str, ...]]
+    ) -> InstructionSequence:
         if key not in self.known:
             each = [self._run(rank, op, ends.get(rank, ()), key) for rank, op in enumerate(ops)]
-            self.known[key] = Line(each)
-        found: Line = self.known[key]
+            self.known[key] = InstructionSequence(each)
+        found: InstructionSequence = self.known[key]
         return found
 
-    def _run(self, rank: int, op: Op, frees: tuple[str, ...], which: str) -> Instruction:
+    def _run(self, rank: int, op: OperatorProfile, frees: tuple[str, ...], which: str) -> Instruction:
         return Instruction(
-            kind=Kind.RUN,
+            kind=InstructionKind.RUN,
             side=self.side,
             is_backward=which == "backward",
             rank=rank,
@@ -146,19 +155,19 @@ class _Side:
                 self.known[key] = self._run(rank, self.array.backward[rank], ends, "backward")
             self.changed[rank] = self.known[key]
 
-    def move(self, kind: Kind, one: FeatureMap, rank: int) -> Instruction:
+    def move(self, kind: InstructionKind, one: FeatureMap, rank: int) -> Instruction:
         """Return a copy, the end of a copy, or a deletion, after `rank` operators have run."""
         key = (kind, one.name, rank)
         if key not in self.known:
-            freed = (one.name,) if kind in (Kind.DELETE, Kind.RELEASE) else ()
-            made = (one.name,) if kind is Kind.PREFETCH else ()
-            seconds = {Kind.PREFETCH: one.in_seconds, Kind.OFFLOAD: one.out_seconds}.get(kind)
+            freed = (one.name,) if kind in (InstructionKind.DELETE, InstructionKind.RELEASE) else ()
+            made = (one.name,) if kind is InstructionKind.PREFETCH else ()
+            seconds = {InstructionKind.PREFETCH: one.in_seconds, InstructionKind.OFFLOAD: one.out_seconds}.get(kind)
             is_at_once = seconds is not None and one.name in self.array.at_once
             hand_seconds = 0.0 if seconds is None else seconds if is_at_once else self.array.hand_seconds
             self.known[key] = Instruction(
                 kind=kind,
                 side=self.side,
-                is_backward=kind in (Kind.PREFETCH, Kind.ARRIVE),
+                is_backward=kind in (InstructionKind.PREFETCH, InstructionKind.ARRIVE),
                 rank=rank,
                 storage=one.name,
                 seconds=seconds or 0.0,
@@ -172,13 +181,13 @@ class _Side:
         found: Instruction = self.known[key]
         return found
 
-    def again(self, one: FeatureMap) -> Line:
+    def again(self, one: FeatureMap) -> InstructionSequence:
         """Return the operators that recompute a feature map."""
         how = self.decisions.recomputes[one.name]
         key = ("again", one.name, how.ops)
         if key not in self.known:
-            self.known[key] = Line(tuple(self._again(one, sorted(how.ops))))
-        found: Line = self.known[key]
+            self.known[key] = InstructionSequence(tuple(self._again(one, sorted(how.ops))))
+        found: InstructionSequence = self.known[key]
         return found
 
     def _again(self, one: FeatureMap, ranks: list[int]) -> Iterator[Instruction]:
@@ -192,7 +201,7 @@ class _Side:
             # Storages made on the way get names of their own, since the originals, or copies for other maps, may exist
             # too.
             yield Instruction(
-                kind=Kind.RERUN,
+                kind=InstructionKind.RERUN,
                 side=self.side,
                 is_backward=True,
                 rank=rank,
@@ -207,17 +216,19 @@ class _Side:
             made.difference_update(ended)
 
 
-class _Lowering:
-    def __init__(self, schedule: Schedule, segment: Segment) -> None:
+class _SegmentLowering:
+    def __init__(self, schedule: SubArraySchedule, segment: ScheduleSegment) -> None:
         self._schedule, self._segment, self._limit = schedule, segment, schedule.limit_bytes
-        self._sides = {side: _Side(schedule, side) for side in (segment.backward, segment.forward) if side is not None}
-        self._found: list[Instruction | Stretch] = []
+        self._sides = {
+            side: _SubArrayLowering(schedule, side) for side in (segment.backward, segment.forward) if side is not None
+        }
+        self._found: list[Instruction | InstructionSlice] = []
         self._live = start_bytes(schedule, segment)
         self._now = self._link_free = 0
         self._leaving: deque[tuple[int, int, FeatureMap]] = deque()  # end of the copy, side, map
         self._num_forward = 0
 
-    def pieces(self) -> list[Instruction | Stretch]:
+    def pieces(self) -> list[Instruction | InstructionSlice]:
         segment = self._segment
         if segment.backward is not None:
             multiplexed = self._schedule.multiplexed(segment)
@@ -229,13 +240,13 @@ class _Lowering:
             self._end_copy()
         return self._found
 
-    def _backward(self, side: _Side, multiplexed: Mapping[int, int]) -> None:
+    def _backward(self, side: _SubArrayLowering, multiplexed: Mapping[int, int]) -> None:
         done, line = 0, side.backward
         for rank in sorted({*side.prompts, *side.arrivals, *side.recomputed, *side.changed, *multiplexed}):
             self._run_all(line, done, rank)
             done = rank
             for sent in side.prompts.get(rank, ()):
-                self._run(side.move(Kind.PREFETCH, sent, rank))
+                self._run(side.move(InstructionKind.PREFETCH, sent, rank))
             if rank in multiplexed:
                 self._forward_to(multiplexed[rank])
             # Recomputations wait for their sources alone, and run beside the copies of the other maps (Algorithm H,
@@ -251,12 +262,12 @@ class _Lowering:
                 done = rank + 1
         self._run_all(line, done, len(line.instructions))
 
-    def _arrive(self, side: _Side, maps: Sequence[FeatureMap], rank: int) -> None:
+    def _arrive(self, side: _SubArrayLowering, maps: Sequence[FeatureMap], rank: int) -> None:
         """Wait for copies back; small maps are copied only here, by the computing thread."""
         for one in maps:
             if one.name in side.array.at_once:
-                self._run(side.move(Kind.PREFETCH, one, rank))
-            self._run(side.move(Kind.ARRIVE, one, rank))
+                self._run(side.move(InstructionKind.PREFETCH, one, rank))
+            self._run(side.move(InstructionKind.ARRIVE, one, rank))
 
     def _forward_to(self, num_forward: int) -> None:
         assert self._segment.forward is not None, "no forward"
@@ -268,11 +279,11 @@ class _Lowering:
                 self._leave(side, one)
         self._run_all(side.forward, self._num_forward, num_forward)
 
-    def _leave(self, side: _Side, one: FeatureMap) -> None:
+    def _leave(self, side: _SubArrayLowering, one: FeatureMap) -> None:
         if one.name not in side.decisions.swaps:
-            self._run(side.move(Kind.DELETE, one, self._num_forward))
+            self._run(side.move(InstructionKind.DELETE, one, self._num_forward))
             return
-        self._run(side.move(Kind.OFFLOAD, one, self._num_forward))
+        self._run(side.move(InstructionKind.OFFLOAD, one, self._num_forward))
         if one.name in side.array.at_once:
             self._release(side.side, one)
             return
@@ -280,7 +291,7 @@ class _Lowering:
         self._link_free = max(self._link_free, self._now) + ticks(one.out_seconds)
         self._leaving.append((self._link_free, side.side, one))
 
-    def _run_all(self, line: Line, begin: int, end: int) -> None:
+    def _run_all(self, line: InstructionSequence, begin: int, end: int) -> None:
         """Add a stretch of a line, with the same result as `_run` for each operator."""
         while begin < end:
             stop = end
@@ -293,7 +304,7 @@ class _Lowering:
                     self._end_copy()
                     continue
                 stop = min(stop, line.first_after(begin, end, self._leaving[0][0] - self._now) + 1)
-            self._found.append(Stretch(line, begin, stop))
+            self._found.append(InstructionSlice(line, begin, stop))
             self._live += line.before[stop] - line.before[begin]
             self._now += line.clock[stop] - line.clock[begin]
             if not line.is_backward and not line.is_again:
@@ -307,7 +318,7 @@ class _Lowering:
             self._end_copy()
         self._live += one.made_bytes - one.freed_bytes
         self._found.append(one)
-        if one.kind is Kind.RUN or one.kind is Kind.RERUN:
+        if one.kind is InstructionKind.RUN or one.kind is InstructionKind.RERUN:
             self._now += ticks(one.seconds)
             self._release_ended()
         else:
@@ -323,12 +334,12 @@ class _Lowering:
         self._release(side, one)
 
     def _release(self, side: int, one: FeatureMap) -> None:
-        released = self._sides[side].move(Kind.RELEASE, one, self._num_forward)
+        released = self._sides[side].move(InstructionKind.RELEASE, one, self._num_forward)
         self._live -= released.freed_bytes
         self._found.append(released)
 
 
-def start_bytes(schedule: Schedule, segment: Segment) -> int:
+def start_bytes(schedule: SubArraySchedule, segment: ScheduleSegment) -> int:
     """Bytes on the device when a segment begins."""
     side = segment.backward
     return schedule.static_bytes + (0 if side is None else kept_bytes(schedule.arrays[side], schedule.decisions[side]))
@@ -338,5 +349,5 @@ def _first(one: FeatureMap, needs: Mapping[str, tuple[int, int]]) -> int:
     return needs[one.name][0] if one.name in needs else one.first_backward
 
 
-def _bytes(array: Array, names: Sequence[str]) -> int:
+def _bytes(array: SubArrayProfile, names: Sequence[str]) -> int:
     return sum(array.sizes[name] for name in names)

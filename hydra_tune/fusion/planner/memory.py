@@ -8,13 +8,13 @@ frees the storage. A swapped storage is freed where its copy has ended (`lowerin
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hydra_tune.fusion.planner.instructions import Instruction, Kind, Stretch
+from hydra_tune.fusion.planner.instructions import Instruction, InstructionKind, InstructionSlice
 from hydra_tune.fusion.planner.lowering import lowered, start_bytes, stretched
-from hydra_tune.fusion.planner.schedule import Schedule, Segment
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, SubArraySchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class SegmentMemory:
     """Memory that a segment needs.
 
     Attributes:
@@ -30,7 +30,7 @@ class Memory:
     by_rank: tuple[int, ...]
 
 
-def simulated(schedule: Schedule, segment: Segment) -> Memory:
+def simulated(schedule: SubArraySchedule, segment: ScheduleSegment) -> SegmentMemory:
     """Return the memory that a segment needs.
 
     Args:
@@ -40,23 +40,23 @@ def simulated(schedule: Schedule, segment: Segment) -> Memory:
     return followed(stretched(schedule, segment), start_bytes(schedule, segment))
 
 
-def followed(pieces: Iterable[Instruction | Stretch], start: int) -> Memory:
+def followed(pieces: Iterable[Instruction | InstructionSlice], start: int) -> SegmentMemory:
     """Return the memory that a list of instructions needs.
 
     Args:
         pieces: in order.
         start: bytes on the device at the beginning.
     """
-    state = _Followed(start)
+    state = _SegmentMemorySimulator(start)
     for one in pieces:
-        if isinstance(one, Stretch):
+        if isinstance(one, InstructionSlice):
             state.runs(one)
         else:
             state.does(one)
     return state.memory()
 
 
-def curve(schedule: Schedule, segment: Segment) -> tuple[int, ...]:
+def curve(schedule: SubArraySchedule, segment: ScheduleSegment) -> tuple[int, ...]:
     """Return the bytes on the device during each instruction of a segment.
 
     Args:
@@ -71,7 +71,7 @@ def curve(schedule: Schedule, segment: Segment) -> tuple[int, ...]:
     return tuple(found)
 
 
-class _Followed:
+class _SegmentMemorySimulator:
     def __init__(self, start: int) -> None:
         self._live = self._peak = self._most = start  # `_most`: since the last backward operator
         self._backward = self._forward = 0
@@ -83,18 +83,18 @@ class _Followed:
         self._live += one.made_bytes
         if not one.is_backward:
             self._forward = one.rank
-        elif one.kind is not Kind.RERUN:
+        elif one.kind is not InstructionKind.RERUN:
             self._backward = one.rank
         self._reaches(self._live + one.workspace_bytes, self._backward, self._forward)
         self._live -= one.freed_bytes
-        if one.kind is Kind.RUN and one.is_backward:
+        if one.kind is InstructionKind.RUN and one.is_backward:
             self._backward = one.rank + 1
             self._by_rank.append(self._most)
             self._most = self._live
-        elif one.kind is Kind.RUN:
+        elif one.kind is InstructionKind.RUN:
             self._forward = one.rank + 1
 
-    def runs(self, one: Stretch) -> None:
+    def runs(self, one: InstructionSlice) -> None:
         """Account for consecutive operators."""
         line, begin, end = one
         beyond = self._live - line.before[begin]
@@ -116,11 +116,11 @@ class _Followed:
         if line.is_backward:
             self._most = self._live
 
-    def memory(self) -> Memory:
+    def memory(self) -> SegmentMemory:
         """Return the memory found so far."""
         backward, forward = self._at
         by_rank = (*self._by_rank, self._most)
-        return Memory(peak_bytes=self._peak, peak_backward=backward, peak_forward=forward, by_rank=by_rank)
+        return SegmentMemory(peak_bytes=self._peak, peak_backward=backward, peak_forward=forward, by_rank=by_rank)
 
     def _reaches(self, num_bytes: int, backward: int, forward: int) -> None:
         if num_bytes > self._most:
@@ -130,7 +130,7 @@ class _Followed:
                 self._peak, self._at = num_bytes, (backward, forward)
 
 
-def peak_of(schedule: Schedule) -> tuple[Segment, Memory]:
+def peak_of(schedule: SubArraySchedule) -> tuple[ScheduleSegment, SegmentMemory]:
     """Return the segment of a schedule that needs the most memory, with its memory."""
     each = [(segment, simulated(schedule, segment)) for segment in schedule.segments]
     return max(each, key=lambda found: found[1].peak_bytes)

@@ -14,17 +14,17 @@ from math import inf
 
 from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack
 
-from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.arrays import SubArrayProfile
 from hydra_tune.fusion.planner.candidates import candidates_of
 from hydra_tune.fusion.planner.memory import peak_of
 from hydra_tune.fusion.planner.policy import recomputed
-from hydra_tune.fusion.planner.schedule import Candidate, Schedule
+from hydra_tune.fusion.planner.schedule import FeatureMapCandidate, SubArraySchedule
 
 _HALVINGS = 8
 _SOURCE, _SINK = "source", "sink"
 
 
-def min_cut(array: Array) -> frozenset[str]:
+def min_cut(array: SubArrayProfile) -> frozenset[str]:
     """Return the feature maps to keep for least memory; all others can be computed again from the kept maps.
 
     Args:
@@ -55,7 +55,7 @@ def min_cut(array: Array) -> frozenset[str]:
     return frozenset(name for name in array.maps if ("in", name) in near and ("out", name) not in near)
 
 
-def min_cut_planned(schedule: Schedule) -> Schedule:
+def min_cut_planned(schedule: SubArraySchedule) -> SubArraySchedule:
     """Recompute maps that a minimum cut does not keep, and no more of them than the limit asks for.
 
     Args:
@@ -64,7 +64,7 @@ def min_cut_planned(schedule: Schedule) -> Schedule:
     Returns:
         The schedule, which may still exceed the limit.
     """
-    again: list[Candidate] = []
+    again: list[FeatureMapCandidate] = []
     for side, array in enumerate(schedule.arrays):
         kept = min_cut(array)
         again += [one for name, one in candidates_of(array, side).items() if one.can_recompute and name not in kept]
@@ -81,11 +81,13 @@ def min_cut_planned(schedule: Schedule) -> Schedule:
     return _with(schedule, again, low, is_polished=True)
 
 
-def _can_be_computed(candidates: dict[str, Candidate], name: str) -> bool:
+def _can_be_computed(candidates: dict[str, FeatureMapCandidate], name: str) -> bool:
     return name in candidates and candidates[name].can_recompute
 
 
-def _with(schedule: Schedule, again: Collection[Candidate], budget: float, *, is_polished: bool = False) -> Schedule:
+def _with(
+    schedule: SubArraySchedule, again: Collection[FeatureMapCandidate], budget: float, *, is_polished: bool = False
+) -> SubArraySchedule:
     """Recompute all of `again`, except for maps that fit into a share of the bytes of all."""
     each = list(again)
     sizes = [float(one.map.num_bytes) for one in each]

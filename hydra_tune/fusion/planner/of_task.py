@@ -11,21 +11,21 @@ from torch.optim import Optimizer
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.key import check_task
-from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.arrays import SubArrayProfile
 from hydra_tune.fusion.planner.layouts import as_laid_out
-from hydra_tune.fusion.planner.profiler import Profiles
+from hydra_tune.fusion.planner.profiler import SubArrayProfiler
 from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
 from hydra_tune.fusion.planner.updates import UpdateTracer
-from hydra_tune.fusion.plans import GroupPlans, check_updates
-from hydra_tune.shard.batch import Leaves
+from hydra_tune.fusion.plans import GroupPlanFactory, check_updates
+from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PlanLibrary, Prepared
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask
 
 
-def check_plannable(task: TrainTask, prepared: Prepared) -> None:
+def check_plannable(task: TrainTask, prepared: PreparedPlan) -> None:
     """Refuse a task whose steps cannot be planned.
 
     Args:
@@ -55,7 +55,7 @@ def check_plannable(task: TrainTask, prepared: Prepared) -> None:
         )
 
 
-class TaskArrays:
+class TaskProfileCache:
     """Sub-arrays of a task's kind, by size, each traced and profiled on first use.
 
     Args:
@@ -75,16 +75,16 @@ class TaskArrays:
         self,
         task: TrainTask,
         built: tuple[nn.Module, Optimizer],
-        prepared: Prepared,
-        leaves: Leaves,
+        prepared: PreparedPlan,
+        leaves: BatchLeaves,
         library: PlanLibrary,
-        profiles: Profiles,
+        profiles: SubArrayProfiler,
         device: torch.device,
     ) -> None:
         check_plannable(task, prepared)
         module, self._optimizer = built
         self._prepared, self._inputs = prepared, leaves.tensors
-        self._plans, self._profiles, self._device = GroupPlans(library), profiles, device
+        self._plans, self._profiles, self._device = GroupPlanFactory(library), profiles, device
         self._state = dict(named_state(module))
         # Optimizers know parameters as objects, and plans know them by name.
         names = {id(tensor): name for name, tensor in self._state.items()}
@@ -109,7 +109,7 @@ class TaskArrays:
             self._steps[size] = as_laid_out(traced, self._device)
         return self._steps[size]
 
-    def array(self, size: int) -> Array:
+    def array(self, size: int) -> SubArrayProfile:
         """Return the profiled sub-array of so many trials.
 
         Raises:
@@ -121,7 +121,7 @@ class TaskArrays:
         plan = self._plans.stacked(self._prepared, size).plan
         (shard,) = plan.shards
         graph = shard.graph
-        operands = Operands(
+        operands = ShardOperands(
             state=self._stacked(size, [self._state[name] for name in graph.state]),
             constants=[plan.constants[name] for name in graph.constants],
             inputs=self._stacked(size, [self._inputs[place] for place in graph.inputs]),

@@ -25,7 +25,7 @@ _SHARE, _MOST_LOOKS = 0.03, 64
 _LEAST_SECONDS = 1e-6  # in case a clock advances in larger steps
 
 
-class Pace:
+class CpuPaceMeter:
     """Pace of a CPU.
 
     Args:
@@ -63,14 +63,14 @@ class Pace:
         return math.sqrt((between - begin) * (self._now() - between))
 
 
-class Paced:
+class PacedTimer:
     """Times a repeated action relative to the pace before and after each run.
 
     Args:
         pace: of the machine.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: CpuPaceMeter) -> None:
         self._pace = pace
         self._found: list[tuple[float, float]] = []
 

@@ -22,17 +22,17 @@ from math import inf
 
 from hydra_tune.fusion.planner.candidates import candidates_of, updated_candidates
 from hydra_tune.fusion.planner.lowering import start_bytes, stretched
-from hydra_tune.fusion.planner.memory import Memory, followed, peak_of, simulated
+from hydra_tune.fusion.planner.memory import SegmentMemory, followed, peak_of, simulated
 from hydra_tune.fusion.planner.recomputations import can_join, updated_recomputations
 from hydra_tune.fusion.planner.recompute_overhead import recompute_overhead
 from hydra_tune.fusion.planner.returns import returned
-from hydra_tune.fusion.planner.schedule import Candidate, Schedule, Segment
-from hydra_tune.fusion.planner.swap_overhead import Case, Proposal, swap_overhead
-from hydra_tune.fusion.planner.timeline import Times, timed
+from hydra_tune.fusion.planner.schedule import FeatureMapCandidate, ScheduleSegment, SubArraySchedule
+from hydra_tune.fusion.planner.swap_overhead import SwapCase, SwapProposal, swap_overhead
+from hydra_tune.fusion.planner.timeline import StepTimeBreakdown, timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class AllowedPlanActions:
     """Actions that a plan may use.
 
     Attributes:
@@ -49,7 +49,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class FeatureMapDecision:
     """A decision of the algorithm, for people and tests.
 
     Attributes:
@@ -61,11 +61,13 @@ class Decided:
 
     side: int
     name: str
-    case: Case | None
+    case: SwapCase | None
     seconds: float
 
 
-def planned(schedule: Schedule, policy: Policy | None = None) -> tuple[Schedule, list[Decided]]:
+def planned(
+    schedule: SubArraySchedule, policy: AllowedPlanActions | None = None
+) -> tuple[SubArraySchedule, list[FeatureMapDecision]]:
     """Decide until memory is within the limit, or no decision is left that could help.
 
     Args:
@@ -75,14 +77,16 @@ def planned(schedule: Schedule, policy: Policy | None = None) -> tuple[Schedule,
     Returns:
         The schedule, which may still exceed the limit, and the decisions in order.
     """
-    search = _Search(schedule.copy(), policy or Policy())
+    search = _SwapRecomputeSearch(schedule.copy(), policy or AllowedPlanActions())
     search.run()
     if peak_of(search.schedule)[1].peak_bytes <= schedule.limit_bytes:
         search.polish()
     return search.schedule, search.decided
 
 
-def recomputed(schedule: Schedule, wanted: Container[tuple[int, str]], *, is_polished: bool) -> Schedule:
+def recomputed(
+    schedule: SubArraySchedule, wanted: Container[tuple[int, str]], *, is_polished: bool
+) -> SubArraySchedule:
     """Recompute the feature maps that another algorithm has chosen, as far as possible.
 
     Args:
@@ -90,18 +94,18 @@ def recomputed(schedule: Schedule, wanted: Container[tuple[int, str]], *, is_pol
         wanted: pairs of side and feature map.
         is_polished: whether needless recomputations are undone.
     """
-    search = _Search(schedule.copy(), Policy(swaps=False, interleaves=False))
+    search = _SwapRecomputeSearch(schedule.copy(), AllowedPlanActions(swaps=False, interleaves=False))
     search.recompute(wanted)
     if is_polished and peak_of(search.schedule)[1].peak_bytes <= schedule.limit_bytes:
         search.polish()
     return search.schedule
 
 
-class _Search:
-    def __init__(self, schedule: Schedule, policy: Policy) -> None:
+class _SwapRecomputeSearch:
+    def __init__(self, schedule: SubArraySchedule, policy: AllowedPlanActions) -> None:
         self.schedule, self._policy = schedule, policy
-        self.decided: list[Decided] = []
-        self._memories: dict[Segment, Memory] = {}
+        self.decided: list[FeatureMapDecision] = []
+        self._memories: dict[ScheduleSegment, SegmentMemory] = {}
         self._candidates = [candidates_of(array, side) for side, array in enumerate(schedule.arrays)]
 
     def run(self) -> None:
@@ -159,7 +163,7 @@ class _Search:
             if self.schedule is not before and one.name not in self._all(one.side):
                 self.decided.remove(one)
 
-    def _without_returns(self) -> Iterator[Schedule]:
+    def _without_returns(self) -> Iterator[SubArraySchedule]:
         """Yield the current schedule without one of its absences between uses, for each absence in turn."""
         each = [
             (side, name, left)
@@ -176,7 +180,7 @@ class _Search:
         decisions = self.schedule.decisions[side]
         return decisions.swaps.keys() | decisions.recomputes.keys()
 
-    def _undone(self, one: Decided) -> Schedule | None:
+    def _undone(self, one: FeatureMapDecision) -> SubArraySchedule | None:
         changed = self.schedule.copy()
         decisions = changed.decisions[one.side]
         if one.name in decisions.swaps:
@@ -189,21 +193,21 @@ class _Search:
         del decisions.recomputes[one.name]
         return changed
 
-    def _timed_again(self, one: Decided) -> Schedule | None:
+    def _timed_again(self, one: FeatureMapDecision) -> SubArraySchedule | None:
         changed = self.schedule.copy()
         decisions = changed.decisions[one.side]
         # A swap that is estimated to delay nothing cannot gain.
         if one.name not in decisions.swaps or not one.seconds:
             return None
         del decisions.swaps[one.name]
-        candidate = Candidate(side=one.side, map=self.schedule.arrays[one.side].maps[one.name])
+        candidate = FeatureMapCandidate(side=one.side, map=self.schedule.arrays[one.side].maps[one.name])
         proposal = swap_overhead(changed, candidate, is_interleaved=self._policy.interleaves)
         decisions.swaps[one.name], decisions.slots = proposal.prompt, proposal.slots
         return changed
 
-    def _seconds(self, schedule: Schedule) -> float:
+    def _seconds(self, schedule: SubArraySchedule) -> float:
         """Seconds of a step of a schedule; infinite above the limit."""
-        found = Times()
+        found = StepTimeBreakdown()
         for segment in schedule.segments:
             pieces = stretched(schedule, segment)
             if followed(pieces, start_bytes(schedule, segment)).peak_bytes > schedule.limit_bytes:
@@ -211,14 +215,14 @@ class _Search:
             found += timed(pieces, is_duplex=self._policy.is_duplex)
         return found.seconds
 
-    def _unmultiplexed(self, segment: Segment) -> bool:
+    def _unmultiplexed(self, segment: ScheduleSegment) -> bool:
         """Take the forward operators out of a segment's backward; return whether there were any."""
         if segment.backward is None or not self.schedule.decisions[segment.backward].slots:
             return False
         self.schedule.decisions[segment.backward].slots = {}
         return True
 
-    def _returned(self, segment: Segment, memory: Memory) -> bool:
+    def _returned(self, segment: ScheduleSegment, memory: SegmentMemory) -> bool:
         """Let a map leave the device at the peak, between two uses; return whether there was such a map."""
         if segment.backward is None or not self._policy.swaps:
             return False
@@ -231,12 +235,12 @@ class _Search:
         for name in left.keys() & changed.decisions[segment.backward].swaps.keys():
             one = left[name]
             self._take(one, 0)
-            self.decided.append(Decided(one.side, name, Case.NO_OVERLAP, one.map.in_seconds))
+            self.decided.append(FeatureMapDecision(one.side, name, SwapCase.NO_OVERLAP, one.map.in_seconds))
         return True
 
-    def _idle(self, segment: Segment, memory: Memory) -> list[Candidate]:
+    def _idle(self, segment: ScheduleSegment, memory: SegmentMemory) -> list[FeatureMapCandidate]:
         """Candidates that are on the device at the peak and unused there."""
-        found: list[Candidate] = []
+        found: list[FeatureMapCandidate] = []
         if segment.backward is not None:
             decisions = self.schedule.decisions[segment.backward]
             each = self._candidates[segment.backward].values()
@@ -246,28 +250,28 @@ class _Search:
             found += [one for one in each if one.map.last_forward < memory.peak_forward]
         return found
 
-    def _may_swap(self, one: Candidate) -> bool:
+    def _may_swap(self, one: FeatureMapCandidate) -> bool:
         return self._policy.swaps and one.can_swap
 
-    def _may_recompute(self, one: Candidate) -> bool:
+    def _may_recompute(self, one: FeatureMapCandidate) -> bool:
         return (
             self._policy.recomputes
             and one.can_recompute
             and can_join(self.schedule.arrays[one.side], self.schedule.decisions[one.side], one)
         )
 
-    def _proposal(self, one: Candidate) -> Proposal:
+    def _proposal(self, one: FeatureMapCandidate) -> SwapProposal:
         before = self._memories[self.schedule.segment_of(one.side)]
         return swap_overhead(self.schedule, one, is_interleaved=self._policy.interleaves, before=before)
 
-    def _swap(self, one: Candidate, proposal: Proposal) -> None:
+    def _swap(self, one: FeatureMapCandidate, proposal: SwapProposal) -> None:
         decisions = self.schedule.decisions[one.side]
         decisions.swaps[one.name] = proposal.prompt
         decisions.slots = proposal.slots
         self._take(one, 0)
-        self.decided.append(Decided(one.side, one.name, proposal.case, proposal.seconds))
+        self.decided.append(FeatureMapDecision(one.side, one.name, proposal.case, proposal.seconds))
 
-    def _recompute(self, one: Candidate) -> None:
+    def _recompute(self, one: FeatureMapCandidate) -> None:
         decisions = self.schedule.decisions[one.side]
         seconds = recompute_overhead(one)
         count = updated_recomputations(self.schedule.arrays[one.side], decisions, one)
@@ -275,14 +279,14 @@ class _Search:
         decisions.recomputes[one.name] = one
         self._take(one, count)
         self._update_prompts(one)
-        self.decided.append(Decided(one.side, one.name, None, seconds))
+        self.decided.append(FeatureMapDecision(one.side, one.name, None, seconds))
 
-    def _take(self, one: Candidate, count: int) -> None:
+    def _take(self, one: FeatureMapCandidate, count: int) -> None:
         array, left = self.schedule.arrays[one.side], self._candidates[one.side]
         del left[one.name]
         updated_candidates(array, self.schedule.decisions[one.side], one, count, left)
 
-    def _update_prompts(self, recomputed: Candidate) -> None:
+    def _update_prompts(self, recomputed: FeatureMapCandidate) -> None:
         """Move the copies back after a new recomputation (line 22).
 
         A source comes back before the recomputation. Other copies may begin later, since the recomputation hides part

@@ -20,13 +20,13 @@ from functools import partial
 from math import ceil
 
 from hydra_tune.errors import BudgetError
-from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.arrays import SubArrayProfile
 from hydra_tune.fusion.planner.memory import peak_of
 from hydra_tune.fusion.planner.min_cut import min_cut_planned
-from hydra_tune.fusion.planner.policy import Policy, planned
-from hydra_tune.fusion.planner.schedule import Schedule, undecided
-from hydra_tune.fusion.planner.sub_arrays import Pair, SubArray, pairs, within
-from hydra_tune.fusion.planner.timeline import Times, times_of
+from hydra_tune.fusion.planner.policy import AllowedPlanActions, planned
+from hydra_tune.fusion.planner.schedule import SubArraySchedule, undecided
+from hydra_tune.fusion.planner.sub_arrays import SubArray, SubArrayPair, pairs, within
+from hydra_tune.fusion.planner.timeline import StepTimeBreakdown, times_of
 from hydra_tune.fusion.planner.verify import verify_schedule
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
@@ -34,15 +34,15 @@ MARGIN = 0.02
 """Share of a limit left free by plans, for rounding by allocators and for memory that nodes take beyond their profile."""
 
 _WAYS = {
-    "no interleaving": Policy(interleaves=False),
-    "swaps alone": Policy(recomputes=False),
-    "recomputations alone": Policy(swaps=False),
-    "interleaved": Policy(),
+    "no interleaving": AllowedPlanActions(interleaves=False),
+    "swaps alone": AllowedPlanActions(recomputes=False),
+    "recomputations alone": AllowedPlanActions(swaps=False),
+    "interleaved": AllowedPlanActions(),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SubArrayPlan:
     """Sub-arrays that run together, and how.
 
     Attributes:
@@ -55,13 +55,13 @@ class Part:
 
     sizes: tuple[int, ...]
     way: str
-    schedule: Schedule
-    times: Times
+    schedule: SubArraySchedule
+    times: StepTimeBreakdown
     peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PortfolioPlan:
     """A plan of the portfolio for all trials.
 
     Attributes:
@@ -71,7 +71,7 @@ class Member:
     """
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[SubArrayPlan, ...]
     limit_bytes: int
 
     @property
@@ -103,10 +103,10 @@ class Portfolio:
         members: the fastest that fits first, members that do not fit last.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[PortfolioPlan, ...]
 
     @property
-    def best(self) -> Member:
+    def best(self) -> PortfolioPlan:
         """The fastest member that fits.
 
         Raises:
@@ -149,12 +149,12 @@ class Planner:
         max_size: most trials in a sub-array; None: any number.
     """
 
-    array: Callable[[int], Array]
+    array: Callable[[int], SubArrayProfile]
     limit_bytes: int
     is_duplex: bool = True
     max_size: int | None = None
-    _arrays: dict[int, Array] = field(default_factory=dict)
-    _parts: dict[tuple[int, ...], dict[str, Part]] = field(default_factory=dict)
+    _arrays: dict[int, SubArrayProfile] = field(default_factory=dict)
+    _parts: dict[tuple[int, ...], dict[str, SubArrayPlan]] = field(default_factory=dict)
 
     def portfolio(self, num_trials: int) -> Portfolio:
         """Plan trials in every way.
@@ -162,14 +162,14 @@ class Planner:
         Args:
             num_trials: of a single architecture.
         """
-        members: list[Member] = []
+        members: list[PortfolioPlan] = []
         if self.max_size is None or num_trials <= self.max_size:
             members.append(self._member("full fusion", [self._alone(num_trials)]))
         members.append(self._kept_one_after_another(num_trials))
         members += self._paired(num_trials, members)
         return Portfolio(tuple(sorted(members, key=_rank)))
 
-    def corrected(self, correct: Callable[[int, Array], Array]) -> "Planner":
+    def corrected(self, correct: Callable[[int, SubArrayProfile], SubArrayProfile]) -> "Planner":
         """Return a planner that plans with other arrays.
 
         Args:
@@ -180,7 +180,7 @@ class Planner:
         array = self.array
         return replace(self, array=lambda size: correct(size, array(size)), _arrays=arrays, _parts={})
 
-    def told(self, member: Member) -> Member:
+    def told(self, member: PortfolioPlan) -> PortfolioPlan:
         """Return a member with this planner's predictions, where the member was planned with other arrays.
 
         Args:
@@ -190,11 +190,11 @@ class Planner:
         parts = [self.timed(part, tuple(map(self._of, part.sizes))) for part in member.parts]
         return self._member(member.name, parts)
 
-    def alone(self, size: int) -> Part:
+    def alone(self, size: int) -> SubArrayPlan:
         """Return the best way to run a single sub-array, or the way that needs the least memory if none fits."""
         return self._alone(size)
 
-    def ways(self, sizes: tuple[int, ...], arrays: tuple[Array, ...]) -> dict[str, Part]:
+    def ways(self, sizes: tuple[int, ...], arrays: tuple[SubArrayProfile, ...]) -> dict[str, SubArrayPlan]:
         """Return all ways, by name, to run a single sub-array, or two in turn, possibly of different kinds.
 
         Args:
@@ -203,27 +203,27 @@ class Planner:
         """
         return self._ways(sizes, arrays)
 
-    def timed(self, part: Part, arrays: tuple[Array, ...]) -> Part:
+    def timed(self, part: SubArrayPlan, arrays: tuple[SubArrayProfile, ...]) -> SubArrayPlan:
         """Return a part with the predictions of other arrays of the same trials."""
         return self._part(part.sizes, part.way, part.schedule.timed_by(arrays))
 
-    def best(self, ways: Mapping[str, Part]) -> Part:
+    def best(self, ways: Mapping[str, SubArrayPlan]) -> SubArrayPlan:
         """Return the fastest way that fits, or the way that needs the least memory."""
         return self._best(ways)
 
-    def kept(self, size: int) -> Part:
+    def kept(self, size: int) -> SubArrayPlan:
         """Return a single sub-array with everything kept, whether or not the sub-array fits."""
         return self._kept(size)
 
-    def _of(self, size: int) -> Array:
+    def _of(self, size: int) -> SubArrayProfile:
         if size not in self._arrays:
             self._arrays[size] = self.array(size)
         return self._arrays[size]
 
-    def _paired(self, num_trials: int, others: Sequence[Member]) -> list[Member]:
+    def _paired(self, num_trials: int, others: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
         """Return the best member of each way, over all partitions that may be faster than the known members."""
         best = [min((one.seconds for one in others if one.fits), default=float("inf"))]
-        found: list[Member] = []
+        found: list[PortfolioPlan] = []
         halves = ((num_trials + 1) // 2, num_trials // 2)
         first = [halves] if num_trials > 1 else []  # planned in any case, for people to compare with
         # The loop below adds to `best` while the generator runs, so each fast partition prunes the partitions after it.
@@ -240,18 +240,18 @@ class Planner:
             best += [member.seconds for member in made if member.fits]
         return _best_of_each_way(found)
 
-    def _pair(self, pair: Pair) -> dict[str, Part]:
+    def _pair(self, pair: SubArrayPair) -> dict[str, SubArrayPlan]:
         # Both orders of a pair share a plan.
         sizes = tuple(sorted((one.size for one in pair.sub_arrays), reverse=True))
         if sizes not in self._parts:
             self._parts[sizes] = self._ways(sizes, tuple(self._of(size) for size in sizes))
         return self._parts[sizes]
 
-    def _ways(self, sizes: tuple[int, ...], arrays: tuple[Array, ...]) -> dict[str, Part]:
+    def _ways(self, sizes: tuple[int, ...], arrays: tuple[SubArrayProfile, ...]) -> dict[str, SubArrayPlan]:
         kept = undecided(arrays, self._limit)
         found = {"kept": self._part(sizes, "kept", kept)}
         for way, policy in _WAYS.items():
-            own = Policy(
+            own = AllowedPlanActions(
                 swaps=policy.swaps,
                 recomputes=policy.recomputes,
                 interleaves=policy.interleaves,
@@ -262,17 +262,17 @@ class Planner:
         found["min-cut"] = self._part(sizes, "min-cut", min_cut_planned(kept))
         return found
 
-    def _alone(self, size: int) -> Part:
-        return self._best(self._pair(Pair(SubArray("", size), None)))
+    def _alone(self, size: int) -> SubArrayPlan:
+        return self._best(self._pair(SubArrayPair(SubArray("", size), None)))
 
-    def _best(self, ways: Mapping[str, Part]) -> Part:
+    def _best(self, ways: Mapping[str, SubArrayPlan]) -> SubArrayPlan:
         """Return the fastest way that fits, or the way that needs the least memory."""
         fitting = [part for part in ways.values() if part.peak_bytes <= self._limit]
         if fitting:
             return min(fitting, key=lambda part: part.times.seconds)
         return min(ways.values(), key=lambda part: part.peak_bytes)
 
-    def _kept_one_after_another(self, num_trials: int) -> Member:
+    def _kept_one_after_another(self, num_trials: int) -> PortfolioPlan:
         """Put as many trials in each sub-array as fit, and the remaining trials in a last sub-array."""
         largest = 1
         most = num_trials if self.max_size is None else min(num_trials, self.max_size)
@@ -284,24 +284,26 @@ class Planner:
         sizes = [largest] * (num_trials // largest) + ([num_trials % largest] if num_trials % largest else [])
         return self._member("fits, one after another", [self._kept(size) for size in sizes])
 
-    def _kept(self, size: int) -> Part:
+    def _kept(self, size: int) -> SubArrayPlan:
         return self._part((size,), "kept", undecided((self._of(size),), self._limit))
 
-    def _part(self, sizes: tuple[int, ...], way: str, schedule: Schedule) -> Part:
+    def _part(self, sizes: tuple[int, ...], way: str, schedule: SubArraySchedule) -> SubArrayPlan:
         verify_schedule(schedule)
-        return Part(sizes, way, schedule, times_of(schedule, is_duplex=self.is_duplex), peak_of(schedule)[1].peak_bytes)
+        return SubArrayPlan(
+            sizes, way, schedule, times_of(schedule, is_duplex=self.is_duplex), peak_of(schedule)[1].peak_bytes
+        )
 
-    def _member(self, name: str, parts: Sequence[Part]) -> Member:
-        return Member(name, tuple(parts), self._limit)
+    def _member(self, name: str, parts: Sequence[SubArrayPlan]) -> PortfolioPlan:
+        return PortfolioPlan(name, tuple(parts), self._limit)
 
     @property
     def _limit(self) -> int:
         return int(self.limit_bytes * (1 - MARGIN))
 
 
-def _best_of_each_way(members: Sequence[Member]) -> list[Member]:
+def _best_of_each_way(members: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
     """Return the fastest member of each name that fits, or the member that needs the least memory."""
-    found: dict[str, Member] = {}
+    found: dict[str, PortfolioPlan] = {}
     for one in members:
         known = found.get(one.name)
         if known is None or _rank(one) < _rank(known):
@@ -309,12 +311,12 @@ def _best_of_each_way(members: Sequence[Member]) -> list[Member]:
     return list(found.values())
 
 
-def _rank(member: Member) -> tuple[bool, float]:
+def _rank(member: PortfolioPlan) -> tuple[bool, float]:
     return (not member.fits, member.seconds if member.fits else member.peak_bytes)
 
 
-def _row(member: Member) -> tuple[str, ...]:
-    times = Times()
+def _row(member: PortfolioPlan) -> tuple[str, ...]:
+    times = StepTimeBreakdown()
     for part in member.parts:
         times += part.times
     sizes = " + ".join("(" + ", ".join(map(str, part.sizes)) + ")" for part in member.parts)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hydra_tune.devices.cuda import CudaGenerator
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.drawing import GroupGenerator, TurnsGenerator
+from hydra_tune.fusion.drawing import GroupGenerator, TurnTakingGenerator
 from hydra_tune.fusion.planner.arrays import FeatureMap
 from hydra_tune.fusion.planner.filling import filled, located
 from hydra_tune.fusion.planner.nodes import draw, view_of
@@ -24,7 +24,7 @@ from hydra_tune.fusion.planner.storages import Layout, is_like, layout_of
 from hydra_tune.shard.placing import moved
 
 
-class Clock(Protocol):
+class ProfilingClock(Protocol):
     """Times actions on a device."""
 
     def timed(self, name: str, action: Callable[[], Any]) -> Any:
@@ -41,7 +41,7 @@ class Clock(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ProfiledCall:
     """A node, prepared to run.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Call:
     away: tuple[str, ...]
 
 
-class ProfiledRun:
+class ProfilingInterpreter:
     """Runs a graph on made-up numbers.
 
     Args:
@@ -75,7 +75,9 @@ class ProfiledRun:
         clock: of the device.
     """
 
-    def __init__(self, step: StepGraph, maps: Mapping[str, FeatureMap], device: torch.device, clock: Clock) -> None:
+    def __init__(
+        self, step: StepGraph, maps: Mapping[str, FeatureMap], device: torch.device, clock: ProfilingClock
+    ) -> None:
         self._step, self._device, self._clock = step, device, clock
         self._host: dict[str, Tensor] = {}
         # Stacked tensors begin with the dimension of the members.
@@ -157,7 +159,7 @@ class ProfiledRun:
         self._values.clear()
         return {name: layout for name, layout in found.items() if self._step.seen.makes[name]}
 
-    def _refuse(self, call: _Call) -> NoReturn:
+    def _refuse(self, call: _ProfiledCall) -> NoReturn:
         value, traced = self._values[call.place], self._step.seen.layouts[call.node.name]
         raise UnfusableError(
             f"{call.node.target} gives strides {layout_of(value)} on {self._device}, and {traced} when it is traced without "
@@ -198,7 +200,7 @@ class ProfiledRun:
         for place, value in self._given.items():
             self._values[place] = value
 
-    def _call(self, call: _Call) -> Any:
+    def _call(self, call: _ProfiledCall) -> Any:
         """Run a node as an interpreter does; the handler costs no time where nothing is raised."""
         try:
             return call.run(*filled(call.args, self._values), **filled(call.kwargs, self._values))
@@ -211,7 +213,7 @@ class ProfiledRun:
                 f"({type(error).__name__}: {error}); it runs unplanned"
             ) from error
 
-    def _made(self, maps: Mapping[str, FeatureMap]) -> list[_Call]:
+    def _made(self, maps: Mapping[str, FeatureMap]) -> list[_ProfiledCall]:
         step, forward = self._step, self._step.num_forward
         last = {argument: node for node in self._nodes for argument in (node, *node.all_input_nodes)}
         ends: dict[fx.Node, list[int]] = {}
@@ -220,7 +222,7 @@ class ProfiledRun:
             if argument.op == "call_function":
                 ends.setdefault(node, []).append(self._places[argument])
         return [
-            _Call(
+            _ProfiledCall(
                 node=node,
                 place=self._places[node],
                 run=self._meaning(node),
@@ -289,7 +291,7 @@ def _generators(step: StepGraph, device: torch.device, count: int) -> GroupGener
     if device.type != "cuda":
         return GroupGenerator([torch.Generator(device) for _ in range(count)], probabilities=probabilities)
     states = [torch.Generator(device).get_state() for _ in range(count)]
-    return TurnsGenerator(states, CudaGenerator(device), [True] * count, probabilities)
+    return TurnTakingGenerator(states, CudaGenerator(device), [True] * count, probabilities)
 
 
 def made_up(like: Tensor, device: torch.device) -> Tensor:

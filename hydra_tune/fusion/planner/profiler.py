@@ -26,11 +26,11 @@ import torch
 from torch import fx
 
 from hydra_tune.devices.heap import PLAN_BYTES, keep_freed_memory
-from hydra_tune.fusion.planner.arrays import Array, Op
+from hydra_tune.fusion.planner.arrays import OperatorProfile, SubArrayProfile
 from hydra_tune.fusion.planner.handing import hand_seconds
 from hydra_tune.fusion.planner.nodes import draw
-from hydra_tune.fusion.planner.pace import Pace, Paced
-from hydra_tune.fusion.planner.profiled_run import Clock, ProfiledRun
+from hydra_tune.fusion.planner.pace import CpuPaceMeter, PacedTimer
+from hydra_tune.fusion.planner.profiled_run import ProfilingClock, ProfilingInterpreter
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.storages import overwritten
 
@@ -53,19 +53,19 @@ class CpuClock:
         self._found: dict[str, float] = {}
 
     def timed(self, name: str, action: Callable[[], Any]) -> Any:
-        """As of `Clock`."""
+        """As of `ProfilingClock`."""
         begin = self._now()
         made = action()
         self._found[name] = self._now() - begin
         return made
 
     def seconds(self) -> dict[str, float]:
-        """As of `Clock`."""
+        """As of `ProfilingClock`."""
         found, self._found = self._found, {}
         return found
 
     def whole(self) -> float | None:
-        """As of `Clock`."""
+        """As of `ProfilingClock`."""
         return self._now()
 
     def peak_beyond(self, made_bytes: int) -> int:
@@ -89,7 +89,7 @@ class CudaClock:
         self._before = 0
 
     def timed(self, name: str, action: Callable[[], Any]) -> Any:
-        """As of `Clock`."""
+        """As of `ProfilingClock`."""
         begin, end, stream = _event(), _event(), torch.cuda.current_stream(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)
@@ -102,23 +102,23 @@ class CudaClock:
         return made
 
     def seconds(self) -> dict[str, float]:
-        """As of `Clock`."""
+        """As of `ProfilingClock`."""
         torch.cuda.current_stream(self._device).synchronize()  # not the whole GPU, which others may use as well
         found = {name: begin.elapsed_time(end) / 1000 for name, (begin, end) in self._events.items()}
         self._events = {}
         return found
 
     def whole(self) -> float | None:
-        """As of `Clock`."""
+        """As of `ProfilingClock`."""
         return None
 
     def peak_beyond(self, made_bytes: int) -> int:
-        """As of `Clock`."""
+        """As of `ProfilingClock`."""
         return max(0, torch.cuda.max_memory_allocated(self._device) - self._before - made_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class GraphMeasurements:
     """Measurements, by node or storage name.
 
     Attributes:
@@ -127,7 +127,7 @@ class Profile:
         out_seconds: of each feature map's copy to the host.
         in_seconds: of each feature map's copy back.
         hand_seconds: of the computing thread, for each copy that another thread makes.
-        pace_seconds: of `Pace` during the profile; 0 where the host does not time the nodes.
+        pace_seconds: of `CpuPaceMeter` during the profile; 0 where the host does not time the nodes.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -137,8 +137,8 @@ class Profile:
     hand_seconds: float = 0.0
     pace_seconds: float = 0.0
 
-    def at_pace(self, pace_seconds: float) -> "Profile":
-        """Return the profile at the pace at which `Pace` takes so many seconds.
+    def at_pace(self, pace_seconds: float) -> "GraphMeasurements":
+        """Return the profile at the pace at which `CpuPaceMeter` takes so many seconds.
 
         Copies keep their times, because they wait for memory and not for the processor.
         """
@@ -150,7 +150,7 @@ class Profile:
         )
 
 
-class Profiles:
+class SubArrayProfiler:
     """Measures each graph once for each device, and reports all seconds at the pace of the device's first graph.
 
     Args:
@@ -160,16 +160,16 @@ class Profiles:
 
     def __init__(
         self,
-        clock: Callable[[torch.device], Clock] | None = None,
+        clock: Callable[[torch.device], ProfilingClock] | None = None,
         hand: Callable[[torch.device], float] = hand_seconds,
     ) -> None:
         self._hand, self._hands = hand, dict[str, float]()
         self._paces: dict[str, float] = {}
         self._clock = clock or (lambda device: CudaClock(device) if device.type == "cuda" else CpuClock())
-        self._known: dict[tuple[str, str], Profile] = {}
+        self._known: dict[tuple[str, str], GraphMeasurements] = {}
         self._lock = threading.Lock()
 
-    def array(self, name: str, step: StepGraph, device: torch.device) -> Array:
+    def array(self, name: str, step: StepGraph, device: torch.device) -> SubArrayProfile:
         """Return the profiled sub-array of a step's graph.
 
         Args:
@@ -200,7 +200,7 @@ class Profiles:
             return (_text_of(step), str(device)) in self._known
 
     def pace_seconds(self, device: torch.device) -> float:
-        """Seconds of `Pace` to which a device's times refer; 0 before any graph, and where the host times nothing.
+        """Seconds of `CpuPaceMeter` to which a device's times refer; 0 before any graph, and where the host times nothing.
 
         Args:
             device: where the graphs ran.
@@ -208,7 +208,7 @@ class Profiles:
         return self._paces.get(str(device), 0.0)
 
 
-def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
+def measured(step: StepGraph, device: torch.device, clock: ProfilingClock) -> GraphMeasurements:
     """Profile a graph.
 
     Args:
@@ -218,10 +218,10 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
     """
     if device.type == "cpu":
         keep_freed_memory(PLAN_BYTES)  # as planned runs do
-    run = ProfiledRun(step, array_of("", step, Profile()).maps, device, clock)
+    run = ProfilingInterpreter(step, array_of("", step, GraphMeasurements()).maps, device, clock)
     workspace: dict[str, int] = {}
     each: list[dict[str, float]] = []
-    passes = Paced(Pace(lambda: clock.whole() or 0.0))
+    passes = PacedTimer(CpuPaceMeter(lambda: clock.whole() or 0.0))
     for number in range(WARM_UPS + RUNS):
         # A warm-up does not count: memory that a library takes for good (cuBLAS's workspace of a stream) is taken once.
         run.once(workspace if number >= WARM_UPS else {})
@@ -237,7 +237,7 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
         medians |= _scaled({node.name: medians[node.name] for node in step.ops}, clock, passes.seconds)
     nodes = {node.name for node in step.ops}
     free = {node.name for node in step.ops if _is_view(step, node)} if device.type == "cuda" else set()
-    return Profile(
+    return GraphMeasurements(
         seconds={name: seconds for name, seconds in medians.items() if name in nodes - free},
         workspace_bytes=workspace,
         out_seconds={name[4:]: seconds for name, seconds in medians.items() if name.startswith("out ")},
@@ -246,7 +246,7 @@ def measured(step: StepGraph, device: torch.device, clock: Clock) -> Profile:
     )
 
 
-def array_of(name: str, step: StepGraph, profile: Profile) -> Array:
+def array_of(name: str, step: StepGraph, profile: GraphMeasurements) -> SubArrayProfile:
     """Return the sub-array of a step's graph with the times of a profile.
 
     Args:
@@ -256,7 +256,7 @@ def array_of(name: str, step: StepGraph, profile: Profile) -> Array:
     """
     facts = step.seen
     ops = [
-        Op(
+        OperatorProfile(
             name=node.name,
             seconds=profile.seconds.get(node.name, 0.0),
             reads=facts.reads[node.name],
@@ -270,7 +270,7 @@ def array_of(name: str, step: StepGraph, profile: Profile) -> Array:
     ]
     made = {storage for op in ops for storage in op.makes}
     (output,) = (node for node in step.graph.nodes if node.op == "output")
-    return Array(
+    return SubArrayProfile(
         name=name,
         forward=tuple(ops[: step.num_forward]),
         backward=tuple(ops[step.num_forward :]),
@@ -285,7 +285,7 @@ def array_of(name: str, step: StepGraph, profile: Profile) -> Array:
     )
 
 
-def copied_at(array: Array, bytes_per_second: float, seconds: float = 0.0) -> Array:
+def copied_at(array: SubArrayProfile, bytes_per_second: float, seconds: float = 0.0) -> SubArrayProfile:
     """Return the same sub-array on a link of another bandwidth.
 
     Args:
@@ -302,7 +302,7 @@ def _at_once(out: Mapping[str, float], back: Mapping[str, float], hand_seconds: 
     return frozenset(name for name, seconds in out.items() if seconds + back[name] <= 2 * hand_seconds)
 
 
-def _scaled(seconds: dict[str, float], clock: Clock, whole: float) -> dict[str, float]:
+def _scaled(seconds: dict[str, float], clock: ProfilingClock, whole: float) -> dict[str, float]:
     """Return the nodes' times without the time to read the clock, scaled to add up to `whole`."""
     looks: list[float] = []
     for _ in range(_LOOKS):

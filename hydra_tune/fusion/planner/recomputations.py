@@ -7,12 +7,12 @@ both recomputations need runs once (line 6 adds up the times). A swap changes no
 source comes back before the first use.
 """
 
-from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.arrays import SubArrayProfile
 from hydra_tune.fusion.planner.lineage import holds
-from hydra_tune.fusion.planner.schedule import Candidate, Decisions
+from hydra_tune.fusion.planner.schedule import FeatureMapCandidate, SubArrayDecisions
 
 
-def can_join(array: Array, decisions: Decisions, candidate: Candidate) -> bool:
+def can_join(array: SubArrayProfile, decisions: SubArrayDecisions, candidate: FeatureMapCandidate) -> bool:
     """Whether a candidate can be recomputed wherever earlier recomputations need the candidate.
 
     Args:
@@ -27,7 +27,7 @@ def can_join(array: Array, decisions: Decisions, candidate: Candidate) -> bool:
     )
 
 
-def updated_recomputations(array: Array, decisions: Decisions, candidate: Candidate) -> int:
+def updated_recomputations(array: SubArrayProfile, decisions: SubArrayDecisions, candidate: FeatureMapCandidate) -> int:
     """Put a candidate's lineage in the candidate's place in the recomputations decided before.
 
     Args:
@@ -49,13 +49,13 @@ def updated_recomputations(array: Array, decisions: Decisions, candidate: Candid
     return count
 
 
-def is_there(source: Candidate, other: Candidate) -> bool:
+def is_there(source: FeatureMapCandidate, other: FeatureMapCandidate) -> bool:
     """Whether a map that is not kept is on the device at another's first use in the backward (`active_bw_interval`)."""
     return source.map.first_backward <= other.map.first_backward <= source.map.last_backward
 
 
 def settled(
-    decisions: Decisions, one: Candidate, sources: frozenset[str], ops: frozenset[int]
+    decisions: SubArrayDecisions, one: FeatureMapCandidate, sources: frozenset[str], ops: frozenset[int]
 ) -> tuple[frozenset[str], frozenset[int]]:
     """Return a lineage in which recomputed sources that are away when needed are replaced by their own lineages.
 
@@ -74,5 +74,7 @@ def settled(
         sources, ops = (sources - {gone.name}) | gone.sources, ops | gone.ops
 
 
-def _joined(decisions: Decisions, one: Candidate, source: Candidate) -> tuple[frozenset[str], frozenset[int]]:
+def _joined(
+    decisions: SubArrayDecisions, one: FeatureMapCandidate, source: FeatureMapCandidate
+) -> tuple[frozenset[str], frozenset[int]]:
     return settled(decisions, one, (one.sources - {source.name}) | source.sources, one.ops | source.ops)

@@ -1,9 +1,9 @@
 """Algorithm D: cost of recomputing a candidate in a step, for the candidate's own sake and for other recomputations."""
 
-from hydra_tune.fusion.planner.schedule import Candidate
+from hydra_tune.fusion.planner.schedule import FeatureMapCandidate
 
 
-def recompute_overhead(candidate: Candidate) -> float:
+def recompute_overhead(candidate: FeatureMapCandidate) -> float:
     """Return the seconds of all recomputations of a candidate in a step (`total_recomp_time`).
 
     Args:

@@ -15,9 +15,9 @@ import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hydra_tune.fusion.planner.arrays import Array, Op
-from hydra_tune.fusion.planner.portfolio import Member, Part, Planner, Portfolio
-from hydra_tune.fusion.planner.schedule import Schedule
+from hydra_tune.fusion.planner.arrays import OperatorProfile, SubArrayProfile
+from hydra_tune.fusion.planner.portfolio import Planner, Portfolio, PortfolioPlan, SubArrayPlan
+from hydra_tune.fusion.planner.schedule import SubArraySchedule
 
 TOLERANCE = 0.2
 """Relative difference between predicted and measured time that triggers a new plan (§3.2's portfolio, ours)."""
@@ -27,12 +27,12 @@ MOST = 5
 
 _EPSILON = 1e-12
 
-Measure = Callable[[Sequence[Member]], Sequence[float]]
+Measure = Callable[[Sequence[PortfolioPlan]], Sequence[float]]
 """Returns the seconds of a step of each member; the members take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
+class ProfileCorrection:
     """Measured times relative to profiled times.
 
     Attributes:
@@ -46,7 +46,7 @@ class Correction:
     others: float = 1.0
     swap_seconds: float = 0.0
 
-    def array(self, size: int, array: Array) -> Array:
+    def array(self, size: int, array: SubArrayProfile) -> SubArrayProfile:
         """Return a sub-array with corrected times.
 
         Args:
@@ -58,7 +58,7 @@ class Correction:
         ratio, half = self.compute.get(size, self.others), self.swap_seconds / 2
         own = dict.fromkeys(array.at_once, half)
 
-        def slower(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        def slower(ops: tuple[OperatorProfile, ...]) -> tuple[OperatorProfile, ...]:
             return tuple(replace(op, seconds=op.seconds * ratio) for op in ops)
 
         return replace(
@@ -70,7 +70,7 @@ class Correction:
             in_seconds={name: max(0.0, one + own.get(name, 0.0)) for name, one in array.in_seconds.items()},
         )
 
-    def seconds(self, part: Part) -> float:
+    def seconds(self, part: SubArrayPlan) -> float:
         """Return the seconds that a part would take, without the extra time of its swaps.
 
         Args:
@@ -84,7 +84,7 @@ class Correction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class MeasuredPlan:
     """A member that ran.
 
     Attributes:
@@ -92,7 +92,7 @@ class Trial:
         seconds: measured, of a step of all trials.
     """
 
-    member: Member
+    member: PortfolioPlan
     seconds: float
 
     @property
@@ -102,7 +102,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class PlanSelection:
     """Result of the choice.
 
     Attributes:
@@ -111,19 +111,19 @@ class Settled:
         corrections: in order, each followed by a new portfolio.
     """
 
-    trials: tuple[Trial, ...]
+    trials: tuple[MeasuredPlan, ...]
     portfolio: Portfolio
-    corrections: tuple[Correction, ...]
+    corrections: tuple[ProfileCorrection, ...]
 
     @property
-    def member(self) -> Member:
+    def member(self) -> PortfolioPlan:
         """The fastest member."""
         return self.trials[0].member
 
 
 def settled(
     planner: Planner, num_trials: int, measure: Measure, *, most: int = MOST, max_corrections: int = 1
-) -> Settled:
+) -> PlanSelection:
     """Return the fastest plan of some trials, by measured steps.
 
     Args:
@@ -137,8 +137,8 @@ def settled(
     Raises:
         BudgetError: no plan fits.
     """
-    known: dict[Hashable, Trial] = {}
-    corrections: list[Correction] = []
+    known: dict[Hashable, MeasuredPlan] = {}
+    corrections: list[ProfileCorrection] = []
     while True:
         portfolio = planner.portfolio(num_trials)
         _ = portfolio.best  # raises, if none fits
@@ -148,12 +148,12 @@ def settled(
         ran = [known[key_of(one)] for one in chosen]
         if len(corrections) == max_corrections or not any(trial.is_off for trial in ran):
             trials = sorted(known.values(), key=lambda trial: trial.seconds)
-            return Settled(trials=tuple(trials), portfolio=portfolio, corrections=tuple(corrections))
+            return PlanSelection(trials=tuple(trials), portfolio=portfolio, corrections=tuple(corrections))
         corrections.append(fitted(list(known.values())))
         planner = planner.corrected(corrections[-1].array)
 
 
-def contenders(portfolio: Portfolio, most: int = MOST) -> list[Member]:
+def contenders(portfolio: Portfolio, most: int = MOST) -> list[PortfolioPlan]:
     """Return the members worth measuring, the fastest by prediction first.
 
     Of members that do the same, only the first is returned. A disturbed profile misjudges all members with its
@@ -164,7 +164,7 @@ def contenders(portfolio: Portfolio, most: int = MOST) -> list[Member]:
         most: number of fastest members; beside these come the fastest of each other partition, the fastest without
             swaps, and the fastest that moves nothing.
     """
-    different: dict[Hashable, Member] = {}
+    different: dict[Hashable, PortfolioPlan] = {}
     for one in portfolio.members:
         if one.fits:
             different.setdefault(key_of(one), one)
@@ -177,7 +177,7 @@ def contenders(portfolio: Portfolio, most: int = MOST) -> list[Member]:
     return found
 
 
-def fitted(trials: Sequence[Trial]) -> Correction:
+def fitted(trials: Sequence[MeasuredPlan]) -> ProfileCorrection:
     """Return the correction that brings the predictions nearest to the measurements.
 
     Members without swaps show how long operators take. Other members of the same sub-arrays, if there are any, show how
@@ -187,7 +187,7 @@ def fitted(trials: Sequence[Trial]) -> Correction:
         trials: at least one.
     """
     still = [trial for trial in trials if _has_no_swaps(trial.member)] or list(trials)
-    found = _with_compute(Correction(), still)
+    found = _with_compute(ProfileCorrection(), still)
     others = [trial for trial in trials if trial not in still]
     alike = [trial for trial in others if _sizes(trial.member) <= found.compute.keys()] or others
     if alike:
@@ -195,7 +195,7 @@ def fitted(trials: Sequence[Trial]) -> Correction:
     return _with_compute(found, others)
 
 
-def _with_compute(correction: Correction, trials: Sequence[Trial]) -> Correction:
+def _with_compute(correction: ProfileCorrection, trials: Sequence[MeasuredPlan]) -> ProfileCorrection:
     """Add the operators' ratio of each sub-array that has no known ratio yet."""
     ratios = [(_ratio(correction, trial), _sizes(trial.member)) for trial in trials]
     compute = dict(correction.compute)
@@ -206,20 +206,20 @@ def _with_compute(correction: Correction, trials: Sequence[Trial]) -> Correction
     return replace(correction, compute=compute, others=statistics.median(compute.values()))
 
 
-def _ratio(correction: Correction, trial: Trial) -> float:
+def _ratio(correction: ProfileCorrection, trial: MeasuredPlan) -> float:
     """Time of the operators, measured over predicted, if the known cost of swaps is right."""
     stall = sum(part.times.stall for part in trial.member.parts)
     swaps = _num_swaps(trial.member) * correction.swap_seconds
     return max(trial.seconds - stall - swaps, 0.0) / max(trial.member.seconds - stall, _EPSILON)
 
 
-def _rest(correction: Correction, trial: Trial) -> float:
+def _rest(correction: ProfileCorrection, trial: MeasuredPlan) -> float:
     """Seconds that each swap of a member cost beyond the prediction."""
     seconds = sum(correction.seconds(part) for part in trial.member.parts)
     return (trial.seconds - seconds) / _num_swaps(trial.member)
 
 
-def key_of(member: Member) -> Hashable:
+def key_of(member: PortfolioPlan) -> Hashable:
     """Return the decisions of a member; members that do the same have equal keys.
 
     Args:
@@ -228,7 +228,7 @@ def key_of(member: Member) -> Hashable:
     return tuple((part.sizes, *_decided(part.schedule)) for part in member.parts)
 
 
-def _run(fresh: Sequence[Member], known: dict[Hashable, Trial], measure: Measure) -> None:
+def _run(fresh: Sequence[PortfolioPlan], known: dict[Hashable, MeasuredPlan], measure: Measure) -> None:
     """Measure members that have not run yet, together with the fastest so far.
 
     The machine may have changed its speed since the earlier rounds. The repeated member gives the ratio of the speeds.
@@ -239,11 +239,12 @@ def _run(fresh: Sequence[Member], known: dict[Hashable, Trial], measure: Measure
     found = list(measure([*fresh, *([] if best is None else [best.member])]))
     speed = 1.0 if best is None else best.seconds / found[-1]
     known |= {
-        key_of(one): Trial(member=one, seconds=seconds * speed) for one, seconds in zip(fresh, found, strict=False)
+        key_of(one): MeasuredPlan(member=one, seconds=seconds * speed)
+        for one, seconds in zip(fresh, found, strict=False)
     }
 
 
-def _decided(schedule: Schedule) -> tuple[Hashable, ...]:
+def _decided(schedule: SubArraySchedule) -> tuple[Hashable, ...]:
     moved = (
         (
             frozenset(one.swaps.items()),
@@ -256,21 +257,21 @@ def _decided(schedule: Schedule) -> tuple[Hashable, ...]:
     return *moved, *(tuple(before or ()) for before in befores)
 
 
-def _sizes(member: Member) -> set[int]:
+def _sizes(member: PortfolioPlan) -> set[int]:
     return {size for part in member.parts for size in part.sizes}
 
 
-def _partition(member: Member) -> tuple[tuple[int, ...], ...]:
+def _partition(member: PortfolioPlan) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(part.sizes for part in member.parts))
 
 
-def _num_swaps(member: Member) -> int:
+def _num_swaps(member: PortfolioPlan) -> int:
     return sum(len(one.swaps) for part in member.parts for one in part.schedule.decisions)
 
 
-def _has_no_swaps(member: Member) -> bool:
+def _has_no_swaps(member: PortfolioPlan) -> bool:
     return not _num_swaps(member)
 
 
-def _moves_nothing(member: Member) -> bool:
+def _moves_nothing(member: PortfolioPlan) -> bool:
     return not any(one.swaps or one.recomputes for part in member.parts for one in part.schedule.decisions)

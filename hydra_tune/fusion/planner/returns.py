@@ -9,11 +9,11 @@ from bisect import bisect_left
 from collections.abc import Container
 
 from hydra_tune.fusion.planner.arrays import FeatureMap
-from hydra_tune.fusion.planner.memory import Memory, simulated
-from hydra_tune.fusion.planner.schedule import Schedule, Segment
+from hydra_tune.fusion.planner.memory import SegmentMemory, simulated
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, SubArraySchedule
 
 
-def absence(schedule: Schedule, side: int, one: FeatureMap, rank: int) -> tuple[int, int] | None:
+def absence(schedule: SubArraySchedule, side: int, one: FeatureMap, rank: int) -> tuple[int, int] | None:
     """Return the uses of a feature map before and after a backward operator, if the map may leave in between.
 
     None where the map may not leave, where the operator uses the map, and where the map is away already.
@@ -36,7 +36,9 @@ def absence(schedule: Schedule, side: int, one: FeatureMap, rank: int) -> tuple[
     return None if any(last <= left < need for left in known) else (last, need)
 
 
-def returned(schedule: Schedule, segment: Segment, memory: Memory, may_swap: Container[str]) -> Schedule | None:
+def returned(
+    schedule: SubArraySchedule, segment: ScheduleSegment, memory: SegmentMemory, may_swap: Container[str]
+) -> SubArraySchedule | None:
     """Return the schedule with one more map away at the peak; None where no map qualifies.
 
     Args:
@@ -67,7 +69,7 @@ def returned(schedule: Schedule, segment: Segment, memory: Memory, may_swap: Con
     return changed
 
 
-def _prompt(schedule: Schedule, segment: Segment, one: FeatureMap, last: int, need: int) -> int:
+def _prompt(schedule: SubArraySchedule, segment: ScheduleSegment, one: FeatureMap, last: int, need: int) -> int:
     """Return the rank before which the copy back begins, as in Algorithm C.
 
     The copy begins as many operators before the use as are needed to hide the copy, and as leave room for the map.

@@ -16,16 +16,16 @@ import torch
 from torch import fx, nn
 
 from hydra_tune.fusion.planner import nodes
-from hydra_tune.fusion.planner.instructions import Instruction, Kind
+from hydra_tune.fusion.planner.instructions import Instruction, InstructionKind
 from hydra_tune.fusion.planner.lowering import lowered
-from hydra_tune.fusion.planner.schedule import Schedule, Segment
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, SubArraySchedule
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.storages import overwritten, without_statistics
 from hydra_tune.fusion.planner.verify import verify_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
+class MergedGraph:
     """Graph of a segment.
 
     Attributes:
@@ -36,7 +36,7 @@ class Merged:
         owner: module that holds the constants.
     """
 
-    segment: Segment
+    segment: ScheduleSegment
     graph: fx.Graph
     outputs: tuple[str, ...]
     owner: nn.Module
@@ -51,7 +51,7 @@ def losses_of(side: int) -> str:
     return f"a{side}_losses"
 
 
-def rewritten(schedule: Schedule, steps: Sequence[StepGraph]) -> dict[Segment, Merged]:
+def rewritten(schedule: SubArraySchedule, steps: Sequence[StepGraph]) -> dict[ScheduleSegment, MergedGraph]:
     """Return the merged graphs of a schedule's segments and ends.
 
     Args:
@@ -61,20 +61,24 @@ def rewritten(schedule: Schedule, steps: Sequence[StepGraph]) -> dict[Segment, M
     left: dict[int, list[fx.Node]] = {}
     for side in range(len(steps)):
         # A backward alone shows the kept values that it needs; these become outputs of the forwards below.
-        backward = _Rewriter(schedule, steps, Segment(side, None), {})
+        backward = _MergedGraphRewriter(schedule, steps, ScheduleSegment(side, None), {})
         backward.merged()
         left[side] = backward.needed
     found = {}
     # The segments of a single sub-array are also its ends.
     for segment in dict.fromkeys((*schedule.segments, *schedule.ends)):
-        found[segment] = _Rewriter(schedule, steps, segment, left).merged()
+        found[segment] = _MergedGraphRewriter(schedule, steps, segment, left).merged()
         verify_graph(found[segment].graph)
     return found
 
 
-class _Rewriter:
+class _MergedGraphRewriter:
     def __init__(
-        self, schedule: Schedule, steps: Sequence[StepGraph], segment: Segment, left: dict[int, list[fx.Node]]
+        self,
+        schedule: SubArraySchedule,
+        steps: Sequence[StepGraph],
+        segment: ScheduleSegment,
+        left: dict[int, list[fx.Node]],
     ) -> None:
         self._schedule, self._steps, self._segment, self._left = schedule, steps, segment, left
         self._owner = nn.Module()
@@ -87,7 +91,7 @@ class _Rewriter:
         self._on_host: dict[str, fx.Node] = {}
         self.needed: list[fx.Node] = []
 
-    def merged(self) -> Merged:
+    def merged(self) -> MergedGraph:
         for one in lowered(self._schedule, self._segment):
             self._emit(one)
         outputs: dict[str, fx.Node] = {}
@@ -99,27 +103,27 @@ class _Rewriter:
             outputs |= {f"a{side}_{node.name}": self._new[side][node] for node in self._left.get(side, ())}
             outputs |= self._on_host
         self._graph.output(tuple(outputs.values()))
-        return Merged(segment=self._segment, graph=self._graph, outputs=tuple(outputs), owner=self._owner)
+        return MergedGraph(segment=self._segment, graph=self._graph, outputs=tuple(outputs), owner=self._owner)
 
     def _emit(self, one: Instruction) -> None:
         key = one.side, one.storage
-        if one.kind is Kind.RUN:
+        if one.kind is InstructionKind.RUN:
             step = self._steps[one.side]
             node = step.ops[step.num_forward + one.rank if one.is_backward else one.rank]
             self._new[one.side][node] = self._copy(node, one.side, "", lambda n: self._value(one.side, n))
-        elif one.kind is Kind.RERUN:
+        elif one.kind is InstructionKind.RERUN:
             self._emit_again(one)
-        elif one.kind is Kind.OFFLOAD:
+        elif one.kind is InstructionKind.OFFLOAD:
             target = nodes.offload_at_once if one.is_at_once else nodes.offload
             self._moving[key] = self._graph.call_function(target, (self._latest(one), f"a{one.side}_{one.storage}"))
-        elif one.kind is Kind.RELEASE:
+        elif one.kind is InstructionKind.RELEASE:
             made = self._graph.call_function(nodes.release, (self._moving.pop(key),))
             self._on_host[self._host_name(one)] = made
-        elif one.kind is Kind.PREFETCH:
+        elif one.kind is InstructionKind.PREFETCH:
             self._forget(one)
             back = nodes.prefetch_at_once if one.is_at_once else nodes.prefetch
             self._moving[key] = self._graph.call_function(back, (self._argument(self._host_name(one)),))
-        elif one.kind is Kind.ARRIVE:
+        elif one.kind is InstructionKind.ARRIVE:
             self._moving[key] = self._graph.call_function(nodes.arrived, (self._moving[key],))
         else:
             self._graph.call_function(nodes.delete, (self._latest(one),))

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_tune.fusion.planner.copies import Copies, copies_for
-from hydra_tune.fusion.planner.interpreter import Interpreter
-from hydra_tune.fusion.planner.rewrite import Merged, losses_of, rewritten
-from hydra_tune.fusion.planner.schedule import Schedule, Segment
+from hydra_tune.fusion.planner.copies import CopyEngine, copies_for
+from hydra_tune.fusion.planner.interpreter import MergedGraphInterpreter
+from hydra_tune.fusion.planner.rewrite import MergedGraph, losses_of, rewritten
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, SubArraySchedule
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.stopwatch import stopwatch_for
 
 _Arguments = Callable[[int], Mapping[str, Tensor]]
 
 
-class PlannedRun:
+class MergedGraphRunner:
     """Runs the merged graphs of a schedule.
 
     Args:
@@ -37,12 +37,12 @@ class PlannedRun:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: SubArraySchedule,
         steps: Sequence[StepGraph],
         device: torch.device,
         arguments: Sequence[_Arguments],
         draw: Callable[[int, int], Tensor],
-        merged: Mapping[Segment, Merged] | None = None,
+        merged: Mapping[ScheduleSegment, MergedGraph] | None = None,
     ) -> None:
         self.merged = rewritten(schedule, steps) if merged is None else merged
         # Host memory is looked up by the names that the rewriter writes into the offload nodes.
@@ -51,9 +51,11 @@ class PlannedRun:
             for side, step in enumerate(steps)
             for name in schedule.decisions[side].swaps
         }
-        self._copies: Copies = copies_for(device, sizes)
+        self._copies: CopyEngine = copies_for(device, sizes)
         self._watch = stopwatch_for(device, self._copies)
-        self._graphs = {one: Interpreter(graph, self._copies, draw, device) for one, graph in self.merged.items()}
+        self._graphs = {
+            one: MergedGraphInterpreter(graph, self._copies, draw, device) for one, graph in self.merged.items()
+        }
         self._arguments = arguments
         self._left: dict[str, Any] = {}
         self._begun = [0] * len(steps)
@@ -79,9 +81,9 @@ class PlannedRun:
         while self._ended != wanted:
             backward = next((s for s, n in enumerate(self._begun) if n > self._ended[s]), None)
             ready = [s for s, n in enumerate(self._begun) if n < wanted[s] and s != backward]
-            self.segment(Segment(backward, self._next(ready, backward)), take)
+            self.segment(ScheduleSegment(backward, self._next(ready, backward)), take)
 
-    def segment(self, segment: Segment, take: Callable[[int, int, Tensor], None] | None = None) -> None:
+    def segment(self, segment: ScheduleSegment, take: Callable[[int, int, Tensor], None] | None = None) -> None:
         """Run a merged graph; a graph that fails leaves neither values nor copies under way.
 
         Args:

@@ -20,7 +20,7 @@ LEAVES_AT = 1.3
 _LEAST_TURNS = 3
 
 
-class RunOff(Generic[Key]):
+class SpeedTournament(Generic[Key]):
     """State of a run-off: the candidate that is next, until the fastest is known.
 
         race = RunOff(["a", "b"])

@@ -7,13 +7,13 @@ segment gives a map away, and the backward in the other gets the map back.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hydra_tune.fusion.planner.arrays import Array, FeatureMap
+from hydra_tune.fusion.planner.arrays import FeatureMap, SubArrayProfile
 
 _EPSILON = 1e-12
 
 
 @dataclass(slots=True, kw_only=True)
-class Candidate:
+class FeatureMapCandidate:
     """A feature map that may be swapped or recomputed (Table B).
 
     Attributes:
@@ -48,7 +48,7 @@ class Candidate:
 
 
 @dataclass(slots=True)
-class Decisions:
+class SubArrayDecisions:
     """Decisions for a single sub-array.
 
     Attributes:
@@ -60,16 +60,16 @@ class Decisions:
     """
 
     swaps: dict[str, int] = field(default_factory=dict)
-    recomputes: dict[str, Candidate] = field(default_factory=dict)
+    recomputes: dict[str, FeatureMapCandidate] = field(default_factory=dict)
     slots: dict[int, float] = field(default_factory=dict)
     returns: dict[str, dict[int, int]] = field(default_factory=dict)
 
-    def copy(self) -> "Decisions":
+    def copy(self) -> "SubArrayDecisions":
         """Return a copy that may be changed."""
         # Later decisions change candidates in place (Algorithm E), so a copy needs candidates of its own.
         recomputes = {name: replace(one) for name, one in self.recomputes.items()}
         returns = {name: dict(each) for name, each in self.returns.items()}
-        return Decisions(dict(self.swaps), recomputes, dict(self.slots), returns)
+        return SubArrayDecisions(dict(self.swaps), recomputes, dict(self.slots), returns)
 
     def first_need(self, one: FeatureMap) -> int:
         """Rank of the first backward operator that needs a feature map, directly or for a recomputation."""
@@ -109,7 +109,7 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ScheduleSegment:
     """A merged graph.
 
     Attributes:
@@ -122,7 +122,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class SubArraySchedule:
     """Sub-arrays that run in turn on a device, and the decisions for each.
 
     Attributes:
@@ -131,36 +131,38 @@ class Schedule:
         limit_bytes: of the device's memory.
     """
 
-    arrays: tuple[Array, ...]
-    decisions: tuple[Decisions, ...]
+    arrays: tuple[SubArrayProfile, ...]
+    decisions: tuple[SubArrayDecisions, ...]
     limit_bytes: int
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
+    def segments(self) -> tuple[ScheduleSegment, ...]:
         """Segments that repeat: `[BW_0, FW_1]` and `[BW_1, FW_0]` of a pair, FW and BW of a single sub-array."""
         if len(self.arrays) == 1:
-            return (Segment(None, 0), Segment(0, None))
-        return (Segment(0, 1), Segment(1, 0))
+            return (ScheduleSegment(None, 0), ScheduleSegment(0, None))
+        return (ScheduleSegment(0, 1), ScheduleSegment(1, 0))
 
     @property
-    def ends(self) -> tuple[Segment, ...]:
+    def ends(self) -> tuple[ScheduleSegment, ...]:
         """Segments that begin and end a run: the first forward and the last backward of each sub-array, alone."""
-        return tuple(Segment(*ends) for side in range(len(self.arrays)) for ends in ((None, side), (side, None)))
+        return tuple(
+            ScheduleSegment(*ends) for side in range(len(self.arrays)) for ends in ((None, side), (side, None))
+        )
 
     @property
     def static_bytes(self) -> int:
         """Bytes that stay on the device."""
         return sum(array.static_bytes for array in self.arrays)
 
-    def segment_of(self, side: int) -> Segment:
+    def segment_of(self, side: int) -> ScheduleSegment:
         """Return the segment with a sub-array's backward."""
         return next(segment for segment in self.segments if segment.backward == side)
 
-    def copy(self) -> "Schedule":
+    def copy(self) -> "SubArraySchedule":
         """Return a copy whose decisions may be changed."""
         return replace(self, decisions=tuple(one.copy() for one in self.decisions))
 
-    def timed_by(self, arrays: tuple[Array, ...]) -> "Schedule":
+    def timed_by(self, arrays: tuple[SubArrayProfile, ...]) -> "SubArraySchedule":
         """Return the same decisions for arrays that differ only in their times.
 
         The slots keep their forward operators and get the new seconds.
@@ -182,7 +184,7 @@ class Schedule:
             found.decisions[segment.backward].slots = slots
         return found
 
-    def multiplexed(self, segment: Segment) -> dict[int, int] | None:
+    def multiplexed(self, segment: ScheduleSegment) -> dict[int, int] | None:
         """Rank of each backward operator with a slot -> number of forward operators that have run by then.
 
         None where the forward has too few operators to fill the slots.
@@ -203,7 +205,7 @@ class Schedule:
             found[rank] = done
         return found
 
-    def forward_before(self, segment: Segment) -> list[int] | None:
+    def forward_before(self, segment: ScheduleSegment) -> list[int] | None:
         """For each backward operator, the number of forward operators that run before it; None as in `multiplexed`."""
         multiplexed = self.multiplexed(segment)
         if multiplexed is None or segment.backward is None:
@@ -216,11 +218,13 @@ class Schedule:
         return found + [done] * (len(self.arrays[segment.backward].backward) - len(found))
 
 
-def undecided(arrays: tuple[Array, ...], limit_bytes: int) -> Schedule:
+def undecided(arrays: tuple[SubArrayProfile, ...], limit_bytes: int) -> SubArraySchedule:
     """Return a schedule that keeps everything and multiplexes no forward operator.
 
     Args:
         arrays: a single sub-array, or a pair.
         limit_bytes: of the device's memory.
     """
-    return Schedule(arrays=arrays, decisions=tuple(Decisions() for _ in arrays), limit_bytes=limit_bytes)
+    return SubArraySchedule(
+        arrays=arrays, decisions=tuple(SubArrayDecisions() for _ in arrays), limit_bytes=limit_bytes
+    )

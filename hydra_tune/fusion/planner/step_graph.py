@@ -20,21 +20,21 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.drawing import Noise
-from hydra_tune.fusion.planner.clipped import ClippedGradients, emitted
-from hydra_tune.fusion.planner.in_the_way import Calls, check_devices, told, value_draws
+from hydra_tune.fusion.drawing import HoistedDraw
+from hydra_tune.fusion.planner.clipped import ClippingNodeEmitter, emitted
+from hydra_tune.fusion.planner.in_the_way import OperatorCallRecorder, check_devices, told, value_draws
 from hydra_tune.fusion.planner.nodes import draw
-from hydra_tune.fusion.planner.storages import Seen, seen
+from hydra_tune.fusion.planner.storages import StorageAccessTable, seen
 from hydra_tune.fusion.planner.updates import TracedUpdate, UpdateTracer
-from hydra_tune.fusion.tracing import Traced, traced
-from hydra_tune.shard.compute import Operands
+from hydra_tune.fusion.tracing import JointTrace, traced
+from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.stochastic import draws_random_numbers
 
 _LIMITS = "limits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rate:
+class RateArgument:
     """Graph argument that carries a rate of the optimizer.
 
     Attributes:
@@ -78,10 +78,10 @@ class StepGraph:
     state: dict[str, str]
     constants: tuple[str, ...]
     moments: dict[tuple[str, str], str]
-    rates: dict[str, Rate]
+    rates: dict[str, RateArgument]
     limits: str | None = None
-    noise: tuple[Noise, ...]
-    seen: Seen
+    noise: tuple[HoistedDraw, ...]
+    seen: StorageAccessTable
 
     @property
     def ops(self) -> list[fx.Node]:
@@ -92,7 +92,7 @@ class StepGraph:
 def step_graph(
     run: Any,
     names: Sequence[str],
-    operands: Operands,
+    operands: ShardOperands,
     trains: Sequence[bool],
     count: int,
     tracer: UpdateTracer,
@@ -123,9 +123,9 @@ def step_graph(
     try:
         joint = traced(run, names, operands, trains, "loss", count, place=place)
     except Exception as error:
-        # The error rarely names the operator. A second trace under `Calls` fails in the same place, and the last call
-        # is the culprit.
-        calls = Calls()
+        # The error rarely names the operator. A second trace under `OperatorCallRecorder` fails in the same place, and
+        # the last call is the culprit.
+        calls = OperatorCallRecorder()
         with suppress(Exception), calls:
             traced(run, names, operands, trains, "loss", count, place=place)
         raise UnfusableError(
@@ -136,17 +136,17 @@ def step_graph(
         raise UnfusableError(
             f"it draws random numbers that depend on values ({draws}), which no graph can draw ahead; it runs unplanned"
         )
-    return _Builder(joint, names, operands, tracer, groups, is_clipped=is_clipped).built()
+    return _StepGraphBuilder(joint, names, operands, tracer, groups, is_clipped=is_clipped).built()
 
 
-class _Builder:
+class _StepGraphBuilder:
     """Builds a single graph from a traced forward and backward and the traced updates."""
 
     def __init__(
         self,
-        joint: Traced,
+        joint: JointTrace,
         names: Sequence[str],
-        operands: Operands,
+        operands: ShardOperands,
         tracer: UpdateTracer,
         groups: dict[str, int],
         *,
@@ -166,9 +166,9 @@ class _Builder:
         self._new: dict[fx.Node, fx.Node] = {}
         self._geometry: dict[str, Tensor] = {}
         self._moments: dict[tuple[str, str], str] = {}
-        self._rates: dict[str, Rate] = {}
+        self._rates: dict[str, RateArgument] = {}
         self._updates: dict[str, TracedUpdate] = {}
-        self._clipped: ClippedGradients | None = None
+        self._clipped: ClippingNodeEmitter | None = None
 
     def built(self) -> StepGraph:
         """Return the graph of the step."""
@@ -226,7 +226,7 @@ class _Builder:
                 self._moments[name, moment] = argument
                 self._argument(argument, like)
             for number in range(update.num_rates):
-                rate = Rate(group=group, number=number, dimensions=fake.dim(), dtype=fake.dtype)
+                rate = RateArgument(group=group, number=number, dimensions=fake.dim(), dtype=fake.dtype)
                 # Parameters of the same group, dimension count and dtype share an argument: the rate broadcasts to
                 # their shapes.
                 if rate not in self._rates.values():
@@ -238,12 +238,12 @@ class _Builder:
                     self._rates[argument] = rate
                     self._argument(argument, like)
 
-    def _clipping(self) -> ClippedGradients | None:
+    def _clipping(self) -> ClippingNodeEmitter | None:
         if not self._is_clipped or not self._updates:
             return None
         with self._mode:
             limits = torch.empty(self._count, dtype=torch.float64, device=self._fakes[0].device)
-        return ClippedGradients(self._graph, self._argument(_LIMITS, limits), tuple(self._groups), self._mode)
+        return ClippingNodeEmitter(self._graph, self._argument(_LIMITS, limits), tuple(self._groups), self._mode)
 
     def _drawn(self) -> list[Tensor]:
         with self._mode:
@@ -289,7 +289,7 @@ class _Builder:
             found.setdefault(soonest, []).insert(0, number)
         return found
 
-    def _facts(self) -> Seen:
+    def _facts(self) -> StorageAccessTable:
         """Storages that the nodes of the traced forward and backward make, read and overwrite."""
         geometry = {node.name: fake for node, fake in zip(self._old, self._fakes, strict=False)}
         geometry |= {n.name: drawn for n, drawn in zip(self._noise(), self._drawn(), strict=True)}
@@ -308,7 +308,7 @@ class _Builder:
         return found
 
     def _updates_after(
-        self, body: list[fx.Node], place: dict[fx.Node, int], gradients: dict[str, fx.Node], facts: Seen
+        self, body: list[fx.Node], place: dict[fx.Node, int], gradients: dict[str, fx.Node], facts: StorageAccessTable
     ) -> dict[int, list[tuple[str, fx.Node]]]:
         """Position -> updates emitted there, as pairs of parameter and gradient.
 

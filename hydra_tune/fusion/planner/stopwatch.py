@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 from hydra_tune.devices.stopwatch import CudaStopwatch
-from hydra_tune.fusion.planner.copies import Copies
+from hydra_tune.fusion.planner.copies import CopyEngine
 
 
-class Stopwatch(Protocol):
+class GraphStopwatch(Protocol):
     """Adds up the time of graphs."""
 
     def running(self) -> AbstractContextManager[None]:
@@ -22,7 +22,7 @@ class Stopwatch(Protocol):
         """Seconds in all."""
 
 
-def stopwatch_for(device: torch.device, copies: Copies) -> Stopwatch:
+def stopwatch_for(device: torch.device, copies: CopyEngine) -> GraphStopwatch:
     """Return the stopwatch of a device.
 
     Args:
@@ -39,13 +39,13 @@ class HostStopwatch:
         copies: made beside the computation.
     """
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
         self._seconds = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """As of `Stopwatch`."""
+        """As of `GraphStopwatch`."""
         began = time.thread_time() + self._copies.waited_seconds
         yield
         # Not in a `finally`: a graph that fails must not count.
@@ -53,5 +53,5 @@ class HostStopwatch:
 
     @property
     def seconds(self) -> float:
-        """As of `Stopwatch`."""
+        """As of `GraphStopwatch`."""
         return self._seconds

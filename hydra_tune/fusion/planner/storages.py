@@ -28,7 +28,7 @@ Layout = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StorageView:
     """Position of a tensor in its storage.
 
     Attributes:
@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StorageAccessTable:
     """Findings of the run, by node name; a storage bears the name of the node that makes it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Seen:
     reads: dict[str, tuple[str, ...]] = field(default_factory=dict)
     writes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, StorageView] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
 
 
@@ -76,7 +76,7 @@ def seen(
     drawn: Sequence[Tensor],
     mode: FakeTensorMode,
     layouts: Mapping[str, Layout] | None = None,
-) -> Seen:
+) -> StorageAccessTable:
     """Run a graph on tensors without bytes and record the storages of each node.
 
     Args:
@@ -87,7 +87,7 @@ def seen(
         mode: for tensors without bytes.
         layouts: strides of nodes whose results lie otherwise on the device than the traced operators say.
     """
-    found = Seen()
+    found = StorageAccessTable()
     named: dict[int, str] = {}
     values: dict[fx.Node, Any] = {}
     with mode, torch.no_grad():
@@ -182,7 +182,7 @@ def without_statistics(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if place in places else value for place, value in enumerate(args))
 
 
-def _note(found: Seen, named: dict[int, str], node: fx.Node, values: dict[fx.Node, Any]) -> None:
+def _note(found: StorageAccessTable, named: dict[int, str], node: fx.Node, values: dict[fx.Node, Any]) -> None:
     tensors = [leaf for leaf in tree_leaves(values[node]) if isinstance(leaf, Tensor)]
     made: list[str] = []
     own: list[str] = []
@@ -202,7 +202,7 @@ def _note(found: Seen, named: dict[int, str], node: fx.Node, values: dict[fx.Nod
     found.writes[node.name] = tuple(dict.fromkeys(written))
     if isinstance(values[node], Tensor):
         one: Tensor = values[node]
-        found.places[node.name] = Place(
+        found.places[node.name] = StorageView(
             storage=own[0],
             dtype=one.dtype,
             size=tuple(one.size()),

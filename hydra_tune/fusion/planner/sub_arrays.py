@@ -25,7 +25,7 @@ class SubArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class SubArrayPair:
     """Sub-arrays that run in turn: the backward of one with the forward of the other.
 
     Attributes:
@@ -81,7 +81,7 @@ def mixed_partitions(trials: Mapping[str, int]) -> Iterator[tuple[SubArray, ...]
             yield found
 
 
-def pairs(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) -> list[Pair]:
+def pairs(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) -> list[SubArrayPair]:
     """Pair the sub-arrays whose iterations take the closest times.
 
     Of an odd number of sub-arrays, the sub-array that fits worst stays without a partner.
@@ -92,11 +92,11 @@ def pairs(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) 
     """
     in_order = sorted(sub_arrays, key=lambda one: (seconds(one), one))
     if len(in_order) % 2 == 0:
-        return [Pair(a, b) for a, b in zip(in_order[::2], in_order[1::2], strict=True)]
+        return [SubArrayPair(a, b) for a, b in zip(in_order[::2], in_order[1::2], strict=True)]
     # Neighbours in order are the closest pairs, so the sub-array left out has an even number of others on either side.
     ways = [(in_order[:at] + in_order[at + 1 :], in_order[at]) for at in range(0, len(in_order), 2)]
     rest, left = min(ways, key=lambda way: _apart(way[0], seconds))
-    return [*pairs(rest, seconds), Pair(left, None)]
+    return [*pairs(rest, seconds), SubArrayPair(left, None)]
 
 
 def within(

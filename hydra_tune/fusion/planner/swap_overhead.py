@@ -27,14 +27,14 @@ Differs from the algorithm as printed:
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hydra_tune.fusion.planner.arrays import Op
-from hydra_tune.fusion.planner.memory import Memory, simulated
-from hydra_tune.fusion.planner.schedule import Candidate, Schedule, Segment
+from hydra_tune.fusion.planner.arrays import OperatorProfile
+from hydra_tune.fusion.planner.memory import SegmentMemory, simulated
+from hydra_tune.fusion.planner.schedule import FeatureMapCandidate, ScheduleSegment, SubArraySchedule
 
 _EPSILON = 1e-12
 
 
-class Case(StrEnum):
+class SwapCase(StrEnum):
     """Cases of the paper (§4.2.2)."""
 
     NO_OVERLAP = "1a"
@@ -45,7 +45,7 @@ class Case(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class SwapProposal:
     """A swap that the policy may take.
 
     Attributes:
@@ -58,12 +58,16 @@ class Proposal:
     seconds: float
     prompt: int
     slots: dict[int, float]
-    case: Case
+    case: SwapCase
 
 
 def swap_overhead(
-    schedule: Schedule, candidate: Candidate, *, is_interleaved: bool = True, before: Memory | None = None
-) -> Proposal:
+    schedule: SubArraySchedule,
+    candidate: FeatureMapCandidate,
+    *,
+    is_interleaved: bool = True,
+    before: SegmentMemory | None = None,
+) -> SwapProposal:
     """Return the proposal to swap a candidate, with its cost.
 
     Args:
@@ -72,15 +76,17 @@ def swap_overhead(
         is_interleaved: whether forward operators may be multiplexed.
         before: memory of the segment with the candidate's backward, without the swap, if known.
     """
-    return _Search(schedule, candidate, before).proposal(is_interleaved=is_interleaved)
+    return _SwapOverheadSearch(schedule, candidate, before).proposal(is_interleaved=is_interleaved)
 
 
-class _Search:
-    def __init__(self, schedule: Schedule, candidate: Candidate, before: Memory | None) -> None:
+class _SwapOverheadSearch:
+    def __init__(
+        self, schedule: SubArraySchedule, candidate: FeatureMapCandidate, before: SegmentMemory | None
+    ) -> None:
         self._candidate = candidate
         self._trial = schedule.copy()
         self._decided = self._trial.decisions[candidate.side]
-        self._segment: Segment = schedule.segment_of(candidate.side)
+        self._segment: ScheduleSegment = schedule.segment_of(candidate.side)
         self._array = schedule.arrays[candidate.side]
         self._access = self._decided.first_need(candidate.map)
         others = (
@@ -95,42 +101,44 @@ class _Search:
         self._decided.swaps[candidate.name] = self._access
         self._now = simulated(self._trial, self._segment)
 
-    def proposal(self, *, is_interleaved: bool) -> Proposal:
+    def proposal(self, *, is_interleaved: bool) -> SwapProposal:
         if self._candidate.name in self._array.at_once:
             # The computing thread makes both copies itself, so nothing runs beside them.
             both = self._candidate.map.out_seconds + self._candidate.map.in_seconds
-            return Proposal(seconds=both, prompt=self._access, slots=self._decided.slots, case=Case.NO_OVERLAP)
+            return SwapProposal(seconds=both, prompt=self._access, slots=self._decided.slots, case=SwapCase.NO_OVERLAP)
         found = self._beside(is_interleaved=is_interleaved)
         # A swap hands over two copies: to the host and back.
         return replace(found, seconds=found.seconds + 2 * self._array.hand_seconds)
 
-    def _beside(self, *, is_interleaved: bool) -> Proposal:
+    def _beside(self, *, is_interleaved: bool) -> SwapProposal:
         rest = self._candidate.map.in_seconds - self._decided.recompute_seconds(self._access, self._candidate.name)
         whole = rest
         if self._now.by_rank[self._access] > self._trial.limit_bytes:
             return self._without_overlap(rest)
         if is_interleaved:
             rest = self._add_forward(rest)
-        case = Case.FORWARD_ONLY
+        case = SwapCase.FORWARD_ONLY
         prompt = self._access
         if rest > _EPSILON:
             rest, prompt = self._walk_back(rest)
-            case = Case.MIXED if rest <= _EPSILON else Case.PARTIAL
+            case = SwapCase.MIXED if rest <= _EPSILON else SwapCase.PARTIAL
             if rest == whole:
                 return self._without_overlap(rest)
-        return Proposal(seconds=max(rest, 0.0), prompt=prompt, slots=self._decided.slots, case=case)
+        return SwapProposal(seconds=max(rest, 0.0), prompt=prompt, slots=self._decided.slots, case=case)
 
     @property
-    def _before(self) -> Memory:
+    def _before(self) -> SegmentMemory:
         if self._known is None:
             self._known = simulated(self._schedule, self._segment)
         return self._known
 
-    def _without_overlap(self, rest: float) -> Proposal:
+    def _without_overlap(self, rest: float) -> SwapProposal:
         """Case 1: the copy begins when the map is needed, or when another copy under way has ended."""
         in_flight = sum(self._remaining(prompt, need, name) for prompt, need, name in self._flights)
-        case = Case.NO_OVERLAP_CONFLICT if in_flight > _EPSILON else Case.NO_OVERLAP
-        return Proposal(seconds=max(rest, 0.0) + in_flight, prompt=self._access, slots=self._decided.slots, case=case)
+        case = SwapCase.NO_OVERLAP_CONFLICT if in_flight > _EPSILON else SwapCase.NO_OVERLAP
+        return SwapProposal(
+            seconds=max(rest, 0.0) + in_flight, prompt=self._access, slots=self._decided.slots, case=case
+        )
 
     def _remaining(self, prompt: int, need: int, name: str) -> float:
         """Seconds that another swap's copy still needs at this map's first use; 0 if that swap is not under way."""
@@ -163,7 +171,7 @@ class _Search:
             rest -= added
         return rest
 
-    def _covered(self, before: list[int], ops: tuple[Op, ...]) -> float:
+    def _covered(self, before: list[int], ops: tuple[OperatorProfile, ...]) -> float:
         first = before[self._access - 1] if self._access else 0
         return sum(op.seconds for op in ops[first : before[self._access]])
 
@@ -186,5 +194,5 @@ class _Search:
                 rest -= self._array.backward[prompt].seconds + self._decided.recompute_seconds(prompt)
         return rest, prompt
 
-    def _has_room(self, memory: Memory, rank: int) -> bool:
+    def _has_room(self, memory: SegmentMemory, rank: int) -> bool:
         return memory.by_rank[rank] + self._candidate.map.num_bytes <= self._trial.limit_bytes

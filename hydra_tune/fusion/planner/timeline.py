@@ -10,13 +10,13 @@ copy.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hydra_tune.fusion.planner.instructions import TICKS, Instruction, Kind, Stretch, ticks
+from hydra_tune.fusion.planner.instructions import TICKS, Instruction, InstructionKind, InstructionSlice, ticks
 from hydra_tune.fusion.planner.lowering import stretched
-from hydra_tune.fusion.planner.schedule import Schedule
+from hydra_tune.fusion.planner.schedule import SubArraySchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class StepTimeBreakdown:
     """Breakdown of the time of a step (the paper's Figure 9).
 
     Attributes:
@@ -42,8 +42,8 @@ class Times:
         """Share of the copies' time that is hidden; 1 without copies."""
         return 1.0 if not self.copies else max(0.0, 1.0 - self.stall / self.copies)
 
-    def __add__(self, other: "Times") -> "Times":
-        return Times(
+    def __add__(self, other: "StepTimeBreakdown") -> "StepTimeBreakdown":
+        return StepTimeBreakdown(
             compute=self.compute + other.compute,
             recompute=self.recompute + other.recompute,
             stall=self.stall + other.stall,
@@ -51,7 +51,7 @@ class Times:
         )
 
 
-def timed(pieces: Iterable[Instruction | Stretch], *, is_duplex: bool) -> Times:
+def timed(pieces: Iterable[Instruction | InstructionSlice], *, is_duplex: bool) -> StepTimeBreakdown:
     """Return the times of a list of instructions.
 
     Args:
@@ -60,21 +60,21 @@ def timed(pieces: Iterable[Instruction | Stretch], *, is_duplex: bool) -> Times:
     """
     # In ticks: sums of integers do not depend on how operators are grouped into stretches.
     now = compute = recompute = stall = copies = 0
-    free = {Kind.OFFLOAD: 0, Kind.PREFETCH: 0}
+    free = {InstructionKind.OFFLOAD: 0, InstructionKind.PREFETCH: 0}
     ends: dict[tuple[bool, int, str], int] = {}
     for one in pieces:
-        if isinstance(one, Stretch):
+        if isinstance(one, InstructionSlice):
             took = one.line.clock[one.end] - one.line.clock[one.begin]
             now += took
             compute, recompute = (compute, recompute + took) if one.line.is_again else (compute + took, recompute)
-        elif one.kind in (Kind.RUN, Kind.RERUN):
+        elif one.kind in (InstructionKind.RUN, InstructionKind.RERUN):
             took = ticks(one.seconds)
             now += took
-            if one.kind is Kind.RUN:
+            if one.kind is InstructionKind.RUN:
                 compute += took
             else:
                 recompute += took
-        elif one.kind in (Kind.OFFLOAD, Kind.PREFETCH):
+        elif one.kind in (InstructionKind.OFFLOAD, InstructionKind.PREFETCH):
             took, handing = ticks(one.seconds), ticks(one.hand_seconds)
             now += handing
             stall += handing
@@ -83,19 +83,21 @@ def timed(pieces: Iterable[Instruction | Stretch], *, is_duplex: bool) -> Times:
             # A copy that the computing thread has made itself has ended already, and uses no link.
             if not one.is_at_once:
                 # Without duplex, copies of both directions queue on a single link.
-                link = one.kind if is_duplex else Kind.OFFLOAD
+                link = one.kind if is_duplex else InstructionKind.OFFLOAD
                 free[link] = end = max(free[link], now) + took
-            ends[one.kind is Kind.PREFETCH, one.side, one.storage] = end
-        elif one.kind in (Kind.RELEASE, Kind.ARRIVE):
-            wait = max(0, ends[one.kind is Kind.ARRIVE, one.side, one.storage] - now)
+            ends[one.kind is InstructionKind.PREFETCH, one.side, one.storage] = end
+        elif one.kind in (InstructionKind.RELEASE, InstructionKind.ARRIVE):
+            wait = max(0, ends[one.kind is InstructionKind.ARRIVE, one.side, one.storage] - now)
             now += wait
             stall += wait
-    return Times(compute=compute / TICKS, recompute=recompute / TICKS, stall=stall / TICKS, copies=copies / TICKS)
+    return StepTimeBreakdown(
+        compute=compute / TICKS, recompute=recompute / TICKS, stall=stall / TICKS, copies=copies / TICKS
+    )
 
 
-def times_of(schedule: Schedule, *, is_duplex: bool) -> Times:
+def times_of(schedule: SubArraySchedule, *, is_duplex: bool) -> StepTimeBreakdown:
     """Return the times of a step of all sub-arrays of a schedule."""
-    found = Times()
+    found = StepTimeBreakdown()
     for segment in schedule.segments:
         found += timed(stretched(schedule, segment), is_duplex=is_duplex)
     return found

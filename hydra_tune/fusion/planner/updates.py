@@ -20,16 +20,16 @@ from typing_extensions import override
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.clipping import clip_
-from hydra_tune.fusion.flat import Flat, Layout, Numbers
+from hydra_tune.fusion.flat import FlatLayout, FlatTensor, Numbers
 from hydra_tune.fusion.optimizers import is_stackable
-from hydra_tune.fusion.rates import Rates
-from hydra_tune.fusion.updates import Run, update_of
+from hydra_tune.fusion.rates import MemberRates
+from hydra_tune.fusion.updates import StackedParameterUpdate, update_of
 
 _SWITCHES = ("nesterov", "centered", "decoupled_weight_decay")
 _SOME_NUMBER = 1.5  # stands for a rate where nothing is computed
 
 
-class _Nothing:
+class _UnreadTensor:
     """Stands for a tensor whose values nobody reads: every operation returns the same object."""
 
     def __getattr__(self, name: str) -> Callable[..., Self]:
@@ -45,26 +45,26 @@ class _Nothing:
         return _NOTHING
 
 
-_NOTHING: Any = _Nothing()
+_NOTHING: Any = _UnreadTensor()
 
 
-class _OneRun(Run):
+class _SingleParameterUpdate(StackedParameterUpdate):
     """Step of a single parameter with existing state; `ask` turns the members' numbers into rates."""
 
     def __init__(self, ask: Callable[[Sequence[float], Any], Any], *given: Any) -> None:
         self._ask = ask
         super().__init__(*given)
 
-    def numbers(self, key: Hashable, make: Callable[[Rates], Sequence[float]]) -> Numbers:
-        """As of `Run`, and never a constant; but a momentum that is 0 has no state and no operators."""
+    def numbers(self, key: Hashable, make: Callable[[MemberRates], Sequence[float]]) -> Numbers:
+        """As of `StackedParameterUpdate`, and never a constant; but a momentum that is 0 has no state and no operators."""
         (rates,) = self._rates
         values = rates.made(key, partial(make, rates))
         if key == "momentum" and not any(values) and not self.has("momentum_buffer"):
             return 0.0
         return self._asked(values)
 
-    def state(self, name: str, first: Callable[[], Numbers] = float) -> Flat:
-        """As of `Run`.
+    def state(self, name: str, first: Callable[[], Numbers] = float) -> FlatTensor:
+        """As of `StackedParameterUpdate`.
 
         Raises:
             UnfusableError: the step that was traced has no such state.
@@ -78,9 +78,9 @@ class _OneRun(Run):
         return _flat(self._states[0][name])
 
     @override
-    def like(self, whole: Tensor) -> Flat:
+    def like(self, whole: Tensor) -> FlatTensor:
         nothing: Any = whole
-        return Flat(whole, [] if isinstance(nothing, _Nothing) else self._layout.parts(whole))
+        return FlatTensor(whole, [] if isinstance(nothing, _UnreadTensor) else self._layout.parts(whole))
 
     def _beside(self, own: Sequence[tuple[float, ...]]) -> Any:
         return self._asked(own[0])
@@ -90,7 +90,7 @@ class _OneRun(Run):
         return found
 
 
-class _FirstRun(Run):
+class _FirstParameterUpdate(StackedParameterUpdate):
     """First step, which records the initial state."""
 
     def __init__(self, *given: Any) -> None:
@@ -98,7 +98,7 @@ class _FirstRun(Run):
         super().__init__(*given)
 
     @override
-    def state(self, name: str, first: Callable[[], Numbers] = float) -> Flat:
+    def state(self, name: str, first: Callable[[], Numbers] = float) -> FlatTensor:
         found = super().state(name, first)
         self.initial.setdefault(name, found.parts[0].clone())
         return found
@@ -133,7 +133,7 @@ class UpdateTracer:
         UnfusableError: the optimizers have no form for all members at once.
     """
 
-    def __init__(self, members: Sequence[Optimizer], rates: Sequence[Rates] | None = None) -> None:
+    def __init__(self, members: Sequence[Optimizer], rates: Sequence[MemberRates] | None = None) -> None:
         first = members[0]
         if not is_stackable(first):
             raise UnfusableError(
@@ -141,7 +141,7 @@ class UpdateTracer:
             )
         self.count = len(members)
         self._update = update_of(first)
-        own = [Rates([m.param_groups[g] for m in members]) for g in range(len(first.param_groups))]
+        own = [MemberRates([m.param_groups[g] for m in members]) for g in range(len(first.param_groups))]
         self._rates = own if rates is None else rates
         self._switches = [
             {name: bool(group[name]) for name in _SWITCHES if name in group} for group in first.param_groups
@@ -174,7 +174,7 @@ class UpdateTracer:
             given = iter(rest[len(names) :])
             layout = _layout(p)
             whole = gradient.new_empty(layout.size)  # a copy, because the step overwrites its gradient
-            flat = Flat(whole, layout.parts(whole))
+            flat = FlatTensor(whole, layout.parts(whole))
             flat.parts[0].copy_(gradient)
             for factor in factors:
                 clip_(flat.parts[0], factor)
@@ -233,8 +233,8 @@ class UpdateTracer:
         self,
         group: int,
         layout: Any,
-        p: Flat,
-        gradient: Flat,
+        p: FlatTensor,
+        gradient: FlatTensor,
         state: dict[str, Any],
         steps: Sequence[int],
         ask: Callable[[Sequence[float], Any], Any],
@@ -252,7 +252,7 @@ class UpdateTracer:
             self._switches[group],
             everybody,
         )
-        self._update(_OneRun(ask, *given))
+        self._update(_SingleParameterUpdate(ask, *given))
 
     def _first(self, group: int, p: Tensor) -> dict[str, Tensor]:
         self._rates[group].read()
@@ -269,7 +269,7 @@ class UpdateTracer:
             self._switches[group],
             [True] * self.count,
         )
-        run = _FirstRun(*given)
+        run = _FirstParameterUpdate(*given)
         self._update(run)
         return run.initial
 
@@ -280,15 +280,15 @@ class UpdateTracer:
         return self._names[group]
 
 
-def _layout(p: Tensor) -> Layout:
-    return Layout(offsets=(0,), size=p.numel(), geometry=((p.size(), p.stride()),))
+def _layout(p: Tensor) -> FlatLayout:
+    return FlatLayout(offsets=(0,), size=p.numel(), geometry=((p.size(), p.stride()),))
 
 
-def _flat(tensor: Any) -> Flat:
+def _flat(tensor: Any) -> FlatTensor:
     """Return a dense tensor as its numbers in the order in which they lie."""
-    if isinstance(tensor, _Nothing):
+    if isinstance(tensor, _UnreadTensor):
         nothing: Any = tensor
-        return Flat(nothing, [nothing])
+        return FlatTensor(nothing, [nothing])
     # Not `as_strided`: the offset of a parameter in its storage would become a number of the graph, and blocks move.
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return Flat((tensor if tensor.is_contiguous() else tensor.permute(order)).view(-1), [tensor])
+    return FlatTensor((tensor if tensor.is_contiguous() else tensor.permute(order)).view(-1), [tensor])

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from torch import fx
 
 from hydra_tune.fusion.planner import nodes
-from hydra_tune.fusion.planner.instructions import Instruction, Kind
+from hydra_tune.fusion.planner.instructions import Instruction, InstructionKind
 from hydra_tune.fusion.planner.lowering import copied, lowered
-from hydra_tune.fusion.planner.schedule import Schedule, Segment
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, SubArraySchedule
 
 
-def verify_schedule(schedule: Schedule) -> None:
+def verify_schedule(schedule: SubArraySchedule) -> None:
     """Verify all segments and ends of a schedule.
 
     Args:
@@ -26,7 +26,9 @@ def verify_schedule(schedule: Schedule) -> None:
         verify_instructions(schedule, segment, lowered(schedule, segment))
 
 
-def verify_instructions(schedule: Schedule, segment: Segment, instructions: Sequence[Instruction]) -> None:
+def verify_instructions(
+    schedule: SubArraySchedule, segment: ScheduleSegment, instructions: Sequence[Instruction]
+) -> None:
     """Verify that operators run once and in order, and read only storages that are on the device.
 
     Args:
@@ -37,9 +39,9 @@ def verify_instructions(schedule: Schedule, segment: Segment, instructions: Sequ
     Raises:
         AssertionError: an invariant does not hold.
     """
-    state = _State(schedule, segment)
+    state = _SegmentVerifier(schedule, segment)
     for one in instructions:
-        if one.kind in (Kind.RUN, Kind.RERUN):
+        if one.kind in (InstructionKind.RUN, InstructionKind.RERUN):
             state.runs(one)
         else:
             state.moves(one)
@@ -47,13 +49,16 @@ def verify_instructions(schedule: Schedule, segment: Segment, instructions: Sequ
     state.ends()
 
 
-class _State:
+class _SegmentVerifier:
     """Storages on the device and copies under way, instruction by instruction."""
 
-    def __init__(self, schedule: Schedule, segment: Segment) -> None:
+    def __init__(self, schedule: SubArraySchedule, segment: ScheduleSegment) -> None:
         self._schedule, self._segment = schedule, segment
         self._there: set[tuple[int, str]] = set()
-        self._moving: dict[Kind, set[tuple[int, str]]] = {Kind.OFFLOAD: set(), Kind.PREFETCH: set()}
+        self._moving: dict[InstructionKind, set[tuple[int, str]]] = {
+            InstructionKind.OFFLOAD: set(),
+            InstructionKind.PREFETCH: set(),
+        }
         self._done = {True: 0, False: 0}
         if segment.backward is not None:
             decided = schedule.decisions[segment.backward]
@@ -63,8 +68,10 @@ class _State:
     def runs(self, one: Instruction) -> None:
         """Check an operator: in its turn, and on storages that are on the device."""
         array = self._schedule.arrays[one.side]
-        op = array.backward[one.rank] if one.kind is Kind.RUN and one.is_backward else array.forward[one.rank]
-        if one.kind is Kind.RUN:
+        op = (
+            array.backward[one.rank] if one.kind is InstructionKind.RUN and one.is_backward else array.forward[one.rank]
+        )
+        if one.kind is InstructionKind.RUN:
             done = self._done[one.is_backward]
             assert one.rank == done, f"operator {one.rank} of {array.name} runs when {done} have run"
             self._done[one.is_backward] += 1
@@ -73,21 +80,23 @@ class _State:
             if name not in array.sizes or name in op.makes:
                 continue
             # A recomputation reads its own copy of a storage before the original, as in the merged graph.
-            names = [name] if one.kind is Kind.RUN else [copied(name, one.storage), name]
+            names = [name] if one.kind is InstructionKind.RUN else [copied(name, one.storage), name]
             found = [n for n in names if (one.side, n) in self._there]
             assert found, f"{one.kind} {one.rank} of {array.name} uses {name}, which is not there"
             # A copy to the host leaves the bytes readable, so only copies back are checked.
-            is_coming = (one.side, found[0]) in self._moving[Kind.PREFETCH]
+            is_coming = (one.side, found[0]) in self._moving[InstructionKind.PREFETCH]
             assert not is_coming, f"{one.kind} {one.rank} of {array.name} uses {name}, which is on its way"
 
     def moves(self, one: Instruction) -> None:
         """Check a copy, or the end of a copy."""
         key = (one.side, one.storage)
         if one.kind in self._moving:
-            assert one.kind is Kind.PREFETCH or key in self._there, f"{key} is sent away and is not there"
+            assert one.kind is InstructionKind.PREFETCH or key in self._there, f"{key} is sent away and is not there"
             self._moving[one.kind].add(key)
-        elif one.kind is not Kind.DELETE:
-            begun = self._moving[Kind.OFFLOAD if one.kind is Kind.RELEASE else Kind.PREFETCH]
+        elif one.kind is not InstructionKind.DELETE:
+            begun = self._moving[
+                InstructionKind.OFFLOAD if one.kind is InstructionKind.RELEASE else InstructionKind.PREFETCH
+            ]
             assert key in begun, f"{one.kind} of {key}, whose copy has not begun"
             begun.remove(key)
 

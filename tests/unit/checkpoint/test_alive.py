@@ -5,11 +5,11 @@ import sys
 
 import pytest
 
-from hydra_tune.checkpoint.alive import LifeSign, alone, forget, has_died
+from hydra_tune.checkpoint.alive import LivenessFile, alone, forget, has_died
 
 
 def test_one_lives_until_it_says_otherwise_or_cannot(tmp_path):
-    one, other = LifeSign(tmp_path / "signs"), LifeSign(tmp_path / "signs")
+    one, other = LivenessFile(tmp_path / "signs"), LivenessFile(tmp_path / "signs")
     assert not has_died(tmp_path / "signs", one.name)
     one.close(leaves=True)
     assert has_died(tmp_path / "signs", one.name)
@@ -22,7 +22,7 @@ def test_one_lives_until_it_says_otherwise_or_cannot(tmp_path):
 
 
 def test_of_another_folder_nothing_is_known(tmp_path):
-    sign = LifeSign(tmp_path / "signs")
+    sign = LivenessFile(tmp_path / "signs")
     sign.close(leaves=True)
     assert not has_died(tmp_path / "others", sign.name)
 

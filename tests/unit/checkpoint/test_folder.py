@@ -10,12 +10,14 @@ import torch
 
 from hydra_tune.checkpoint import files, folder
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
-from hydra_tune.checkpoint.saved import Saved
+from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, FileError
 
 
-def saved(number: int) -> Saved:
-    return Saved(facts={"number": number}, tensors={"a": torch.full((1000,), float(number))}, labels={"trial": "1"})
+def saved(number: int) -> CheckpointContent:
+    return CheckpointContent(
+        facts={"number": number}, tensors={"a": torch.full((1000,), float(number))}, labels={"trial": "1"}
+    )
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def written(tmp_path):
     return made.path
 
 
-def number_of(found: Saved) -> int:
+def number_of(found: CheckpointContent) -> int:
     assert found.tensors["a"].unique().tolist() == [found.facts["number"]]
     return found.facts["number"]
 
@@ -78,7 +80,7 @@ def test_damage_is_noticed_and_the_one_before_is_used(written, kind, damage, cap
 
 def test_every_flipped_bit_is_noticed(tmp_path):
     made = CheckpointFolder(tmp_path / "trial")
-    small = Saved(facts={"a": 1}, tensors={"t": torch.arange(3.0)}, labels={})
+    small = CheckpointContent(facts={"a": 1}, tensors={"t": torch.arange(3.0)}, labels={})
     made.write(small)
     made.close()
     for path in sorted(made.path.glob("0*")):

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from hydra_tune import TrainTask
-from hydra_tune.cli.board import Board
+from hydra_tune.cli.board import SweepProgressTracker
 from hydra_tune.cli.request import TrialRecord
 from hydra_tune.cli.spec import SweepSpec
-from hydra_tune.cli.sweep_model import Hydra
+from hydra_tune.cli.sweep_model import HydraSection
 from hydra_tune.errors import BudgetError
 from hydra_tune.observe.summary import to_json
-from hydra_tune.pool.meter import Meter
+from hydra_tune.pool.meter import UtilizationMeter
 from hydra_tune.pool.stats import DeviceStats, PoolStats
 from hydra_tune.schedule import POLICIES
 
@@ -46,7 +46,7 @@ def log():
 
 @pytest.fixture
 def board(log):
-    board = Board(SweepSpec(file="space.yaml", task="train:build", metric="train_loss"), log.append)
+    board = SweepProgressTracker(SweepSpec(file="space.yaml", task="train:build", metric="train_loss"), log.append)
     board.opened("study", (), 20)
     return board
 
@@ -81,7 +81,7 @@ def test_a_trial_that_is_left_is_shown_so_and_counted(board, log):
 
 
 def test_earlier_trials_are_there_and_do_not_count_as_failures():
-    board = Board(SweepSpec(file="space.yaml", task="train:build", metric="train_loss"), print)
+    board = SweepProgressTracker(SweepSpec(file="space.yaml", task="train:build", metric="train_loss"), print)
     earlier = tuple(TrialRecord(number=n, state="failed", value=None, params={}) for n in range(9))
     board.opened("study", earlier, 12)
     assert all(trial.earlier for trial in board.snapshot(stats()).trials)
@@ -136,7 +136,7 @@ def test_what_ended_the_sweep_is_kept(board):
 
 
 def test_busy_is_of_the_last_seconds_while_running_and_of_all_afterwards():
-    meter = Meter()
+    meter = UtilizationMeter()
     assert meter.lately(stats(elapsed=10.0, busy=10.0))[0].busy_share == 1.0
     assert meter.lately(stats(elapsed=12.0, busy=10.0))[0].busy_share == 0.0
     assert meter.lately(stats(elapsed=18.0, busy=13.0))[0].busy_share == pytest.approx(0.5)
@@ -145,7 +145,7 @@ def test_busy_is_of_the_last_seconds_while_running_and_of_all_afterwards():
 
 def test_a_warning_is_told_at_once_and_kept_for_the_summary():
     lines = []
-    board = Board(SweepSpec(file="space.yaml", task="train:build", metric="val_loss"), lines.append)
+    board = SweepProgressTracker(SweepSpec(file="space.yaml", task="train:build", metric="val_loss"), lines.append)
     board.warned("the pruner can prune nothing")
     assert lines == ["warning: the pruner can prune nothing"]
     view = board.snapshot(stats())
@@ -153,4 +153,4 @@ def test_a_warning_is_told_at_once_and_kept_for_the_summary():
 
 
 def test_the_sweep_file_knows_every_policy():
-    assert [Hydra(policy=name).policy for name in POLICIES] == list(POLICIES)
+    assert [HydraSection(policy=name).policy for name in POLICIES] == list(POLICIES)

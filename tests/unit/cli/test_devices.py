@@ -10,7 +10,7 @@ from rich.console import Console
 from hydra_tune.cli import main
 from hydra_tune.cli.devices import print_survey
 from hydra_tune.devices.link import LinkRates
-from hydra_tune.devices.survey import Crossing, FoundDevice, Survey
+from hydra_tune.devices.survey import DeviceSurvey, PeerPath, SurveyedDevice
 
 
 def ask(*arguments, **environment):
@@ -54,15 +54,15 @@ def test_what_makes_no_sense_is_refused(arguments, message):
 
 @pytest.mark.parametrize(("width", "num_rates"), [(80, 2), (160, 3)])
 def test_gpus_fit_with_nothing_cut(width, num_rates):
-    gpu = FoundDevice(
+    gpu = SurveyedDevice(
         name="cuda:0", model="NVIDIA H100 [80GB] HBM3", free_bytes=79 << 30, total_bytes=80 << 30, budget_bytes=72 << 30,
         compute_capability="9.0", rates=LinkRates(to_device=5.4e10, to_host=5.5e10, both_ways=1.1e11),
     )  # fmt: skip
     crossings = (
-        Crossing(source="cuda:0", target="cuda:1", is_direct=True, bytes_per_second=3.5e11),
-        Crossing(source="cuda:1", target="cuda:0", is_direct=False, bytes_per_second=None),
+        PeerPath(source="cuda:0", target="cuda:1", is_direct=True, bytes_per_second=3.5e11),
+        PeerPath(source="cuda:1", target="cuda:0", is_direct=False, bytes_per_second=None),
     )
-    found = Survey(devices=(gpu,), crossings=crossings, driver="570.1", notes=())
+    found = DeviceSurvey(devices=(gpu,), crossings=crossings, driver="570.1", notes=())
     console = Console(file=io.StringIO(), width=width)
     print_survey(console, found.to_json())
     text = console.file.getvalue()

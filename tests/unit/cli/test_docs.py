@@ -13,15 +13,22 @@ from hydra_tune.cli.plan import plan
 from hydra_tune.cli.simulate import simulate_command
 from hydra_tune.cli.sweep import sweep
 from hydra_tune.cli.sweep_file import read_sweep_file
-from hydra_tune.cli.sweep_model import PRUNING, Hydra, SweepModel
+from hydra_tune.cli.sweep_model import PRUNING, HydraSection, SweepFileDocument
 from hydra_tune.cli.trace import trace
 from hydra_tune.devices.link import LinkRates
-from hydra_tune.devices.survey import Crossing, FoundDevice, Survey
+from hydra_tune.devices.survey import DeviceSurvey, PeerPath, SurveyedDevice
 from hydra_tune.observe.figures import DeviceFigures, RunFigures
 from hydra_tune.observe.snapshot import SweepView
 from hydra_tune.observe.summary import to_json
 from hydra_tune.simulate import DeviceOutcome, Interval, SimulationResult
-from hydra_tune.simulate.profile import _Device, _Outage, _Profile, _Shard, _Slowdown, _Trial
+from hydra_tune.simulate.profile import (
+    _ProfileDevice,
+    _ProfileDocument,
+    _ProfileOutage,
+    _ProfileShard,
+    _ProfileSlowdown,
+    _ProfileTrial,
+)
 
 DOCS = Path(__file__).parents[3] / "docs"
 FILE = (DOCS / "sweep-file.md").read_text(encoding="utf-8")
@@ -35,7 +42,7 @@ def test_the_example_is_a_sweep_file(tmp_path):
     assert (spec.task, spec.run_cap, len(spec.parameters)) == ("train:build", 64, 5)
 
 
-@pytest.mark.parametrize("key", [*SweepModel.model_fields, *Hydra.model_fields, *DISTRIBUTIONS, *PRUNING])
+@pytest.mark.parametrize("key", [*SweepFileDocument.model_fields, *HydraSection.model_fields, *DISTRIBUTIONS, *PRUNING])
 def test_every_key_and_distribution_is_documented(key):
     assert f"`{key}`" in FILE or f"`{key}." in FILE
 
@@ -74,7 +81,7 @@ def test_every_key_of_a_simulation_is_documented():
 
 
 def test_every_key_of_a_survey_is_documented():
-    keys = [field.name for part in (Survey, FoundDevice, Crossing, LinkRates) for field in fields(part)]
+    keys = [field.name for part in (DeviceSurvey, SurveyedDevice, PeerPath, LinkRates) for field in fields(part)]
     assert [key for key in keys if f"`{key}`" not in CLI] == []
 
 
@@ -83,7 +90,9 @@ def test_every_key_of_a_trace_is_documented():
     assert [key for key in keys if f"`{key}`" not in CLI] == []
 
 
-@pytest.mark.parametrize("part", [_Profile, _Trial, _Shard, _Device, _Slowdown, _Outage])
+@pytest.mark.parametrize(
+    "part", [_ProfileDocument, _ProfileTrial, _ProfileShard, _ProfileDevice, _ProfileSlowdown, _ProfileOutage]
+)
 def test_every_key_of_a_profile_is_documented(part):
     page = (DOCS / "scheduling.md").read_text(encoding="utf-8")
     assert [key for key in part.model_fields if f"`{key}`" not in page and f'"{key}"' not in page] == []

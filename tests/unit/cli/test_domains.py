@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hydra_tune.cli.distributions import to_domain
-from hydra_tune.cli.domains import Choice, FloatRange, IntRange, grid_size, multiples_within
+from hydra_tune.cli.domains import ChoiceDomain, FloatDomain, IntDomain, grid_size, multiples_within
 from hydra_tune.errors import ConfigError
 from hydra_tune_optuna.sweep import suggest
 
@@ -107,15 +107,15 @@ def test_categorical(values, seed):
 
 
 def test_a_multiple_is_counted_in_decimal():
-    assert list(FloatRange(low=0.1, high=0.7, step=0.1).grid()) == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
-    assert FloatRange(low=0.1, high=9.0, log=True, multiple=0.1).settle(0.31) == 0.3
+    assert list(FloatDomain(low=0.1, high=0.7, step=0.1).grid()) == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    assert FloatDomain(low=0.1, high=9.0, log=True, multiple=0.1).settle(0.31) == 0.3
 
 
 def test_the_size_of_a_grid_counts_without_listing():
     parameters = {
-        "a": Choice(values=(1, 2)),
-        "b": IntRange(low=0, high=10, step=5),
-        "c": FloatRange(low=0.0, high=1e6, step=0.001),
-        "endless": FloatRange(low=0.0, high=1.0),
+        "a": ChoiceDomain(values=(1, 2)),
+        "b": IntDomain(low=0, high=10, step=5),
+        "c": FloatDomain(low=0.0, high=1e6, step=0.001),
+        "endless": FloatDomain(low=0.0, high=1.0),
     }
     assert grid_size(parameters) == 2 * 3 * (10**9 + 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hydra_tune.cli.interrupt import Stop, stops
+from hydra_tune.cli.interrupt import StopSignalHandler, stops
 from hydra_tune.interrupts import Terminated
 
 ERRORS = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated}
@@ -73,7 +73,7 @@ def test_elsewhere_than_in_the_main_thread_there_are_no_signals_to_hear():
 
     def elsewhere():
         with stops(600, lambda: None, lambda _name: None, lambda _why: None) as stop:
-            found.append((isinstance(stop, Stop), signal.getsignal(signal.SIGTERM)))
+            found.append((isinstance(stop, StopSignalHandler), signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=elsewhere)
     thread.start()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hydra_tune.cli.options import Overrides, check_saving, with_overrides
+from hydra_tune.cli.options import SweepFileOverrides, check_saving, with_overrides
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.errors import SweepFileError
 
@@ -20,13 +20,13 @@ SPEC = SweepSpec(
 
 
 def test_nothing_given_changes_nothing():
-    assert with_overrides(SPEC, Overrides()) == SPEC
+    assert with_overrides(SPEC, SweepFileOverrides()) == SPEC
 
 
 def test_what_is_given_replaces_what_was_written_and_its_place():
     spec = with_overrides(
         SPEC,
-        Overrides(
+        SweepFileOverrides(
             devices="cpu:1",
             device_memory="5MiB",
             max_concurrent=2,
@@ -56,17 +56,17 @@ def test_what_is_given_replaces_what_was_written_and_its_place():
 def test_a_sweep_must_end():
     endless = SweepSpec(file="space.yaml", task="train:build", metric="val_loss")
     with pytest.raises(SweepFileError, match=r"space\.yaml:1:1: run_cap is missing"):
-        with_overrides(endless, Overrides())
-    assert with_overrides(endless, Overrides(timeout_seconds=3.0)).run_cap is None
-    assert with_overrides(endless, Overrides(run_cap=1)).run_cap == 1
+        with_overrides(endless, SweepFileOverrides())
+    assert with_overrides(endless, SweepFileOverrides(timeout_seconds=3.0)).run_cap is None
+    assert with_overrides(endless, SweepFileOverrides(run_cap=1)).run_cap == 1
     grid = SweepSpec(file="space.yaml", task="train:build", metric="val_loss", method="grid")
-    assert with_overrides(grid, Overrides()).run_cap is None
+    assert with_overrides(grid, SweepFileOverrides()).run_cap is None
 
 
 def test_what_is_said_of_checkpoints_goes_before_the_file():
     written = replace(SPEC, checkpoint_dir="a", checkpoint_every="5min", stop_seconds=9.0)
-    assert with_overrides(written, Overrides()) == written
-    spec = with_overrides(written, Overrides(checkpoint_dir="b", checkpoint_every=7, stop_seconds=2.5))
+    assert with_overrides(written, SweepFileOverrides()) == written
+    spec = with_overrides(written, SweepFileOverrides(checkpoint_dir="b", checkpoint_every=7, stop_seconds=2.5))
     assert (spec.checkpoint_dir, spec.checkpoint_every, spec.stop_seconds) == ("b", 7, 2.5)
 
 

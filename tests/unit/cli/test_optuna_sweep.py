@@ -7,9 +7,9 @@ import optuna
 import pytest
 
 from hydra_tune.cli import tuners
-from hydra_tune.cli.domains import Choice, IntRange
+from hydra_tune.cli.domains import ChoiceDomain, IntDomain
 from hydra_tune.cli.request import SweepRequest, TrialRecord
-from hydra_tune.cli.spec import Pruning, SweepSpec
+from hydra_tune.cli.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError
 from hydra_tune_optuna.sweep import _num_left, make_pruner, make_sampler, run_sweep
 
@@ -31,7 +31,7 @@ def test_method_is_the_sampler_and_seed_its_seed(method, sampler):
 
 
 def test_grid_has_every_point():
-    domains = {"a": Choice(values=("x", "y")), "b": IntRange(low=0, high=4, step=2)}
+    domains = {"a": ChoiceDomain(values=("x", "y")), "b": IntDomain(low=0, high=4, step=2)}
     study = optuna.create_study(sampler=make_sampler(spec(method="grid", parameters=domains)))
     study.optimize(lambda trial: 0 * len(trial.suggest_categorical("a", ["x", "y"])) + trial.suggest_int("b", 0, 4))
     points = {(trial.params["a"], trial.params["b"]) for trial in study.trials}
@@ -43,22 +43,22 @@ def test_grid_has_every_point():
     [
         (None, optuna.pruners.NopPruner, {}),
         (
-            Pruning(type="hyperband", options={"min_iter": 2, "max_iter": 27, "eta": 3}),
+            PruningRule(type="hyperband", options={"min_iter": 2, "max_iter": 27, "eta": 3}),
             optuna.pruners.HyperbandPruner,
             {"_min_resource": 2, "_max_resource": 27, "_reduction_factor": 3},
         ),
         (
-            Pruning(type="hyperband", options={"min_iter": 1, "eta": 3}),
+            PruningRule(type="hyperband", options={"min_iter": 1, "eta": 3}),
             optuna.pruners.HyperbandPruner,
             {"_max_resource": "auto"},
         ),
         (
-            Pruning(type="successive_halving", options={"min_iter": 2, "eta": 4, "min_early_stopping_rate": 1}),
+            PruningRule(type="successive_halving", options={"min_iter": 2, "eta": 4, "min_early_stopping_rate": 1}),
             optuna.pruners.SuccessiveHalvingPruner,
             {"_min_resource": 2, "_reduction_factor": 4, "_min_early_stopping_rate": 1},
         ),
         (
-            Pruning(
+            PruningRule(
                 type="median",
                 options={"n_startup_trials": 1, "n_warmup_steps": 2, "interval_steps": 3, "n_min_trials": 4},
             ),
@@ -119,8 +119,13 @@ def test_there_has_to_be_something_to_go_on_with(tmp_path, made):
     [
         ({"run_cap": 8}, ["completed", "pruned", "failed"], 2, (4, 9)),
         ({"run_cap": 8}, ["completed"] * 7, 3, (0, 10)),
-        ({"method": "grid", "parameters": {"a": Choice(values=(1, 2, 3, 4))}}, ["failed"], 2, (1, 4)),
-        ({"method": "grid", "parameters": {"a": Choice(values=(1, 2, 3, 4))}, "run_cap": 3}, ["failed"], 2, (0, 3)),
+        ({"method": "grid", "parameters": {"a": ChoiceDomain(values=(1, 2, 3, 4))}}, ["failed"], 2, (1, 4)),
+        (
+            {"method": "grid", "parameters": {"a": ChoiceDomain(values=(1, 2, 3, 4))}, "run_cap": 3},
+            ["failed"],
+            2,
+            (0, 3),
+        ),
         ({}, ["completed"], 2, (None, None)),
     ],
 )

@@ -8,8 +8,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from hydra_tune.cli.options import Display
-from hydra_tune.cli.output import Output
+from hydra_tune.cli.options import DisplayOptions
+from hydra_tune.cli.output import SweepOutput
 from hydra_tune.observe.snapshot import SweepView, TrialView
 
 VIEW = SweepView(
@@ -36,7 +36,7 @@ def say(line):
 
 
 def test_json_is_alone_on_standard_output(capsys):
-    output = Output(Display(as_json=True))
+    output = SweepOutput(DisplayOptions(as_json=True))
     with output.quiet():
         say("while importing")
     with output.showing(lambda: VIEW):
@@ -49,7 +49,7 @@ def test_json_is_alone_on_standard_output(capsys):
 
 
 def test_without_a_terminal_there_are_lines(capsys):
-    output = Output(Display())
+    output = SweepOutput(DisplayOptions())
     with output.showing(lambda: VIEW):
         say("while building")
         output.log("trial 0  completed")
@@ -60,7 +60,7 @@ def test_without_a_terminal_there_are_lines(capsys):
 def test_a_terminal_without_the_live_view_has_lines(monkeypatch, live, term):
     monkeypatch.setenv("TERM", term)
     with redirect_stdout(Screen()) as terminal:
-        output = Output(Display(live=live))
+        output = SweepOutput(DisplayOptions(live=live))
         with output.showing(lambda: VIEW):
             output.log("trial 0  completed")
     assert terminal.getvalue() == "trial 0  completed\n"
@@ -78,7 +78,7 @@ def fill_and_fail():
 
 def test_what_is_printed_during_the_live_view_comes_after_it():
     with redirect_stdout(Screen()) as terminal, redirect_stderr(io.StringIO()) as errors:
-        output = Output(Display())
+        output = SweepOutput(DisplayOptions())
         with pytest.raises(KeyError), output.showing(lambda: VIEW):
             fill_and_fail()
         assert sys.stdout is terminal

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from hydra_tune.cli.plan_table import Planned, print_planned
+from hydra_tune.cli.plan_table import ConfigurationForecast, print_planned
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from tests.integration.test_forecast import noisy
 from tests.unit.pool.tasks import running
@@ -24,7 +24,7 @@ def forecast():
 
 def printed(forecast, width):
     stream = io.StringIO()
-    planned = [Planned(number=number, params={"lr": 0.1}, forecast=forecast) for number in (0, 111)]
+    planned = [ConfigurationForecast(number=number, params={"lr": 0.1}, forecast=forecast) for number in (0, 111)]
     print_planned(Console(file=stream, width=width), planned)
     return stream.getvalue().split("trial 111: ")[1].splitlines()[1:]
 

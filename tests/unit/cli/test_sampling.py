@@ -4,17 +4,17 @@ from collections import Counter
 
 import pytest
 
-from hydra_tune.cli.domains import Choice, FloatRange, IntRange
+from hydra_tune.cli.domains import ChoiceDomain, FloatDomain, IntDomain
 from hydra_tune.cli.sampling import grid, sample
 
 SPACE = {
-    "kind": Choice(values=("a", "b", "c")),
-    "fixed": Choice(values=(None,)),
-    "depth": IntRange(low=2, high=13, step=1),
-    "width": IntRange(low=16, high=1024, log=True),
-    "lr": FloatRange(low=1e-5, high=1e-1, log=True),
-    "rate": FloatRange(low=0.0, high=0.4, step=0.1),
-    "decay": FloatRange(low=0.0, high=1.0),
+    "kind": ChoiceDomain(values=("a", "b", "c")),
+    "fixed": ChoiceDomain(values=(None,)),
+    "depth": IntDomain(low=2, high=13, step=1),
+    "width": IntDomain(low=16, high=1024, log=True),
+    "lr": FloatDomain(low=1e-5, high=1e-1, log=True),
+    "rate": FloatDomain(low=0.0, high=0.4, step=0.1),
+    "decay": FloatDomain(low=0.0, high=1.0),
 }
 
 
@@ -51,13 +51,17 @@ def test_few_points_are_within(count):
 
 
 def test_multiples_are_kept():
-    space = {"lr": FloatRange(low=0.001, high=0.1, log=True, multiple=0.001)}
+    space = {"lr": FloatDomain(low=0.001, high=0.1, log=True, multiple=0.001)}
     for point in sample(space, 10, seed=0):
         assert point["lr"] * 1000 == pytest.approx(round(point["lr"] * 1000))
 
 
 def test_a_grid_has_every_combination_once_and_the_last_parameter_in_turn_first():
-    parameters = {"batch": Choice(values=(8, 16)), "depth": IntRange(low=1, high=3), "data": Choice(values=(None,))}
+    parameters = {
+        "batch": ChoiceDomain(values=(8, 16)),
+        "depth": IntDomain(low=1, high=3),
+        "data": ChoiceDomain(values=(None,)),
+    }
     found = grid(parameters)
     assert found[:2] == [{"batch": 8, "depth": 1, "data": None}, {"batch": 8, "depth": 2, "data": None}]
     assert len(found) == len({tuple(point.items()) for point in found}) == 6

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hydra_tune.cli.domains import Choice, FloatRange
+from hydra_tune.cli.domains import ChoiceDomain, FloatDomain
 from hydra_tune.cli.settings import with_settings
 from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.errors import SweepFileError
@@ -12,10 +12,10 @@ SPEC = SweepSpec(
     task="train:build",
     metric="val_loss",
     parameters={
-        "lr": FloatRange(low=1e-4, high=0.1, log=True),
-        "width": Choice(values=(64, 128)),
-        "data": Choice(values=(None,)),
-        "epochs": Choice(values=(8,)),
+        "lr": FloatDomain(low=1e-4, high=0.1, log=True),
+        "width": ChoiceDomain(values=(64, 128)),
+        "data": ChoiceDomain(values=(None,)),
+        "epochs": ChoiceDomain(values=(8,)),
     },
     places={"parameters.lr": "space.yaml:6:3", "parameters.width": "space.yaml:7:3"},
 )
@@ -51,7 +51,7 @@ def test_nothing_set_changes_nothing():
 )
 def test_values_are_read_as_in_the_file(setting, value):
     given = with_settings(SPEC, (setting,)).parameters["data"]
-    assert given == Choice(values=(value,))
+    assert given == ChoiceDomain(values=(value,))
     assert type(given.values[0]) is type(value)
 
 

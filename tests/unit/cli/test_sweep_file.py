@@ -6,8 +6,8 @@ from textwrap import dedent
 
 import pytest
 
-from hydra_tune.cli.domains import Choice, FloatRange, IntRange
-from hydra_tune.cli.spec import Pruning
+from hydra_tune.cli.domains import ChoiceDomain, FloatDomain, IntDomain
+from hydra_tune.cli.spec import PruningRule
 from hydra_tune.cli.sweep_file import read_sweep_file
 from hydra_tune.errors import SweepFileError
 
@@ -81,14 +81,14 @@ def test_a_whole_file(read):
     assert (spec.name, spec.task, spec.method, spec.run_cap, spec.seed) == ("vit", "train:build", "random", 16, 7)
     assert (spec.metric, spec.goal) == ("val_acc", "maximize")
     assert spec.parameters == {
-        "lr": FloatRange(low=1e-5, high=0.1, log=True),
-        "width": Choice(values=(64, 128)),
-        "heads": Choice(values=(4,)),
-        "layers": IntRange(low=1, high=6),
-        "dropout": FloatRange(low=0.0, high=0.5),
-        "act": Choice(values=("relu", None, True, 0.5)),
+        "lr": FloatDomain(low=1e-5, high=0.1, log=True),
+        "width": ChoiceDomain(values=(64, 128)),
+        "heads": ChoiceDomain(values=(4,)),
+        "layers": IntDomain(low=1, high=6),
+        "dropout": FloatDomain(low=0.0, high=0.5),
+        "act": ChoiceDomain(values=("relu", None, True, 0.5)),
     }
-    assert spec.pruning == Pruning(type="hyperband", options={"min_iter": 2, "eta": 4, "max_iter": 27})
+    assert spec.pruning == PruningRule(type="hyperband", options={"min_iter": 2, "eta": 4, "max_iter": 27})
     assert spec.engine == {
         "devices": "cpu:2",
         "device_memory": "11GiB",
@@ -143,27 +143,27 @@ def test_the_name_is_the_study_unless_there_is_another(read):
 @pytest.mark.parametrize(
     ("entry", "domain"),
     [
-        ("{value: 3}", Choice(values=(3,))),
-        ("{value: null}", Choice(values=(None,))),
-        ("{value: yes}", Choice(values=(True,))),
-        ("{distribution: constant, value: a}", Choice(values=("a",))),
-        ("{values: [1]}", Choice(values=(1,))),
-        ("{min: 1, max: 3}", IntRange(low=1, high=3)),
-        ("{min: -3, max: 3.0}", FloatRange(low=-3.0, high=3.0)),
-        ("{distribution: uniform, min: 0, max: 1}", FloatRange(low=0.0, high=1.0)),
-        ("{distribution: int_uniform, min: 0, max: 9}", IntRange(low=0, high=9)),
-        ("{distribution: q_uniform, min: 16, max: 64, q: 16}", IntRange(low=16, high=64, step=16)),
-        ("{distribution: q_uniform, min: 0, max: 10}", IntRange(low=0, high=10)),
-        ("{distribution: q_uniform, min: 0.05, max: 0.5, q: 0.1}", FloatRange(low=0.1, high=0.5, step=0.1)),
-        ("{min: 10, max: 40, q: 16}", IntRange(low=16, high=32, step=16)),
-        ("{distribution: log_uniform_values, min: 1e-6, max: 1}", FloatRange(low=1e-6, high=1.0, log=True)),
-        ("{distribution: log_uniform, min: -2, max: 0}", FloatRange(low=math.exp(-2), high=1.0, log=True)),
-        ("{distribution: q_log_uniform_values, min: 1, max: 512}", IntRange(low=1, high=512, log=True)),
+        ("{value: 3}", ChoiceDomain(values=(3,))),
+        ("{value: null}", ChoiceDomain(values=(None,))),
+        ("{value: yes}", ChoiceDomain(values=(True,))),
+        ("{distribution: constant, value: a}", ChoiceDomain(values=("a",))),
+        ("{values: [1]}", ChoiceDomain(values=(1,))),
+        ("{min: 1, max: 3}", IntDomain(low=1, high=3)),
+        ("{min: -3, max: 3.0}", FloatDomain(low=-3.0, high=3.0)),
+        ("{distribution: uniform, min: 0, max: 1}", FloatDomain(low=0.0, high=1.0)),
+        ("{distribution: int_uniform, min: 0, max: 9}", IntDomain(low=0, high=9)),
+        ("{distribution: q_uniform, min: 16, max: 64, q: 16}", IntDomain(low=16, high=64, step=16)),
+        ("{distribution: q_uniform, min: 0, max: 10}", IntDomain(low=0, high=10)),
+        ("{distribution: q_uniform, min: 0.05, max: 0.5, q: 0.1}", FloatDomain(low=0.1, high=0.5, step=0.1)),
+        ("{min: 10, max: 40, q: 16}", IntDomain(low=16, high=32, step=16)),
+        ("{distribution: log_uniform_values, min: 1e-6, max: 1}", FloatDomain(low=1e-6, high=1.0, log=True)),
+        ("{distribution: log_uniform, min: -2, max: 0}", FloatDomain(low=math.exp(-2), high=1.0, log=True)),
+        ("{distribution: q_log_uniform_values, min: 1, max: 512}", IntDomain(low=1, high=512, log=True)),
         (
             "{distribution: q_log_uniform_values, min: 8, max: 512, q: 8}",
-            FloatRange(low=8.0, high=512.0, log=True, multiple=8.0),
+            FloatDomain(low=8.0, high=512.0, log=True, multiple=8.0),
         ),
-        ("{distribution: q_log_uniform, min: 0, max: 2}", IntRange(low=1, high=7, log=True)),
+        ("{distribution: q_log_uniform, min: 0, max: 2}", IntDomain(low=1, high=7, log=True)),
     ],
 )
 def test_each_distribution(read, entry, domain):
@@ -438,7 +438,7 @@ def test_all_problems_are_told_at_once_in_the_order_of_the_file(problems):
 
 def test_merged_maps_may_be_overridden_and_used_again(read):
     spec = read(GOOD + "parameters:\n  a: &base {min: 1, max: 3}\n  b: &next {<<: *base, max: 5}\n  c: *next\n")
-    assert spec.parameters["b"] == spec.parameters["c"] == IntRange(low=1, high=5)
+    assert spec.parameters["b"] == spec.parameters["c"] == IntDomain(low=1, high=5)
 
 
 def test_aliases_that_multiply_are_refused(problems):

@@ -29,7 +29,7 @@ def device(gpus):
 
 @pytest.fixture
 def planned(device):
-    return copies.CudaCopies(device.torch_device, {"map": SIZE, "other": SIZE})
+    return copies.CudaCopyEngine(device.torch_device, {"map": SIZE, "other": SIZE})
 
 
 def host(device, value=0):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cuda import CudaDevice
-from hydra_tune.devices.device import Reach
+from hydra_tune.devices.device import DeviceCopyRoute
 from tests.support.streams import HASTES, Gpus
 
 SIZE = 64
@@ -96,7 +96,7 @@ def test_a_copy_is_over_when_its_bytes_are_there(device):
 def test_what_is_taken_over_is_what_its_device_has_computed_to_memory_that_is_free(gpus, opened, other, takes_over):
     """Of another GPU, and of another device on the same one; the source is given up right after."""
     source, target = opened(), opened(*other)
-    assert target.reach(source) is Reach.NEAR
+    assert target.reach(source) is DeviceCopyRoute.NEAR
     with gpus.computing_on(source._compute):
         data = on(source, 1)
         data.add_(torch.ones(SIZE, dtype=torch.uint8))

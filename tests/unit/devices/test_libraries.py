@@ -7,7 +7,7 @@ import torch
 
 from hydra_tune.devices import caps, libraries
 from hydra_tune.devices.cuda import CudaDevice
-from hydra_tune.devices.libraries import LIBRARY_BYTES, CudaLibraries, Room
+from hydra_tune.devices.libraries import LIBRARY_BYTES, CudaUnitMemory, LedgerAllowance
 from tests.support.streams import LATE, Gpus
 
 GIB = 1 << 30
@@ -47,30 +47,30 @@ def gpu(monkeypatch):
 
 
 def test_what_libraries_take_beyond_their_reserve_is_taken_from_the_pool(gpu):
-    found = CudaLibraries(GPU, BUDGET, gives_back=True)
-    assert found.room(gpu.after(30 * GIB, 9 * GIB)) == Room(limit_bytes=67 * GIB, gain_bytes=0)
+    found = CudaUnitMemory(GPU, BUDGET, gives_back=True)
+    assert found.room(gpu.after(30 * GIB, 9 * GIB)) == LedgerAllowance(limit_bytes=67 * GIB, gain_bytes=0)
 
 
 def test_memory_that_is_gone_beside_the_allocator_counts_as_well(gpu):
     """Of 79 GiB that there were, 2 are others' tensors, 1 is a workspace, and 12 are not free any more."""
-    found = CudaLibraries(GPU, BUDGET, gives_back=True)
+    found = CudaUnitMemory(GPU, BUDGET, gives_back=True)
     assert found.room(gpu.after(30 * GIB, GIB, outside=12 * GIB)).limit_bytes == 64 * GIB
 
 
 def test_half_of_what_the_reserve_has_too_much_comes_back(gpu):
-    found = CudaLibraries(GPU, BUDGET, gives_back=True).room(gpu.after(30 * GIB, 2 * GIB))
-    assert found == Room(limit_bytes=74 * GIB, gain_bytes=GIB)
-    small = CudaLibraries(GPU, BUDGET, gives_back=True).room(gpu.after(30 * GIB, 0))
+    found = CudaUnitMemory(GPU, BUDGET, gives_back=True).room(gpu.after(30 * GIB, 2 * GIB))
+    assert found == LedgerAllowance(limit_bytes=74 * GIB, gain_bytes=GIB)
+    small = CudaUnitMemory(GPU, BUDGET, gives_back=True).room(gpu.after(30 * GIB, 0))
     assert small.gain_bytes == (6 * GIB - LIBRARY_BYTES) // 2
 
 
 def test_a_budget_that_the_user_has_chosen_does_not_grow(gpu):
-    found = CudaLibraries(GPU, BUDGET, gives_back=False)
+    found = CudaUnitMemory(GPU, BUDGET, gives_back=False)
     assert found.room(gpu.after(30 * GIB, 2 * GIB)).gain_bytes == 0
 
 
 def test_the_largest_workspaces_so_far_count_and_no_unit_that_took_less_than_its_pilot_said(gpu):
-    found = CudaLibraries(GPU, BUDGET, gives_back=True)
+    found = CudaUnitMemory(GPU, BUDGET, gives_back=True)
     assert found.room(gpu.after(30 * GIB, -GIB)).limit_bytes == 76 * GIB
     assert found.room(gpu.after(30 * GIB, 3 * GIB)).limit_bytes == 73 * GIB
     assert found.room(gpu.after(30 * GIB, GIB)).limit_bytes == 73 * GIB

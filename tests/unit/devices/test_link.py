@@ -3,7 +3,7 @@
 import pytest
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.link import Link, link_of
+from hydra_tune.devices.link import LinkCostModel, link_of
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_memory_is_faster_and_a_faster_link_no_faster_than_it(device):
 
 
 def test_copies_take_bytes_and_blocks():
-    assert Link(bytes_per_second=100.0, seconds_per_block=0.5).seconds(200, 3) == 2 + 1.5
+    assert LinkCostModel(bytes_per_second=100.0, seconds_per_block=0.5).seconds(200, 3) == 2 + 1.5
 
 
 def test_a_device_that_is_no_cpu_tells_nothing():

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.link import Link
+from hydra_tune.devices.link import LinkCostModel
 from hydra_tune.devices.weightless import WeightlessDevice
 
 SECOND = [(torch.empty(100, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8))]
-LINK = Link(bytes_per_second=100.0)
+LINK = LinkCostModel(bytes_per_second=100.0)
 
 
 @pytest.fixture(params=[None, 100.0], ids=["own threads", "one link"])

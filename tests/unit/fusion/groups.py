@@ -11,14 +11,14 @@ from hydra_tune import TrainTask, train_plain
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.fusion.group import GroupTrial
 from hydra_tune.fusion.key import fusion_key
-from hydra_tune.fusion.member import Member
-from hydra_tune.fusion.plans import GroupPlans
-from hydra_tune.fusion.seat import Seat
+from hydra_tune.fusion.member import MemberTrial
+from hydra_tune.fusion.plans import GroupPlanFactory
+from hydra_tune.fusion.seat import GroupSlot
 from hydra_tune.memory.pager import Pager
-from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.trial import Report, run_unit
+from hydra_tune.train.trial import PendingReport, run_unit
 from tests.parity.models import CNN, GPT2, MLP, ViT, build
 
 EPOCHS = {"mlp": 10, "cnn": 10, "vit": 5, "gpt2": 10}  # of 50 steps
@@ -69,29 +69,29 @@ class Run:
         device=None,
     ):
         self.device = device or CpuDevice(0, 1 << 30)
-        budget = Budget(
+        budget = ShardPlanConstraints(
             budget_bytes=1 << 30, buffer_fraction=0.0, alignment=self.device.alignment, num_shards=num_shards
         )
         self.library = library = PlanLibrary(budget)
         self.pager = Pager(self.device, None)
-        members = [Member(task, library, self.device) for task in tasks]
+        members = [MemberTrial(task, library, self.device) for task in tasks]
         self.keys = [fusion_key(member.task, *member.built()) for member in members]
         for member, key in zip(members, self.keys, strict=True):
             member.architecture = key.architecture
-        self.seats = seats or [Seat(member, waits=waits) for member in members]
+        self.seats = seats or [GroupSlot(member, waits=waits) for member in members]
         self.waits = waits
         self.later = list(later)
-        self.gone: list[Seat] = []
+        self.gone: list[GroupSlot] = []
         self.back = back
-        self.all_ended: list[Seat] = []
+        self.all_ended: list[GroupSlot] = []
         self.units: list[str] = []
         self.sizes: list[int] = []
-        self.trial = GroupTrial(list(self.seats), GroupPlans(library), library, self.device, self, most=most)
+        self.trial = GroupTrial(list(self.seats), GroupPlanFactory(library), library, self.device, self, most=most)
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)
             while (step := self.trial.advance()) is not None:
-                if isinstance(step, Report):
+                if isinstance(step, PendingReport):
                     self._answer(answer)
                     continue
                 assert isinstance(step, PendingUnit)
@@ -127,7 +127,7 @@ class Run:
             seat.is_paused = False
             coming.append(seat)
         while self.later and len(coming) < free and (ends or self.later[0][0] <= len(self.units)):
-            seat = Seat(Member(self.later.pop(0)[1], self.library, self.device), waits=self.waits)
+            seat = GroupSlot(MemberTrial(self.later.pop(0)[1], self.library, self.device), waits=self.waits)
             self.seats.append(seat)
             coming.append(seat)
         return coming

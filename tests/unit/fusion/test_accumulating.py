@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import BadLossError
-from hydra_tune.fusion.tracing import Traced
+from hydra_tune.fusion.tracing import JointTrace
 from tests.unit.fusion.groups import Run, assert_as_plain, double_task
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -153,7 +153,7 @@ def test_a_step_that_is_not_traced_is_the_same(monkeypatch):
     monkeypatch.setattr("hydra_tune.fusion.plans.trace_step", lambda *_: False)
     tasks = [small(seed=s, train=data(26 - 8 * s)) for s in range(2)]
     ran = []
-    monkeypatch.setattr(Traced, "run", lambda *_, **__: ran.append(None))
+    monkeypatch.setattr(JointTrace, "run", lambda *_, **__: ran.append(None))
     assert_all_as_plain(Run(tasks), tasks)
     assert not ran
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError
-from hydra_tune.fusion.captures import Captures, Course
+from hydra_tune.fusion.captures import GraphReplayPolicy, GroupCaptureCache
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.gate import GATE
 from tests.unit.fusion.groups import Run, assert_as_plain
@@ -89,7 +89,7 @@ def recorded(tasks, recorder, between=None, device=None):
 
     def before(run, _unit):
         if not run.trial.records:
-            run.trial.records, run.trial.captures = True, Captures(recorder)
+            run.trial.records, run.trial.captures = True, GroupCaptureCache(recorder)
         if between is not None:
             between(run)
 
@@ -181,7 +181,7 @@ def test_a_step_that_cannot_be_recorded_runs_as_it_is(spoil, why, caplog):
 
 
 def test_a_course_records_what_has_stayed_and_gives_up_what_does_not():
-    course = Course()
+    course = GraphReplayPolicy()
     assert [course.next(1), course.next(1)] == ["run", "record"]
     course.recorded()
     assert [course.next(1), course.next(1)] == ["replay", "replay"]

@@ -2,13 +2,13 @@
 
 import pytest
 
-from hydra_tune.fusion.choice import LEAST_GAIN, Timing, chosen_size, next_size, sizes, why
+from hydra_tune.fusion.choice import LEAST_GAIN, FusionStepTimes, chosen_size, next_size, sizes, why
 
 MANY = 1e9
 
 
 def timing(alone=1.0, drawing=0.0, **groups):
-    return Timing(
+    return FusionStepTimes(
         alone_seconds=alone,
         drawing_seconds=drawing,
         group_seconds={int(name.removeprefix("n")): seconds for name, seconds in groups.items()},

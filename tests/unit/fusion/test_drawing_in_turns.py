@@ -10,9 +10,9 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 from hydra_tune import TrainTask
-from hydra_tune.fusion.drawing import Noise, TurnsGenerator, draw_all, dropout_mask
+from hydra_tune.fusion.drawing import HoistedDraw, TurnTakingGenerator, draw_all, dropout_mask
 from hydra_tune.memory.pager import Pager
-from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import Trial, run_unit
@@ -68,7 +68,9 @@ def task(seed, kind=Drops, **changes):
 def alone(described, num_shards=None):
     """The trial by itself on such a device: its losses and weights."""
     device = TurnsDevice(0, 1 << 30)
-    budget = Budget(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=device.alignment, num_shards=num_shards)
+    budget = ShardPlanConstraints(
+        budget_bytes=1 << 30, buffer_fraction=0.0, alignment=device.alignment, num_shards=num_shards
+    )
     trial, pager = Trial(described, PlanLibrary(budget), device, may_run_own_code=False), Pager(device)
     with torch.random.fork_rng(devices=[]), device.worker():
         while (unit := trial.advance()) is not None:
@@ -119,7 +121,7 @@ def test_one_that_ends_draws_no_more_and_leaves_the_others_masks_alone():
 
 def turns(seeds, active=None, probabilities=None):
     states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
-    return TurnsGenerator(states, OneGenerator(), active or [True] * len(seeds), probabilities or {})
+    return TurnTakingGenerator(states, OneGenerator(), active or [True] * len(seeds), probabilities or {})
 
 
 def noise(**changes):
@@ -130,7 +132,7 @@ def noise(**changes):
         "dtype": torch.float32,
         "arguments": (0.7,),
     }
-    return Noise(**(arguments | changes))
+    return HoistedDraw(**(arguments | changes))
 
 
 def test_numbers_do_not_depend_on_who_else_is_in_the_group():

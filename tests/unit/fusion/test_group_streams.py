@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from hydra_tune.devices.own_generator import own_generator
-from hydra_tune.fusion.drawing import Noise, draw_all
+from hydra_tune.fusion.drawing import HoistedDraw, draw_all
 from hydra_tune.fusion.streams import GroupStreams
 from hydra_tune.train.streams import RandomStreams
 from tests.support.turns import TurnsDevice
 
-NOISE = [Noise(torch.ops.aten.bernoulli_.float, torch.Size((64,)), (1,), torch.float32, (0.5,))]
+NOISE = [HoistedDraw(torch.ops.aten.bernoulli_.float, torch.Size((64,)), (1,), torch.float32, (0.5,))]
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hydra_tune.fusion.measured import _TURNS, _WARM_UPS, Ways
+from hydra_tune.fusion.measured import _TURNS, _WARM_UPS, StepPlanAutotuner
 
 
 def planned(how, seconds):
@@ -50,7 +50,7 @@ def replanning(*others):
 def test_steps_that_take_about_what_was_predicted_are_timed_and_no_more(seconds):
     replan, asked = replanning()
     told, made = [], []
-    ways = Ways(planned("kept", 1.0), lambda one: made.append(Steps(one)) or made[-1], replan, told.append)
+    ways = StepPlanAutotuner(planned("kept", 1.0), lambda one: made.append(Steps(one)) or made[-1], replan, told.append)
     assert run(ways, {"kept": seconds}, 30) == ["kept"] * 30
     assert asked == []
     (found,) = told
@@ -65,7 +65,9 @@ def test_steps_that_take_about_what_was_predicted_are_timed_and_no_more(seconds)
 def test_steps_that_take_other_than_predicted_are_planned_once_more_and_the_fastest_way_goes_on():
     replan, asked = replanning(planned("min-cut", 1.6), planned("swaps alone", 1.9))
     told, made = [], []
-    ways = Ways(planned("interleaved", 1.0), lambda one: made.append(Steps(one)) or made[-1], replan, told.append)
+    ways = StepPlanAutotuner(
+        planned("interleaved", 1.0), lambda one: made.append(Steps(one)) or made[-1], replan, told.append
+    )
     really = {"interleaved": 2.0, "min-cut": 2.1, "swaps alone": 1.8}
     first = _WARM_UPS + _TURNS
     assert run(ways, really, first) == ["interleaved"] * first
@@ -95,7 +97,7 @@ def test_steps_that_cannot_be_planned_once_more_go_on_as_they_are():
         raise RuntimeError("as it happens")
 
     told = []
-    ways = Ways(planned("kept", 1.0), Steps, fail, told.append)
+    ways = StepPlanAutotuner(planned("kept", 1.0), Steps, fail, told.append)
     assert run(ways, {"kept": 3.0}, 30) == ["kept"] * 30
     assert [(way.how, way.is_chosen) for way in told[0].ways] == [("kept", True)]
 
@@ -103,7 +105,7 @@ def test_steps_that_cannot_be_planned_once_more_go_on_as_they_are():
 def test_steps_for_which_nothing_else_is_found_go_on_as_they_are():
     replan, asked = replanning()
     told = []
-    ways = Ways(planned("kept", 1.0), Steps, replan, told.append)
+    ways = StepPlanAutotuner(planned("kept", 1.0), Steps, replan, told.append)
     assert run(ways, {"kept": 3.0}, 30) == ["kept"] * 30
     assert len(asked) == 1
     (found,) = told
@@ -121,7 +123,7 @@ def test_of_ways_of_which_one_cannot_be_made_none_is_left_running():
         made.append(Steps(one))
         return made[-1]
 
-    ways = Ways(planned("kept", 1.0), make, replan, told.append)
+    ways = StepPlanAutotuner(planned("kept", 1.0), make, replan, told.append)
     assert run(ways, {"kept": 5.0}, 30) == ["kept"] * 30
     assert [(one.planned.part.way, one.is_closed) for one in made] == [("kept", False), ("swaps", True)]
     (found,) = told

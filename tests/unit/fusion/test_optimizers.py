@@ -9,7 +9,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hydra_tune.fusion.optimizers import OptimizerAtOnce, is_stackable
+from hydra_tune.fusion.optimizers import BatchedOptimizer, is_stackable
 from hydra_tune.fusion.sliced import group_optimizer
 from hydra_tune.memory.block import lay_out
 
@@ -122,7 +122,7 @@ class Group:
 )
 def test_each_member_goes_where_its_own_optimizer_takes_it(kind, is_flat):
     group = Group(EVERY[kind], is_flat=is_flat)
-    assert isinstance(group.optimizer, OptimizerAtOnce) == (kind in KINDS)
+    assert isinstance(group.optimizer, BatchedOptimizer) == (kind in KINDS)
     for _ in range(50):
         group.step()
     for i in range(MEMBERS):

@@ -8,10 +8,10 @@ import pytest
 from hydra_tune.errors import BudgetError
 from hydra_tune.fusion.attendance import PATIENCE_SECONDS
 from hydra_tune.fusion.pair import PairTrial
-from hydra_tune.fusion.pair_side import Side
+from hydra_tune.fusion.pair_side import PairSide
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.trial import Report
+from hydra_tune.train.trial import PendingReport
 from tests.unit.pool.test_planned_steps import task
 
 
@@ -41,7 +41,7 @@ class Group:
         what = self.plot.pop(0)
         if what == "wait":
             self.plot.insert(0, "wait") if not self.is_due else None
-            return Report(step=0, metrics={})
+            return PendingReport(step=0, metrics={})
         if isinstance(what, tuple):
             self.offer = SimpleNamespace(
                 kind=what[1], wanted=None, steps_done=what[2], prepared=object(), stack=None, half=None
@@ -66,7 +66,7 @@ class NoPlanner:
 def trial_of(first, second):
     told = []
     desk = SimpleNamespace(stays=lambda size, why: told.append(size))
-    sides = Side(desk), Side(desk)
+    sides = PairSide(desk), PairSide(desk)
     return PairTrial(sides, (first, second), None, None, desk, NoPlanner()), told
 
 
@@ -75,7 +75,7 @@ def kinds(trial, count):
     found = []
     for _ in range(count):
         step = trial.advance()
-        if step is None or isinstance(step, Report):
+        if step is None or isinstance(step, PendingReport):
             found.append(None if step is None else "waits")
             continue
         found.append(step.kind)

@@ -8,7 +8,7 @@ from torch.optim import SGD, Adagrad, AdamW, RMSprop, lr_scheduler
 from torch.utils.data import TensorDataset
 
 from hydra_tune.fusion import rounds
-from hydra_tune.fusion.member import Member
+from hydra_tune.fusion.member import MemberTrial
 from tests.unit.fusion.groups import Run, assert_as_plain
 from tests.unit.fusion.test_group import X, Y, small
 
@@ -140,7 +140,7 @@ def test_a_member_that_would_change_how_the_others_round_is_not_admitted(kind):
         if unit.kind == "evaluate" and not seen:
             library, device = run.library, run.device
             for decay in (0.1, 0.2):
-                member = Member(small(optimizer=partial(kind, lr=1e-2, weight_decay=decay)), library, device)
+                member = MemberTrial(small(optimizer=partial(kind, lr=1e-2, weight_decay=decay)), library, device)
                 seen.append(run.trial.admits(member))
                 member.close(keep=False)
 

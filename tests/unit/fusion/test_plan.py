@@ -15,9 +15,9 @@ from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.plan import stacked_plan, trace_step
 from hydra_tune.fusion.stacking import StackedGraph
 from hydra_tune.shard import compute
-from hydra_tune.shard.chain import Chain, parameter_gradient_key
-from hydra_tune.shard.compute import Operands
-from hydra_tune.shard.outcome import HostStore
+from hydra_tune.shard.chain import ShardChain, parameter_gradient_key
+from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.outcome import HostChainStore
 from tests.unit.shard.bench import bench, parity_bench, task_of
 
 MEMBERS = 3
@@ -55,8 +55,8 @@ def member_values(made, plan, index):
 def run(plan, state, inputs, generator, objective):
     """One step: losses, gradients by name, and what is left of the buffers."""
     constants = {n: t.double() if t.is_floating_point() else t for n, t in plan.constants.items()}
-    store = HostStore(state, constants, inputs)
-    chain = Chain(plan, store, objective)
+    store = HostChainStore(state, constants, inputs)
+    chain = ShardChain(plan, store, objective)
     with drawing_from(generator):
         for index in range(len(plan.shards) - 1):
             chain.forward(index, DefaultCpuGenerator())
@@ -119,13 +119,15 @@ def test_a_traced_evaluation_has_each_members_own_metrics(name):
     inputs = [torch.stack(same) for same in zip(*(batch for _, batch in members), strict=True)]
     assert trace_step(group, state, inputs, MEMBERS)
     constants = [one.double() if one.is_floating_point() else one for one in map(plan.constants.get, graph.constants)]
-    operands = Operands(state=state, constants=constants, inputs=[inputs[index] for index in graph.inputs], live_in=())
+    operands = ShardOperands(
+        state=state, constants=constants, inputs=[inputs[index] for index in graph.inputs], live_in=()
+    )
     found = group.computing.forward(replace(graph, module=None), operands)  # what was traced runs, and not the graph
     for index, (own, batch) in enumerate(members):
         alone = plan.shards[0].graph
         expected = compute.forward(
             alone,
-            Operands(
+            ShardOperands(
                 state=[own[name] for name in alone.state],
                 constants=constants,
                 inputs=[batch[place] for place in alone.inputs],

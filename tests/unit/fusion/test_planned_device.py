@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hydra_tune.errors import OutOfMemoryError
-from hydra_tune.fusion.planned_device import StepsOnDevice
+from hydra_tune.fusion.planned_device import DeviceStepRunner
 from hydra_tune.fusion.planned_state import sent
-from hydra_tune.fusion.planner.profiler import Profile, array_of, copied_at
+from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of, copied_at
 from hydra_tune.fusion.planner.schedule import undecided
 from tests.unit.fusion.planner.made import run_unplanned, sub_array
 
@@ -17,7 +17,7 @@ FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)  # to torch not the 
 
 
 def steps_of(made):
-    array = copied_at(array_of("dlrm", made.step, Profile()), 1e9)
+    array = copied_at(array_of("dlrm", made.step, GraphMeasurements()), 1e9)
     schedule = undecided((array,), 1 << 60)
     name = next(iter(array.maps))
     swaps = {name: array.maps[name].first_backward}
@@ -28,7 +28,7 @@ def steps_of(made):
     def draw(_side, index):
         return made.step.noise[index].draw(made.generators, FIRST)
 
-    return number, StepsOnDevice(planned, [lambda: made.arguments(number[0])], draw)
+    return number, DeviceStepRunner(planned, [lambda: made.arguments(number[0])], draw)
 
 
 def make_step(steps, losses):

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from hydra_tune.fusion import planned_sizes
-from hydra_tune.fusion.planned_choice import KEPT, PAIR, PlannedWay, chosen_of
-from hydra_tune.fusion.planned_sizes import PlannedSizes
+from hydra_tune.fusion.planned_choice import KEPT, PAIR, PlannedSizeOption, chosen_of
+from hydra_tune.fusion.planned_sizes import PlannedSizeChooser
 
 WANTED = SimpleNamespace(leaves=SimpleNamespace(tensors=()))
 
@@ -34,10 +34,10 @@ def asked(monkeypatch):
     def compared(planner, stack, num_trials, kept, most, *, insists, least_gain):
         found.append(num_trials)
         size = min(4, num_trials)
-        pair = PlannedWay(name=PAIR, sizes=(size // 2, size - size // 2), seconds=1.0, peak_bytes=1)
+        pair = PlannedSizeOption(name=PAIR, sizes=(size // 2, size - size // 2), seconds=1.0, peak_bytes=1)
         return chosen_of([kept, pair], pair)
 
-    kept = PlannedWay(name=KEPT, sizes=(1,), seconds=1.0, peak_bytes=1)
+    kept = PlannedSizeOption(name=KEPT, sizes=(1,), seconds=1.0, peak_bytes=1)
     monkeypatch.setattr(planned_sizes, "compared", compared)
     monkeypatch.setattr(planned_sizes, "stack_of", lambda *_, **__: None)
     monkeypatch.setattr(planned_sizes, "kept_way", lambda *_: kept)
@@ -51,14 +51,14 @@ def best(sizes, members):
 
 
 def test_what_was_chosen_for_many_holds_for_those_that_are_left(asked):
-    sizes = PlannedSizes(Plans(), None, insists=True)
+    sizes = PlannedSizeChooser(Plans(), None, insists=True)
     assert [best(sizes, [member()] * count) for count in (8, 7, 4, 3, 3, 8, 9)] == [4, 4, 4, 3, 3, 4, 4]
     assert asked == [8, 3, 9]
 
 
 def test_members_with_losses_of_their_own_are_not_given_what_was_chosen_for_others(asked, caplog):
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
-    sizes = PlannedSizes(Plans(), None, insists=True)
+    sizes = PlannedSizeChooser(Plans(), None, insists=True)
     assert best(sizes, [member()] * 4) == 4
     assert best(sizes, [*[member()] * 3, member("other")]) is None
     assert "no more than 1 of 4 trials are computed together: their losses are not the same" in caplog.text
@@ -70,7 +70,7 @@ def test_trials_that_were_too_few_to_be_planned_are_not_planned_when_fewer_are_l
     """What a look at their steps takes is known the second time, and counts all the same."""
     times = iter([0.0, 100.0, 100.0, 100.0])
     monkeypatch.setattr(planned_sizes.time, "thread_time", lambda: next(times))
-    sizes = PlannedSizes(Plans(), None, insists=False)
+    sizes = PlannedSizeChooser(Plans(), None, insists=False)
     assert not sizes.keeps("kind", 8, 1, clips=False)
     assert best(sizes, [member()] * 8) is None
     assert [sizes.keeps("kind", count, 1, clips=False) for count in (7, 8, 9)] == [True, True, False]

@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.chooser import Chooser
+from hydra_tune.fusion.chooser import GroupSizeChooser
 from hydra_tune.fusion.key import fusion_key
-from hydra_tune.fusion.member import Member
-from hydra_tune.fusion.plans import GroupPlans
-from hydra_tune.fusion.probe import Bench
-from hydra_tune.fusion.rounds import Round
-from hydra_tune.shard.budget import Budget
+from hydra_tune.fusion.member import MemberTrial
+from hydra_tune.fusion.plans import GroupPlanFactory
+from hydra_tune.fusion.probe import FusionBenchmark
+from hydra_tune.fusion.rounds import GroupRound
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 
 pytestmark = pytest.mark.timeout(120)
@@ -55,8 +55,8 @@ class Asking:
 
     def __init__(self, described):
         self.device = CpuDevice(0, 1 << 30)
-        self.library = PlanLibrary(Budget(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=64))
-        self.member = Member(described, self.library, self.device)
+        self.library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=64))
+        self.member = MemberTrial(described, self.library, self.device)
         self.module, self.optimizer = self.member.built()
         self.wanted = self.member.peek()["train"]
 
@@ -71,7 +71,7 @@ class Asking:
 
     @property
     def bench(self):
-        return Bench(self.member.task, self.module, self.wanted.batch, self.library, self.device)
+        return FusionBenchmark(self.member.task, self.module, self.wanted.batch, self.library, self.device)
 
     def choose(self, chooser, num_steps, most=16):
         key = fusion_key(self.member.task, self.module, self.optimizer)
@@ -93,7 +93,7 @@ def test_whoever_asks_is_left_as_he_was():
         before = asking.looks_like()
         bench = asking.bench
         assert bench.alone() > 0
-        assert bench.together(3, GroupPlans(asking.library)) > 0
+        assert bench.together(3, GroupPlanFactory(asking.library)) > 0
         assert bench.drawing() > 0
         assert asking.looks_like() == before
         assert asking.member.progress.steps == 0
@@ -102,34 +102,34 @@ def test_whoever_asks_is_left_as_he_was():
 
 def test_of_a_unit_of_several_steps_each_counts(monkeypatch):
     with Asking(task()) as asking:
-        made, trained = [], Round._trained
-        monkeypatch.setattr(Round, "_trained", lambda *given: made.append(1) or trained(*given))
-        monkeypatch.setattr(Bench, "now", lambda _: float(len(made)))
-        assert asking.bench.together(2, GroupPlans(asking.library)) == 1.0
+        made, trained = [], GroupRound._trained
+        monkeypatch.setattr(GroupRound, "_trained", lambda *given: made.append(1) or trained(*given))
+        monkeypatch.setattr(FusionBenchmark, "now", lambda _: float(len(made)))
+        assert asking.bench.together(2, GroupPlanFactory(asking.library)) == 1.0
         assert len(made) > 2
 
 
 def test_a_loaders_own_processes_are_left_alone():
     loader = DataLoader(TensorDataset(X, Y), batch_size=8, num_workers=1)
     with Asking(task()) as asking:
-        bench = Bench(task(train=loader), asking.module, asking.wanted.batch, asking.library, asking.device)
+        bench = FusionBenchmark(task(train=loader), asking.module, asking.wanted.batch, asking.library, asking.device)
         assert bench.drawing() == 0.0
 
 
 def test_few_steps_are_not_worth_finding_out(monkeypatch):
-    monkeypatch.setattr(Bench, "alone", lambda _: pytest.fail("a step was timed"))
+    monkeypatch.setattr(FusionBenchmark, "alone", lambda _: pytest.fail("a step was timed"))
     with Asking(task()) as asking:
-        choice = asking.choose(Chooser(asking.library), [20.0] * 10)
+        choice = asking.choose(GroupSizeChooser(asking.library), [20.0] * 10)
     assert choice.size == 1
     assert "200 optimizer steps" in choice.why
 
 
 def test_what_is_known_is_not_timed_again_and_a_refusal_is_remembered(monkeypatch, caplog):
     timed = []
-    monkeypatch.setattr(Bench, "alone", lambda _: timed.append(1) or 1.0)
-    monkeypatch.setattr(Bench, "together", lambda _bench, count, _plans: timed.append(count) or float(count))
+    monkeypatch.setattr(FusionBenchmark, "alone", lambda _: timed.append(1) or 1.0)
+    monkeypatch.setattr(FusionBenchmark, "together", lambda _bench, count, _plans: timed.append(count) or float(count))
     with Asking(task()) as asking, caplog.at_level("INFO", "hydra_tune.fusion"):
-        chooser = Chooser(asking.library)
+        chooser = GroupSizeChooser(asking.library)
         for _ in range(2):
             choice = asking.choose(chooser, [10_000.0] * 12, most=8)
             assert choice.size == 1
@@ -148,9 +148,9 @@ def test_what_cannot_be_timed_is_not_fused(monkeypatch, caplog):
     def broken(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(Bench, "together", broken)
+    monkeypatch.setattr(FusionBenchmark, "together", broken)
     with Asking(task()) as asking, caplog.at_level("INFO", "hydra_tune.fusion"):
-        choice = asking.choose(Chooser(asking.library), [10_000.0] * 4)
+        choice = asking.choose(GroupSizeChooser(asking.library), [10_000.0] * 4)
     assert choice.size == 1
     assert "out of memory" in choice.why
 
@@ -164,9 +164,9 @@ def test_sizes_timed_before_a_failure_still_count(monkeypatch):
             raise RuntimeError("out of memory")
         return 0.1 * count
 
-    monkeypatch.setattr(Bench, "alone", lambda _: 1.0)
-    monkeypatch.setattr(Bench, "together", together)
+    monkeypatch.setattr(FusionBenchmark, "alone", lambda _: 1.0)
+    monkeypatch.setattr(FusionBenchmark, "together", together)
     with Asking(task()) as asking:
-        choice = asking.choose(Chooser(asking.library), [250.0] * 64, most=64)
+        choice = asking.choose(GroupSizeChooser(asking.library), [250.0] * 64, most=64)
     assert timed == [32, 64]
     assert choice.size == 32

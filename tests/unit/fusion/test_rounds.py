@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.fusion import rounds
-from hydra_tune.fusion.tracing import Traced
+from hydra_tune.fusion.tracing import JointTrace
 from tests.unit.fusion.groups import Run, assert_as_plain
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -71,7 +71,7 @@ def test_a_round_goes_on_to_the_next_question(changes, units):
 
 @pytest.mark.usefixtures("unhurried")
 def test_a_member_that_is_stopped_within_a_round_takes_no_further_step(monkeypatch):
-    run_one, stopped, found = Traced.run, [], []
+    run_one, stopped, found = JointTrace.run, [], []
 
     def stop(self, operands, noise=None, **how):
         found.append(None)
@@ -79,7 +79,7 @@ def test_a_member_that_is_stopped_within_a_round_takes_no_further_step(monkeypat
             stopped[0].stop = "pruned"
         return run_one(self, operands, noise, **how)
 
-    monkeypatch.setattr(Traced, "run", stop)
+    monkeypatch.setattr(JointTrace, "run", stop)
     tasks = [
         small(seed=seed, scheduler=partial(ExponentialLR, gamma=0.9), scheduler_interval="step") for seed in range(2)
     ]
@@ -111,7 +111,7 @@ def weights(results):
 def test_a_round_under_which_memory_runs_out_goes_on_with_the_step_that_failed(monkeypatch):
     """The bits are the same: what it had drawn is kept, and buffers it had overwritten are put back."""
     tasks = [small(seed=seed) for seed in range(3)]
-    run_one, found = Traced.run, []
+    run_one, found = JointTrace.run, []
 
     def fail(self, operands, noise=None, **how):
         made = run_one(self, operands, noise, **how)
@@ -122,7 +122,7 @@ def test_a_round_under_which_memory_runs_out_goes_on_with_the_step_that_failed(m
 
     with HydraExecutor("cpu:1", "1GiB", fusion="on") as pool:
         expected = weights(pool.run(tasks))
-    monkeypatch.setattr(Traced, "run", fail)
+    monkeypatch.setattr(JointTrace, "run", fail)
     with HydraExecutor("cpu:1", "1GiB", fusion="on") as pool:
         results = pool.run(tasks)
         (device,) = pool.stats().devices.values()

@@ -5,7 +5,7 @@ import torch
 from hydra_tune.fusion.flat import runs
 from hydra_tune.fusion.plan import stacked_plan, trace_step
 from hydra_tune.memory.block import lay_out
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.compute import ShardOperands
 from tests.unit.shard.bench import parity_bench
 
 MEMBERS = 2
@@ -33,7 +33,7 @@ def test_gradients_lie_as_the_parameters_do_and_are_the_same():
     assert trace_step(plan, state, inputs, MEMBERS)
     trace = plan.computing.traces[shard.graph.first]
     assert 0 < len(trace.written) < len(trace.trained)
-    operands = Operands(
+    operands = ShardOperands(
         state=state,
         constants=[plan.constants[name] for name in shard.graph.constants],
         inputs=[inputs[index] for index in shard.graph.inputs],

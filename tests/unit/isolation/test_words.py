@@ -5,7 +5,7 @@ from multiprocessing import Pipe
 import pytest
 
 from hydra_tune import EventStream, Finished, Reported, Result
-from hydra_tune.isolation.parent import Isolated, _Entry
+from hydra_tune.isolation.parent import IsolatedPoolClient, _IsolatedJob
 from hydra_tune.isolation.sending import packed_result
 from hydra_tune.pool.job import Job
 
@@ -20,10 +20,10 @@ class Steered:
     """One job, and the process's end of the wire."""
 
     def __init__(self, **options):
-        self.pool = Isolated(lambda _: pytest.fail("no process is begun"))
+        self.pool = IsolatedPoolClient(lambda _: pytest.fail("no process is begun"))
         self.stream = EventStream()
         self.job = Job(key="0:a", name="a", task=None, pool=self.pool, events=self.stream)
-        entry = _Entry(job=self.job, task=b"task", name="a", options={"resume_from": None} | options)
+        entry = _IsolatedJob(job=self.job, task=b"task", name="a", options={"resume_from": None} | options)
         self.pool._entries["0:a"] = entry
         self.attach()
 

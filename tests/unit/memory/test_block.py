@@ -6,7 +6,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.memory.block import Block, Group, Kind, Value, lay_out, whole_storage
+from hydra_tune.memory.block import Block, BlockKind, BlockTensorView, TensorBlock, lay_out, whole_storage
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.pager import Pager
 
@@ -19,7 +19,7 @@ def device():
 
 
 def group(device, tensors):
-    return device.on_host(lambda: Group(Kind.PARAMETERS, tensors, device))
+    return device.on_host(lambda: TensorBlock(BlockKind.PARAMETERS, tensors, device))
 
 
 TENSORS = [
@@ -111,8 +111,10 @@ def test_a_moving_group_tells_where_it_is(device):
 
 def test_views_of_one_storage_share_its_block():
     base = torch.arange(12.0)
-    block = Block(Kind.ACTIVATIONS, 48, 64)
-    values = [Value(block, view) for view in (base, base[3:6], base.view(3, 4).t(), base.view(torch.int32)[2:])]
+    block = Block(BlockKind.ACTIVATIONS, 48, 64)
+    values = [
+        BlockTensorView(block, view) for view in (base, base[3:6], base.view(3, 4).t(), base.view(torch.int32)[2:])
+    ]
     block.data = whole_storage(base.clone())
     found = [value.tensor() for value in values]
     assert found[1].tolist() == [3, 4, 5]
@@ -125,9 +127,9 @@ def test_views_of_one_storage_share_its_block():
 
 
 def test_the_ledger_counts_whole_multiples_of_the_alignment():
-    assert Block(Kind.INPUTS, 1, 512).nbytes == 512
-    assert Block(Kind.INPUTS, 512, 512).nbytes == 512
-    assert Block(Kind.INPUTS, 0, 512).nbytes == 0
+    assert Block(BlockKind.INPUTS, 1, 512).nbytes == 512
+    assert Block(BlockKind.INPUTS, 512, 512).nbytes == 512
+    assert Block(BlockKind.INPUTS, 0, 512).nbytes == 0
 
 
 def test_the_whole_storage_is_the_same_memory():

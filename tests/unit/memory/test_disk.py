@@ -7,7 +7,7 @@ import torch
 
 from hydra_tune.errors import SpillError
 from hydra_tune.memory import disk as disk_module
-from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.disk import SpillDisk
 from hydra_tune.memory.spill_dir import SpillFolder
 
 PIECE = 16 * 1024
@@ -16,7 +16,7 @@ PIECE = 16 * 1024
 @pytest.fixture(params=["as it comes", "buffered"])
 def disk(request, tmp_path, monkeypatch):
     monkeypatch.setattr(disk_module, "PIECE_BYTES", PIECE)
-    made = Disk(SpillFolder(tmp_path))
+    made = SpillDisk(SpillFolder(tmp_path))
     if request.param == "buffered":
         made.is_direct = False
     yield made

@@ -10,13 +10,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError, HydraTuneError, SpillError
-from hydra_tune.memory.block import Group, Kind
-from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.block import BlockKind, TensorBlock
+from hydra_tune.memory.disk import SpillDisk
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.spill_dir import SpillFolder
-from hydra_tune.memory.tenant import Tenant
+from hydra_tune.memory.tenant import TrialMemoryContext
 
 SIZE = 640
 PATIENCE_SECONDS = 10
@@ -25,7 +25,7 @@ PATIENCE_SECONDS = 10
 @pytest.fixture
 def pager(tmp_path):
     device = CpuDevice(0, 100 * SIZE)
-    host = HostTier(2 * SIZE, Disk(SpillFolder(tmp_path)), device)
+    host = HostTier(2 * SIZE, SpillDisk(SpillFolder(tmp_path)), device)
     yield Pager(device, host)
     host.close()
     device.close()
@@ -33,7 +33,7 @@ def pager(tmp_path):
 
 def group(pager, value=0, tenant=None):
     pager.host.take(SIZE)
-    made = Group(Kind.PARAMETERS, [torch.full((SIZE // 4,), float(value))], pager.device)
+    made = TensorBlock(BlockKind.PARAMETERS, [torch.full((SIZE // 4,), float(value))], pager.device)
     made.tenant = tenant
     pager.host.enter(made)
     return made
@@ -169,7 +169,7 @@ def test_a_file_that_is_gone_is_written_again_while_the_host_has_its_bytes(pager
 
 def test_a_copy_that_the_disk_does_not_take_stays_and_another_goes(pager):
     blamed = []
-    refused, other = group(pager, 1, Tenant(blamed.append)), group(pager, 2)
+    refused, other = group(pager, 1, TrialMemoryContext(blamed.append)), group(pager, 2)
     refuse(pager, refused)
     group(pager, 3)
     assert refused.host is not None
@@ -179,7 +179,7 @@ def test_a_copy_that_the_disk_does_not_take_stays_and_another_goes(pager):
 
 def test_where_nothing_else_can_go_the_trial_whose_copy_it_is_loses_it(pager):
     blamed, own = [], []
-    owner, asker = Tenant(blamed.append), Tenant(own.append)
+    owner, asker = TrialMemoryContext(blamed.append), TrialMemoryContext(own.append)
     groups = [group(pager, value, owner) for value in range(2)]
     for made in groups:
         refuse(pager, made)
@@ -200,7 +200,7 @@ def test_where_nothing_else_can_go_the_trial_whose_copy_it_is_loses_it(pager):
 
 def test_nobody_is_blamed_while_another_copy_is_being_made(pager):
     blamed = []
-    refused = group(pager, 1, Tenant(blamed.append))
+    refused = group(pager, 1, TrialMemoryContext(blamed.append))
     refuse(pager, refused)
     pager.host.take(SIZE)  # of a copy that is not there yet
     thread = threading.Thread(target=pager.host.take, args=(SIZE,))
@@ -218,7 +218,7 @@ def test_nobody_is_blamed_while_another_copy_is_being_made(pager):
 
 def test_a_trial_whose_own_copies_are_refused_is_told_where_it_asks(pager):
     blamed = []
-    owner = Tenant(blamed.append)
+    owner = TrialMemoryContext(blamed.append)
     with owner.at_work():
         for made in [group(pager, value, owner) for value in range(2)]:
             refuse(pager, made)
@@ -229,7 +229,7 @@ def test_a_trial_whose_own_copies_are_refused_is_told_where_it_asks(pager):
 
 
 def test_what_waits_for_room_is_told_when_its_trial_is_stopped(pager):
-    others, waiting = Tenant(print), Tenant(print)
+    others, waiting = TrialMemoryContext(print), TrialMemoryContext(print)
     assert pager.host.admit(others, SIZE, SIZE)
     pager.host.reserve(others)
     raised = []
@@ -249,7 +249,7 @@ def test_what_waits_for_room_is_told_when_its_trial_is_stopped(pager):
 
 
 def test_what_cannot_go_to_disk_leaves_room_for_the_largest_block_of_all(pager):
-    first, second = Tenant(print), Tenant(print)
+    first, second = TrialMemoryContext(print), TrialMemoryContext(print)
     assert not pager.host.admit(first, SIZE, SIZE + 1)
     assert pager.host.admit(first, SIZE // 2, SIZE)
     assert not pager.host.admit(second, 0, 2 * SIZE)

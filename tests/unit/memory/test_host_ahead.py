@@ -10,15 +10,15 @@ import torch
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import SpillError
-from hydra_tune.memory.block import Group, Kind
-from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.block import BlockKind, TensorBlock
+from hydra_tune.memory.disk import SpillDisk
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Need, Prefetch
+from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from hydra_tune.memory.spill_dir import SpillFolder
-from hydra_tune.memory.tenant import Tenant
-from hydra_tune.memory.uses import AHEAD, Uses
+from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.uses import AHEAD, BlockUseHistory
 from tests.support.gated import PATIENCE_SECONDS, GatedDevice, settle
 
 SIZE = 640
@@ -27,7 +27,7 @@ SIZE = 640
 @pytest.fixture
 def pager(tmp_path):
     device = GatedDevice(0, 2 * SIZE)
-    host = HostTier(2 * SIZE, Disk(SpillFolder(tmp_path)), device)
+    host = HostTier(2 * SIZE, SpillDisk(SpillFolder(tmp_path)), device)
     yield Pager(device, host)
     device.gate.set()
     host.close()
@@ -36,12 +36,12 @@ def pager(tmp_path):
 
 @pytest.fixture
 def prefetch(pager):
-    return Prefetch(pager)
+    return BlockPrefetcher(pager)
 
 
 def group(pager, value=0, tenant=None, size=SIZE):
     pager.host.take(size)
-    made = Group(Kind.PARAMETERS, [torch.full((size // 4,), float(value))], pager.device)
+    made = TensorBlock(BlockKind.PARAMETERS, [torch.full((size // 4,), float(value))], pager.device)
     made.tenant = tenant
     pager.host.enter(made)
     return made
@@ -57,7 +57,7 @@ def holds(made, value):
 
 def send_at_the_gate(pager, *blocks):
     pager.device.gate.clear()
-    Prefetch(pager).send([Need(blocks)])
+    BlockPrefetcher(pager).send([UnitMemoryNeeds(blocks)])
     assert pager.device.begun.wait(PATIENCE_SECONDS)
 
 
@@ -115,7 +115,7 @@ def test_where_all_are_on_their_way_one_is_waited_for_and_the_device_alone_has_i
 
 def test_a_copy_that_has_come_goes_for_nothing_and_the_unit_that_comes_for_it_finds_it(pager, prefetch):
     sent, other = group(pager, 1), group(pager, 2)
-    prefetch.send([Need([sent])])
+    prefetch.send([UnitMemoryNeeds([sent])])
     sent.coming.copy.wait()
     pager.host.take(SIZE)
     assert sent.host is None
@@ -123,14 +123,14 @@ def test_a_copy_that_has_come_goes_for_nothing_and_the_unit_that_comes_for_it_fi
     assert pager.host.disk.bytes_written == 0
     with pager.lease([sent], 0):
         assert holds(sent, 1)
-    assert pager.bytes_in == {Kind.PARAMETERS: SIZE}, "and it was loaded once"
+    assert pager.bytes_in == {BlockKind.PARAMETERS: SIZE}, "and it was loaded once"
     assert pager.bytes_in_vain == 0
 
 
 def test_a_copy_that_has_failed_leaves_the_block_to_the_disk(pager, prefetch):
     blocks = [group(pager, value) for value in (1, 2)]
     pager.device.error = RuntimeError("the link is down")
-    prefetch.send([Need(blocks)])
+    prefetch.send([UnitMemoryNeeds(blocks)])
     for made in blocks:
         made.coming.copy.wait_quietly()
     pager.host.take(2 * SIZE)
@@ -141,7 +141,7 @@ def test_a_copy_that_has_failed_leaves_the_block_to_the_disk(pager, prefetch):
 
 
 def test_what_a_failed_trial_has_on_its_way_is_room_when_its_copy_is_over(pager):
-    failed = Tenant(lambda error: None)
+    failed = TrialMemoryContext(lambda error: None)
     sent, other = group(pager, 1, failed), group(pager, 2)
     failed.fail(SpillError("gone", path="", errno=5))
     send_at_the_gate(pager, sent)
@@ -157,7 +157,7 @@ def test_what_a_failed_trial_has_on_its_way_is_room_when_its_copy_is_over(pager)
 def test_a_write_back_in_the_background_has_its_room_from_the_tier(pager, prefetch):
     changed, running = changed_on_the_device_alone(pager, 7), group(pager)
     with pager.lease([running], 0):
-        prefetch.send([Need([], SIZE)])
+        prefetch.send([UnitMemoryNeeds([], SIZE)])
         assert changed.leaving is not None
         settle(pager.host)
         assert pager.host.ledger.used_bytes == sum(SIZE for made in (changed, running) if made.host is not None)
@@ -176,14 +176,14 @@ def test_without_room_on_the_host_a_write_back_waits_until_the_disks_thread_has_
         idle = [group(pager, value) for value in (4, 5)]
         settle(pager.host)
         written = pager.host.disk.bytes_written
-        prefetch.send([Need([], SIZE)])
+        prefetch.send([UnitMemoryNeeds([], SIZE)])
         assert changed.leaving is None
         assert changed.host is None
         assert pager.host.disk.bytes_written == written, "nobody has waited for the disk"
         for _ in range(2 * AHEAD):
             pager.host.used([])
         settle(pager.host)
-        prefetch.send([Need([], SIZE)])
+        prefetch.send([UnitMemoryNeeds([], SIZE)])
         assert changed.leaving is not None
     bring_home(changed)
     assert holds(changed, 7)
@@ -197,7 +197,7 @@ def test_nobody_waits_for_what_is_sent_from_one_device_to_another_to_have_the_ro
         pass
     send_at_the_gate(pager, made)
     bring_home(wanted)
-    assert not pager.host.offer(Group(Kind.PARAMETERS, [torch.zeros(SIZE // 4)], pager.device), pager.device)
+    assert not pager.host.offer(TensorBlock(BlockKind.PARAMETERS, [torch.zeros(SIZE // 4)], pager.device), pager.device)
     assert made.coming is not None
     pager.device.gate.set()
     with pager.lease([made], 0):
@@ -209,7 +209,7 @@ def test_nobody_waits_for_what_is_sent_from_one_device_to_another_to_have_the_ro
 def test_what_is_to_be_sent_may_go_to_the_disk_while_room_is_made_for_it(tmp_path, monkeypatch):
     """Other devices' units go by meanwhile, so that what the disk has as well gives its room on the host to a write-back."""
     device = CpuDevice(0, 1280)
-    host = HostTier(1536, Disk(SpillFolder(tmp_path)), device)
+    host = HostTier(1536, SpillDisk(SpillFolder(tmp_path)), device)
     pager, offer = Pager(device, host), host.offer
     changed, clean, sent = group(pager, 1, size=256), group(pager, 2, size=640), group(pager, 3, size=896)
     with pager.lease([changed], 0):
@@ -230,7 +230,7 @@ def test_what_is_to_be_sent_may_go_to_the_disk_while_room_is_made_for_it(tmp_pat
         return offer(block, device)
 
     monkeypatch.setattr(host, "offer", later)
-    Prefetch(pager).send([Need([sent])])
+    BlockPrefetcher(pager).send([UnitMemoryNeeds([sent])])
     assert on_disk(sent)
     bring_home(changed)
     assert [holds(made, value) for made, value in ((changed, 7), (clean, 2), (sent, 3))] == [True] * 3
@@ -243,7 +243,7 @@ def test_what_is_being_written_back_is_given_up_last_and_keeps_its_bytes(pager):
     changed = changed_on_the_device_alone(pager, 7)
     with pager.lease([group(pager)], 0):
         pager.device.gate.clear()
-        Prefetch(pager).send([Need([], SIZE)])
+        BlockPrefetcher(pager).send([UnitMemoryNeeds([], SIZE)])
         assert pager.device.begun.wait(PATIENCE_SECONDS)
         threading.Timer(0.05, pager.device.gate.set).start()
         pager.host.take(2 * SIZE)  # whatever there is
@@ -261,9 +261,9 @@ def test_what_the_next_unit_needs_is_read_from_disk_and_then_sent(pager, prefetc
     assert on_disk(first)
     for _ in range(AHEAD + 1):
         pager.host.used([])
-    prefetch.send([Need([first])])
+    prefetch.send([UnitMemoryNeeds([first])])
     assert soon(lambda: first.host is not None)
-    prefetch.send([Need([first])])
+    prefetch.send([UnitMemoryNeeds([first])])
     assert first.coming is not None
     with pager.lease([first], 0):
         assert holds(first, 1)
@@ -281,7 +281,7 @@ def test_what_the_next_unit_needs_is_not_what_goes(pager):
 
 
 def test_who_says_when_a_block_is_needed_is_believed_for_a_while():
-    uses = Uses(0)
+    uses = BlockUseHistory(0)
     for time_used in (10, 20, 30):
         uses.add(time_used)
     assert uses.distance(32) == 8
@@ -320,7 +320,7 @@ class Trial:
 def run_units(pager, trials, drawn, count):
     """Units of any trial, with any blocks sent ahead."""
     everything = [made for trial in trials for made in trial.values]
-    prefetch = Prefetch(pager)
+    prefetch = BlockPrefetcher(pager)
     for _ in range(count):
         trial = drawn.choice(trials)
         if not trial.lock.acquire(blocking=False):
@@ -328,7 +328,7 @@ def run_units(pager, trials, drawn, count):
         try:
             blocks = drawn.sample(list(trial.values), 2)
             with pager.lease(blocks, drawn.choice([0, 128])):
-                prefetch.send([Need(drawn.sample(everything, 3), drawn.choice([0, 256]))])
+                prefetch.send([UnitMemoryNeeds(drawn.sample(everything, 3), drawn.choice([0, 256]))])
                 for made in blocks:
                     assert holds(made, trial.values[made])
                 trial.values[blocks[0]] += 1
@@ -351,7 +351,7 @@ def visit_trials(host, trials, drawn, is_over):
 def test_two_devices_the_disk_and_whoever_wants_a_trial_whole_never_wait_for_each_other(tmp_path, seed):
     """Random units on two small devices with a smaller host, all of them sending ahead whatever they like."""
     devices = [SlowDevice(index, 1024) for index in range(2)]
-    host = HostTier(768, Disk(SpillFolder(tmp_path)), devices[0])
+    host = HostTier(768, SpillDisk(SpillFolder(tmp_path)), devices[0])
     pagers = [Pager(device, host) for device in devices]
     trials = [Trial(pagers[0], (64, 128, 256, 256)) for _ in range(3)]
     errors, is_over = [], threading.Event()

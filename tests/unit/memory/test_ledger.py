@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hydra_tune.errors import BudgetError
-from hydra_tune.memory.ledger import Ledger
+from hydra_tune.memory.ledger import MemoryLedger
 
 
 def test_what_fits_is_taken_and_what_does_not_is_not():
-    ledger = Ledger("cpu:0", 100)
+    ledger = MemoryLedger("cpu:0", 100)
     assert ledger.try_take(60)
     assert not ledger.try_take(41)
     assert ledger.used_bytes == 60
@@ -20,7 +20,7 @@ def test_what_fits_is_taken_and_what_does_not_is_not():
 
 
 def test_the_peak_since_somebody_looked_is_counted():
-    ledger = Ledger("cpu:0", 100)
+    ledger = MemoryLedger("cpu:0", 100)
     ledger.take(60, "a block")
     ledger.give_back(50)
     ledger.recent_peak_bytes = ledger.used_bytes
@@ -30,7 +30,7 @@ def test_the_peak_since_somebody_looked_is_counted():
 
 
 def test_a_refusal_says_what_needs_how_much_of_what():
-    ledger = Ledger("cpu:3", 2048)
+    ledger = MemoryLedger("cpu:3", 2048)
     ledger.take(1024, "a block")
     with pytest.raises(
         BudgetError, match=r"a unit needs 1\.5 KiB on device cpu:3, where 1\.0 KiB of 2\.0 KiB are taken"
@@ -40,14 +40,14 @@ def test_a_refusal_says_what_needs_how_much_of_what():
 
 
 def test_more_than_was_taken_cannot_be_given_back():
-    ledger = Ledger("cpu:0", 100)
+    ledger = MemoryLedger("cpu:0", 100)
     ledger.take(10, "a block")
     with pytest.raises(AssertionError, match="cpu:0: more given back than was taken"):
         ledger.give_back(11)
 
 
 def test_who_waits_for_room_is_woken_by_what_is_given_back():
-    ledger = Ledger("cpu:0", 100)
+    ledger = MemoryLedger("cpu:0", 100)
     ledger.take(100, "a block")
     waiting = threading.Event()
 
@@ -65,7 +65,7 @@ def test_who_waits_for_room_is_woken_by_what_is_given_back():
 
 
 def test_threads_that_take_at_once_never_take_too_much():
-    ledger = Ledger("cpu:0", 10)
+    ledger = MemoryLedger("cpu:0", 10)
     barrier = threading.Barrier(4)
 
     def take():

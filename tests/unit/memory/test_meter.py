@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.link import Link
-from hydra_tune.memory.block import Block, Kind
+from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.meter import CopyTimes, LinkMeter, bytes_per_second
 from hydra_tune.memory.pager import Pager
 
@@ -37,7 +37,7 @@ def test_what_a_pager_loads_and_spills_is_measured():
     slow = CpuDevice(0, 8 * MIB, link_bandwidth=100e6)
     try:
         pager = Pager(slow)
-        block = Block(Kind.PARAMETERS, 2 * MIB, slow.alignment)
+        block = Block(BlockKind.PARAMETERS, 2 * MIB, slow.alignment)
         block.host = torch.zeros(2 * MIB, dtype=torch.uint8)
         with pager.lease([block], 0):
             assert pager.link.nbytes == 2 * MIB
@@ -53,7 +53,7 @@ def seen(*copies):
     times = CopyTimes()
     for nbytes, nanoseconds, how in copies:
         times.copied("cpu:0", "in", None, "parameters", 0, nbytes, how, 0, nanoseconds)
-    return times.link(Link(bytes_per_second=7.0, seconds_per_block=5.0))
+    return times.link(LinkCostModel(bytes_per_second=7.0, seconds_per_block=5.0))
 
 
 def test_what_copies_took_is_the_median_of_those_that_were_waited_for():
@@ -66,5 +66,5 @@ def test_what_copies_took_is_the_median_of_those_that_were_waited_for():
 
 
 def test_what_was_not_seen_is_guessed():
-    assert seen() == Link(bytes_per_second=7.0, seconds_per_block=5.0)
-    assert seen((100, 1000, "waited")) == Link(bytes_per_second=7.0, seconds_per_block=1e-6)
+    assert seen() == LinkCostModel(bytes_per_second=7.0, seconds_per_block=5.0)
+    assert seen((100, 1000, "waited")) == LinkCostModel(bytes_per_second=7.0, seconds_per_block=1e-6)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.device import Reach
-from hydra_tune.devices.libraries import Room
+from hydra_tune.devices.device import DeviceCopyRoute
+from hydra_tune.devices.libraries import LedgerAllowance
 from hydra_tune.errors import BudgetError
-from hydra_tune.memory.block import Block, Kind
+from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.pager import Pager
-from hydra_tune.observe.turns import Turn, in_turn
+from hydra_tune.observe.turns import WorkerTurn, in_turn
 
 SIZE = 640
 PATIENCE_SECONDS = 20
@@ -33,7 +33,7 @@ def pager(pagers):
 
 
 def block(value=0, size=SIZE):
-    made = Block(Kind.INPUTS, size, 64)
+    made = Block(BlockKind.INPUTS, size, 64)
     made.host = torch.full((size,), value, dtype=torch.uint8)
     return made
 
@@ -58,7 +58,7 @@ def test_a_lease_brings_blocks_and_room_and_keeps_the_blocks_for_the_next(pager)
     assert pager.ledger.used_bytes == pager.resident_bytes == SIZE
     with pager.lease([made], 0):
         pass
-    assert pager.bytes_in == {Kind.INPUTS: SIZE}, "it was still there"
+    assert pager.bytes_in == {BlockKind.INPUTS: SIZE}, "it was still there"
 
 
 def test_the_block_not_used_for_longest_goes_first(pager):
@@ -82,7 +82,7 @@ def test_what_is_needed_last_goes_first():
     """Others' blocks before its own; optimizer state before the rest, the last used first, and of the rest the first."""
     device = CpuDevice(0, 8 * SIZE)
     pager = Pager(device)
-    state, parameters = Kind.OPTIMIZER, Kind.PARAMETERS
+    state, parameters = BlockKind.OPTIMIZER, BlockKind.PARAMETERS
     blocks = {
         name: of(owner, kind)
         for name, owner, kind in (
@@ -121,7 +121,7 @@ def test_the_room_of_what_a_unit_gives_up_is_its_own_until_it_ends(pager):
         assert own.data is own.host is None
         assert pager.resident_bytes == SIZE
         assert pager.ledger.used_bytes == 2 * SIZE + 64, "the unit may make as much again"
-        made = lease.block_of(Kind.GRADIENTS, torch.zeros(SIZE + 64, dtype=torch.uint8))
+        made = lease.block_of(BlockKind.GRADIENTS, torch.zeros(SIZE + 64, dtype=torch.uint8))
         assert made.nbytes == SIZE + 64
         assert pager.ledger.used_bytes == 2 * SIZE + 64
         lease.absorb(other)
@@ -134,7 +134,7 @@ def test_the_room_of_what_a_unit_gives_up_is_its_own_until_it_ends(pager):
 
 def test_what_another_thread_gives_up_for_the_unit_is_noted_with_the_unit(pager):
     """On a GPU autograd frees what the backward needs no longer on a thread of its own."""
-    made, turn = block(), Turn("job", "cpu:0", {})
+    made, turn = block(), WorkerTurn("job", "cpu:0", {})
     with in_turn(turn), pager.lease([made], SIZE) as lease, ThreadPoolExecutor(1) as autograd:
         autograd.submit(lease.absorb, made).result()
         autograd.submit(lease.grow, 64).result()
@@ -148,7 +148,7 @@ def test_a_clean_block_is_dropped_and_a_dirty_one_written_back(pager):
         dirty.dirty = True
     with pager.lease([block(), block()], 0):
         assert (clean.home, dirty.home) == (None, None)
-    assert pager.bytes_out == {Kind.INPUTS: SIZE}
+    assert pager.bytes_out == {BlockKind.INPUTS: SIZE}
     assert holds(clean, 1)
     assert holds(dirty, 9)
     assert not dirty.dirty
@@ -182,33 +182,33 @@ def test_a_unit_of_exactly_the_budget_fits(pager):
 def test_what_a_unit_makes_is_adopted_from_its_workspace(pager):
     with pager.lease([], 1000) as lease:
         tensor = torch.full((100,), 5, dtype=torch.uint8)
-        made = lease.block_of(Kind.ACTIVATIONS, tensor[10:20])
-        assert lease.block_of(Kind.ACTIVATIONS, tensor) is made, "one storage, one block"
+        made = lease.block_of(BlockKind.ACTIVATIONS, tensor[10:20])
+        assert lease.block_of(BlockKind.ACTIVATIONS, tensor) is made, "one storage, one block"
         assert made.nbytes == 128
         assert made.dirty
         assert made.pinned_for is pager
         assert pager.ledger.used_bytes == 1000
-        assert lease.owns(tensor, (Kind.ACTIVATIONS,))
-        assert not lease.owns(tensor, (Kind.PARAMETERS,))
-        assert not lease.owns(torch.zeros(1), (Kind.ACTIVATIONS,))
+        assert lease.owns(tensor, (BlockKind.ACTIVATIONS,))
+        assert not lease.owns(tensor, (BlockKind.PARAMETERS,))
+        assert not lease.owns(torch.zeros(1), (BlockKind.ACTIVATIONS,))
     assert pager.ledger.used_bytes == pager.resident_bytes == 128
     assert made.pinned_for is None
     with pager.lease([block(), block()], 64):
         assert made.home is None
     assert holds(made, 5)
-    assert pager.bytes_out == {Kind.ACTIVATIONS: 100}
+    assert pager.bytes_out == {BlockKind.ACTIVATIONS: 100}
 
 
 def test_a_tensor_of_a_leased_block_is_that_block(pager):
     made = block()
     with pager.lease([made], 0) as lease:
-        assert lease.block_of(Kind.ACTIVATIONS, made.data[5:9]) is made
+        assert lease.block_of(BlockKind.ACTIVATIONS, made.data[5:9]) is made
     assert pager.ledger.used_bytes == SIZE
 
 
 def test_a_block_larger_than_the_workspace_takes_the_rest_from_the_budget(pager):
     with pager.lease([], 64) as lease:
-        lease.block_of(Kind.ACTIVATIONS, torch.zeros(256, dtype=torch.uint8))
+        lease.block_of(BlockKind.ACTIVATIONS, torch.zeros(256, dtype=torch.uint8))
         assert pager.ledger.used_bytes == 256
     assert pager.ledger.used_bytes == pager.resident_bytes == 256
 
@@ -218,7 +218,7 @@ def test_a_block_larger_than_the_workspace_has_others_make_room(pager):
     with pager.lease([other], 0):
         pass
     with pager.lease([], 64) as lease:
-        lease.block_of(Kind.ACTIVATIONS, torch.zeros(pager.device.budget_bytes - 64, dtype=torch.uint8))
+        lease.block_of(BlockKind.ACTIVATIONS, torch.zeros(pager.device.budget_bytes - 64, dtype=torch.uint8))
         assert other.home is None
     assert holds(other, 1)
 
@@ -265,7 +265,7 @@ def test_a_device_that_has_shrunk_holds_less_and_still_gives_a_unit_all_of_its_b
 
 def test_room_that_a_device_proves_to_have_is_room_until_some_proves_too_much(pager):
     ledger, budget = pager.ledger, 2 * SIZE + 128
-    pager.fit(Room(limit_bytes=4 * SIZE, gain_bytes=SIZE))
+    pager.fit(LedgerAllowance(limit_bytes=4 * SIZE, gain_bytes=SIZE))
     assert (ledger.limit_bytes, ledger.most_bytes) == (budget + SIZE, budget + SIZE)
     with pager.lease([block(), block()], 0):
         pass
@@ -273,10 +273,10 @@ def test_room_that_a_device_proves_to_have_is_room_until_some_proves_too_much(pa
         assert ledger.used_bytes == 3 * SIZE
     with pytest.raises(BudgetError), pager.lease([block() for _ in range(3)], 0):
         pytest.fail("one unit has more than another device may have")
-    pager.fit(Room(limit_bytes=4 * SIZE, gain_bytes=0))
+    pager.fit(LedgerAllowance(limit_bytes=4 * SIZE, gain_bytes=0))
     assert ledger.limit_bytes == budget + SIZE, "another unit's workspaces are no proof"
-    pager.fit(Room(limit_bytes=2 * SIZE, gain_bytes=0))
-    pager.fit(Room(limit_bytes=4 * SIZE, gain_bytes=SIZE))
+    pager.fit(LedgerAllowance(limit_bytes=2 * SIZE, gain_bytes=0))
+    pager.fit(LedgerAllowance(limit_bytes=4 * SIZE, gain_bytes=SIZE))
     assert (ledger.limit_bytes, ledger.most_bytes) == (2 * SIZE, budget)
 
 
@@ -285,7 +285,7 @@ def test_a_block_beyond_the_budget_is_refused_and_not_kept(pager):
         pytest.raises(BudgetError, match=r"a shard unit needs 4\.0 KiB at once, but device cpu:0 has"),
         pager.lease([], 64) as lease,
     ):
-        lease.block_of(Kind.ACTIVATIONS, torch.zeros(4096, dtype=torch.uint8))
+        lease.block_of(BlockKind.ACTIVATIONS, torch.zeros(4096, dtype=torch.uint8))
     assert pager.resident_bytes == 0
     assert pager.ledger.used_bytes == 0
 
@@ -293,7 +293,7 @@ def test_a_block_beyond_the_budget_is_refused_and_not_kept(pager):
 def test_dropped_blocks_give_every_byte_back(pager):
     made = block(1)
     with pager.lease([made], 100) as lease:
-        own = lease.block_of(Kind.GRADIENTS, torch.zeros(64, dtype=torch.uint8))
+        own = lease.block_of(BlockKind.GRADIENTS, torch.zeros(64, dtype=torch.uint8))
         drop(own)
         assert pager.ledger.used_bytes == SIZE + 36, "what was adopted is free at once"
     drop(made)
@@ -330,7 +330,7 @@ def test_a_block_moves_between_devices_with_its_present_bytes(pagers, dirty):
     assert one.ledger.used_bytes == one.resident_bytes == 0
     assert other.ledger.used_bytes == other.resident_bytes == SIZE
     assert (one.bytes_out, other.bytes_out) == ({}, {})
-    bytes_in = {Kind.INPUTS: SIZE}
+    bytes_in = {BlockKind.INPUTS: SIZE}
     assert (one.bytes_in, other.bytes_in) == (bytes_in, {} if dirty else bytes_in)
     assert (one.bytes_across, other.bytes_across) == ({}, bytes_in if dirty else {})
 
@@ -352,17 +352,17 @@ def test_what_only_a_device_has_is_taken_over_and_the_host_copy_stays_as_it_was(
         assert bool((made.host == 1).all()), "stale"
     with one.lease([made], 0):
         assert holds(made, 8)
-    assert one.bytes_across == other.bytes_across == {Kind.INPUTS: SIZE}
+    assert one.bytes_across == other.bytes_across == {BlockKind.INPUTS: SIZE}
     with one.lease([block(), block()], 0):
         assert made.home is None
     assert holds(made, 8), "written back at last"
-    assert one.bytes_out == {Kind.INPUTS: SIZE}
+    assert one.bytes_out == {BlockKind.INPUTS: SIZE}
 
 
 def test_a_block_that_was_never_on_the_host_is_not_there_after_it_has_moved(pagers):
     one, other = pagers
     with one.lease([], SIZE) as lease:
-        made = lease.block_of(Kind.ACTIVATIONS, torch.full((SIZE,), 4, dtype=torch.uint8))
+        made = lease.block_of(BlockKind.ACTIVATIONS, torch.full((SIZE,), 4, dtype=torch.uint8))
     with other.lease([made], 0):
         assert made.host is None
         assert holds(made, 4)
@@ -386,7 +386,7 @@ def test_room_is_there_before_a_block_is_taken_over_and_given_back_when_it_is(pa
         pass
     assert seen == [(SIZE, SIZE + 64, None, "cpu:0"), (SIZE, SIZE + 64)]
     assert (one.ledger.used_bytes, other.ledger.used_bytes) == (0, SIZE)
-    assert other.bytes_out == {Kind.INPUTS: 2 * SIZE}, "the victim"
+    assert other.bytes_out == {BlockKind.INPUTS: 2 * SIZE}, "the victim"
 
 
 def test_a_block_that_could_not_be_taken_over_stays_where_it_was(pagers, monkeypatch):
@@ -408,7 +408,7 @@ def test_a_block_that_could_not_be_taken_over_stays_where_it_was(pagers, monkeyp
 
 
 @pytest.mark.parametrize("dirty", [False, True])
-@pytest.mark.parametrize("reach", Reach)
+@pytest.mark.parametrize("reach", DeviceCopyRoute)
 def test_a_block_comes_the_way_that_is_in_reach(pagers, monkeypatch, reach, dirty):
     one, other = pagers
     monkeypatch.setattr(other.device, "reach", lambda source: reach)
@@ -417,7 +417,7 @@ def test_a_block_comes_the_way_that_is_in_reach(pagers, monkeypatch, reach, dirt
         made.dirty = dirty
     with other.lease([made], 0):
         assert holds(made, 1)
-    is_taken_over = reach is Reach.NEAR or (reach is Reach.LINK and dirty)
+    is_taken_over = reach is DeviceCopyRoute.NEAR or (reach is DeviceCopyRoute.LINK and dirty)
     assert bool(other.bytes_across) == is_taken_over
     assert bool(other.bytes_in) == (not is_taken_over)
     assert bool(one.bytes_out) == (dirty and not is_taken_over)
@@ -428,7 +428,7 @@ def test_a_block_comes_the_way_that_is_in_reach(pagers, monkeypatch, reach, dirt
 def test_a_block_made_on_one_device_is_used_on_the_other(pagers):
     one, other = pagers
     with one.lease([], SIZE) as lease:
-        made = lease.block_of(Kind.ACTIVATIONS, torch.full((SIZE,), 4, dtype=torch.uint8))
+        made = lease.block_of(BlockKind.ACTIVATIONS, torch.full((SIZE,), 4, dtype=torch.uint8))
     with other.lease([made], 0):
         assert holds(made, 4)
     assert balanced(one)
@@ -488,7 +488,7 @@ def test_two_devices_that_fight_over_blocks_lose_nothing(pagers):
             with users[number], pager.lease([shared[number]], 64) as lease:
                 shared[number].data.add_(1)
                 shared[number].dirty = True
-                drop(lease.block_of(Kind.ACTIVATIONS, torch.zeros(64, dtype=torch.uint8)))
+                drop(lease.block_of(BlockKind.ACTIVATIONS, torch.zeros(64, dtype=torch.uint8)))
                 assert pager.ledger.used_bytes <= pager.device.budget_bytes
 
     rounds = [[(7 * i) % 5 for i in range(100)], [(3 * i + 1) % 5 for i in range(100)]]

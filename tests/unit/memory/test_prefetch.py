@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.device import Reach
-from hydra_tune.memory.block import Block, Kind
+from hydra_tune.devices.device import DeviceCopyRoute
+from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.loss import dirty_owners, give_up
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Need, Prefetch
+from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from tests.support.gated import PATIENCE_SECONDS, GatedDevice
 
 SIZE = 640
@@ -36,11 +36,11 @@ def pager(pagers):
 
 @pytest.fixture
 def prefetch(pager):
-    return Prefetch(pager)
+    return BlockPrefetcher(pager)
 
 
 def block(value=0, size=SIZE):
-    made = Block(Kind.INPUTS, size, 64)
+    made = Block(BlockKind.INPUTS, size, 64)
     made.host = torch.full((size,), value, dtype=torch.uint8)
     return made
 
@@ -61,14 +61,14 @@ def visit(pager, *blocks, write=None):
 def test_a_block_comes_while_a_unit_computes_and_the_next_unit_has_it(pager, prefetch):
     running, later = block(1), block(2)
     with pager.lease([running], 0):
-        prefetch.send([Need([later])])
+        prefetch.send([UnitMemoryNeeds([later])])
         assert pager.ledger.used_bytes == pager.resident_bytes == 2 * SIZE, "its room is taken from the start"
         assert later.home is None, "nobody is told of bytes that are not there"
     with pager.lease([later], 0):
         assert later.home is pager
         assert later.coming is None
         assert holds(later, 2)
-    assert pager.bytes_in == {Kind.INPUTS: 2 * SIZE}, "and it was loaded once"
+    assert pager.bytes_in == {BlockKind.INPUTS: 2 * SIZE}, "and it was loaded once"
     assert (pager.bytes_ahead, pager.bytes_in_vain) == (SIZE, 0)
 
 
@@ -76,7 +76,7 @@ def test_the_memory_of_what_comes_is_allocated_by_the_worker(pager, prefetch, mo
     threads = []
     empty = pager.device.empty
     monkeypatch.setattr(pager.device, "empty", lambda size: (threads.append(threading.get_ident()), empty(size))[1])
-    prefetch.send([Need([block(1), block(2)])])
+    prefetch.send([UnitMemoryNeeds([block(1), block(2)])])
     assert threads == [threading.get_ident()] * 2
 
 
@@ -99,7 +99,7 @@ def test_a_clean_block_makes_room_at_once_and_the_one_not_used_for_longest_goes(
     for made in (old, new):
         visit(pager, made)
     with pager.lease([running], 0):
-        prefetch.send([Need([later])])
+        prefetch.send([UnitMemoryNeeds([later])])
         assert (old.home, new.home) == (None, pager)
     assert pager.bytes_out == {}
     assert pager.ledger.used_bytes == pager.resident_bytes == 3 * SIZE
@@ -109,9 +109,9 @@ def test_what_comes_next_and_what_is_in_use_is_no_victim(pager, prefetch):
     wanted, running, later, other = (block(value) for value in range(4))
     visit(pager, wanted, other)
     with pager.lease([running], 0):
-        prefetch.send([Need([wanted, later])])
+        prefetch.send([UnitMemoryNeeds([wanted, later])])
         assert (running.home, wanted.home, other.home) == (pager, pager, None)
-        prefetch.send([Need([wanted, later, block()])])
+        prefetch.send([UnitMemoryNeeds([wanted, later, block()])])
         assert pager.ledger.used_bytes == 3 * SIZE, "only what will fit is sent"
 
 
@@ -120,16 +120,16 @@ def test_a_dirty_block_is_written_back_in_the_background_and_gives_its_room_the_
     visit(pager, changed, write=9)
     visit(pager, other)
     with pager.lease([running, other], 0):
-        prefetch.send([Need([later])])
+        prefetch.send([UnitMemoryNeeds([later])])
         assert later.coming is None, "there is no room yet"
         changed.leaving.wait()
         assert changed.home is pager
         assert changed.dirty
-        prefetch.send([Need([later])])
+        prefetch.send([UnitMemoryNeeds([later])])
         assert changed.home is None
     visit(pager, later)
     assert holds(changed, 9)
-    assert pager.bytes_out == {Kind.INPUTS: SIZE}
+    assert pager.bytes_out == {BlockKind.INPUTS: SIZE}
 
 
 def test_a_unit_of_many_steps_has_sent_between_two_of_them_what_has_waited_for_a_write_back(pager, prefetch):
@@ -137,7 +137,7 @@ def test_a_unit_of_many_steps_has_sent_between_two_of_them_what_has_waited_for_a
     visit(pager, changed, write=9)
     pager.device.gate.clear()
     with pager.lease([running, other], 0) as lease:
-        prefetch.send([Need([later])])
+        prefetch.send([UnitMemoryNeeds([later])])
         lease.pause()
         assert (changed.home, later.coming) == (pager, None), "its write-back is under way"
         pager.device.gate.set()
@@ -157,7 +157,7 @@ def test_what_has_waited_beside_one_unit_is_not_sent_beside_the_next(pager, pref
     changed, running, other, later = (block(value) for value in range(4))
     visit(pager, changed, write=9)
     with pager.lease([running, other], 0):
-        prefetch.send([Need([later])])
+        prefetch.send([UnitMemoryNeeds([later])])
         changed.leaving.wait()
     with pager.lease([running], 0) as lease:
         lease.pause()
@@ -168,7 +168,7 @@ def test_when_a_unit_has_ended_nothing_is_held_of_what_waited_beside_it(pager, p
     changed, running, other, later = (block(value) for value in range(4))
     visit(pager, changed, write=9)
     with pager.lease([running, other], 0):
-        prefetch.send([Need([later])])
+        prefetch.send([UnitMemoryNeeds([later])])
     prefetch.end()
     seen = weakref.ref(later.host)
     del later
@@ -180,7 +180,7 @@ def test_what_will_have_to_go_for_the_next_units_work_is_written_back_and_stays_
     visit(pager, first, write=8)
     visit(pager, second, write=9)
     with pager.lease([running], 0):
-        prefetch.send([Need([], SIZE)])
+        prefetch.send([UnitMemoryNeeds([], SIZE)])
         first.leaving.wait()
         assert second.leaving is None, "one is enough"
         assert first.home is pager
@@ -188,17 +188,17 @@ def test_what_will_have_to_go_for_the_next_units_work_is_written_back_and_stays_
         assert first.home is None
         assert pager.device.begun.is_set()
     assert holds(first, 8)
-    assert pager.bytes_out == {Kind.INPUTS: SIZE}
+    assert pager.bytes_out == {BlockKind.INPUTS: SIZE}
 
 
 def test_what_was_chosen_when_there_was_time_goes_first(pager, prefetch):
     chosen, idle, running = block(1), block(2), block(3)
     visit(pager, idle)
     visit(pager, chosen, write=9)
-    chosen.kind = Kind.OPTIMIZER  # so that it comes before what was not used for longest
+    chosen.kind = BlockKind.OPTIMIZER  # so that it comes before what was not used for longest
     with pager.lease([running], 0):
-        prefetch.send([Need([], SIZE)])
-    chosen.kind = Kind.INPUTS
+        prefetch.send([UnitMemoryNeeds([], SIZE)])
+    chosen.kind = BlockKind.INPUTS
     assert pager.victims() == [chosen, idle, running]
 
 
@@ -207,7 +207,7 @@ def test_a_block_that_is_changed_again_while_it_is_written_back_loses_nothing(pa
     visit(pager, changed, write=9)
     with pager.lease([running, other], 0):
         pager.device.gate.clear()
-        prefetch.send([Need([block(4)])])
+        prefetch.send([UnitMemoryNeeds([block(4)])])
         assert pager.device.begun.wait(PATIENCE_SECONDS)
         threading.Timer(0.02, pager.device.gate.set).start()
     with pager.lease([changed], 0):
@@ -225,7 +225,7 @@ def test_a_write_back_that_has_not_begun_is_given_up_when_the_block_is_used_agai
     visit(pager, other, write=9)
     with pager.lease([running], 0):
         pager.device.gate.clear()
-        prefetch.send([Need([block(4), block(5)])])
+        prefetch.send([UnitMemoryNeeds([block(4), block(5)])])
         assert pager.device.begun.wait(PATIENCE_SECONDS)
         assert one.leaving is not None
         assert other.leaving is not None
@@ -244,14 +244,14 @@ def test_a_write_back_that_has_not_begun_is_given_up_when_another_device_takes_t
     visit(pager, later, write=9)
     with pager.lease([running], 0):
         pager.device.gate.clear()
-        prefetch.send([Need([block(4), block(5)])])
+        prefetch.send([UnitMemoryNeeds([block(4), block(5)])])
         assert pager.device.begun.wait(PATIENCE_SECONDS)
         assert later.leaving is not None
     visit(other, later)
     assert later.leaving is None
     assert later.dirty, "the gate is shut still"
     assert holds(later, 9)
-    assert (pager.bytes_out, other.bytes_in, other.bytes_across) == ({}, {}, {Kind.INPUTS: SIZE})
+    assert (pager.bytes_out, other.bytes_in, other.bytes_across) == ({}, {}, {BlockKind.INPUTS: SIZE})
     pager.device.gate.set()
 
 
@@ -261,7 +261,7 @@ def test_a_write_back_that_is_under_way_is_over_before_another_device_has_the_bl
     visit(pager, changed, write=9)
     with pager.lease([running, kept], 0):
         pager.device.gate.clear()
-        prefetch.send([Need([block(4)])])
+        prefetch.send([UnitMemoryNeeds([block(4)])])
         assert pager.device.begun.wait(PATIENCE_SECONDS)
         threading.Timer(0.02, pager.device.gate.set).start()
     with other.lease([changed], 0):
@@ -269,7 +269,9 @@ def test_a_write_back_that_is_under_way_is_over_before_another_device_has_the_bl
         assert holds(changed, 9)
         changed.data.fill_(11)
         changed.dirty = True
-    assert (pager.bytes_out, other.bytes_in) == ({Kind.INPUTS: SIZE}, {Kind.INPUTS: SIZE}), "the host had it by then"
+    assert (pager.bytes_out, other.bytes_in) == ({BlockKind.INPUTS: SIZE}, {BlockKind.INPUTS: SIZE}), (
+        "the host had it by then"
+    )
     bring_home(changed)
     assert holds(changed, 11)
     assert pager.ledger.used_bytes == pager.resident_bytes
@@ -278,7 +280,7 @@ def test_a_write_back_that_is_under_way_is_over_before_another_device_has_the_bl
 def test_a_unit_waits_for_its_own_block_and_for_no_other(pager, prefetch):
     first, second = block(1), block(2)
     pager.device.gate.clear()
-    prefetch.send([Need([first, second])])
+    prefetch.send([UnitMemoryNeeds([first, second])])
     assert pager.device.begun.wait(PATIENCE_SECONDS)
     with pager.lease([second], 0):
         assert holds(second, 2), "though the one before it in line is not over"
@@ -290,20 +292,20 @@ def test_a_unit_waits_for_its_own_block_and_for_no_other(pager, prefetch):
 
 
 def test_what_was_sent_in_vain_is_room_like_any_other(pager, prefetch):
-    prefetch.send([Need([block(1), block(2)])])
+    prefetch.send([UnitMemoryNeeds([block(1), block(2)])])
     made = [block(value) for value in (3, 4, 5)]
     with pager.lease(made, 128):
         assert pager.ledger.used_bytes == pager.device.budget_bytes
     assert pager.ledger.used_bytes == pager.resident_bytes == 3 * SIZE
     cancelled = 2 * SIZE - pager.bytes_ahead
     assert pager.bytes_in_vain == pager.bytes_ahead
-    assert pager.bytes_in == {Kind.INPUTS: 5 * SIZE - cancelled}
+    assert pager.bytes_in == {BlockKind.INPUTS: 5 * SIZE - cancelled}
 
 
 def test_what_has_just_been_sent_is_kept_for_the_next_units_and_not_for_ever(pager, prefetch):
     used, sent = block(1), block(2)
     with pager.lease([used], 0):
-        prefetch.send([Need([sent])])
+        prefetch.send([UnitMemoryNeeds([sent])])
         assert pager.victims() == [used, sent], "though it may be another trial's, or optimizer state"
     sent.owner = 5
     for _ in range(3):
@@ -315,7 +317,7 @@ def test_what_has_just_been_sent_is_kept_for_the_next_units_and_not_for_ever(pag
 def test_a_block_that_is_given_up_on_its_way_gives_its_room_back_when_the_copy_is_over(pager, prefetch, give_up):
     made = block(1)
     pager.device.gate.clear()
-    prefetch.send([Need([made])])
+    prefetch.send([UnitMemoryNeeds([made])])
     assert pager.device.begun.wait(PATIENCE_SECONDS)
     thread = threading.Thread(target=give_up, args=[made], daemon=True)
     thread.start()
@@ -332,12 +334,12 @@ def test_a_block_that_is_given_up_on_its_way_gives_its_room_back_when_the_copy_i
 def test_another_device_may_take_a_block_on_its_way_and_what_it_makes_of_it_counts(pagers):
     one, other = pagers
     made = block(1)
-    Prefetch(one).send([Need([made])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([made])])
     visit(other, made, write=7)
     assert made.coming is None
     assert one.ledger.used_bytes == one.resident_bytes == 0
     bring_home(made)
-    Prefetch(one).send([Need([made])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([made])])
     with one.lease([made], 0):
         assert holds(made, 7), "not what was sent at first"
 
@@ -357,7 +359,7 @@ def test_a_block_that_is_in_use_elsewhere_or_moved_at_this_moment_is_not_sent(pa
     thread = threading.Thread(target=hold, daemon=True)
     thread.start()
     assert holding.wait(PATIENCE_SECONDS)
-    Prefetch(one).send([Need([there, wanted, locked])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([there, wanted, locked])])
     over.set()
     thread.join(PATIENCE_SECONDS)
     assert one.ledger.used_bytes == 0
@@ -370,18 +372,18 @@ def test_a_block_of_another_device_comes_while_a_unit_computes_and_stays_there_u
     visit(other, changed, write=9)
     monkeypatch.setattr(one.device, "take_over", None)  # no unit is to wait for that
     with one.lease([running], 0):
-        Prefetch(one).send([Need([changed])])
+        BlockPrefetcher(one).send([UnitMemoryNeeds([changed])])
         changed.coming.copy.wait()
         assert changed.home is other
         assert (one.loads_under_way, other.loads_under_way) == (0, 0)
-        Prefetch(one).send([Need([changed])])
-        Prefetch(other).send([Need([changed])])
+        BlockPrefetcher(one).send([UnitMemoryNeeds([changed])])
+        BlockPrefetcher(other).send([UnitMemoryNeeds([changed])])
         assert [pager.ledger.used_bytes for pager in pagers] == [2 * SIZE, SIZE], "once, and with room on both"
     with one.lease([changed], 0):
         assert (changed.home, changed.dirty, changed.coming) == (one, True, None)
         assert holds(changed, 9)
     assert [pager.ledger.used_bytes for pager in pagers] == [pager.resident_bytes for pager in pagers] == [2 * SIZE, 0]
-    assert one.bytes_across == {Kind.INPUTS: SIZE}, "counted once"
+    assert one.bytes_across == {BlockKind.INPUTS: SIZE}, "counted once"
     assert (one.bytes_ahead, one.bytes_in_vain) == (SIZE, 0)
     assert other.bytes_out == {}, "nothing has passed the host"
 
@@ -390,9 +392,9 @@ def test_what_the_host_has_as_well_is_sent_from_there_and_stays_until_it_is_used
     one, other = pagers
     made = block(2)
     visit(other, made)
-    Prefetch(one).send([Need([made])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([made])])
     assert made.home is other
-    assert (one.bytes_in, one.bytes_across) == ({Kind.INPUTS: SIZE}, {})
+    assert (one.bytes_in, one.bytes_across) == ({BlockKind.INPUTS: SIZE}, {})
     with one.lease([made], 0):
         assert (made.home, made.dirty) == (one, False)
         assert holds(made, 2)
@@ -405,7 +407,7 @@ def test_a_unit_where_the_block_is_has_it_first_and_what_it_makes_of_it_counts(p
     made = block(1)
     visit(other, made, write=8 if changes else None)
     one.device.gate.clear()
-    Prefetch(one).send([Need([made])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([made])])
     assert one.device.begun.wait(PATIENCE_SECONDS)
     threading.Timer(0.02, one.device.gate.set).start()
     visit(other, made, write=9)
@@ -424,11 +426,11 @@ def test_a_copy_that_has_not_begun_is_called_off_by_the_unit_that_has_the_block(
     visit(other, first, write=8)
     visit(other, second, write=9)
     one.device.gate.clear()
-    Prefetch(one).send([Need([first, second])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([first, second])])
     assert one.device.begun.wait(PATIENCE_SECONDS)
     visit(other, second)
     assert (second.home, second.coming) == (other, None), "the gate is shut still"
-    assert one.bytes_across == {Kind.INPUTS: SIZE}
+    assert one.bytes_across == {BlockKind.INPUTS: SIZE}
     one.device.gate.set()
     visit(one, first)
     assert holds(first, 8)
@@ -440,7 +442,7 @@ def test_what_is_on_its_way_gives_its_room_first_and_is_there_then(pagers):
     idle, sent = block(1), block(2)
     visit(other, idle)
     visit(other, sent, write=9)
-    Prefetch(one).send([Need([sent])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([sent])])
     assert other.victims() == [sent, idle]
     sent.coming.copy.wait()
     visit(other, block(3), block(4))
@@ -457,12 +459,12 @@ def test_what_has_not_begun_to_leave_for_another_device_is_spilled_for_room(page
     first, second = block(1), block(2)
     one.device.gate.clear()
     visit(other, second, write=9)
-    Prefetch(one).send([Need([first, second])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([first, second])])
     assert one.device.begun.wait(PATIENCE_SECONDS)
     visit(other, block(3), block(4), block(5))
     assert (second.home, second.coming) == (None, None), "the gate is shut still"
     assert holds(second, 9)
-    assert other.bytes_out == {Kind.INPUTS: SIZE}
+    assert other.bytes_out == {BlockKind.INPUTS: SIZE}
     assert (one.bytes_ahead, one.bytes_in_vain, one.ledger.used_bytes) == (SIZE, 0, SIZE), (
         "nobody has waited for the line"
     )
@@ -473,10 +475,10 @@ def test_what_a_device_sends_ahead_has_room_of_what_has_left_for_another(pagers)
     one, other = pagers
     sent, later, running = block(1), block(2), block(3)
     visit(other, sent, write=9)
-    Prefetch(one).send([Need([sent])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([sent])])
     sent.coming.copy.wait()
     with other.lease([running, block()], 0):
-        Prefetch(other).send([Need([later])])
+        BlockPrefetcher(other).send([UnitMemoryNeeds([later])])
         assert (sent.home, later.coming is None) == (one, False)
     assert other.bytes_out == {}
     assert holds(sent, 9)
@@ -488,9 +490,9 @@ def test_what_is_written_back_as_well_is_sent_and_neither_copy_is_lost(pagers):
     visit(other, changed, write=9)
     with other.lease([running, block()], 0):
         other.device.gate.clear()
-        Prefetch(other).send([Need([block(4)])])
+        BlockPrefetcher(other).send([UnitMemoryNeeds([block(4)])])
         assert other.device.begun.wait(PATIENCE_SECONDS)
-    Prefetch(one).send([Need([changed])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([changed])])
     assert changed.leaving is not None
     threading.Timer(0.02, other.device.gate.set).start()
     with one.lease([changed], 0):
@@ -504,7 +506,7 @@ def test_a_copy_from_another_device_that_fails_leaves_the_block_there(pagers):
     made = block(1)
     visit(other, made, write=9)
     one.device.error = RuntimeError("the link is down")
-    Prefetch(one).send([Need([made])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([made])])
     with pytest.raises(RuntimeError, match="the link is down"), one.lease([made], 0):
         pass
     assert (made.home, made.coming, made.dirty, made.pinned_for) == (other, None, True, None)
@@ -519,10 +521,10 @@ def test_what_had_come_from_a_device_that_is_lost_is_not_lost(pagers):
     come.owner, failed.owner = 1, 2
     visit(other, come, write=8)
     visit(other, failed, write=9)
-    Prefetch(one).send([Need([come])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([come])])
     come.coming.copy.wait()
     one.device.error = RuntimeError("the other device is lost")
-    Prefetch(one).send([Need([failed])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([failed])])
     assert dirty_owners(other) == {2}
     give_up(other)
     assert (come.home, failed.home, failed.coming) == (one, None, None)
@@ -534,7 +536,7 @@ def test_what_was_on_its_way_to_a_device_that_is_lost_is_where_it_was(pagers):
     one, other = pagers
     made = block(1)
     visit(other, made, write=9)
-    Prefetch(one).send([Need([made])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([made])])
     assert dirty_owners(one) == set()
     give_up(one)
     assert (made.home, made.coming) == (other, None)
@@ -545,17 +547,21 @@ def test_what_was_on_its_way_to_a_device_that_is_lost_is_where_it_was(pagers):
 
 def test_what_is_out_of_reach_is_written_back_there_and_sent_the_next_time(pagers, monkeypatch):
     one, other = pagers
-    monkeypatch.setattr(one.device, "reach", lambda source: Reach.NONE)
+    monkeypatch.setattr(one.device, "reach", lambda source: DeviceCopyRoute.NONE)
     made = block(1)
     visit(other, made, write=9)
-    Prefetch(one).send([Need([made])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([made])])
     assert made.coming is None
     assert one.ledger.used_bytes == 0
     made.leaving.wait()
-    Prefetch(one).send([Need([made])])
+    BlockPrefetcher(one).send([UnitMemoryNeeds([made])])
     with one.lease([made], 0):
         assert holds(made, 9)
-    assert (other.bytes_out, one.bytes_in, one.bytes_ahead) == ({Kind.INPUTS: SIZE}, {Kind.INPUTS: SIZE}, SIZE)
+    assert (other.bytes_out, one.bytes_in, one.bytes_ahead) == (
+        {BlockKind.INPUTS: SIZE},
+        {BlockKind.INPUTS: SIZE},
+        SIZE,
+    )
     assert other.ledger.used_bytes == 0
 
 
@@ -563,7 +569,7 @@ def test_what_is_out_of_reach_is_written_back_there_and_sent_the_next_time(pager
 def test_where_all_fits_somebody_is_asked_as_long_as_blocks_come_over_a_link(link_bandwidth):
     devices = [CpuDevice(index, 8 * SIZE, link_bandwidth) for index in range(2)]
     one, other = (Pager(device) for device in devices)
-    asked, prefetch = [], Prefetch(one)
+    asked, prefetch = [], BlockPrefetcher(one)
     prefetch.asks = lambda: asked.append(True) or []
     made = block(1)
     visit(other, made, write=9)
@@ -585,14 +591,16 @@ def test_two_devices_that_send_and_take_each_others_blocks_at_once_lose_nothing(
     values, in_use, errors = list(range(10)), [threading.Lock() for _ in blocks], []
 
     def work(pager):
-        drawn, prefetch = random.Random(f"{seed} {pager.device.name}"), Prefetch(pager)
+        drawn, prefetch = random.Random(f"{seed} {pager.device.name}"), BlockPrefetcher(pager)
         for _ in range(60):
             number = drawn.randrange(len(blocks))
             if not in_use[number].acquire(blocking=False):
                 continue  # one unit of a trial at a time
             try:
                 with pager.lease([blocks[number]], drawn.choice([0, SIZE, 2 * SIZE])):
-                    prefetch.send([Need(drawn.sample(blocks, 2)), Need(drawn.sample(blocks, 1), SIZE)])
+                    prefetch.send(
+                        [UnitMemoryNeeds(drawn.sample(blocks, 2)), UnitMemoryNeeds(drawn.sample(blocks, 1), SIZE)]
+                    )
                     assert holds(blocks[number], values[number])
                     values[number] = (values[number] + 1) % 256
                     blocks[number].data.fill_(values[number])
@@ -627,7 +635,7 @@ def test_two_devices_that_send_and_take_each_others_blocks_at_once_lose_nothing(
 def test_a_copy_that_fails_is_the_affair_of_the_unit_that_comes_for_its_block(pager, prefetch):
     lost, fine = block(1), block(2)
     pager.device.error = RuntimeError("the link is down")
-    prefetch.send([Need([lost])])
+    prefetch.send([UnitMemoryNeeds([lost])])
     lost.coming.copy.wait_quietly()
     pager.device.error = None
     visit(pager, fine)
@@ -644,10 +652,10 @@ def test_a_write_back_that_fails_leaves_the_block_as_it_was(pager, prefetch):
     visit(pager, changed, write=9)
     pager.device.error = OSError("no")
     with pager.lease([running, block()], 0):
-        prefetch.send([Need([block(4)])])
+        prefetch.send([UnitMemoryNeeds([block(4)])])
         changed.leaving.wait_quietly()
         pager.device.error = None
-        prefetch.send([Need([block(4)])])
+        prefetch.send([UnitMemoryNeeds([block(4)])])
         assert changed.home is pager
     drop(running)
     bring_home(changed)
@@ -672,5 +680,5 @@ def test_a_device_without_memory_in_one_piece_sends_nothing(pager, prefetch, mon
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(pager.device, "empty", refuse)
-    prefetch.send([Need([block()])])
+    prefetch.send([UnitMemoryNeeds([block()])])
     assert pager.ledger.used_bytes == pager.resident_bytes == 0

@@ -7,12 +7,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.memory.block import Group, Kind
-from hydra_tune.memory.disk import Disk
+from hydra_tune.memory.block import BlockKind, TensorBlock
+from hydra_tune.memory.disk import SpillDisk
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.readers import Readers
+from hydra_tune.memory.readers import TrialTensorReaders
 from hydra_tune.memory.spill_dir import SpillFolder
 
 SIZE = 640
@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 60
 @pytest.fixture
 def host(tmp_path):
     device = CpuDevice(0, 4 * SIZE)
-    tier = HostTier(SIZE, Disk(SpillFolder(tmp_path)), device)
+    tier = HostTier(SIZE, SpillDisk(SpillFolder(tmp_path)), device)
     yield tier
     tier.close()
     device.close()
@@ -35,13 +35,13 @@ def pager(host):
 
 @pytest.fixture
 def readers():
-    return Readers()
+    return TrialTensorReaders()
 
 
 @pytest.fixture
 def group(pager, readers):
     pager.host.take(SIZE)
-    made = Group(Kind.PARAMETERS, [torch.arange(SIZE // 4).float()], pager.device, readers)
+    made = TensorBlock(BlockKind.PARAMETERS, [torch.arange(SIZE // 4).float()], pager.device, readers)
     pager.host.enter(made)
     yield made
     drop(made)

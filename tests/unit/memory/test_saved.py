@@ -8,7 +8,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.memory.saved import SMALL_BYTES, HostCopy, SavedTensors
+from hydra_tune.memory.saved import SMALL_BYTES, SavedStorageCopy, SavedTensorSpiller
 from tests.support.tracker import StorageTracker
 
 ROWS = 64
@@ -23,7 +23,7 @@ def device():
 
 @pytest.fixture
 def saved(device):
-    return SavedTensors(device, stays=lambda tensor: False)
+    return SavedTensorSpiller(device, stays=lambda tensor: False)
 
 
 def leaf(*shape):
@@ -156,7 +156,7 @@ def test_what_stays_anyway_is_not_copied(device):
     flat = torch.randn(3 * ROWS * ROWS)
     state.data = flat[ROWS * ROWS : 2 * ROWS * ROWS].view(ROWS, ROWS)
     given = {tensor.untyped_storage()._cdata for tensor in (flat, batch)}
-    saved = SavedTensors(device, stays=lambda tensor: tensor.untyped_storage()._cdata in given)
+    saved = SavedTensorSpiller(device, stays=lambda tensor: tensor.untyped_storage()._cdata in given)
     with saved.hooks():
         loss = (batch @ state @ state.t()).sum()
         assert saved.bytes_out == ROWS * ROWS * 4, "only the first product"
@@ -279,7 +279,7 @@ def test_unpacked_twice_it_is_loaded_once_if_it_is_still_there(saved):
     y = leaf().detach() * 2
     with torch.no_grad():
         one, two = saved.pack(y), saved.pack(y[5:])
-    assert isinstance(one.bytes, HostCopy)
+    assert isinstance(one.bytes, SavedStorageCopy)
     assert one.bytes is two.bytes
     del y
     first = saved.unpack(one)

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from hydra_tune.errors import BlockStateError, HydraTuneError
-from hydra_tune.memory.block import Block, Kind
+from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.home import drop
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Need, Prefetch
-from hydra_tune.memory.states import FOLLOWING, NUM_KEPT, State
+from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
+from hydra_tune.memory.states import FOLLOWING, NUM_KEPT, BlockState
 from tests.support.gated import PATIENCE_SECONDS, GatedDevice
 
 SIZE = 640
 
 
-def block(state=State.HOST):
-    made = Block(Kind.PARAMETERS, SIZE, 64, state)
+def block(state=BlockState.HOST):
+    made = Block(BlockKind.PARAMETERS, SIZE, 64, state)
     made.host = torch.zeros(SIZE, dtype=torch.uint8)
     return made
 
@@ -30,7 +30,7 @@ def pager():
     device.close()
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(State, State)))
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(BlockState, BlockState)))
 def test_what_may_follow_follows_and_nothing_else(before, after):
     made = block(before)
     if after in FOLLOWING[before]:
@@ -45,58 +45,58 @@ def test_what_may_follow_follows_and_nothing_else(before, after):
 
 
 def test_every_state_can_be_left_for_dropped_in_the_end_and_nothing_follows_that():
-    assert set(FOLLOWING) == set(State)
-    assert not FOLLOWING[State.DROPPED]
-    for state in set(State) - {State.DROPPED}:
+    assert set(FOLLOWING) == set(BlockState)
+    assert not FOLLOWING[BlockState.DROPPED]
+    for state in set(BlockState) - {BlockState.DROPPED}:
         reached = {state}
-        for _ in State:
+        for _ in BlockState:
             reached |= {after for before in reached for after in FOLLOWING[before]}
-        assert State.DROPPED in reached
+        assert BlockState.DROPPED in reached
 
 
 def test_the_error_tells_which_block_whose_and_its_story():
     made = block()
     made.owner = 7
-    for state in (State.LOADING, State.RESIDENT, State.COMPUTING):
+    for state in (BlockState.LOADING, BlockState.RESIDENT, BlockState.COMPUTING):
         made.enter(state)
     with pytest.raises(HydraTuneError) as error:
-        made.enter(State.LOADING)
+        made.enter(BlockState.LOADING)
     assert f"block {made.number} (parameters of trial 7) was to be loading, but it is computing" in str(error.value)
     assert "it has been on host > loading > resident > computing." in str(error.value)
     assert "after which it can be dropped, resident" in str(error.value)
     with pytest.raises(BlockStateError, match=r"\(parameters of no trial\).*after which it can be nothing"):
-        block(State.DROPPED).enter(State.HOST)
+        block(BlockState.DROPPED).enter(BlockState.HOST)
 
 
 def test_only_the_last_states_are_kept():
     made = block()
     for _ in range(3 * NUM_KEPT):
-        made.enter(State.LOADING)
-        made.enter(State.HOST)
+        made.enter(BlockState.LOADING)
+        made.enter(BlockState.HOST)
     assert len(made.past) == NUM_KEPT
 
 
 def test_a_block_goes_through_its_states(pager):
     made, other = block(), block()
     pager.device.gate.clear()
-    Prefetch(pager).send([Need([made])])
-    assert made.state is State.LOADING
+    BlockPrefetcher(pager).send([UnitMemoryNeeds([made])])
+    assert made.state is BlockState.LOADING
     pager.device.gate.set()
     with pager.lease([made], 0):
-        assert made.state is State.COMPUTING
+        assert made.state is BlockState.COMPUTING
         made.dirty = True
-    assert made.state is State.RESIDENT
+    assert made.state is BlockState.RESIDENT
     with pager.lease([other], 0):
         pager.device.gate.clear()
         pager.device.begun.clear()
-        Prefetch(pager).send([Need([], SIZE)])
-        assert made.state is State.SPILLING
+        BlockPrefetcher(pager).send([UnitMemoryNeeds([], SIZE)])
+        assert made.state is BlockState.SPILLING
         assert pager.device.begun.wait(PATIENCE_SECONDS)
         pager.device.gate.set()
     with pager.lease([other], SIZE):
-        assert made.state is State.HOST
+        assert made.state is BlockState.HOST
     drop(made)
-    assert made.state is State.DROPPED
+    assert made.state is BlockState.DROPPED
     story = ("on host", "loading", "resident", "computing", "resident", "spilling", "resident", "on host")
     assert tuple(made.past) == story
 
@@ -118,6 +118,6 @@ def test_a_load_that_fails_leaves_the_block_on_the_host(pager, monkeypatch):
     monkeypatch.setattr(pager.device, "empty", refuse)
     with pytest.raises(torch.OutOfMemoryError), pager.lease([made], 0):
         pass
-    assert made.state is State.HOST
+    assert made.state is BlockState.HOST
     assert made.home is None
     drop(made)

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hydra_tune.devices.cuda import CUDA_ALIGNMENT, CudaDevice
-from hydra_tune.memory.block import Block, Kind
+from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.prefetch import Need, Prefetch
+from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from tests.support.streams import HASTES, Gpus
 
 PATIENCE_SECONDS = 60
@@ -35,7 +35,7 @@ class Worker:
 
     def __init__(self, device):
         self.device, self.pager = device, Pager(device)
-        self.prefetch = Prefetch(self.pager)
+        self.prefetch = BlockPrefetcher(self.pager)
         self._current = device.worker()
         self._thread = ThreadPoolExecutor(1, initializer=self._current.__enter__)
 
@@ -59,7 +59,7 @@ class Blocks:
 
     @staticmethod
     def _on_host(device, size, value):
-        block = Block(Kind.INPUTS, size, CUDA_ALIGNMENT)
+        block = Block(BlockKind.INPUTS, size, CUDA_ALIGNMENT)
         block.host = device.on_host(lambda: device.host_empty(size).fill_(value))
         return block
 
@@ -76,7 +76,7 @@ class Blocks:
         """Reads and writes some, makes one, and has others sent ahead meanwhile."""
         wanted = self.some(3, BUDGET_BYTES - 2 * CUDA_ALIGNMENT)
         with worker.pager.lease(wanted, 2 * CUDA_ALIGNMENT) as lease:
-            worker.prefetch.send([Need(self.some(2)), Need(self.some(2), CUDA_ALIGNMENT)])
+            worker.prefetch.send([UnitMemoryNeeds(self.some(2)), UnitMemoryNeeds(self.some(2), CUDA_ALIGNMENT)])
             made = worker.device.empty(CUDA_ALIGNMENT).fill_(0)
             for block in wanted:
                 made.add_(block.data[:1])
@@ -85,7 +85,7 @@ class Blocks:
                     block.dirty = True
                     self.values[block] += 1
             if self.drawn.random() < 0.3:
-                self.values[lease.block_of(Kind.ACTIVATIONS, made.zero_().add_(9))] = 9
+                self.values[lease.block_of(BlockKind.ACTIVATIONS, made.zero_().add_(9))] = 9
             del made
         if self.drawn.random() < 0.5:
             worker.device.synchronize()  # as at the end of a unit; else another may have its blocks before
@@ -125,7 +125,7 @@ def test_what_is_sent_to_another_device_is_what_its_device_has_computed_and_is_g
 
     def send():
         with one.pager.lease([idle], 0):
-            one.prefetch.send([Need([made])])
+            one.prefetch.send([UnitMemoryNeeds([made])])
             idle.data.add_(1)
             idle.dirty = True
 

@@ -15,7 +15,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.observe import eventlog
 from hydra_tune.observe.eventlog import EventLog, check_log_path
 from hydra_tune.observe.figures import run_figures
-from hydra_tune.observe.log_lines import Lines
+from hydra_tune.observe.log_lines import EventLogFormatter
 from hydra_tune.observe.run_table import print_run
 from hydra_tune.observe.runlog import read_log
 
@@ -276,7 +276,7 @@ def test_a_place_that_is_not_ours_is_refused(tmp_path, monkeypatch):
 
 
 def test_lines_do_not_keep_what_is_no_longer_so():
-    lines = Lines()
+    lines = EventLogFormatter()
 
     def copied(owner):
         return json.loads(lines.made(("copy", "cpu:0", "in", owner, "parameters", 0, 8, "waited", 1, 0, 1)))["job"]

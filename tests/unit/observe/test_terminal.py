@@ -10,8 +10,8 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from hydra_tune.observe.paint import Screen
-from hydra_tune.observe.rows import Cell, one_line
+from hydra_tune.observe.paint import AlternateScreen
+from hydra_tune.observe.rows import ScreenCell, one_line
 from hydra_tune.observe.screen import sweep_lines
 from hydra_tune.observe.snapshot import SweepView, TrialView
 from hydra_tune.observe.terminal import LiveView
@@ -132,12 +132,12 @@ def test_the_thread_ends_with_the_block(view, error):
 def painted(size, *pictures, **console):
     """What is sent to a terminal for each of some pictures, lists of lines."""
     made = Console(file=io.StringIO(), force_terminal=True, legacy_windows=False, **console)
-    screen = Screen(made)
+    screen = AlternateScreen(made)
     screen.open()
     sent = []
     for lines in pictures:
         before = len(made.file.getvalue())
-        screen.paint([one_line([Cell(line, "bold red")], size[0]) for line in lines], size)
+        screen.paint([one_line([ScreenCell(line, "bold red")], size[0]) for line in lines], size)
         sent.append(made.file.getvalue()[before:])
     screen.close()
     return sent

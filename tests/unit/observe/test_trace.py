@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from hydra_tune.observe.runlog import JobEvent, read_log
+from hydra_tune.observe.runlog import LoggedJobEvent, read_log
 from hydra_tune.observe.trace import stays, trace_events, write_trace
 from tests.unit.observe.test_figures import HEADER, MS, copy, unit
 
@@ -127,7 +127,7 @@ def test_a_trial_whose_end_is_not_known_lasts_to_the_end_of_the_log(events):
 
 def test_the_states_of_a_trial_follow_each_other_without_a_gap():
     story = [
-        JobEvent("0:a", line["what"], line["at_ns"], line)
+        LoggedJobEvent("0:a", line["what"], line["at_ns"], line)
         for line in EVENTS
         if line.get("job") == "0:a" and line["event"] == "job"
     ]

@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hydra_tune.checkpoint import files
-from hydra_tune.checkpoint.every import Every, parse_every
+from hydra_tune.checkpoint.every import CheckpointInterval, parse_every
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, ConfigError
 from hydra_tune.train.capture import decoded
-from hydra_tune.train.snapshot import Snapshot
+from hydra_tune.train.snapshot import TrialStateSnapshot
 from tests.parity.exact import differences
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
 
@@ -131,7 +131,7 @@ def test_a_copy_that_fails_gives_its_host_memory_back(tmp_path, monkeypatch):
         before = ledger.used_bytes
         checkpoints.give_slot_back()
         with monkeypatch.context() as during:
-            during.setattr(Snapshot, "copied", broken)
+            during.setattr(TrialStateSnapshot, "copied", broken)
             with pytest.raises(RuntimeError, match="copying failed"):
                 job.checkpoint(PATIENCE_SECONDS)
         assert ledger.used_bytes == before
@@ -356,8 +356,8 @@ def test_without_a_folder_that_is_said(call):
 
 
 def test_how_often():
-    assert parse_every(None) == Every()
-    assert parse_every(100) == Every(steps=100)
+    assert parse_every(None) == CheckpointInterval()
+    assert parse_every(100) == CheckpointInterval(steps=100)
     assert [parse_every(text).seconds for text in ("30s", "1.5 min", "2h")] == [30.0, 90.0, 7200.0]
 
 

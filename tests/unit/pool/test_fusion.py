@@ -351,9 +351,9 @@ def test_one_that_was_taken_and_is_left_again_can_be_pruned_meanwhile(monkeypatc
 
         def choose(self, *_):
             jobs[2].prune()
-            return chooser.Choice(size=2, why="so it is said")
+            return chooser.GroupSizeChoice(size=2, why="so it is said")
 
-        monkeypatch.setattr(chooser.Chooser, "choose", choose)
+        monkeypatch.setattr(chooser.GroupSizeChooser, "choose", choose)
         monkeypatch.setattr(chooser, "_LEAST_STEPS", 0)
         events = pool.events()
         jobs = [pool.submit(task(seed), None, events) for seed in range(3)]

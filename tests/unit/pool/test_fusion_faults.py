@@ -96,7 +96,7 @@ def test_trials_whose_timing_breaks_are_left_to_themselves(monkeypatch):
 
     monkeypatch.setattr(chooser, "_LEAST_STEPS", 0)
     with running(fusion="auto", max_concurrent=1) as pool:
-        monkeypatch.setattr(chooser.Chooser, "choose", choose)
+        monkeypatch.setattr(chooser.GroupSizeChooser, "choose", choose)
         jobs = [pool.submit(task(seed)) for seed in range(3)]
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
     assert 1 <= len(asked) <= 2  # the last has nobody left to look for

@@ -144,7 +144,7 @@ class Meets(nn.Linear):
 
 
 def test_two_workers_that_find_it_out_at_the_same_time_say_it_once(caplog):
-    hint, module = hints.FusionHint(), Meets(2, 2)
+    hint, module = hints.FusionAdvisor(), Meets(2, 2)
 
     def look():
         hint.look(

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from hydra_tune.devices.libraries import Room
+from hydra_tune.devices.libraries import LedgerAllowance
 from hydra_tune.pool import settings
 from tests.support.stand_in_gpu import StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
@@ -17,7 +17,7 @@ class Told(StandInGpu):
 
     def __init__(self, limit, gain=0):
         super().__init__(0, BUDGET)
-        self.told, self.counted = Room(limit_bytes=limit, gain_bytes=gain), []
+        self.told, self.counted = LedgerAllowance(limit_bytes=limit, gain_bytes=gain), []
 
     def unit_memory(self):
         return self

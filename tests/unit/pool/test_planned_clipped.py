@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hydra_tune.fusion import planned_sizes
-from hydra_tune.fusion.planned_choice import PlannedWay
+from hydra_tune.fusion.planned_choice import PlannedSizeOption
 from hydra_tune.pool.job import OVER, Reported
 from tests.unit.fusion.planner.made import Transformer
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
@@ -57,7 +57,7 @@ def test_transformers_that_clip_have_the_bits_of_groups_that_have_room(steps, se
     def tried_as_wanted(planner, stacks):
         sizes = tuple(stack.updates.count for stack in stacks)
         wanted = sizes == ((4,) if size == 4 else (2, 2))
-        return tried(planner, stacks) if wanted else PlannedWay(name="", sizes=sizes, why_not="not wanted here")
+        return tried(planner, stacks) if wanted else PlannedSizeOption(name="", sizes=sizes, why_not="not wanted here")
 
     monkeypatch.setattr(planned_sizes, "_tried", tried_as_wanted)
     results = planned(tasks_of(**changes), "3MiB")

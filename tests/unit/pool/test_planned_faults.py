@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from hydra_tune.errors import DeviceLostError
-from hydra_tune.fusion.pair_round import PairedSteps
-from hydra_tune.fusion.planned_round import PlannedSteps
+from hydra_tune.fusion.pair_round import PairStepRunner
+from hydra_tune.fusion.planned_round import GroupStepRunner
 from hydra_tune.pool.job import OVER, Reported
 from tests.support.losable import losable
 from tests.support.shortage import run_out
@@ -22,7 +22,11 @@ from tests.unit.pool.test_planned_steps import CNN, X, Y, task
 pytestmark = [pytest.mark.timeout(120), pytest.mark.slow, pytest.mark.usefixtures("captured_once")]
 
 MEMORY = {"pair": "560KiB", "group": "780KiB"}
-PARTS = {"pair": (PairedSteps, "run"), "forward": (PlannedSteps, "forward"), "backward": (PlannedSteps, "backward")}
+PARTS = {
+    "pair": (PairStepRunner, "run"),
+    "forward": (GroupStepRunner, "forward"),
+    "backward": (GroupStepRunner, "backward"),
+}
 
 
 class Fault(TorchDispatchMode):

@@ -8,14 +8,14 @@ import time
 import pytest
 
 from hydra_tune.fusion import measured, planned_sizes
-from hydra_tune.fusion.member import Member
-from hydra_tune.fusion.pair_round import PairedSteps
+from hydra_tune.fusion.member import MemberTrial
+from hydra_tune.fusion.pair_round import PairStepRunner
 from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_choice import PlannedWay
-from hydra_tune.fusion.planned_round import PlannedSteps
-from hydra_tune.fusion.planner.interpreter import Interpreter
-from hydra_tune.fusion.probe import Bench
-from hydra_tune.fusion.rounds import Round
+from hydra_tune.fusion.planned_choice import PlannedSizeOption
+from hydra_tune.fusion.planned_round import GroupStepRunner
+from hydra_tune.fusion.planner.interpreter import MergedGraphInterpreter
+from hydra_tune.fusion.probe import FusionBenchmark
+from hydra_tune.fusion.rounds import GroupRound
 from hydra_tune.pool import settings
 from hydra_tune.pool.job import OVER, Reported
 from tests.support.stand_in_gpu import StandInGpu
@@ -65,7 +65,7 @@ def chosen(kind, monkeypatch):
         sizes = tuple(one.updates.count for one in stacks)
         if sizes == ((4,) if kind == "group" else (4, 4)):
             return tried(planner, stacks)
-        return PlannedWay(name="", sizes=sizes, why_not="not in this test")
+        return PlannedSizeOption(name="", sizes=sizes, why_not="not in this test")
 
     monkeypatch.setattr(planned_sizes, "_tried", only)
     monkeypatch.setattr(planned_sizes, "_COST_SHARE", float("inf"))
@@ -77,7 +77,7 @@ def chosen(kind, monkeypatch):
 @pytest.fixture
 def slow(monkeypatch):
     """Merged graphs take longer than was predicted."""
-    run = Interpreter.run
+    run = MergedGraphInterpreter.run
 
     def slowly(self, given):
         until = time.thread_time() + SLOW_SECONDS
@@ -85,7 +85,7 @@ def slow(monkeypatch):
             pass
         return run(self, given)
 
-    monkeypatch.setattr(Interpreter, "run", slowly)
+    monkeypatch.setattr(MergedGraphInterpreter, "run", slowly)
 
 
 @pytest.fixture
@@ -102,23 +102,23 @@ def steps(monkeypatch):
 
         monkeypatch.setattr(owner, name, run)
 
-    noted(PlannedSteps, "backward", "planned")
-    noted(PairedSteps, "run", "planned")
-    noted(Round, "_trained", "unplanned")
+    noted(GroupStepRunner, "backward", "planned")
+    noted(PairStepRunner, "run", "planned")
+    noted(GroupRound, "_trained", "unplanned")
     return found
 
 
 @pytest.fixture
 def steps_of_members(monkeypatch):
     """Steps that each trial's member had made when it was closed; of trials that begin again there is more than one."""
-    found, close = {}, Member.close
+    found, close = {}, MemberTrial.close
 
     def closed(self, *, keep):
         if self.task.epochs == EPOCHS:  # and it is not one of those that are only timed
             found[self] = self.progress.steps
         close(self, keep=keep)
 
-    monkeypatch.setattr(Member, "close", closed)
+    monkeypatch.setattr(MemberTrial, "close", closed)
     return found
 
 
@@ -160,13 +160,13 @@ def test_slower_steps_are_given_up_and_no_step_is_lost_or_made_twice(
     kind, is_gpu, steps, steps_of_members, monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
-    borrowed, together = [], Bench.together
+    borrowed, together = [], FusionBenchmark.together
 
     def noted(*given):
         borrowed.append(pool._pool._borrowing.turn("cpu:0")._is_borrowed)
         return together(*given)
 
-    monkeypatch.setattr(Bench, "together", noted)
+    monkeypatch.setattr(FusionBenchmark, "together", noted)
     with pool_of(kind, is_gpu, monkeypatch) as pool:
         results = trained(pool, kind, caplog)
         device = pool.stats().devices["cpu:0"]
@@ -224,7 +224,7 @@ def test_members_that_wait_for_an_answer_or_are_stopped_meanwhile_are_not_forgot
 @pytest.mark.parametrize("kind", ["group"], indirect=True)
 @pytest.mark.usefixtures("slow")
 def test_slower_steps_go_on_where_groups_without_a_plan_are_no_faster(kind, together, told, steps, monkeypatch, caplog):
-    monkeypatch.setattr(Bench, "together", together)
+    monkeypatch.setattr(FusionBenchmark, "together", together)
     with pool_of(kind, False, monkeypatch) as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
         results = pool.run(tasks_of(kind, epochs=6))
     assert [result.error for result in results] == [None] * 4
@@ -237,7 +237,7 @@ def test_slower_steps_go_on_where_groups_without_a_plan_are_no_faster(kind, toge
 @pytest.mark.usefixtures("slow")
 def test_steps_whose_planning_is_insisted_on_are_compared_with_nothing(kind, steps, monkeypatch):
     asked = []
-    monkeypatch.setattr(Bench, "together", lambda *_: asked.append("timed"))
+    monkeypatch.setattr(FusionBenchmark, "together", lambda *_: asked.append("timed"))
     with pool_of(kind, False, monkeypatch, fusion_planner="on") as pool:
         results = pool.run(tasks_of(kind, epochs=6))
     assert [result.error for result in results] == [None] * 4

@@ -11,14 +11,14 @@ import torch
 
 from hydra_tune.errors import DeviceLostError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_state import StepState
-from hydra_tune.fusion.planner.interpreter import Interpreter
-from hydra_tune.fusion.planner.run import PlannedRun
-from hydra_tune.fusion.planner.schedule import Segment
+from hydra_tune.fusion.planned_state import StepStateBinding
+from hydra_tune.fusion.planner.interpreter import MergedGraphInterpreter
+from hydra_tune.fusion.planner.run import MergedGraphRunner
+from hydra_tune.fusion.planner.schedule import ScheduleSegment
 from hydra_tune.fusion.stand import HOST
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool import borrowing, settings
-from hydra_tune.pool.borrowing import Borrowing, DeviceTurn
+from hydra_tune.pool.borrowing import DeviceReservations, DeviceUseLock
 from hydra_tune.shard.gate import CaptureGate
 from tests.support.stand_in_gpu import Generator, StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
@@ -57,13 +57,13 @@ def tasks_of(epochs=1):
 def segments(monkeypatch):
     """Merged graphs that were run, by the number of the groups that they were planned for, and where."""
     found = []
-    segment = PlannedRun.segment
+    segment = MergedGraphRunner.segment
 
     def noted(self, which, take=None):
         found.append((len(self._ended), which))
         segment(self, which, take)
 
-    monkeypatch.setattr(PlannedRun, "segment", noted)
+    monkeypatch.setattr(MergedGraphRunner, "segment", noted)
     return found
 
 
@@ -138,14 +138,14 @@ def test_two_groups_in_turn_have_the_bits_of_each_alone(gpus, segments, count):
     assert {result.group_size for result in results} == {2}
     assert [bits(result) for result in results] == roomy(2, 2)
     assert max(peaks) <= PAIR
-    assert (2, Segment(0, 1)) in segments
+    assert (2, ScheduleSegment(0, 1)) in segments
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nbytes", "size"), [(GROUP, 4), (PAIR, 2)])
 def test_a_forward_that_runs_out_of_memory_is_repeated_with_the_numbers_it_had_drawn(gpus, nbytes, size, monkeypatch):
     """What the members have drawn is undone, which on such a device is with whoever has the generator's turn."""
-    segment, failed = PlannedRun.segment, []
+    segment, failed = MergedGraphRunner.segment, []
 
     def fails(self, which, take=None):
         segment(self, which, take)
@@ -155,7 +155,7 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_with_the_numbers_it_had_d
             self._begun[which.forward] -= 1
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(PlannedRun, "segment", fails)
+    monkeypatch.setattr(MergedGraphRunner, "segment", fails)
     gpus(1, nbytes)
     with pool_of() as pool:
         results = pool.run(tasks_of(2), on_error="return")
@@ -168,7 +168,7 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_with_the_numbers_it_had_d
 @pytest.mark.slow
 def test_what_has_failed_holds_nothing_on_the_device(gpus, monkeypatch):
     """Else what leaves the device for the repeat would not be free there."""
-    states, run = [], StepState.begin
+    states, run = [], StepStateBinding.begin
     held = []
 
     def begin(self, *arguments):
@@ -183,9 +183,9 @@ def test_what_has_failed_holds_nothing_on_the_device(gpus, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     relieved = Pager.relieve
-    monkeypatch.setattr(StepState, "begin", begin)
+    monkeypatch.setattr(StepStateBinding, "begin", begin)
     monkeypatch.setattr(Pager, "relieve", relieve)
-    monkeypatch.setattr(Interpreter, "run", fails)
+    monkeypatch.setattr(MergedGraphInterpreter, "run", fails)
     gpus(1, GROUP)
     with pool_of() as pool:
         results = pool.run(tasks_of(), on_error="return")
@@ -195,7 +195,7 @@ def test_what_has_failed_holds_nothing_on_the_device(gpus, monkeypatch):
 
 
 def test_who_borrows_a_device_waits_for_its_unit_and_the_next_unit_waits_for_him():
-    turn, order, has_begun, may_end = DeviceTurn(), [], threading.Event(), threading.Event()
+    turn, order, has_begun, may_end = DeviceUseLock(), [], threading.Event(), threading.Event()
 
     def first():
         with turn.unit():
@@ -228,7 +228,7 @@ def test_who_borrows_a_device_waits_for_its_unit_and_the_next_unit_waits_for_him
 
 def test_a_unit_that_does_not_end_is_not_waited_for_without_end(monkeypatch):
     monkeypatch.setattr(borrowing, "_PATIENCE_SECONDS", 0.0)
-    turn = DeviceTurn()
+    turn = DeviceUseLock()
     with turn.unit(), pytest.raises(HydraTuneError, match="device cuda:0 has been busy"), turn.borrowed("cuda:0"):
         pass
     with turn.unit():
@@ -239,7 +239,7 @@ def test_a_borrower_that_is_interrupted_keeps_no_unit_waiting(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    turn = DeviceTurn()
+    turn = DeviceUseLock()
     with monkeypatch.context() as during:
         during.setattr(turn._changed, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt), turn.borrowed("cuda:0"):
@@ -266,7 +266,7 @@ def test_steps_are_profiled_on_one_device_of_each_kind_that_is_there_the_smalles
         )
     }
     away = {"d"}
-    lending = Borrowing(devices, {}, lambda: away)
+    lending = DeviceReservations(devices, {}, lambda: away)
     asked = [stand.borrowed.args[0].budget_bytes >> 20 for stand in lending.stands]
     assert asked == [7, 8]
     assert {stand.rounding for stand in lending.stands} == {512}
@@ -283,7 +283,7 @@ def test_what_fails_on_a_device_that_is_lost_says_so_whatever_was_made_of_it(mon
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     device = StandInGpu(0, 1 << 20)
-    lending = Borrowing({"cuda:0": device}, {"cuda:0": Pager(device)}, tuple)
+    lending = DeviceReservations({"cuda:0": device}, {"cuda:0": Pager(device)}, tuple)
     device.name = "cuda:0"
     lending.turn("cuda:0")
     with pytest.raises(UnfusableError, match="as it is"), lending.borrowed(device):
@@ -300,7 +300,7 @@ def test_parts_of_one_gpu_are_borrowed_together():
     parts = {f"cuda:0/{index}": StandInGpu(index, 1 << 20) for index in range(3)}
     for name, device in parts.items():
         device.name = name
-    lending = Borrowing(parts, {name: Pager(device) for name, device in parts.items()}, lambda: {"cuda:0/2"})
+    lending = DeviceReservations(parts, {name: Pager(device) for name, device in parts.items()}, lambda: {"cuda:0/2"})
     with lending.borrowed(parts["cuda:0/1"]):
         assert [lending.turn(name)._is_borrowed for name in parts] == [True, True, False]
     assert [lending.turn(name)._is_borrowed for name in parts] == [False] * 3

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion import measured
-from hydra_tune.fusion.pair_round import PairedSteps
+from hydra_tune.fusion.pair_round import PairStepRunner
 from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.pool.job import OVER, Reported
@@ -27,13 +27,13 @@ SGD = (partial(torch.optim.SGD, momentum=0.9),)
 def segments(monkeypatch):
     """What was run of the two groups: whose backward, with whose forward."""
     found = []
-    run = PairedSteps.run
+    run = PairStepRunner.run
 
     def noted(self, backward, forward):
         found.append((backward, forward))
         return run(self, backward, forward)
 
-    monkeypatch.setattr(PairedSteps, "run", noted)
+    monkeypatch.setattr(PairStepRunner, "run", noted)
     return found
 
 

@@ -15,7 +15,7 @@ from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import ConfigError
 from hydra_tune.fusion import planned_sizes
 from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_round import PlannedSteps
+from hydra_tune.fusion.planned_round import GroupStepRunner
 from hydra_tune.pool.job import OVER, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 
@@ -60,13 +60,13 @@ def task(seed, **changes):
 def steps(monkeypatch):
     """Members that planned steps were made for, by step."""
     found = []
-    backward = PlannedSteps.backward
+    backward = GroupStepRunner.backward
 
     def counted(self):
         found.append(len(self.optimizer.active))
         backward(self)
 
-    monkeypatch.setattr(PlannedSteps, "backward", counted)
+    monkeypatch.setattr(GroupStepRunner, "backward", counted)
     return found
 
 

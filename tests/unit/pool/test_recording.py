@@ -9,7 +9,7 @@ import pytest
 
 from hydra_tune import HydraExecutor, Reported
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.device import Reach
+from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.errors import ConfigError, HydraTuneError, ScheduleError
 from hydra_tune.pool.worker import Worker
 from hydra_tune.schedule import POLICIES, JobAdmitted, LRTFPaper, Run, UnitFinished, make_policy
@@ -135,14 +135,14 @@ def test_what_one_device_takes_over_from_another_is_in_the_recording_and_in_the_
     assert named == {"take"}
 
 
-@pytest.mark.parametrize("reach", [Reach.NONE, Reach.NEAR])
+@pytest.mark.parametrize("reach", [DeviceCopyRoute.NONE, DeviceCopyRoute.NEAR])
 def test_blocks_take_the_way_in_the_replay_that_they_took_in_the_run(monkeypatch, reach):
     monkeypatch.setattr(CpuDevice, "reach", lambda *_: reach)
     pool = record("round_robin")
     recording, played = pool.recording(), replay(pool.recording())
     taken = [copy for turn in recording.turns for copy in turn.copies if copy.what == "across"]
     written = [copy.nbytes for turn in recording.turns for copy in turn.copies if copy.what == "out"]
-    assert bool(taken) == (reach is Reach.NEAR)
+    assert bool(taken) == (reach is DeviceCopyRoute.NEAR)
     assert played.simulated_orders == played.recorded_orders
     assert played.bytes_across == on_ledger(recording, taken)
     assert played.bytes_out >= sum(written)

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune import HydraExecutor, Result, TrialsFailed, train_plain
 from hydra_tune.errors import ConfigError, HydraTuneError
-from hydra_tune.memory.block import Group
+from hydra_tune.memory.block import TensorBlock
 from tests.parity.uses import assert_ordinary
 from tests.unit.pool.tasks import mlp, running, short, task
 
@@ -28,14 +28,14 @@ def other_failure():
 
 def test_groups_are_freed_one_after_the_other_as_a_result_is_handed_over(monkeypatch):
     flats = []
-    let_go = Group.let_go
+    let_go = TensorBlock.let_go
 
     def watched(self):
         assert all(flat.expired() for flat in flats)
         flats.append(StorageWeakRef(self.host.untyped_storage()))
         let_go(self)
 
-    monkeypatch.setattr(Group, "let_go", watched)
+    monkeypatch.setattr(TensorBlock, "let_go", watched)
     with running(num_shards=4) as pool:
         result = pool.run(task())
     assert len(flats) == 8, "parameters and optimizer state of each shard"

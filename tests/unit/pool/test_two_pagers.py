@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.memory.block import Block, Kind
+from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.pager import Pager
 from tests.unit.pool.tasks import PATIENCE_SECONDS
 
@@ -22,7 +22,7 @@ def pagers():
 
 
 def resident_block(pager):
-    block = Block(Kind.ACTIVATIONS, 60 * KIB, 64)
+    block = Block(BlockKind.ACTIVATIONS, 60 * KIB, 64)
     block.host = torch.zeros(60 * KIB, dtype=torch.uint8)
     with pager.lease([block], 0):
         pass

@@ -8,7 +8,7 @@ import pytest
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool import settings, worker
 from hydra_tune.schedule import UnitFinished
-from hydra_tune.train.step import Step
+from hydra_tune.train.step import BatchUnits
 from tests.support.stand_in_gpu import StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running, short
 
@@ -71,7 +71,7 @@ def test_in_the_log_and_in_the_figures_a_unit_ends_when_its_device_has_ended_it(
 
 def test_what_a_unit_waits_for_a_spill_is_the_devices_seconds_as_well(pool, monkeypatch):
     """By the host's clock it would begin before the unit has computed."""
-    waited, spill = [], Step._spill
-    monkeypatch.setattr(Step, "_spill", lambda *of: waited.append(spill(*of)) or waited[-1])
+    waited, spill = [], BatchUnits._spill
+    monkeypatch.setattr(BatchUnits, "_spill", lambda *of: waited.append(spill(*of)) or waited[-1])
     trained(pool, activations="spill")
     assert set(waited) == {UNIT_SECONDS}

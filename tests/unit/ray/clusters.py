@@ -5,8 +5,8 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from hydra_tune_ray.directory import Directory, Plan
-from hydra_tune_ray.messages import Load
+from hydra_tune_ray.directory import DirectoryOptions, PoolDirectory
+from hydra_tune_ray.messages import PoolLoadReport
 from hydra_tune_ray.nodes import DeviceNode
 
 PULSE, SLICE = 0.5, 0.05
@@ -69,8 +69,8 @@ class Cluster:
         self.gap, self.build, self.move, self.answer, self.noise = gap, build, move, answer, noise
         self.random = random.Random(seed)
         monkeypatch.setattr("hydra_tune_ray.directory.time.monotonic", lambda: self.now)
-        monkeypatch.setattr(Directory, "_watch_nodes", lambda directory: None)  # asks Ray
-        self.directory = Directory(Plan(name="pools", options={}, start_seconds=1.0, idle_seconds=None))
+        monkeypatch.setattr(PoolDirectory, "_watch_nodes", lambda directory: None)  # asks Ray
+        self.directory = PoolDirectory(DirectoryOptions(name="pools", options={}, start_seconds=1.0, idle_seconds=None))
         self.pools = {}
         for number in range(count):
             self.join(f"n{number}", (speeds or [1.0] * count)[number])
@@ -130,7 +130,7 @@ class Cluster:
             epochs[trial.key] = trial.epochs - trial.done - trial.slices / trial.epoch_slices
         there = [t.key for t in pool.trials.values() if t.target is None]
         leaving = {t.key: (t.target, left[t.key]) for t in pool.trials.values() if t.target is not None}
-        load = Load(
+        load = PoolLoadReport(
             node=pool.node,
             trials={key: left[key] for key in there},
             started=frozenset(key for key in there if pool.trials[key].begun),

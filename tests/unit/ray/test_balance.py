@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_tune_ray.balance import Work, least_busy, moves
+from hydra_tune_ray.balance import PoolBacklog, least_busy, moves
 
 
 def work(*seconds, devices=1, started=False, name=""):
     trials = {f"{name}{number}": float(each) for number, each in enumerate(seconds)}
-    return Work(num_devices=devices, trials=trials, started=set(trials) if started else set())
+    return PoolBacklog(num_devices=devices, trials=trials, started=set(trials) if started else set())
 
 
 def test_a_trial_goes_where_it_would_end_first():
@@ -40,7 +40,7 @@ def test_a_trial_that_has_begun_has_to_gain_the_cost_of_its_move():
 
 
 def test_of_equal_ones_a_trial_that_has_not_begun_goes():
-    pools = {"a": Work(num_devices=1, trials={"x": 5.0, "y": 5.0}, started={"x"}), "b": work()}
+    pools = {"a": PoolBacklog(num_devices=1, trials={"x": 5.0, "y": 5.0}, started={"x"}), "b": work()}
     assert moves(pools, 0.0) == {"y": "b"}
 
 
@@ -63,8 +63,8 @@ def test_moves_come_to_an_end_and_never_have_it_end_later(pools):
 @pytest.mark.parametrize("count", [2, 3, 64])
 def test_moves_spread_what_was_placed_badly_to_within_a_tenth(count):
     generous = {f"t{number}": 1.0 + number % 7 for number in range(20 * count)}
-    pools = {"p0": Work(num_devices=1, trials=dict(generous))}
-    pools |= {f"p{number}": Work(num_devices=1, trials={}) for number in range(1, count)}
+    pools = {"p0": PoolBacklog(num_devices=1, trials=dict(generous))}
+    pools |= {f"p{number}": PoolBacklog(num_devices=1, trials={}) for number in range(1, count)}
     found = moves(pools, 0.5)
     loads = dict.fromkeys(pools, 0.0)
     for key, seconds in generous.items():

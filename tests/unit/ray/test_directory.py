@@ -7,22 +7,22 @@ import pytest
 
 pytest.importorskip("ray")
 
-from hydra_tune_ray.directory import Directory, Plan, _Known
-from hydra_tune_ray.messages import Load
+from hydra_tune_ray.directory import DirectoryOptions, PoolDirectory, _RegisteredPool
+from hydra_tune_ray.messages import PoolLoadReport
 from hydra_tune_ray.nodes import DeviceNode
 
 NODES = {name: DeviceNode(node_id=name, devices="cpu:1", num_gpus=0, num_devices=1) for name in ("a", "b")}
 
 
 def told(name, trials, leaving=None):
-    return Load(node=NODES[name], trials=trials, started=frozenset(trials), leaving=leaving or {})
+    return PoolLoadReport(node=NODES[name], trials=trials, started=frozenset(trials), leaving=leaving or {})
 
 
 @pytest.fixture
 def directory(monkeypatch):
-    monkeypatch.setattr(Directory, "_watch_nodes", lambda self: None)  # asks Ray
-    made = Directory(Plan(name="pools", options={}, start_seconds=1.0, idle_seconds=None))
-    made._pools = {name: _Known(None, told(name, {}), time.monotonic()) for name in NODES}
+    monkeypatch.setattr(PoolDirectory, "_watch_nodes", lambda self: None)  # asks Ray
+    made = PoolDirectory(DirectoryOptions(name="pools", options={}, start_seconds=1.0, idle_seconds=None))
+    made._pools = {name: _RegisteredPool(None, told(name, {}), time.monotonic()) for name in NODES}
     return made
 
 

@@ -7,20 +7,20 @@ import pytest
 
 pytest.importorskip("ray")
 
-from hydra_tune.pool.job import Progress
-from hydra_tune_ray.held import HeldTrials
-from hydra_tune_ray.messages import Begin, Moved
+from hydra_tune.pool.job import JobProgress
+from hydra_tune_ray.held import LeasedTrialTable
+from hydra_tune_ray.messages import BeginRequest, MoveOutcome
 
-REQUEST = Begin(trial_id="t", key="t-1", name="trial", build=b"", config={})
+REQUEST = BeginRequest(trial_id="t", key="t-1", name="trial", build=b"", config={})
 
 
 def test_a_trial_that_has_left_is_told_again_where_to_for_a_while(monkeypatch):
     """An answer may get lost, and its client asks again."""
     now = [100.0]
     monkeypatch.setattr("hydra_tune_ray.held.time.monotonic", lambda: now[0])
-    trials = HeldTrials(10.0)
+    trials = LeasedTrialTable(10.0)
     held = add(trials)
-    moved = trials.leave(held, Moved(pool="other", files=None), 30.0)
+    moved = trials.leave(held, MoveOutcome(pool="other", files=None), 30.0)
     assert trials.get("t-1") is None
     for _ in range(2):
         assert trials.moved("t-1") is moved
@@ -35,7 +35,7 @@ def test_a_trial_that_has_left_is_told_again_where_to_for_a_while(monkeypatch):
 def test_a_trial_expires_unless_it_is_renewed(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("hydra_tune_ray.held.time.monotonic", lambda: now[0])
-    trials = HeldTrials(10.0)
+    trials = LeasedTrialTable(10.0)
     held = add(trials)
     now[0] += REQUEST.lease_seconds - 1
     assert trials.expired() == []
@@ -54,7 +54,7 @@ class Job:
     state = "running"
 
     def __init__(self, **progress):
-        self.progress = Progress(
+        self.progress = JobProgress(
             **{"epoch": 0, "epochs": 4, "step": 0, "num_steps": None, "remaining_seconds": None, "num_shards": 1}
             | {"units_run": 0, "metrics": {}}
             | progress
@@ -76,13 +76,13 @@ class Job:
     ],
 )
 def test_what_is_not_known_of_a_trial_is_not_told(job, files, left):
-    held = add(HeldTrials(10.0), replace(REQUEST, files=files))
+    held = add(LeasedTrialTable(10.0), replace(REQUEST, files=files))
     held.job = job
     assert held.left() == left
 
 
 def test_a_trial_that_is_to_leave_comes_to_its_report_first():
-    held = add(HeldTrials(10.0))
+    held = add(LeasedTrialTable(10.0))
     held.job = Job()
     held.send_to("other")
     assert held.job.priorities == [1]

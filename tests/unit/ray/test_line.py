@@ -9,15 +9,15 @@ import pytest
 
 pytest.importorskip("ray")
 
-from hydra_tune_ray.line import Line, LineServer
-from hydra_tune_ray.messages import Moved, Over, Report, Waiting
+from hydra_tune_ray.line import LocalSocketClient, LocalSocketServer
+from hydra_tune_ray.messages import EndOutcome, MoveOutcome, ReportOutcome, WaitingOutcome
 
 ANSWERS = {
-    "report": Report(number=3, step=2, metrics={"loss": 0.1 + 0.2, "up": math.inf, "n": 7}, is_last=False),
-    "waits": Waiting(),
-    "over": Over(status="failed", error="x"),
-    "moved": Moved(pool="there", files=None),
-    "odd": Report(number=1, step=0, metrics={"loss": np.float32(0.5)}, is_last=True),
+    "report": ReportOutcome(number=3, step=2, metrics={"loss": 0.1 + 0.2, "up": math.inf, "n": 7}, is_last=False),
+    "waits": WaitingOutcome(),
+    "over": EndOutcome(status="failed", error="x"),
+    "moved": MoveOutcome(pool="there", files=None),
+    "odd": ReportOutcome(number=1, step=0, metrics={"loss": np.float32(0.5)}, is_last=True),
 }
 
 
@@ -30,13 +30,13 @@ def server():
 
     async def answer(key, answered):
         if key == "number":
-            return Report(number=answered + 1, step=0, metrics={"loss": math.nan}, is_last=False)
+            return ReportOutcome(number=answered + 1, step=0, metrics={"loss": math.nan}, is_last=False)
         return ANSWERS[key]
 
     def run(work):
         return asyncio.run_coroutine_threadsafe(work, loop).result(20)
 
-    made = LineServer(answer)
+    made = LocalSocketServer(answer)
     run(made.open())
     yield made
     loop.call_soon_threadsafe(made.close)
@@ -51,14 +51,14 @@ def server():
 
 @pytest.fixture
 def line(server):
-    made = Line(server.path, 20)
+    made = LocalSocketClient(server.path, 20)
     yield made
     made.close()
 
 
 def test_reports_come_out_as_they_went_in(line):
     assert line.next("report", 2) == ANSWERS["report"]
-    assert line.next("waits", 3) == Waiting()
+    assert line.next("waits", 3) == WaitingOutcome()
     found = line.next("number", 41)
     assert found.number == 42
     assert math.isnan(found.metrics["loss"])
@@ -79,7 +79,7 @@ def test_nobody_listens_any_more(server):
     path = server.path
     server.close()
     with pytest.raises(OSError, match="No such file"):
-        Line(path, 20)
+        LocalSocketClient(path, 20)
 
 
 def test_a_folder_that_is_too_deep_for_a_socket(tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_a_folder_that_is_too_deep_for_a_socket(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(deep))
 
     async def opened():
-        made = LineServer(None)
+        made = LocalSocketServer(None)
         await made.open()
         made.close()
         return made.path

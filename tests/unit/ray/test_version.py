@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from hydra_tune_ray.directory import Directory, Plan
+from hydra_tune_ray.directory import DirectoryOptions, PoolDirectory
 from hydra_tune_ray.nodes import DeviceNode
 from hydra_tune_ray.version import VERSION
 
@@ -24,7 +24,7 @@ def remote(value):
 
 
 def opened(**methods):
-    directory = Directory(Plan(name="pools", options={}, start_seconds=1.0, idle_seconds=None))
+    directory = PoolDirectory(DirectoryOptions(name="pools", options={}, start_seconds=1.0, idle_seconds=None))
     return asyncio.run(directory._opened(NODE, SimpleNamespace(call=remote("is opened"), **methods)))
 
 

@@ -4,12 +4,12 @@ import pytest
 
 from hydra_tune.schedule import (
     POLICIES,
-    Ahead,
     DeviceAdded,
     JobAdmitted,
     JobStopped,
     JobSubmitted,
     LRTFPaper,
+    NextJobPredictor,
     Run,
     Scheduler,
     ShardMoved,
@@ -31,7 +31,7 @@ class Course:
     def __init__(self, lengths, devices=(HERE, THERE), policy="lrtf_paper", **options):
         made = make_policy(policy) if isinstance(policy, str) else policy
         self.scheduler = Scheduler(policy=made, max_concurrent=len(lengths), **options)
-        self.ahead = Ahead(made, self.scheduler)
+        self.ahead = NextJobPredictor(made, self.scheduler)
         self.left = dict(lengths)
         for device in devices:
             self.ahead.set_speed(device, 1.0)

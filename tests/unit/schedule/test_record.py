@@ -2,13 +2,13 @@
 
 from dataclasses import fields
 
-from hydra_tune.schedule.estimates import Estimate
-from hydra_tune.schedule.record import JobRecord, Phase
+from hydra_tune.schedule.estimates import JobTimeEstimate
+from hydra_tune.schedule.record import JobPhase, JobRecord
 
 
 def test_a_copy_says_the_same_and_changes_on_its_own():
     record = JobRecord(
-        job="a", order=3, phase=Phase.READY, estimate=Estimate(remaining_seconds=4.0), home="cpu:1", turn=7
+        job="a", order=3, phase=JobPhase.READY, estimate=JobTimeEstimate(remaining_seconds=4.0), home="cpu:1", turn=7
     )
     other = record.copy()
     assert other == record

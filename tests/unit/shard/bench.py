@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hydra_tune.shard.analysis import Analysis, analyse
+from hydra_tune.shard.analysis import GraphAnalysis, analyse
 from hydra_tune.shard.batch import flatten
-from hydra_tune.shard.capture import Captured, StateSpec, capture, named_state, state_specs
-from hydra_tune.shard.partition import NumShards, Partitioner
-from hydra_tune.shard.pilot import Pilot
-from hydra_tune.shard.plan import Plan, build_plan
+from hydra_tune.shard.capture import CapturedStepGraph, StateSpec, capture, named_state, state_specs
+from hydra_tune.shard.partition import NumShards, ShardPartitioner
+from hydra_tune.shard.pilot import ShardPilot
+from hydra_tune.shard.plan import ShardPlan, build_plan
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data import make_loader
@@ -66,10 +66,10 @@ class Bench:
     task: TrainTask
     model: nn.Module
     batch: Any
-    captured: Captured
+    captured: CapturedStepGraph
     specs: dict[str, StateSpec]
-    analysis: Analysis
-    pilot: Pilot
+    analysis: GraphAnalysis
+    pilot: ShardPilot
 
     @property
     def end(self) -> int:
@@ -86,7 +86,7 @@ class Bench:
         """The batch's tensors."""
         return flatten(self.batch).tensors
 
-    def plan(self, *cuts: int) -> Plan:
+    def plan(self, *cuts: int) -> ShardPlan:
         """The step cut at these positions."""
         return build_plan(self.captured, self.analysis, self.pilot, [0, *cuts, self.end])
 
@@ -100,9 +100,11 @@ class Bench:
         """Where the partitioner cuts."""
         return self.partitioner(budget_bytes, buffer_bytes).partition(num_shards, boundaries)
 
-    def partitioner(self, budget_bytes: int, buffer_bytes: int = 0) -> Partitioner:
+    def partitioner(self, budget_bytes: int, buffer_bytes: int = 0) -> ShardPartitioner:
         """A partitioner of this step."""
-        return Partitioner(self.pilot, self.analysis, self.end, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes)
+        return ShardPartitioner(
+            self.pilot, self.analysis, self.end, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes
+        )
 
     def position(self, operator: str, occurrence: int = 0) -> int:
         """Position of a node by its operator, e.g. "aten.add_.Tensor"."""
@@ -126,14 +128,14 @@ def bench(task: TrainTask, batch: Any = None, *, mode: str = "train", alignment:
     return analysed(task, model, batch, captured, alignment)
 
 
-def analysed(task: TrainTask, model: nn.Module, batch: Any, captured: Captured, alignment: int = 1) -> Bench:
+def analysed(task: TrainTask, model: nn.Module, batch: Any, captured: CapturedStepGraph, alignment: int = 1) -> Bench:
     """What follows from a captured step."""
     specs = state_specs(model)
     tensors = flatten(batch).tensors
     analysis = analyse(captured, specs, tensors)
     optimizer = task.optimizer(list(model.parameters()))
     update = optimizer_pilot(optimizer, dict(model.named_parameters()), specs, alignment=alignment)
-    pilot = Pilot(
+    pilot = ShardPilot(
         captured, analysis, specs, tensors, update=update if captured.mode == "train" else None, alignment=alignment
     )
     return Bench(task=task, model=model, batch=batch, captured=captured, specs=specs, analysis=analysis, pilot=pilot)

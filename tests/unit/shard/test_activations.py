@@ -5,19 +5,19 @@ from functools import cache
 
 import pytest
 
-from hydra_tune.devices.link import Link
-from hydra_tune.shard.activations import Room, chosen, keeping, seconds_of
+from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.shard.activations import ActivationBudget, chosen, keeping, seconds_of
 from hydra_tune.shard.outcome import UnitSeconds
 from tests.unit.shard.bench import parity_bench
 
 ENDLESS = 1 << 40
 COMPUTED = UnitSeconds(forward=(1.0, 1.0, 1.0, 0.0), backward=(3.0, 3.0, 3.0, 3.0))
 PLAYED = UnitSeconds(forward=(1.0, 1.0, 1.0, 0.0), backward=(2.0, 2.0, 2.0, 3.0))  # a second less each
-FAST = Link(bytes_per_second=1e12)
+FAST = LinkCostModel(bytes_per_second=1e12)
 
 
 def room(**changes):
-    return Room(**({"capacity_bytes": ENDLESS, "budget_bytes": 0} | changes))
+    return ActivationBudget(**({"capacity_bytes": ENDLESS, "budget_bytes": 0} | changes))
 
 
 @cache
@@ -58,21 +58,21 @@ def test_what_copies_faster_than_it_is_computed_is_kept():
     _, kept = plans()
     assert choice(FAST, room()) == [True, True, True, False]
     sizes = [shard.cost.kept_bytes for shard in kept.shards[:-1]]
-    exact = Link(bytes_per_second=2 * max(sizes) * 1.001)
+    exact = LinkCostModel(bytes_per_second=2 * max(sizes) * 1.001)
     assert choice(exact, room()) == [True, True, True, False], "two copies, of all that is kept"
-    slower = Link(bytes_per_second=2 * max(sizes) * 0.999)
+    slower = LinkCostModel(bytes_per_second=2 * max(sizes) * 0.999)
     assert choice(slower, room()) == [size < max(sizes) for size in sizes] + [False]
 
 
 def test_each_copy_costs_something_whatever_its_size():
     _, kept = plans()
     least = min(shard.cost.kept_blocks for shard in kept.shards[:-1])
-    assert not any(choice(Link(bytes_per_second=1e12, seconds_per_block=1 / least), room()))
+    assert not any(choice(LinkCostModel(bytes_per_second=1e12, seconds_per_block=1 / least), room()))
 
 
 def test_a_slow_link_leaves_what_never_has_to_move():
     _, kept = plans()
-    slow = Link(bytes_per_second=1.0)
+    slow = LinkCostModel(bytes_per_second=1.0)
     assert choice(slow, room()) == [False] * 4
     assert choice(slow, room(budget_bytes=ENDLESS)) == [True] * 3 + [False]
     *_, before, last = kept.shards

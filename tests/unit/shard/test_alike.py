@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_tune.shard.alike import Likenesses
+from hydra_tune.shard.alike import ShardSignatureBuilder
 from hydra_tune.shard.analysis import placeholders
 from hydra_tune.shard.batch import flatten
 from hydra_tune.shard.split import cut_shard
@@ -15,7 +15,7 @@ from tests.unit.shard.bench import bench, parity_bench, task_of, vectors
 
 
 def likenesses(made):
-    return Likenesses(made.captured, made.analysis, made.pilot._inputs)
+    return ShardSignatureBuilder(made.captured, made.analysis, made.pilot._inputs)
 
 
 def groups(made):

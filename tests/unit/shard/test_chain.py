@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from hydra_tune.devices.cpu import DefaultCpuGenerator
-from hydra_tune.shard.activations import Room, keeping
+from hydra_tune.shard.activations import ActivationBudget, keeping
 from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.chain import Chain, gradient_key, parameter_gradient_key, saved_key
-from hydra_tune.shard.outcome import HostStore
+from hydra_tune.shard.chain import ShardChain, gradient_key, parameter_gradient_key, saved_key
+from hydra_tune.shard.outcome import HostChainStore
 from tests.parity.models import MODELS, build
 from tests.unit.shard.bench import bench, parity_bench, seeded, task_of, vectors
 
@@ -35,8 +35,8 @@ class Warmup(nn.Module):
 
 def train_step(made, plan):
     """One step through a chain: loss, gradients, buffers, and what the store is left with."""
-    store = HostStore(dict(named_state(made.model)), plan.constants, tuple(t.clone() for t in made.inputs))
-    chain = Chain(plan, store)
+    store = HostChainStore(dict(named_state(made.model)), plan.constants, tuple(t.clone() for t in made.inputs))
+    chain = ShardChain(plan, store)
     for index in range(len(plan.shards) - 1):
         chain.forward(index, GENERATOR)
     for index in reversed(range(len(plan.shards))):
@@ -110,7 +110,7 @@ def test_a_recompute_draws_the_same_masks_and_the_stream_goes_on_once():
 
 def kept_plan(made, num_shards):
     plan = made.plan(*made.spread(num_shards))
-    return keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    return keeping(plan, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=1 << 40))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -126,7 +126,7 @@ def test_what_was_kept_is_gone_after_the_step(name):
 def test_a_graph_that_was_kept_has_read_buffers_as_its_forward_did(buffer):
     made = bench(task_of(Warmup(buffer)))
     cut = made.plan(made.position("aten.linear.default", 1))
-    plan = keeping(cut, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    plan = keeping(cut, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=1 << 40))
     loss, expected = eager_step(made)
     made.model.count.fill_(buffer)
     ours, gradients, _ = train_step(made, plan)
@@ -139,12 +139,12 @@ def test_a_graph_of_another_device_is_given_up_and_its_shard_computed_again():
     layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8)]
     made = bench(task_of(nn.Sequential(*layers)))
     cut = made.plan(made.position("aten.linear.default", 1))
-    plan = keeping(cut, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    plan = keeping(cut, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=1 << 40))
     with seeded(3):
         loss, expected = eager_step(made)
     layers[1].reset_running_stats()
-    store = HostStore(made.state, plan.constants, made.inputs)
-    chain = Chain(plan, store)
+    store = HostChainStore(made.state, plan.constants, made.inputs)
+    chain = ShardChain(plan, store)
     with seeded(3):
         chain.forward(0, GENERATOR)
         assert chain.is_kept(0, torch.device("cpu"))
@@ -162,7 +162,7 @@ def test_a_graph_of_another_device_is_given_up_and_its_shard_computed_again():
 
 def test_a_chain_that_is_closed_holds_no_graph():
     made = bench(task_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))))
-    chain = Chain(kept_plan(made, 2), HostStore(made.state, {}, made.inputs))
+    chain = ShardChain(kept_plan(made, 2), HostChainStore(made.state, {}, made.inputs))
     chain.forward(0, GENERATOR)
     tape = weakref.ref(chain._tapes[0].tape)
     gc.disable()
@@ -187,7 +187,7 @@ def test_gradients_accumulate_across_a_skipped_shard():
 def test_keys_name_all_that_a_backward_unit_reads():
     made = parity_bench("cnn")
     plan = made.plan(*made.spread(3))
-    chain = Chain(plan, HostStore({}, {}, ()))
+    chain = ShardChain(plan, HostChainStore({}, {}, ()))
     middle = plan.shards[1].graph
     assert chain.keys("forward", 1) == list(middle.live_in)
     keys = chain.keys("backward", 1)
@@ -202,8 +202,8 @@ def test_keys_name_all_that_a_backward_unit_reads():
 def test_values_of_an_evaluation_go_after_their_last_use():
     made = bench(build("vit", validate=build("vit").train), mode="evaluate")
     plan = made.plan(*made.spread(4))
-    store = HostStore(dict(named_state(made.model)), plan.constants, made.inputs)
-    chain = Chain(plan, store)
+    store = HostChainStore(dict(named_state(made.model)), plan.constants, made.inputs)
+    chain = ShardChain(plan, store)
     for index in range(4):
         chain.forward(index, GENERATOR)
         alive = {name for name, last in plan.last_use.items() if last > index and plan.birth[name] <= index}
@@ -214,6 +214,6 @@ def test_values_of_an_evaluation_go_after_their_last_use():
 
 def test_a_value_dropped_too_early_is_our_own_mistake():
     made = bench(task_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))))
-    chain = Chain(made.plan(1), HostStore(dict(named_state(made.model)), {}, vectors()))
+    chain = ShardChain(made.plan(1), HostChainStore(dict(named_state(made.model)), {}, vectors()))
     with pytest.raises(AssertionError, match="were dropped too early"):
         chain.backward(1, GENERATOR)

@@ -52,7 +52,7 @@ def chain_gradients(made, cuts):
             shard.graph,
             operands(made, shard, values),
             needs_gradient=shard.needs_gradient,
-            incoming=compute.Incoming(
+            incoming=compute.IncomingGradients(
                 outputs={n: None if n in shard.losses else gradients.get(n) for n in shard.gradient_outputs},
                 live_in={n: gradients[n] for n in shard.graph.live_in if n in gradients},
                 parameters={n: parameters[n] for n in shard.graph.state if n in parameters},
@@ -64,7 +64,7 @@ def chain_gradients(made, cuts):
 
 
 def operands(made, shard, values):
-    return compute.Operands(
+    return compute.ShardOperands(
         state=[made.state[name] for name in shard.graph.state],
         constants=(),
         inputs=[made.inputs[index] for index in shard.graph.inputs],
@@ -110,7 +110,7 @@ def test_the_loss_comes_back_with_the_backward():
         shard.graph,
         operands(made, shard, {}),
         needs_gradient=frozenset(),
-        incoming=compute.Incoming(outputs=dict.fromkeys(shard.losses), live_in={}, parameters={}),
+        incoming=compute.IncomingGradients(outputs=dict.fromkeys(shard.losses), live_in={}, parameters={}),
     )
     assert found.outputs[made.captured.outputs[0]].equal(step(made.model, torch.ones(1)).detach())
     assert not found.live_in

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.shard.batch import same_bits
-from hydra_tune.shard.draws import DrawFinder, Draws
+from hydra_tune.shard.draws import CountedRandomOpFinder, CountedRandomOps
 from hydra_tune.shard.verify import verify
 from tests.parity.models import build
 from tests.unit.shard.bench import Bench, bench, seeded, task_of
@@ -51,10 +51,10 @@ def is_counted(target: Any, tensors: list[Tensor], others: tuple[Any, ...] = ())
     """Whether a graph of one operator is found to move the generator by as much at each run."""
     graph = fx.Graph()
     graph.output(graph.call_function(target, (*[graph.placeholder(f"x{i}") for i in range(len(tensors))], *others)))
-    mode, draws = FakeTensorMode(), Draws()
+    mode, draws = FakeTensorMode(), CountedRandomOps()
     fakes = [mode.from_tensor(t.detach()) for t in tensors]
     with mode:
-        DrawFinder(fx.GraphModule({}, graph), draws).run(*fakes)
+        CountedRandomOpFinder(fx.GraphModule({}, graph), draws).run(*fakes)
     return draws.are_counted(list(graph.nodes))
 
 

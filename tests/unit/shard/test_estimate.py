@@ -2,7 +2,7 @@
 
 import pytest
 
-from hydra_tune.shard.activations import Room, keeping
+from hydra_tune.shard.activations import ActivationBudget, keeping
 from hydra_tune.shard.estimate import estimated_seconds
 from tests.unit.shard.bench import parity_bench
 
@@ -10,7 +10,7 @@ from tests.unit.shard.bench import parity_bench
 def test_to_keep_saves_a_forward():
     made = parity_bench("gpt2")
     plan = made.plan(*made.spread(3))
-    kept = keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=0))
+    kept = keeping(plan, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=0))
     computed, played = estimated_seconds(made.pilot, plan, kept)
     assert computed.forward == played.forward
     assert min(computed.forward) > 0

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune.shard.answers import ask
-from hydra_tune.shard.guards import Recorder
-from hydra_tune.shard.library import Budget, PlanLibrary
-from hydra_tune.shard.outcome import Operators
+from hydra_tune.shard.guards import BatchGuardRecorder
+from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
+from hydra_tune.shard.outcome import StepOperatorRecorder
 from tests.unit.shard.bench import task_of
 
 FULL, PADDED, OTHER = ([1, 1, 1, 1], [1, 1, 0, 1], [0, 1, 0, 1])
@@ -46,7 +46,9 @@ class Bench:
         self.model = model
         self.task = task_of(model, step=step, train=lambda: [batch(PADDED)])
         self.optimizer = self.task.optimizer(list(model.parameters()))
-        self.plans = PlanLibrary(Budget(budget_bytes=1 << 30, buffer_fraction=0.15, alignment=64, num_shards=2))
+        self.plans = PlanLibrary(
+            ShardPlanConstraints(budget_bytes=1 << 30, buffer_fraction=0.15, alignment=64, num_shards=2)
+        )
 
     def plan(self, mask):
         return self.plans.prepare(self.task, self.model, self.optimizer, batch(mask), "train")
@@ -147,8 +149,8 @@ def test_questions_about_anything_else_are_not_answered_beforehand(model):
 
 def recorded(code, *tensors):
     """The guard of some code over a batch of these tensors, and how many operators serve it alone."""
-    recorder = Recorder(tensors)
-    with Operators(recorder):
+    recorder = BatchGuardRecorder(tensors)
+    with StepOperatorRecorder(recorder):
         code(*tensors)
     return recorder.finish()
 
@@ -231,8 +233,8 @@ def test_answers_are_compared_to_the_last_bit():
 
 def test_a_batch_is_known_in_the_memory_of_something_unknown_that_is_gone():
     mask = torch.ones(16)
-    recorder = Recorder([mask])
-    with Operators(recorder):
+    recorder = BatchGuardRecorder([mask])
+    with StepOperatorRecorder(recorder):
         for _ in range(20):
             unknown = torch.rand(16).relu_()
             del unknown

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from hydra_tune.shard import compute
 from hydra_tune.shard.batch import same_bits
-from hydra_tune.shard.kept import KeptTensors, NotKeepableError
+from hydra_tune.shard.kept import KeptActivations, NotKeepableError
 from tests.unit.shard.bench import bench, task_of
 
 
@@ -26,7 +26,7 @@ def forward(x, w, kept):
 
 def test_operands_are_referred_to_and_the_rest_is_kept_once_per_storage():
     x, w = weight().requires_grad_(), weight().requires_grad_()
-    kept = KeptTensors([x, w])
+    kept = KeptActivations([x, w])
     loss = forward(x, w, kept)
     found = kept.settle()
     assert sorted(flat.numel() for flat in found.values()) == [256, 256], (
@@ -45,7 +45,7 @@ def test_operands_are_referred_to_and_the_rest_is_kept_once_per_storage():
 
 def test_between_the_units_a_graph_holds_no_memory():
     x, w = weight().requires_grad_(), weight().requires_grad_()
-    kept = KeptTensors([x.detach(), w.detach()])
+    kept = KeptActivations([x.detach(), w.detach()])
     loss = forward(x, w, kept)
     storages = [weakref.ref(flat.untyped_storage()) for flat in kept.settle().values()]
     gc.collect()
@@ -57,7 +57,7 @@ def test_between_the_units_a_graph_holds_no_memory():
 def test_operands_are_read_where_they_are_now():
     w = weight()
     x = weight().requires_grad_()
-    kept = KeptTensors([w])
+    kept = KeptActivations([w])
     with kept.hooks():
         y = x @ w
     kept.settle()
@@ -68,7 +68,7 @@ def test_operands_are_read_where_they_are_now():
 
 def test_what_is_overwritten_after_it_was_saved_is_refused_as_by_autograd():
     w, buffer = weight().requires_grad_(), weight()
-    kept = KeptTensors([buffer])
+    kept = KeptActivations([buffer])
     with kept.hooks():
         y = w * buffer
     kept.settle()
@@ -80,7 +80,7 @@ def test_what_is_overwritten_after_it_was_saved_is_refused_as_by_autograd():
 
 def test_a_graph_that_is_given_up_tells_nobody():
     x, w = weight().requires_grad_(), weight().requires_grad_()
-    kept, freed = KeptTensors([x, w]), []
+    kept, freed = KeptActivations([x, w]), []
     loss = forward(x, w, kept)
     kept.settle()
     kept.present([x, w], lambda number: torch.empty(0), freed.append)
@@ -91,13 +91,13 @@ def test_a_graph_that_is_given_up_tells_nobody():
 
 def test_more_than_a_view_of_plain_memory_is_not_kept():
     z = torch.randn(4, dtype=torch.complex64).requires_grad_()
-    with pytest.raises(NotKeepableError, match="not plain memory"), KeptTensors([z]).hooks():
+    with pytest.raises(NotKeepableError, match="not plain memory"), KeptActivations([z]).hooks():
         (z * z.conj()).abs().sum()
 
 
 def test_what_is_not_on_the_device_of_the_unit_stays_where_it_is():
     x = torch.randn(8, 8, device="meta").requires_grad_()
-    kept = KeptTensors([weight()])
+    kept = KeptActivations([weight()])
     with kept.hooks():
         y = x.exp()
     assert kept.settle() == {}
@@ -123,7 +123,7 @@ def test_a_tape_gives_the_gradients_of_a_recompute():
     first, last = made.plan(made.position("aten.linear.default", 2)).shards
 
     def operands(shard, values):
-        return compute.Operands(
+        return compute.ShardOperands(
             state=[made.state[name] for name in shard.graph.state],
             constants=(),
             inputs=[made.inputs[index] for index in shard.graph.inputs],
@@ -136,9 +136,9 @@ def test_a_tape_gives_the_gradients_of_a_recompute():
         last.graph,
         operands(last, values),
         needs_gradient=last.needs_gradient,
-        incoming=compute.Incoming(outputs=dict.fromkeys(last.losses), live_in={}, parameters={}),
+        incoming=compute.IncomingGradients(outputs=dict.fromkeys(last.losses), live_in={}, parameters={}),
     )
-    incoming = compute.Incoming(outputs=top.live_in, live_in={}, parameters=top.parameters)
+    incoming = compute.IncomingGradients(outputs=top.live_in, live_in={}, parameters=top.parameters)
     ours = tape.backward(first.graph, operands(first, {}), incoming, found.__getitem__, found.__delitem__)
     again = compute.backward(first.graph, operands(first, {}), needs_gradient=first.needs_gradient, incoming=incoming)
     assert ours.parameters.keys() == again.parameters.keys() == {"weight", "scale"}

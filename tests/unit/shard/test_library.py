@@ -20,8 +20,8 @@ from hydra_tune.errors import BudgetError, CaptureError, TaskError
 from hydra_tune.shard import library as library_module
 from hydra_tune.shard.batch import flatten
 from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import Budget, PlanLibrary
-from hydra_tune.shard.request import Layout
+from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
+from hydra_tune.shard.request import TrialStateLayout
 from tests.parity.models import build
 from tests.unit.pool.tasks import against_plain, running
 from tests.unit.shard.bench import first_batch, task_of, vectors
@@ -44,7 +44,9 @@ class Branch(nn.Module):
 
 def library(budget_bytes=1 << 30, num_shards=None, buffer_fraction=0.15):
     return PlanLibrary(
-        Budget(budget_bytes=budget_bytes, buffer_fraction=buffer_fraction, alignment=64, num_shards=num_shards)
+        ShardPlanConstraints(
+            budget_bytes=budget_bytes, buffer_fraction=buffer_fraction, alignment=64, num_shards=num_shards
+        )
     )
 
 
@@ -186,7 +188,7 @@ def test_further_plans_of_a_trial_are_cut_like_its_first(name):
     model = task.model()
     first = prepare(plans, task, batch, model=model).plan
     owners = {n: shards[0] for n, shards in first.used_state().items() if len(shards) == 1}
-    like = Layout(plan=first, owners=owners)
+    like = TrialStateLayout(plan=first, owners=owners)
     smaller = (
         {k: v[:3].clone() for k, v in batch.items()} if isinstance(batch, dict) else [v[:3].clone() for v in batch]
     )
@@ -263,7 +265,9 @@ class Counts(nn.Module):
 
 def layout_of(prepared):
     used = prepared.plan.used_state()
-    return Layout(plan=prepared.plan, owners={name: shards[0] for name, shards in used.items() if len(shards) == 1})
+    return TrialStateLayout(
+        plan=prepared.plan, owners={name: shards[0] for name, shards in used.items() if len(shards) == 1}
+    )
 
 
 def test_where_training_runs_whole_evaluation_does_too():
@@ -279,7 +283,7 @@ def test_a_whole_trial_and_a_cut_one_do_not_share_their_further_plans():
     plans, task = library(), task_of(Counts())
     cut = prepare(plans, task, mode="evaluate")
     layout = layout_of(cut)
-    whole = Layout(plan=dataclasses.replace(cut.plan, eager=True), owners=layout.owners)
+    whole = TrialStateLayout(plan=dataclasses.replace(cut.plan, eager=True), owners=layout.owners)
     assert not prepare(plans, task, mode="evaluate", like=layout).plan.eager
     assert prepare(plans, task, mode="evaluate", like=whole).plan.eager
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from hydra_tune.shard.overwriting import overwritten
-from hydra_tune.shard.stage import Stage
+from hydra_tune.shard.stage import RehearsalFakeMode
 
 ATEN = torch.ops.aten
 
 
 @pytest.mark.parametrize("func", [ATEN.add_.Tensor, ATEN.lerp_.Scalar, ATEN.copy_.default, ATEN.zero_.default])
 def test_those_that_only_overwrite_return_their_first_argument(func):
-    with Stage():
+    with RehearsalFakeMode():
         fake = torch.empty(3)
     for tensor in (fake, torch.empty(3, device="meta")):
         assert overwritten(func, (tensor, tensor)) is tensor
@@ -27,6 +27,6 @@ def test_those_that_make_memory_or_change_a_geometry_are_run(func):
 
 def test_a_tensor_with_bytes_or_of_known_value_is_overwritten():
     assert overwritten(ATEN.zero_.default, (torch.ones(3),)) is None
-    with Stage():
+    with RehearsalFakeMode():
         known = torch.tensor(1.0)
         assert overwritten(ATEN.add_.Tensor, (known, known)) is None

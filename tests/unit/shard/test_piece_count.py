@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from hydra_tune.shard.piece_count import Foreseen, choose_count, divisors
+from hydra_tune.shard.piece_count import StepCostEstimate, choose_count, divisors
 
 
 class Probe:
@@ -20,7 +20,7 @@ class Probe:
 
 
 def step(nbytes, seconds=None):
-    return Foreseen(num_shards=2, peak_bytes=100, step_bytes=nbytes, seconds=seconds)
+    return StepCostEstimate(num_shards=2, peak_bytes=100, step_bytes=nbytes, seconds=seconds)
 
 
 def chosen(samples, table):

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hydra_tune.shard.activations import Room, keeping
+from hydra_tune.shard.activations import ActivationBudget, keeping
 from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.chain import Chain, gradient_key
-from hydra_tune.shard.outcome import HostStore
+from hydra_tune.shard.chain import ShardChain, gradient_key
+from hydra_tune.shard.outcome import HostChainStore
 from hydra_tune.shard.pilot import StorageTracker, aligned
 from tests.parity.models import MODELS, build
 from tests.support.tracker import Account, Mode
@@ -122,8 +122,8 @@ def measure(chain, store, kind, index):
 
 def measured_units(made, plan):
     """`(kind, shard)` -> bytes, of one real step."""
-    store = HostStore(dict(named_state(made.model)), plan.constants, made.inputs)
-    chain, found = Chain(plan, store), {}
+    store = HostChainStore(dict(named_state(made.model)), plan.constants, made.inputs)
+    chain, found = ShardChain(plan, store), {}
     with quiet():
         for index in range(len(plan.shards)):
             if chain.has_forward(index):
@@ -155,7 +155,7 @@ def test_the_peak_of_each_unit_is_piloted_to_the_byte(name, num_shards):
 def test_what_is_kept_and_the_peaks_beside_it_are_piloted_to_the_byte(name, num_shards):
     made = made_bench(name)
     plan = made.plan(*made.spread(min(num_shards, len(made.analysis.cuts) + 1)))
-    kept = keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    kept = keeping(plan, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=1 << 40))
     assert [shard.keeps_activations for shard in kept.shards] == [
         *(shard.has_backward for shard in plan.shards[:-1]),
         False,
@@ -210,8 +210,8 @@ def test_a_gradient_that_is_a_part_of_a_larger_tensor_is_counted_as_it_is_kept()
     """The backward of `cat` gives views of one tensor: who holds one of them holds all of it."""
     made = made_bench("unet")
     plan = made.plan(made.position("aten.linear.default", 1))
-    store = HostStore(dict(named_state(made.model)), plan.constants, made.inputs)
-    chain = Chain(plan, store)
+    store = HostChainStore(dict(named_state(made.model)), plan.constants, made.inputs)
+    chain = ShardChain(plan, store)
     chain.forward(0, NoGenerator())
     chain.backward(1, NoGenerator())
     (gradient,) = [store.values[gradient_key(name)] for name in plan.shards[0].gradient_outputs]

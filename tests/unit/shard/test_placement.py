@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from hydra_tune.devices.dram import dram_bandwidth
-from hydra_tune.devices.link import Link
+from hydra_tune.devices.link import LinkCostModel
 from hydra_tune.shard.outcome import UnitSeconds
 from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.placement import Cut, Speeds, _on_host, choose_placement, update_seconds
-from hydra_tune.shard.traffic import Habits
+from hydra_tune.shard.placement import MachineSpeeds, PlacementCandidate, _on_host, choose_placement, update_seconds
+from hydra_tune.shard.traffic import StepAccessPattern
 
 MIB = 1 << 20
-SPEEDS = Speeds(link=Link(bytes_per_second=1e9), dram_bytes_per_second=1e10, is_host=True, has_core=True)
+SPEEDS = MachineSpeeds(
+    link=LinkCostModel(bytes_per_second=1e9), dram_bytes_per_second=1e10, is_host=True, has_core=True
+)
 
 
 def cost(*, on_host):
@@ -35,12 +37,14 @@ def cost(*, on_host):
 
 def cut(shards=8, *, on_host, seconds=1e-4):
     every = (seconds,) * shards
-    return Cut(costs=[cost(on_host=on_host)] * shards, seconds=UnitSeconds(forward=every, backward=every))
+    return PlacementCandidate(
+        costs=[cost(on_host=on_host)] * shards, seconds=UnitSeconds(forward=every, backward=every)
+    )
 
 
 def choose(budget_mib, speeds=SPEEDS, habits=None, rate=1e-10, **changes):
     cuts = {"on_device": cut(on_host=False), "on_host": cut(on_host=True)} | changes
-    return choose_placement(*cuts.values(), budget_mib * MIB, habits or Habits(), speeds, rate)
+    return choose_placement(*cuts.values(), budget_mib * MIB, habits or StepAccessPattern(), speeds, rate)
 
 
 def test_on_the_host_where_the_link_is_slow_and_state_would_travel():
@@ -78,13 +82,13 @@ def test_on_the_device_where_the_hosts_memory_is_slower_than_the_gpus_link():
 def test_updates_that_wait_for_all_gradients_are_beside_nothing(rate, beside):
     gpu = replace(SPEEDS, is_host=False)
     at_once, waiting = (
-        _on_host(cut(on_host=True), 64 * MIB, Habits(waits=waits), gpu, rate)[0] for waits in (False, True)
+        _on_host(cut(on_host=True), 64 * MIB, StepAccessPattern(waits=waits), gpu, rate)[0] for waits in (False, True)
     )
     assert waiting - at_once == pytest.approx(beside, rel=1e-9)
 
 
 def test_a_host_without_a_core_to_spare_computes_one_after_the_other():
-    fast = replace(SPEEDS, link=Link(bytes_per_second=2e10))
+    fast = replace(SPEEDS, link=LinkCostModel(bytes_per_second=2e10))
     long = {"on_device": cut(on_host=False, seconds=0.01), "on_host": cut(on_host=True, seconds=0.01)}
     assert choose(6, fast, rate=5e-9, **long).place == "host"
     assert choose(6, replace(fast, has_core=False), rate=5e-9, **long).place == "device"

@@ -10,7 +10,7 @@ from torch.optim import SGD
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.fusion.stacking import StackedGraph
-from hydra_tune.shard.budget import Budget
+from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.placing import placed
 from hydra_tune.shard.split import compiled
@@ -52,7 +52,7 @@ def prepared():
     task = TrainTask(model=Makes, optimizer=partial(SGD, lr=0.1), train=batches, loss=functional.cross_entropy)
     with RandomStreams(0).everything():
         model = task.model()
-    library = PlanLibrary(Budget(budget_bytes=1 << 26, buffer_fraction=0.0, alignment=64))
+    library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 26, buffer_fraction=0.0, alignment=64))
     plan = library.prepare(task, model, task.optimizer(list(model.parameters())), BATCH, "train").plan
     device.close()
     assert not plan.eager

@@ -3,8 +3,8 @@
 import pytest
 
 from hydra_tune.errors import BudgetError
-from hydra_tune.shard.partition import Partitioner
-from hydra_tune.shard.pilot import Pilot
+from hydra_tune.shard.partition import ShardPartitioner
+from hydra_tune.shard.pilot import ShardPilot
 from hydra_tune.shard.quick_partition import QuickPartitioner
 from tests.parity.models import build
 from tests.unit.shard.bench import bench
@@ -15,7 +15,7 @@ def made(request):
     return bench(build(request.param), alignment=64)
 
 
-class Counting(Pilot):
+class Counting(ShardPilot):
     """Notes the candidates that it is asked for."""
 
     def __init__(self, pilot):
@@ -38,13 +38,13 @@ def partitioner(kind, made, budget, fraction=0.0, pilot=None):
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7])
 def test_it_cuts_at_the_same_nodes(made, share, fraction):
     budget = int(made.pilot.cost(0, made.end).peak_bytes * share)
-    expected = partitioner(Partitioner, made, budget, fraction).partition()
+    expected = partitioner(ShardPartitioner, made, budget, fraction).partition()
     assert partitioner(QuickPartitioner, made, budget, fraction).partition() == expected
 
 
 def test_its_refusals_are_the_same(made):
     refusals = []
-    for kind in (Partitioner, QuickPartitioner):
+    for kind in (ShardPartitioner, QuickPartitioner):
         with pytest.raises(BudgetError) as found:
             partitioner(kind, made, made.pilot.cost(0, made.end).peak_bytes // 10, 0.15).partition()
         refusals.append(found.value)
@@ -55,7 +55,7 @@ def test_its_refusals_are_the_same(made):
 
 @pytest.mark.parametrize("num_shards", [None, 3, "layer"])
 def test_it_finds_the_same_smallest_budget(made, num_shards):
-    expected = partitioner(Partitioner, made, 1 << 40, 0.15).smallest_budget(num_shards)
+    expected = partitioner(ShardPartitioner, made, 1 << 40, 0.15).smallest_budget(num_shards)
     budget = expected * 2
     peak = max(made.pilot.cost(0, made.end).peak_bytes, 1)
     found = partitioner(QuickPartitioner, made, budget, 0.15).least_budget(num_shards, min(peak, budget))
@@ -63,10 +63,10 @@ def test_it_finds_the_same_smallest_budget(made, num_shards):
 
 
 def test_it_measures_less_where_shards_are_small(made):
-    budget = partitioner(Partitioner, made, 1 << 40).smallest_budget() * 11 // 10
+    budget = partitioner(ShardPartitioner, made, 1 << 40).smallest_budget() * 11 // 10
     nodes = {}
-    for kind in (Partitioner, QuickPartitioner):
+    for kind in (ShardPartitioner, QuickPartitioner):
         pilot = Counting(made.pilot)
         partitioner(kind, made, budget, pilot=pilot).partition()
         nodes[kind] = pilot.nodes
-    assert nodes[QuickPartitioner] < nodes[Partitioner]
+    assert nodes[QuickPartitioner] < nodes[ShardPartitioner]

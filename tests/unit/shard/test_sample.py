@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune.shard import library as library_module
-from hydra_tune.shard.library import Budget, PlanLibrary
+from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
 from hydra_tune.shard.outcome import UnitSeconds
 from tests.parity.models import build
 from tests.unit.shard.bench import first_batch, task_of
@@ -50,7 +50,9 @@ def checked(monkeypatch):
 
 
 def prepare(task, batch, **changes):
-    budget = Budget(budget_bytes=1 << 30, buffer_fraction=0.15, alignment=64, num_shards=3, checks_sample=True)
+    budget = ShardPlanConstraints(
+        budget_bytes=1 << 30, buffer_fraction=0.15, alignment=64, num_shards=3, checks_sample=True
+    )
     model = task.model()
     optimizer = task.optimizer(list(model.parameters()))
     plans = PlanLibrary(dataclasses.replace(budget, **changes))
@@ -168,7 +170,7 @@ def test_the_answers_of_all_samples_decide(checked):
 
 def test_seconds_are_those_of_all_samples():
     seconds = UnitSeconds(forward=(1.0, 0.0), backward=(2.0, 3.0))
-    sample = library_module.Sample(batch=None, plan=None, kept=None, size=10)
+    sample = library_module.SampledStep(batch=None, plan=None, kept=None, size=10)
     assert sample.for_all(seconds) == UnitSeconds(forward=(5.0, 0.0), backward=(10.0, 15.0))
 
 

@@ -76,7 +76,7 @@ def test_shards_run_one_after_the_other_are_the_whole_step():
 
 
 def operands(made, shard, values):
-    return compute.Operands(
+    return compute.ShardOperands(
         state=[made.state[name] for name in shard.state],
         constants=[made.captured.constants[name] for name in shard.constants],
         inputs=[made.inputs[index] for index in shard.inputs],

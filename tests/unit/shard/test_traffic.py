@@ -3,7 +3,7 @@
 import pytest
 
 from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.traffic import Habits, step_traffic
+from hydra_tune.shard.traffic import StepAccessPattern, step_traffic
 
 WEIGHTS, STATE, VALUES, WORK = 100, 200, 10, 40
 
@@ -23,12 +23,12 @@ def cost(**changes):
     return ShardCost(**(found | changes))
 
 
-ALONE = Habits(sends_ahead=False)
+ALONE = StepAccessPattern(sends_ahead=False)
 ONE_UPDATE = 2 * WEIGHTS + STATE
 
 
 @pytest.mark.parametrize("optimizer_bytes", [STATE, 0], ids=["Adam", "plain SGD"])
-@pytest.mark.parametrize("habits", [Habits(), ALONE, Habits(waits=True)])
+@pytest.mark.parametrize("habits", [StepAccessPattern(), ALONE, StepAccessPattern(waits=True)])
 def test_nothing_moves_where_all_fits(habits, optimizer_bytes):
     moved = step_traffic([cost(optimizer_bytes=optimizer_bytes)] * 3, 100_000, habits)
     assert (moved.nbytes, moved.copies) == (0, 0)

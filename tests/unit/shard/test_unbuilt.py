@@ -5,7 +5,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from hydra_tune.shard.unbuilt import BuildLimit, TooLargeError, Unbuilt, bodiless_twin, is_unbuilt, solid
+from hydra_tune.shard.unbuilt import (
+    BuildLimitError,
+    BuildLimitTracker,
+    LargeTensorFakeMode,
+    bodiless_twin,
+    is_unbuilt,
+    solid,
+)
 
 LARGE = 1024  # a square of that side is more than what is made for real
 
@@ -26,7 +33,7 @@ class Net(nn.Module):
 
 
 def unbuilt():
-    with Unbuilt():
+    with LargeTensorFakeMode():
         return Net()
 
 
@@ -43,7 +50,7 @@ def test_large_tensors_have_no_bytes_and_small_ones_have_values():
 
 def test_a_small_model_is_built_as_ever():
     torch.manual_seed(3)
-    with Unbuilt():
+    with LargeTensorFakeMode():
         model = nn.Linear(8, 8)
     torch.manual_seed(3)
     assert torch.equal(model.weight, nn.Linear(8, 8).weight)
@@ -74,16 +81,16 @@ def test_a_limit_ends_the_building_before_the_memory_is_there():
             except Exception:  # noqa: BLE001 - a factory that tries something else must not go on
                 made.append(None)
 
-    with pytest.raises(TooLargeError), BuildLimit(10 * 4 * LARGE * LARGE):
+    with pytest.raises(BuildLimitError), BuildLimitTracker(10 * 4 * LARGE * LARGE):
         build()
     assert len(made) == 10
-    with pytest.raises(TooLargeError), BuildLimit(1 << 30):
+    with pytest.raises(BuildLimitError), BuildLimitTracker(1 << 30):
         torch.empty(1 << 40)
 
 
 def test_within_the_limit_nothing_is_different():
     torch.manual_seed(3)
-    with BuildLimit(1 << 30):
+    with BuildLimitTracker(1 << 30):
         model = Net()
     torch.manual_seed(3)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), Net().parameters(), strict=True))

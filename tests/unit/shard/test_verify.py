@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune.errors import CaptureError
-from hydra_tune.shard.activations import Room, keeping
+from hydra_tune.shard.activations import ActivationBudget, keeping
 from hydra_tune.shard.batch import same_bits
 from hydra_tune.shard.verify import verify
 from tests.parity.models import MODELS, build
@@ -229,7 +229,7 @@ def test_a_right_plan_passes_and_times_its_units(name, num_shards):
 def test_a_plan_that_keeps_activations_passes_beside_the_one_that_does_not(name):
     made = parity_bench(name)
     plan = made.plan(*made.spread(3))
-    kept = keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    kept = keeping(plan, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=1 << 40))
     state = torch.get_rng_state()
     _, seconds = verify(made.task, made.model, plan, made.batch, kept=kept)
     assert seconds is not None
@@ -241,7 +241,7 @@ def test_a_plan_that_keeps_activations_passes_beside_the_one_that_does_not(name)
 def test_a_graph_that_keeping_makes_wrong_is_not_kept(wrong):
     made = parity_bench("mlp")
     plan = made.plan(*made.spread(3))
-    kept = keeping(plan, made.pilot, "keep", Room(capacity_bytes=1 << 40, budget_bytes=1 << 40))
+    kept = keeping(plan, made.pilot, "keep", ActivationBudget(capacity_bytes=1 << 40, budget_bytes=1 << 40))
     first = kept.shards[0]
 
     def module(*arguments):

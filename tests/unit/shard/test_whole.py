@@ -10,12 +10,12 @@ from torch import nn
 
 from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator
 from hydra_tune.errors import BudgetError, CaptureError
-from hydra_tune.memory.saved import SavedTensors
+from hydra_tune.memory.saved import SavedTensorSpiller
 from hydra_tune.quantities import format_bytes_up
 from hydra_tune.shard.batch import flatten
 from hydra_tune.shard.capture import named_state, state_specs
-from hydra_tune.shard.chain import Chain, parameter_gradient_key
-from hydra_tune.shard.outcome import HostStore
+from hydra_tune.shard.chain import ShardChain, parameter_gradient_key
+from hydra_tune.shard.outcome import HostChainStore
 from hydra_tune.shard.whole import whole_plan
 from tests.support.tracker import StorageTracker
 from tests.unit.shard.bench import seeded, task_of, vectors
@@ -55,8 +55,8 @@ def test_a_step_gives_what_the_users_code_gives():
     model = Branch()
     batch = vectors()
     plan = made_plan(model, batch)
-    store = HostStore(dict(named_state(model)), {}, flatten(batch).tensors)
-    chain = Chain(plan, store)
+    store = HostChainStore(dict(named_state(model)), {}, flatten(batch).tensors)
+    chain = ShardChain(plan, store)
     chain.backward(0, DefaultCpuGenerator())
     gradients = {name: store.get(parameter_gradient_key(name)) for name, _ in model.named_parameters()}
     assert all(p.grad is None for p in model.parameters())
@@ -72,8 +72,8 @@ def test_an_evaluation_gives_the_metrics_in_their_order():
     evaluate = lambda module, b: {"z": module(b[0]).mean(), "a": module(b[0]).std()}  # noqa: E731
     plan = made_plan(model, batch, "evaluate", validate=lambda: [batch], evaluate=evaluate)
     assert plan.names == ("z", "a")
-    store = HostStore(dict(named_state(model)), {}, flatten(batch).tensors)
-    Chain(plan, store).forward(0, DefaultCpuGenerator())
+    store = HostChainStore(dict(named_state(model)), {}, flatten(batch).tensors)
+    ShardChain(plan, store).forward(0, DefaultCpuGenerator())
     with torch.no_grad():
         assert store.get("z").equal(model(batch[0]).mean())
         assert store.get("a").equal(model(batch[0]).std())
@@ -155,7 +155,7 @@ def test_the_peak_of_a_spilled_step_is_what_it_needs():
     cost = made_plan(model, batch, budget_bytes=made_plan(model, batch).peak_bytes - 1).shards[0].cost
     device = CpuDevice(0, 0)
     owned = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *batch)}
-    saved = SavedTensors(device, stays=lambda tensor: tensor.untyped_storage()._cdata in owned)
+    saved = SavedTensorSpiller(device, stays=lambda tensor: tensor.untyped_storage()._cdata in owned)
     tracker = StorageTracker()
     with tracker(), saved.hooks():
         loss = nn.functional.mse_loss(model(batch[0]), batch[1])

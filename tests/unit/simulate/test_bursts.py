@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import ShardedLRTF, Unit
 from hydra_tune.simulate import Outage, Scenario, SimulatedDevice, SimulatedTrial, simulate
-from hydra_tune.simulate.workload import Workload, equal_devices
+from hydra_tune.simulate.workload import RandomWorkload, equal_devices
 
 ONE_DEVICE = (SimulatedDevice(name="d0"),)
 
@@ -131,12 +131,12 @@ def test_bursts_are_of_steps_that_are_one_unit():
 def test_a_workload_has_as_many_steps_in_a_burst_as_fit():
     """At least one, however long it is."""
     bursts = {
-        seconds: Workload(num_trials=1, num_shards=1, backward_seconds=0.25, burst_seconds=seconds).trials(0)[0]
+        seconds: RandomWorkload(num_trials=1, num_shards=1, backward_seconds=0.25, burst_seconds=seconds).trials(0)[0]
         for seconds in (0.0, 0.1, 0.25, 0.9, 1.0)
     }
     assert [described.burst_steps for described in bursts.values()] == [1, 1, 1, 3, 4]
     with pytest.raises(ConfigError, match="trials of 4 shards run no bursts; give num_shards=1, or no burst_seconds"):
-        Workload(num_trials=1, burst_seconds=1.0)
+        RandomWorkload(num_trials=1, burst_seconds=1.0)
 
 
 @pytest.mark.parametrize("policy", ["lrtf", "fifo"])
@@ -176,7 +176,7 @@ WORKLOADS = st.fixed_dictionaries(
 @settings(max_examples=60, deadline=None)
 @given(workload=WORKLOADS, num_devices=st.integers(1, 4), seed=st.integers(0, 99))
 def test_bursts_stay_within_one_of_them_and_the_slack_of_the_bound(workload, num_devices, seed):
-    trials = Workload(num_shards=1, **workload).trials(seed)
+    trials = RandomWorkload(num_shards=1, **workload).trials(seed)
     result = simulate(Scenario(trials=trials, devices=equal_devices(num_devices)), "lrtf")
     longest = max(described.burst_steps * described.step_seconds for described in trials)
     slack = ShardedLRTF().slack_steps * max(described.step_seconds for described in trials)
@@ -194,7 +194,7 @@ def test_bursts_stay_within_one_of_them_and_the_slack_of_the_bound(workload, num
 )
 def test_the_work_is_the_same_however_it_is_cut_into_bursts(workload, arrival_gap_seconds, num_devices, seed, policy):
     """Whatever ended early: each step runs once."""
-    trials = Workload(num_shards=1, arrival_gap_seconds=arrival_gap_seconds, **workload).trials(seed)
+    trials = RandomWorkload(num_shards=1, arrival_gap_seconds=arrival_gap_seconds, **workload).trials(seed)
     result = simulate(Scenario(trials=trials, devices=equal_devices(num_devices)), policy, timeline=10**6)
     for described in trials:
         row = [bar for bar in result.timeline if bar.job == described.name]

@@ -10,7 +10,7 @@ import pytest
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import makespan_bound
 from hydra_tune.simulate.milp import milp_schedule
-from hydra_tune.simulate.optimal import BestSchedule, Placement, optimal_schedule
+from hydra_tune.simulate.optimal import BestSchedule, UnitPlacement, optimal_schedule
 from tests.support.schedule_checker import faults
 from tests.support.tiny_schedules import best_makespan
 
@@ -139,7 +139,7 @@ def test_without_ortools_the_extra_is_named(solve, monkeypatch):
 
 
 GOOD = tuple(
-    Placement(chain=chain, index=index, device=device, start_seconds=start, seconds=1.0)
+    UnitPlacement(chain=chain, index=index, device=device, start_seconds=start, seconds=1.0)
     for chain, index, device, start in [("a", 0, 0, 0.0), ("b", 0, 1, 0.0), ("a", 1, 1, 1.0)]
 )
 

@@ -14,7 +14,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import LRTFPaper, ShardedLRTF, Unit, make_policy
 from hydra_tune.simulate import Outage, Scenario, SimulatedDevice, SimulatedTrial, Slowdown, simulate, training_step
 from hydra_tune.simulate.repeats import REMAINING_MATTERS
-from hydra_tune.simulate.workload import Workload, equal_devices, stop_early
+from hydra_tune.simulate.workload import RandomWorkload, equal_devices, stop_early
 
 
 def trial(name="a", *, shards=2, seconds=1.0, steps=1, size=0, **more):
@@ -75,7 +75,7 @@ def test_a_buffer_that_does_not_fit_beside_the_running_shard_is_not_filled():
 
 
 def test_a_link_sends_one_shard_after_another():
-    trials = Workload(num_trials=12, spread=2, steps=100, shard_bytes=8).trials(0)
+    trials = RandomWorkload(num_trials=12, spread=2, steps=100, shard_bytes=8).trials(0)
     result = play(*trials, devices=equal_devices(4, memory_bytes=24, bandwidth=64))
     loads = defaultdict(list)
     for bar in result.timeline:
@@ -259,7 +259,7 @@ def test_staggered_what_is_sent_ahead_is_of_the_front():
 
 def test_what_is_bound_early_is_what_is_sent_ahead():
     """Every shard that was sent ahead for a bound trial is used: sent when needed, the same ones come, only later."""
-    trials = Workload(num_trials=4, num_shards=3, spread=2, steps=20, shard_bytes=1).trials(0)
+    trials = RandomWorkload(num_trials=4, num_shards=3, spread=2, steps=20, shard_bytes=1).trials(0)
     scenario = Scenario(trials=trials, devices=equal_devices(1, memory_bytes=2, bandwidth=10.0))
     ahead = simulate(scenario, LRTFPaper(idle_only=True))
     waiting = simulate(dataclasses.replace(scenario, overlap=False), LRTFPaper(idle_only=True))
@@ -345,9 +345,9 @@ def test_wrong_estimates_mislead_until_they_are_corrected():
 
 def test_the_same_seed_gives_the_same_figures_and_another_seed_others():
     def figures(seed):
-        trials = Workload(num_trials=5, spread=2, steps=4, epochs=3, arrival_gap_seconds=1, estimate_error=2).trials(
-            seed
-        )
+        trials = RandomWorkload(
+            num_trials=5, spread=2, steps=4, epochs=3, arrival_gap_seconds=1, estimate_error=2
+        ).trials(seed)
         return play(*stop_early(trials, (0.6, 0.2), seed), devices=equal_devices(2))
 
     assert figures(1) == figures(1)
@@ -355,7 +355,7 @@ def test_the_same_seed_gives_the_same_figures_and_another_seed_others():
 
 
 def test_survival_prunes_the_shares_it_names():
-    trials = stop_early(Workload(num_trials=10, steps=2, epochs=4).trials(0), (1, 0.5, 0.2), 0)
+    trials = stop_early(RandomWorkload(num_trials=10, steps=2, epochs=4).trials(0), (1, 0.5, 0.2), 0)
     assert sorted(trial.stop_after_reports or 99 for trial in trials) == [2] * 5 + [3] * 3 + [99] * 2
 
 
@@ -406,7 +406,7 @@ def test_a_step_of_the_engine():
         (lambda: play(trial(), admission="stagered"), "not 'stagered'; did you mean 'staggered'?"),
         (lambda: play(trial(), policy="fio"), "did you mean 'fifo'"),
         (lambda: stop_early([trial()], (0.5, 0.7), 0), "fall from 1 to 0"),
-        (lambda: Workload(num_trials=1, spread=0.5), "spread must be a finite number >= 1"),
+        (lambda: RandomWorkload(num_trials=1, spread=0.5), "spread must be a finite number >= 1"),
         (lambda: equal_devices(2, num_nodes=3), "2 devices on 3 nodes"),
         (lambda: training_step([1], []), "there are 1 and 0"),
     ],
@@ -496,7 +496,7 @@ def test_skipping_repeats_changes_no_figure(seed, policy):
 )
 def test_equal_trials_are_skipped_for_the_most_part(policy, memory_bytes):
     """Guards that the comparison above compares with something."""
-    trials = Workload(num_trials=6, num_shards=4, steps=2000, shard_bytes=1).trials(0)
+    trials = RandomWorkload(num_trials=6, num_shards=4, steps=2000, shard_bytes=1).trials(0)
     devices = equal_devices(4, memory_bytes=memory_bytes, bandwidth=10.0)
     scenario = Scenario(trials=trials, devices=devices)
     skipped = simulate(scenario, policy)

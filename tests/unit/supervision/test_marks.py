@@ -5,12 +5,12 @@ from contextlib import suppress
 
 import pytest
 
-from hydra_tune.supervision.marks import Marks, at_work, here, marked_as
+from hydra_tune.supervision.marks import TrialMarkTable, at_work, here, marked_as
 
 
 @pytest.fixture
 def marks():
-    found = Marks()
+    found = TrialMarkTable()
     yield found
     found.close()
 

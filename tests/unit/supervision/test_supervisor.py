@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 from hydra_tune.errors import TrialCrashedError
-from hydra_tune.supervision.supervisor import History, numbered
+from hydra_tune.supervision.supervisor import CrashHistory, numbered
 
 DUMP = """Fatal Python error: Segmentation fault
 
@@ -23,7 +23,7 @@ Extension modules: numpy
 
 
 def test_the_thread_of_the_fault_is_to_blame():
-    history = History()
+    history = CrashHistory()
     said = history.note({0xAA: "trial 1", 0xBB: "trial 2"}, "SIGSEGV", DUMP)
     where = "it was in inner (deep.py:7), called by step (net.py:12), called by run (loop.py:3)"
     assert said == f"the pool's process was ended by SIGSEGV while trial 2 was at work; {where}"
@@ -36,7 +36,7 @@ def test_the_thread_of_the_fault_is_to_blame():
 
 
 def test_of_several_nobody_is_blamed_until_one_is_alone():
-    history = History()
+    history = CrashHistory()
     said = history.note({1: "trial 1", 2: "trial 2"}, "SIGKILL", "")
     assert (
         said
@@ -50,7 +50,7 @@ def test_of_several_nobody_is_blamed_until_one_is_alone():
 
 
 def test_a_fault_in_a_thread_of_no_trial_blames_a_trial_only_when_that_runs_alone():
-    history = History()
+    history = CrashHistory()
     said = history.note({0xAA: "trial 1"}, "SIGSEGV", DUMP)
     assert "trial 1 was at work; it runs alone now; it was in inner (deep.py:7)" in said
     assert (history.counts, history.suspects) == ({}, {"trial 1"})
@@ -60,7 +60,7 @@ def test_a_fault_in_a_thread_of_no_trial_blames_a_trial_only_when_that_runs_alon
 
 
 def test_crashes_with_no_trial_at_work_are_counted_on_end():
-    history = History()
+    history = CrashHistory()
     said = history.note({}, f"signal {signal.SIGUSR1.value}", "")
     assert said == "the pool's process was ended by signal 10, while no trial was at work"
     assert history.blank == 1

@@ -9,7 +9,7 @@ from torch import nn
 
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import TaskError
-from hydra_tune.train.claims import Claim
+from hydra_tune.train.claims import TrialClaim
 from tests.unit.pool.tasks import running, task
 
 
@@ -19,7 +19,7 @@ def claims():
     made = []
 
     def claim(module):
-        made.append(Claim(module))
+        made.append(TrialClaim(module))
         return made[-1]
 
     yield claim

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import HydraExecutor, Reported, TrainTask
 from hydra_tune.errors import BudgetError
-from hydra_tune.shard.budget import Budget
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.budget import ShardPlanConstraints
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.whole import uncaptured
 from hydra_tune.train import burst
 from hydra_tune.train.data import moved
@@ -246,8 +246,8 @@ def test_the_users_tensors_are_left_where_they_are_while_there_is_room():
     assert set(places) == set(built)
 
 
-def budget(nbytes: int, **options: Any) -> Budget:
-    return Budget(budget_bytes=nbytes, buffer_fraction=0.15, alignment=64, **options)
+def budget(nbytes: int, **options: Any) -> ShardPlanConstraints:
+    return ShardPlanConstraints(budget_bytes=nbytes, buffer_fraction=0.15, alignment=64, **options)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_what_does_not_fit_by_its_state_alone_is_cut_at_once(kilobytes, fits):
     """16.3 KB of parameters, as much of gradients, twice as much of optimizer state, and what the update works in."""
     module = nn.Linear(64, 64)
     found = uncaptured(described(), module, torch.optim.AdamW(module.parameters()), budget(kilobytes * 1024))
-    assert isinstance(found, Plan) == fits
+    assert isinstance(found, ShardPlan) == fits
 
 
 def test_an_optimizer_of_the_users_own_is_not_stepped_to_be_measured():

@@ -9,15 +9,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
 from hydra_tune.errors import TaskError
-from hydra_tune.train.feed import Feed
-from hydra_tune.train.own import OwnCopies
+from hydra_tune.train.feed import TrialDataFeed
+from hydra_tune.train.own import TrialLoaderCopies
 from tests.unit.pool.tasks import X, against_plain, one_batch, short, task, train
 
 ROWS = TensorDataset(torch.arange(10))
 
 
-def feed(batch_size=None) -> Feed:
-    return Feed(batch_size, contextlib.nullcontext)
+def feed(batch_size=None) -> TrialDataFeed:
+    return TrialDataFeed(batch_size, contextlib.nullcontext)
 
 
 def rows(batches: Any) -> list[list[int]]:
@@ -40,7 +40,7 @@ def test_the_users_loader_sampler_and_generator_stay_as_they_were():
 
 
 def test_what_two_loaders_share_their_copies_share():
-    own, stream = OwnCopies(), seeded()
+    own, stream = TrialLoaderCopies(), seeded()
     one = own.loader(DataLoader(ROWS, 4, shuffle=True, generator=stream))
     other = own.loader(DataLoader(ROWS, 2, sampler=RandomSampler(ROWS, generator=stream)))
     assert one.generator is other.sampler.generator is not stream
@@ -49,7 +49,7 @@ def test_what_two_loaders_share_their_copies_share():
 
 
 def test_a_copy_lives_no_longer_than_its_original():
-    own, loader = OwnCopies(), DataLoader(ROWS, 4, shuffle=True)
+    own, loader = TrialLoaderCopies(), DataLoader(ROWS, 4, shuffle=True)
     assert own.loader(loader) is own.loader(loader)
     del loader
     assert own._copies == {}
@@ -69,7 +69,7 @@ def test_a_sampler_of_the_users_own_is_copied_down_to_the_data():
     drawn = feed()
     assert [rows(drawn.draw(loader, shuffle=True)) for _ in range(2)] == [[[1, 2, 0]], [[2, 0, 1]]]
     assert loader.sampler.order == [0, 1, 2]
-    copied = OwnCopies().loader(loader).sampler
+    copied = TrialLoaderCopies().loader(loader).sampler
     assert copied.data is ROWS
     assert copied.more["table"] is ROWS.tensors
 

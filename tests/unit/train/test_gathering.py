@@ -18,9 +18,9 @@ from torch.utils.data import (
 )
 
 from hydra_tune.shard.batch import same_bits
-from hydra_tune.train.feed import Feed, Skip
-from hydra_tune.train.gathering import Picks, source_of
-from hydra_tune.train.own import OwnCopies
+from hydra_tune.train.feed import SkippedBatches, TrialDataFeed
+from hydra_tune.train.gathering import UngatheredBatches, source_of
+from hydra_tune.train.own import TrialLoaderCopies
 from hydra_tune.train.streams import RandomStreams
 
 _GENERATOR = torch.Generator().manual_seed(3)
@@ -102,7 +102,7 @@ def numbers():
 
 def plainly(make, passes=3):
     """What a plain loop draws, in a process of its own as it were."""
-    streams, own, found = RandomStreams(7), OwnCopies(), []
+    streams, own, found = RandomStreams(7), TrialLoaderCopies(), []
     with streams.everything():
         handle = make()
         for _ in range(passes):
@@ -115,11 +115,11 @@ def by_feed(make, passes=3, *, gives_picks=False):
     streams, found = RandomStreams(7), []
     with streams.everything():
         handle = make()
-    drawn = Feed(4, streams.everything, streams.moves)
+    drawn = TrialDataFeed(4, streams.everything, streams.moves)
     drawn.gives_picks = gives_picks
     for _ in range(passes):
         for given in drawn.draw(handle, shuffle=True):
-            for batch in map(given.batch, range(len(given))) if isinstance(given, Picks) else [given]:
+            for batch in map(given.batch, range(len(given))) if isinstance(given, UngatheredBatches) else [given]:
                 with streams.everything():
                     found.append((batch, numbers(), drawn.states()))
         with streams.everything():
@@ -153,9 +153,9 @@ def test_batches_streams_and_generators_are_the_loaders(make, gives_picks):
 
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in KNOWN.items()])
 def test_what_is_known_is_gathered(make):
-    drawn = Feed(4, RandomStreams(7).everything)
+    drawn = TrialDataFeed(4, RandomStreams(7).everything)
     drawn.gives_picks = True
-    assert all(isinstance(picks, Picks) for picks in drawn.draw(make(), shuffle=True))
+    assert all(isinstance(picks, UngatheredBatches) for picks in drawn.draw(make(), shuffle=True))
 
 
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in UNKNOWN.items()])
@@ -178,7 +178,7 @@ def test_streams_are_swapped_in_for_the_beginning_of_a_pass_alone():
         entered.append(None)
         return streams.everything()
 
-    assert len(list(Feed(4, own_code).draw(DataLoader(DATA, 4, shuffle=True), shuffle=True))) == 6
+    assert len(list(TrialDataFeed(4, own_code).draw(DataLoader(DATA, 4, shuffle=True), shuffle=True))) == 6
     assert len(entered) == 1
 
 
@@ -191,7 +191,7 @@ def test_a_pass_that_is_gone_on_with_gives_the_batches_that_are_left(make):
         streams = RandomStreams(7)
         with streams.everything():
             handle = make()
-        drawn, skipped = Feed(4, streams.everything), []
-        rest = list(drawn.draw(handle, shuffle=True, skip=Skip(count, lambda: skipped.append(None))))  # noqa: B023
+        drawn, skipped = TrialDataFeed(4, streams.everything), []
+        rest = list(drawn.draw(handle, shuffle=True, skip=SkippedBatches(count, lambda: skipped.append(None))))  # noqa: B023
         assert skipped == [None]
         assert_same(rest, [batch for batch, *_ in whole[count:-1]])

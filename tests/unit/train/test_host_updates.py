@@ -9,15 +9,15 @@ import torch
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import OutOfMemoryError
-from hydra_tune.memory.block import Group, Kind
-from hydra_tune.memory.home import AtHome
+from hydra_tune.memory.block import BlockKind, TensorBlock
+from hydra_tune.memory.home import HostBlockPin
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.observe.figures import run_figures
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.observe.trace import trace_events
 from hydra_tune.shard import compute
-from hydra_tune.train.host_updates import HostUpdates
+from hydra_tune.train.host_updates import HostUpdateQueue
 from hydra_tune.train.state import ModelState
 from tests.unit.pool.tasks import against_plain, mlp, running, task
 
@@ -36,7 +36,7 @@ def told(*_):
 
 
 def test_updates_run_in_order_on_a_thread_of_the_devices(device):
-    other, updates, seen = CpuDevice(1, 1 << 20), HostUpdates(), []
+    other, updates, seen = CpuDevice(1, 1 << 20), HostUpdateQueue(), []
     gate = threading.Event()
 
     def first():
@@ -56,7 +56,7 @@ def test_updates_run_in_order_on_a_thread_of_the_devices(device):
 
 
 def test_after_one_that_has_failed_none_is_made(device):
-    updates, seen, times = HostUpdates(), [], []
+    updates, seen, times = HostUpdateQueue(), [], []
     updates.start(device, [], lambda: 1 // 0, told)
     updates.start(device, [], lambda: seen.append("made"), lambda began, ended: times.append(ended - began))
     with pytest.raises(ZeroDivisionError):
@@ -71,7 +71,7 @@ def test_memory_that_runs_out_is_told_as_such(device):
         with not_repeatable("the step had begun"):
             raise MemoryError("no more")
 
-    updates = HostUpdates()
+    updates = HostUpdateQueue()
     updates.start(device, [], step, told)
     with pytest.raises(OutOfMemoryError, match=r"the host ran out of memory.*the step had begun \(no more\)"):
         updates.wait()
@@ -79,8 +79,8 @@ def test_memory_that_runs_out_is_told_as_such(device):
 
 def test_a_unit_waits_for_parameters_that_are_being_updated(device):
     tensor = torch.zeros(4)
-    group = device.on_host(lambda: Group(Kind.PARAMETERS, [tensor], device))
-    pager, updates, gate, seen = Pager(device), HostUpdates(), threading.Event(), []
+    group = device.on_host(lambda: TensorBlock(BlockKind.PARAMETERS, [tensor], device))
+    pager, updates, gate, seen = Pager(device), HostUpdateQueue(), threading.Event(), []
 
     def step():
         assert gate.wait(PATIENCE_SECONDS)
@@ -91,7 +91,7 @@ def test_a_unit_waits_for_parameters_that_are_being_updated(device):
             seen.append(tensor.tolist())
 
     updates.start(device, [group], step, told)
-    assert isinstance(group.pinned_for, AtHome)
+    assert isinstance(group.pinned_for, HostBlockPin)
     thread = threading.Thread(target=unit)
     thread.start()
     assert seen == []

@@ -53,15 +53,15 @@ def followed(monkeypatch) -> Iterator[list[int]]:
     """The step numbers that were followed, from 0."""
     found: list[int] = []
     steps = [0]
-    step = direct.Direct.step
+    step = direct.WholeModelRunner.step
 
-    def seen(self: direct.Direct) -> None:
+    def seen(self: direct.WholeModelRunner) -> None:
         if self._following is not None:
             found.append(steps[0])
         steps[0] += 1
         step(self)
 
-    monkeypatch.setattr(direct.Direct, "step", seen)
+    monkeypatch.setattr(direct.WholeModelRunner, "step", seen)
     return found
 
 
@@ -113,14 +113,14 @@ def test_in_mixed_precision_activations_go_to_the_host_while_the_forward_runs(pr
     rows = 4000
     one = described(precision=precision, train=lambda: [batch_of(rows)] * 2)
     live: list[int] = []
-    pack = direct.SheddingTensors.pack
+    pack = direct.LazySavedTensorSpiller.pack
 
     def seen(self: Any, tensor: Tensor) -> Any:
         packed = pack(self, tensor)
         live.append(sum(p.bytes.untyped_storage().nbytes() for p in self._kept if isinstance(p.bytes, Tensor)))
         return packed
 
-    monkeypatch.setattr(direct.SheddingTensors, "pack", seen)
+    monkeypatch.setattr(direct.LazySavedTensorSpiller, "pack", seen)
     with own_code(device_memory="2MiB") as pool:
         pool.run([one], on_error="return")
         device = pool.stats().devices["cpu:0"]
@@ -163,14 +163,14 @@ def test_optimizer_state_that_is_made_at_a_later_step_is_taken_into_account(monk
 def test_a_lease_has_its_workspace_again_once_the_optimizer_has_made_its_state(monkeypatch):
     monkeypatch.setattr(burst, "BURST_SECONDS", 60.0)
     found: list[bool] = []
-    train = direct.Direct.train
+    train = direct.WholeModelRunner.train
 
-    def seen(self: direct.Direct, *arguments: Any) -> Any:
+    def seen(self: direct.WholeModelRunner, *arguments: Any) -> Any:
         assert self._lease is not None
         found.append(self._lease._workspace_bytes >= self.workspace_bytes > 0)
         return train(self, *arguments)
 
-    monkeypatch.setattr(direct.Direct, "train", seen)
+    monkeypatch.setattr(direct.WholeModelRunner, "train", seen)
     with own_code() as pool:
         pool.run(described(optimizer=partial(torch.optim.Adam, lr=0.01), train=lambda: [batch_of(LARGE)] * 4))
     assert found[1:] == [True] * 3

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hydra_tune.train.pipeline import Pipeline, goes_with
+from hydra_tune.train.pipeline import PipelineParallelStep, goes_with
 from tests.unit.shard.bench import Bench, bench, task_of, vectors
 
 
@@ -67,7 +67,9 @@ def stays(homes: str, num_batches: int, width: int, *, goes_on_with_shard: bool)
     """By home, the shards that it goes through, forward or backward; a batch runs on as soon as it may."""
     lanes: Any = [Course(len(homes)) for _ in range(num_batches)]
     nothing: Any = SimpleNamespace(close=lambda: None)
-    pipeline = Pipeline(lanes, {}, width, nothing, homes=homes, goes_on_with_shard=goes_on_with_shard, updates=True)
+    pipeline = PipelineParallelStep(
+        lanes, {}, width, nothing, homes=homes, goes_on_with_shard=goes_on_with_shard, updates=True
+    )
     ran: dict[str, list[tuple[str, int]]] = {home: [] for home in homes}
     due, is_over = pipeline.start(), False
     while due:

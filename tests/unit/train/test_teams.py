@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hydra_tune.train.spread import LaneUnit
-from hydra_tune.train.teams import Teams
+from hydra_tune.train.spread import ParallelUnit
+from hydra_tune.train.teams import GroupedDataParallelStep
 from tests.unit.train.test_pipeline import Course
 
 
@@ -15,7 +15,7 @@ def played(num_shards: int, num_batches: int, count: int, *, last_first: bool = 
     """Batch, kind and shard of all units in the order in which they end; of those that are due one ends at a time."""
     lanes: Any = [Course(num_shards) for _ in range(num_batches)]
     nothing: Any = SimpleNamespace(close=lambda: None)
-    teams = Teams(lanes, {}, nothing, count=count, updates=True)
+    teams = GroupedDataParallelStep(lanes, {}, nothing, count=count, updates=True)
     due, is_over, ran = teams.start(), False, []
     while due:
         first = sorted(due, key=lambda unit: unit.rank, reverse=last_first)[0]
@@ -57,16 +57,16 @@ def test_forwards_of_teams_do_not_wait_for_each_other():
 def test_only_the_last_team_works_on_the_parameters_that_are_updated():
     lanes: Any = [Course(4) for _ in range(5)]
     nothing: Any = SimpleNamespace(close=lambda: None)
-    Teams(lanes, {}, nothing, count=2, updates=True)
+    GroupedDataParallelStep(lanes, {}, nothing, count=2, updates=True)
     assert [lane.takes_copies for lane in lanes] == [True, True, True, False, False]
 
 
 def test_a_unit_that_follows_is_near_the_last_one_of_its_team():
     lanes: Any = [Course(4) for _ in range(4)]
     nothing: Any = SimpleNamespace(close=lambda: None)
-    teams = Teams(lanes, {}, nothing, count=2, updates=True)
+    teams = GroupedDataParallelStep(lanes, {}, nothing, count=2, updates=True)
     first, second = teams.start()
     assert (first.near, second.near) == (None, None)
     (following,), _ = teams.finished(first.rank, "cpu:1")
-    assert isinstance(following, LaneUnit)
+    assert isinstance(following, ParallelUnit)
     assert (following.rank, following.near) == (1, "cpu:1"), "the team's other batch, at the same shard"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.shard.library import Budget, PlanLibrary
+from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
 from hydra_tune.train.timing import timed_steps
 from tests.unit.pool.tasks import X, Y, one_batch, task
 
@@ -22,7 +22,9 @@ def device():
 
 
 def timed(device, sends_ahead=True, **changes):
-    library = PlanLibrary(Budget(budget_bytes=BUDGET, buffer_fraction=0.15 * sends_ahead, alignment=device.alignment))
+    library = PlanLibrary(
+        ShardPlanConstraints(budget_bytes=BUDGET, buffer_fraction=0.15 * sends_ahead, alignment=device.alignment)
+    )
     return timed_steps(task(**changes), library, device, sends_ahead=sends_ahead)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
-from hydra_tune.shard.plan import Plan
+from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.train import plans as plans_module
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, running, short, task, train
 
@@ -358,7 +358,7 @@ def test_plans_do_not_pile_up_where_each_batch_gives_another_answer(monkeypatch)
     def batches():
         for row in range(14):
             yield X[row : row + 4].clone(), Y[row : row + 4].clone()
-            found.append(sum(type(thing) is Plan for thing in gc.get_objects()))
+            found.append(sum(type(thing) is ShardPlan for thing in gc.get_objects()))
 
     tight = task(model=Scaled, train=batches, optimizer=partial(torch.optim.SGD, lr=0.1), epochs=1)
     result = train(tight, devices="cpu:1", device_memory="6KiB")

@@ -10,8 +10,8 @@ from hydra_tune.train.ways import (
     DATA_PARALLEL,
     ONE_DEVICE,
     PIPELINED,
-    Offer,
-    ShardFacts,
+    DeviceOffer,
+    ShardStepCost,
     data_parallel,
     fastest,
     fits,
@@ -25,11 +25,11 @@ MIB, GIB = 1 << 20, 1 << 30
 
 def offer(count=2, *, budget=10 * GIB, link=2e9):
     names = tuple(f"cpu:{index}" for index in range(count))
-    return Offer(devices=names, budget_bytes=budget, bytes_per_second=link, most_devices=count)
+    return DeviceOffer(devices=names, budget_bytes=budget, bytes_per_second=link, most_devices=count)
 
 
 def shards(count=4, *, seconds=0.1, weights=MIB, values=MIB, optimizer=0):
-    one = ShardFacts(
+    one = ShardStepCost(
         seconds=seconds,
         state_bytes=weights,
         gradient_bytes=weights,
@@ -143,7 +143,7 @@ def test_one_device_loads_parameters_for_every_unit_where_they_do_not_fit():
 
 
 FACTS = st.builds(
-    ShardFacts,
+    ShardStepCost,
     seconds=st.integers(0, 9).map(float),
     state_bytes=st.integers(0, 9),
     gradient_bytes=st.integers(0, 9),

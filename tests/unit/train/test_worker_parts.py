@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hydra_tune.train import workers
-from hydra_tune.train.worker_parts import Packed, packed
+from hydra_tune.train.worker_parts import LoaderWorkerPayload, packed
 
 LARGE = 1 << 19  # numbers of four bytes: enough to be sent beside the pickle
 
@@ -50,7 +50,7 @@ def test_a_worker_that_writes_to_a_large_array_changes_its_own():
 def test_a_large_array_is_not_in_the_pickle_and_is_as_it_is_when_workers_start():
     rows = np.zeros(LARGE, dtype=np.float32)
     part = packed("dataset", ReadOnly(rows), "spawn", None)
-    assert isinstance(part, Packed)
+    assert isinstance(part, LoaderWorkerPayload)
     assert part.num_bytes < 1000
     rows[:] = 7
     assert drawn(ReadOnly(rows, count=1)) == [[7, 7, 7]]

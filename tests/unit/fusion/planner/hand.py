@@ -1,11 +1,11 @@
 """Sub-arrays made by hand, with times and sizes that can be counted on fingers."""
 
-from hydra_tune.fusion.planner.arrays import Array, Op
+from hydra_tune.fusion.planner.arrays import OperatorProfile, SubArrayProfile
 
 
 def op(name, *, reads=(), makes=None, writes=(), seconds=1.0, workspace=0, is_random=False, repeated=()):
     """An operator that makes a storage of its own name, unless told otherwise."""
-    return Op(
+    return OperatorProfile(
         name=name,
         seconds=seconds,
         reads=tuple(reads),
@@ -20,7 +20,7 @@ def op(name, *, reads=(), makes=None, writes=(), seconds=1.0, workspace=0, is_ra
 def array(forward, backward, sizes, *, copy=None, name="hand", static=0, results=()):
     """A sub-array; `copy` has the seconds of each map's copy back, those to the host take none."""
     made = {storage for one in (*forward, *backward) for storage in one.makes}
-    return Array(
+    return SubArrayProfile(
         name=name,
         forward=tuple(forward),
         backward=tuple(backward),

@@ -3,16 +3,16 @@ but the instructions, so that it finds what `verify.py` and the memory simulator
 
 from dataclasses import dataclass, field
 
-from hydra_tune.fusion.planner.arrays import Array
+from hydra_tune.fusion.planner.arrays import SubArrayProfile
 from hydra_tune.fusion.planner.lowering import lowered
-from hydra_tune.fusion.planner.schedule import Schedule, Segment
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, SubArraySchedule
 
 
 @dataclass
 class Machine:
     """Both sub-arrays' storages, on the device and on the host; parameters are there all the time."""
 
-    schedule: Schedule
+    schedule: SubArraySchedule
     device: dict = field(default_factory=dict)
     host: dict = field(default_factory=dict)
     parameters: dict = field(default_factory=dict)
@@ -20,7 +20,7 @@ class Machine:
     seen: dict = field(default_factory=dict)  # side -> what each operator has computed, in order
     peaks: dict = field(default_factory=dict)
 
-    def run(self, segment: Segment) -> None:
+    def run(self, segment: ScheduleSegment) -> None:
         """One segment, and the most bytes that were there."""
         peak = self._bytes()
         for one in lowered(self.schedule, segment):
@@ -84,7 +84,7 @@ class Machine:
         return hash((op.name, drawn, tuple(map(value, reads))))
 
 
-def alone(array: Array, side: int, steps: int) -> tuple[list, dict]:
+def alone(array: SubArrayProfile, side: int, steps: int) -> tuple[list, dict]:
     """What the operators of a sub-array compute where nothing is moved: in order, and the parameters afterwards."""
     found, parameters, draws = [], {}, 0
     for _ in range(steps):

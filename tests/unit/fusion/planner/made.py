@@ -14,7 +14,7 @@ from hydra_tune.fusion.plan import stacked_plan
 from hydra_tune.fusion.planner.layouts import as_laid_out
 from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
 from hydra_tune.fusion.planner.updates import UpdateTracer
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.compute import ShardOperands
 from tests.unit.shard.bench import bench, task_of
 
 
@@ -241,7 +241,7 @@ def _traced(name, count, optimizer, device, is_clipped=False):
         state[key].requires_grad_()
     tracer = UpdateTracer(members)
     constants = [plan.constants[name].to(device) for name in shard.graph.constants]
-    operands = Operands(
+    operands = ShardOperands(
         state=list(state.values()),
         constants=constants,
         inputs=[torch.stack([made.inputs[i]] * count).to(device) for i in shard.graph.inputs],

@@ -6,8 +6,8 @@ import torch
 
 from hydra_tune.fusion.planner.allocated import allocated, on_all
 from hydra_tune.fusion.planner.memory import peak_of
-from hydra_tune.fusion.planner.profiler import Profile, array_of
-from hydra_tune.fusion.planner.run import PlannedRun
+from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of
+from hydra_tune.fusion.planner.run import MergedGraphRunner
 from hydra_tune.fusion.planner.schedule import undecided
 from tests.unit.fusion.planner.made import sub_array
 
@@ -17,7 +17,9 @@ ROUNDING = 512
 def profiled(workspace_bytes):
     made = sub_array("dlrm")
     names = [node.name for node in made.step.ops]
-    return made.step, array_of("dlrm", made.step, Profile(workspace_bytes=dict.fromkeys(names, workspace_bytes)))
+    return made.step, array_of(
+        "dlrm", made.step, GraphMeasurements(workspace_bytes=dict.fromkeys(names, workspace_bytes))
+    )
 
 
 def test_each_storage_is_as_large_as_its_allocation():
@@ -52,7 +54,7 @@ def test_host_memory_for_what_is_swapped_is_that_of_the_storage():
     schedule = undecided((allocated(array, step, ROUNDING),), 1 << 60)
     odd = next(name for name in array.maps if array.sizes[name] % ROUNDING)
     decided = replace(schedule.decisions[0], swaps={odd: 0})
-    run = PlannedRun(
+    run = MergedGraphRunner(
         replace(schedule, decisions=(decided,)), [step], torch.device("cpu"), [lambda _: {}], lambda *_: None, merged={}
     )
     assert run._copies._host[f"a0_{odd}"].nbytes == array.sizes[odd]

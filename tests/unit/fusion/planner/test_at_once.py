@@ -8,15 +8,15 @@ from hydra_tune.fusion.planner import nodes
 from hydra_tune.fusion.planner.candidates import candidates_of
 from hydra_tune.fusion.planner.lowering import lowered
 from hydra_tune.fusion.planner.memory import simulated
-from hydra_tune.fusion.planner.policy import Policy, planned
-from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.policy import AllowedPlanActions, planned
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
 from hydra_tune.fusion.planner.swap_overhead import swap_overhead
 from hydra_tune.fusion.planner.timeline import timed, times_of
 from hydra_tune.fusion.planner.verify import verify_schedule
 from tests.unit.fusion.planner.hand import chain
 from tests.unit.fusion.planner.test_planned_run import array, assert_same_as_unplanned, limited, tracked
 
-FORWARD, BACKWARD = Segment(None, 0), Segment(0, None)
+FORWARD, BACKWARD = ScheduleSegment(None, 0), ScheduleSegment(0, None)
 
 
 def swapping(at_once=(), hand_seconds=0.0):
@@ -74,7 +74,7 @@ def test_algorithm_c_counts_what_the_computing_thread_spends():
 def test_what_costs_more_to_hand_over_than_to_compute_again_is_computed_again():
     def swaps(hand_seconds):
         made = replace(chain(6, num_bytes=10, copy=0.25), hand_seconds=hand_seconds)
-        schedule, _ = planned(undecided((made,), 40), Policy())
+        schedule, _ = planned(undecided((made,), 40), AllowedPlanActions())
         return len(schedule.decisions[0].swaps)
 
     assert swaps(0.0) > swaps(5.0) == 0
@@ -83,9 +83,9 @@ def test_what_costs_more_to_hand_over_than_to_compute_again_is_computed_again():
 @pytest.fixture
 def small():
     """A plan of two CNNs that swaps, all of it at once."""
-    share = limited(("cnn", "cnn"), 0.5, Policy(recomputes=False))
+    share = limited(("cnn", "cnn"), 0.5, AllowedPlanActions(recomputes=False))
     made = replace(array("cnn"), at_once=frozenset(array("cnn").maps))
-    schedule, _ = planned(undecided((made, made), share.limit_bytes), Policy(recomputes=False))
+    schedule, _ = planned(undecided((made, made), share.limit_bytes), AllowedPlanActions(recomputes=False))
     assert all(one.swaps for one in schedule.decisions)
     return schedule
 

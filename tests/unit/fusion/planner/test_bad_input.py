@@ -12,7 +12,7 @@ from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.fusion.planner.portfolio import Planner
 from hydra_tune.fusion.planner.step_graph import step_graph
 from hydra_tune.fusion.planner.updates import UpdateTracer
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.compute import ShardOperands
 from tests.unit.fusion.planner.test_planned_run import array
 
 X, Y = torch.randn(12, 8, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 4
@@ -84,7 +84,7 @@ def traced(between, place="cpu"):
 
     state = [torch.stack([one.detach()] * 2).requires_grad_() for one in tensors]
     inputs = [torch.stack([X] * 2).to(place), torch.stack([Y] * 2)]
-    operands = Operands(state=state, constants=[], inputs=inputs, live_in=())
+    operands = ShardOperands(state=state, constants=[], inputs=inputs, live_in=())
     tracer = UpdateTracer([torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)])
     return step_graph(run, names, operands, [True] * len(names), 2, tracer, dict.fromkeys(names, 0))
 

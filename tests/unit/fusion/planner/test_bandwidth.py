@@ -3,8 +3,8 @@
 import pytest
 
 from hydra_tune.fusion.planner.memory import peak_of
-from hydra_tune.fusion.planner.policy import Policy, planned
-from hydra_tune.fusion.planner.profiler import Profile, array_of, copied_at
+from hydra_tune.fusion.planner.policy import AllowedPlanActions, planned
+from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of, copied_at
 from hydra_tune.fusion.planner.schedule import undecided
 from hydra_tune.fusion.planner.verify import verify_schedule
 from tests.unit.fusion.planner.made import sub_array
@@ -18,10 +18,10 @@ def cnn():
     step = sub_array("cnn").step
     sizes, reads, makes = step.seen.sizes, step.seen.reads, step.seen.makes
     seconds = {n.name: 1e-6 + 1e-9 * sum(map(sizes.__getitem__, (*reads[n.name], *makes[n.name]))) for n in step.ops}
-    return array_of("cnn", step, Profile(seconds))
+    return array_of("cnn", step, GraphMeasurements(seconds))
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(interleaves=False)])
+@pytest.mark.parametrize("policy", [AllowedPlanActions(), AllowedPlanActions(interleaves=False)])
 def test_the_slower_the_link_the_more_is_computed_again_and_never_less(policy):
     made, shares = cnn(), []
     for bandwidth in BYTES_PER_SECOND:

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional
 
 from hydra_tune.devices.own_generator import drawing_from
-from hydra_tune.fusion.planner.least import Least, least
+from hydra_tune.fusion.planner.least import MemoryLowerBound, least
 from hydra_tune.fusion.planner.memory import curve, peak_of
-from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
 from hydra_tune.fusion.planner.verify import verify_schedule
 from tests.unit.fusion.planner.hand import array as array_by_hand
 from tests.unit.fusion.planner.hand import op
@@ -130,8 +130,8 @@ def clipping():
 def test_gradients_count_until_the_updates_behind_the_norm():
     """Algorithm G on fingers: z1 goes with d1, z0 with w0, and each gradient with its own update."""
     schedule = undecided((clipping(),), 1 << 60)
-    assert curve(schedule, Segment(0, None)) == (20, 18 + 4, 22, 22 + 2, 16, 16, 16, 14)
-    assert least(clipping()) == Least(14, "w0", 10)  # w1 is there, and nothing takes it away
+    assert curve(schedule, ScheduleSegment(0, None)) == (20, 18 + 4, 22, 22 + 2, 16, 16, 16, 14)
+    assert least(clipping()) == MemoryLowerBound(14, "w0", 10)  # w1 is there, and nothing takes it away
 
 
 def test_forwards_may_run_among_the_updates_behind_the_norm():
@@ -140,10 +140,15 @@ def test_forwards_may_run_among_the_updates_behind_the_norm():
     schedule = undecided(arrays, 1 << 60)
     schedule.decisions[0].slots[6] = schedule.decisions[1].slots[7] = 2.0  # before u0, and u1: the other's z0 and z1
     verify_schedule(schedule)
-    assert curve(schedule, Segment(0, 1)) == (30, 32, 32, 34, 26, 26, 26 + 8, 36, 36, 34, 30)
-    assert curve(schedule, Segment(1, 0)) == (30, 32, 32, 34, 26, 26, 26, 24 + 8, 34, 34, 30)
+    assert curve(schedule, ScheduleSegment(0, 1)) == (30, 32, 32, 34, 26, 26, 26 + 8, 36, 36, 34, 30)
+    assert curve(schedule, ScheduleSegment(1, 0)) == (30, 32, 32, 34, 26, 26, 26, 24 + 8, 34, 34, 30)
     machine = Machine(schedule)
-    for segment in [Segment(None, 0), *[Segment(0, 1), Segment(1, 0)] * 2, Segment(0, 1), Segment(1, None)]:
+    for segment in [
+        ScheduleSegment(None, 0),
+        *[ScheduleSegment(0, 1), ScheduleSegment(1, 0)] * 2,
+        ScheduleSegment(0, 1),
+        ScheduleSegment(1, None),
+    ]:
         machine.run(segment)
     for side, one in enumerate(arrays):
         operators, parameters = alone(one, side, 3)

@@ -23,7 +23,7 @@ def gpus(request, monkeypatch):
 @pytest.fixture
 def made(gpus):
     found = copies.copies_for(GPU, {"map": SIZE, "other": SIZE})
-    assert isinstance(found, copies.CudaCopies)
+    assert isinstance(found, copies.CudaCopyEngine)
     return found
 
 

@@ -5,7 +5,7 @@ import itertools
 import torch
 
 from hydra_tune.fusion.planner.handing import hand_seconds
-from hydra_tune.fusion.planner.profiler import CpuClock, Profiles, copied_at
+from hydra_tune.fusion.planner.profiler import CpuClock, SubArrayProfiler, copied_at
 from tests.unit.fusion.planner.made import sub_array
 
 CPU = torch.device("cpu")
@@ -34,18 +34,19 @@ def test_it_is_measured_once_for_a_device_and_decides_who_copies():
         asked.append(device)
         return 5.0
 
-    profiles = Profiles(lambda _: CpuClock(), hand)
+    profiles = SubArrayProfiler(lambda _: CpuClock(), hand)
     first, second = (profiles.array("", sub_array("dlrm", count).step, CPU) for count in (2, 3))
     assert asked == [CPU]
     assert first.hand_seconds == second.hand_seconds == 5.0
     assert first.at_once == first.in_seconds.keys()
     assert (
-        Profiles(lambda _: CpuClock(), lambda _: 0.0).array("", sub_array("dlrm", 2).step, CPU).at_once == frozenset()
+        SubArrayProfiler(lambda _: CpuClock(), lambda _: 0.0).array("", sub_array("dlrm", 2).step, CPU).at_once
+        == frozenset()
     )
 
 
 def test_who_copies_depends_on_the_link():
-    array = Profiles(lambda _: CpuClock(), lambda _: 1e-3).array("", sub_array("dlrm", 2).step, CPU)
+    array = SubArrayProfiler(lambda _: CpuClock(), lambda _: 1e-3).array("", sub_array("dlrm", 2).step, CPU)
     sizes = {name: one.num_bytes for name, one in array.maps.items()}
     middle = sorted(sizes.values())[len(sizes) // 2]
     found = copied_at(array, middle / 1e-3)

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from hydra_tune.fusion.planner.instructions import Instruction, Kind, Line, Stretch
-from hydra_tune.fusion.planner.lowering import _Lowering, lowered, start_bytes, stretched
+from hydra_tune.fusion.planner.instructions import Instruction, InstructionKind, InstructionSequence, InstructionSlice
+from hydra_tune.fusion.planner.lowering import _SegmentLowering, lowered, start_bytes, stretched
 from hydra_tune.fusion.planner.memory import curve, followed, peak_of
 from hydra_tune.fusion.planner.policy import planned
 from hydra_tune.fusion.planner.schedule import undecided
@@ -18,11 +18,11 @@ NEEDS = ((3, 1, 0), (2, 4, 5), (7, 0, 0), (0, 6, 1), (1, 1, 8))  # made, freed, 
 
 def line():
     each = [
-        Instruction(kind=Kind.RUN, side=0, is_backward=False, rank=rank, seconds=rank + 1.0,
+        Instruction(kind=InstructionKind.RUN, side=0, is_backward=False, rank=rank, seconds=rank + 1.0,
                     made_bytes=made, freed_bytes=freed, workspace_bytes=workspace)
         for rank, (made, freed, workspace) in enumerate(NEEDS)
     ]  # fmt: skip
-    return Line(each)
+    return InstructionSequence(each)
 
 
 def test_sums_are_of_what_each_makes_frees_and_takes():
@@ -60,17 +60,17 @@ def test_copies_end_where_they_do_operator_by_operator(seed, monkeypatch):
     assert any(one.swaps for one in schedule.decisions)
     for segment in (*schedule.segments, *schedule.ends):
         pieces, start = stretched(schedule, segment), start_bytes(schedule, segment)
-        assert any(isinstance(one, Stretch) and one.end > one.begin + 1 for one in pieces)
+        assert any(isinstance(one, InstructionSlice) and one.end > one.begin + 1 for one in pieces)
         instructions = lowered(schedule, segment)
         assert followed(pieces, start) == followed(instructions, start)
         assert followed(pieces, start).peak_bytes == max(start, *curve(schedule, segment))
         assert timed(pieces, is_duplex=False) == timed(instructions, is_duplex=False)
         with monkeypatch.context() as patch:
-            patch.setattr(_Lowering, "_run_all", one_by_one)
+            patch.setattr(_SegmentLowering, "_run_all", one_by_one)
             expected = lowered(schedule, segment)
         assert list(map(told, instructions)) == list(map(told, expected))
 
 
 def told(one):
     """All but how many have run when a copy has ended, which nothing reads."""
-    return (one.kind, one.side, one.is_backward, one.storage, one.kind is Kind.RELEASE or one.rank)
+    return (one.kind, one.side, one.is_backward, one.storage, one.kind is InstructionKind.RELEASE or one.rank)

@@ -8,17 +8,17 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.fusion.planner import nodes
-from hydra_tune.fusion.planner.copies import ThreadCopies
-from hydra_tune.fusion.planner.interpreter import Interpreter
-from hydra_tune.fusion.planner.rewrite import Merged
-from hydra_tune.fusion.planner.schedule import Segment
+from hydra_tune.fusion.planner.copies import ThreadCopyEngine
+from hydra_tune.fusion.planner.interpreter import MergedGraphInterpreter
+from hydra_tune.fusion.planner.rewrite import MergedGraph
+from hydra_tune.fusion.planner.schedule import ScheduleSegment
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 OPERATORS = {"neg", "mul", "add", "relu", "exp", "sum"}
 
 
-class Told(ThreadCopies):
+class Told(ThreadCopyEngine):
     """Copies that say when they are asked for."""
 
     def __init__(self, sizes, log):
@@ -82,7 +82,7 @@ def merged():
     gone = call(nodes.release, leaving)
     graph.output((gradient, loss, gone))
     outputs = ("gradient", "a1_losses", "a1_r_on_host")
-    return Merged(segment=Segment(0, 1), graph=graph, outputs=outputs, owner=nn.Module())
+    return MergedGraph(segment=ScheduleSegment(0, 1), graph=graph, outputs=outputs, owner=nn.Module())
 
 
 def no_draws(side, number):
@@ -98,7 +98,7 @@ def run():
     given = {"a0_x": x, "a0_h_on_host": h.view(-1).view(torch.uint8), "a1_x": y}
     try:
         with Operators(log):
-            found = Interpreter(merged(), copies, no_draws, CPU).run(given)
+            found = MergedGraphInterpreter(merged(), copies, no_draws, CPU).run(given)
     finally:
         copies.close()
     return found, log, (x, y, h)
@@ -120,7 +120,7 @@ def test_values_are_those_of_the_operators_alone(run):
 
 
 def test_what_it_is_given_is_taken_out_of_the_callers_hands():
-    graph = Interpreter(merged(), Told({"a1_r": 16}, []), no_draws, CPU)
+    graph = MergedGraphInterpreter(merged(), Told({"a1_r": 16}, []), no_draws, CPU)
     assert graph.arguments == ["a0_x", "a0_h_on_host", "a1_x"]
     given = {name: torch.ones(2, 2) for name in graph.arguments} | {"a0_h_on_host": torch.zeros(16, dtype=torch.uint8)}
     seen = weakref.ref(given["a0_h_on_host"])
@@ -144,10 +144,12 @@ def test_what_a_graph_traced_for_another_device_makes_is_where_it_runs():
     x, two = graph.placeholder("a0_x"), graph.get_attr("two")
     ones = graph.call_function(aten.full.default, ([2], 1.0), {"device": torch.device("meta")})
     graph.output((graph.call_function(aten.add.Tensor, (graph.call_function(aten.mul.Tensor, (x, two)), ones)),))
-    made = Merged(segment=Segment(None, 0), graph=graph, outputs=("a0_losses",), owner=Doubled("cpu"))
-    copies = ThreadCopies({})
-    found = Interpreter(made, copies, no_draws, CPU).run({"a0_x": torch.tensor([3.0, 4.0])})
-    there = Interpreter(made, copies, no_draws, torch.device("meta")).run({"a0_x": torch.empty(2, device="meta")})
+    made = MergedGraph(segment=ScheduleSegment(None, 0), graph=graph, outputs=("a0_losses",), owner=Doubled("cpu"))
+    copies = ThreadCopyEngine({})
+    found = MergedGraphInterpreter(made, copies, no_draws, CPU).run({"a0_x": torch.tensor([3.0, 4.0])})
+    there = MergedGraphInterpreter(made, copies, no_draws, torch.device("meta")).run(
+        {"a0_x": torch.empty(2, device="meta")}
+    )
     copies.close()
     assert found["a0_losses"].tolist() == [7.0, 9.0]
     assert there["a0_losses"].device.type == "meta"

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from hydra_tune.fusion.planner.candidates import candidates_of
-from hydra_tune.fusion.planner.instructions import Kind
+from hydra_tune.fusion.planner.instructions import InstructionKind
 from hydra_tune.fusion.planner.lowering import lowered
 from hydra_tune.fusion.planner.memory import curve, peak_of, simulated
-from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
 from hydra_tune.fusion.planner.timeline import timed, times_of
 from hydra_tune.fusion.planner.verify import verify_instructions, verify_schedule
 from tests.unit.fusion.planner.hand import array, chain, op
 
-BACKWARD, FORWARD = Segment(0, None), Segment(None, 0)
+BACKWARD, FORWARD = ScheduleSegment(0, None), ScheduleSegment(None, 0)
 
 
 def one(made, limit=1000):
@@ -125,9 +125,9 @@ def test_what_is_recomputed_at_a_use_is_beside_the_copy_that_the_use_waits_for()
 
 def test_both_sub_arrays_of_a_segment_count():
     schedule = undecided((chain(3, num_bytes=10, static=1), chain(2, num_bytes=100, static=2)), 1000)
-    assert curve(schedule, Segment(0, 1)) == (33, 23, 13, 103, 203, 203)
+    assert curve(schedule, ScheduleSegment(0, 1)) == (33, 23, 13, 103, 203, 203)
     schedule.decisions[0].slots[2] = 1.0
-    assert curve(schedule, Segment(0, 1)) == (33, 23, 113, 113, 203, 203)
+    assert curve(schedule, ScheduleSegment(0, 1)) == (33, 23, 113, 113, 203, 203)
     verify_schedule(schedule)
 
 
@@ -168,7 +168,11 @@ def test_what_does_not_hold_is_found(spoil):
     if spoil == "order":
         instructions[0], instructions[2] = instructions[2], instructions[0]
     else:
-        kind = {"missing": Kind.PREFETCH, "unreleased": Kind.RELEASE, "early": Kind.ARRIVE}[spoil]
+        kind = {
+            "missing": InstructionKind.PREFETCH,
+            "unreleased": InstructionKind.RELEASE,
+            "early": InstructionKind.ARRIVE,
+        }[spoil]
         del instructions[next(place for place, i in enumerate(instructions) if i.kind is kind)]
     with pytest.raises(AssertionError):
         verify_instructions(schedule, segment, instructions)
@@ -185,7 +189,7 @@ def test_the_peak_is_where_both_sub_arrays_have_come_to_then():
     second = array([op("y0"), op("y1", workspace=50), op("y2")], [op("e", reads=["y0", "y1"])], {"y0": 100, "y1": 100})
     schedule = undecided((first, second), 1000)
     schedule.decisions[0].slots[2] = 2.0
-    found = simulated(schedule, Segment(0, 1))
+    found = simulated(schedule, ScheduleSegment(0, 1))
     assert found.by_rank == (30, 27, 260, 200)
     assert (found.peak_bytes, found.peak_backward, found.peak_forward) == (260, 2, 1)
     alone = simulated(undecided((first,), 1000), BACKWARD)

@@ -6,14 +6,14 @@ import gc
 import pytest
 import torch
 
-from hydra_tune.fusion.planner.copies import ThreadCopies
+from hydra_tune.fusion.planner.copies import ThreadCopyEngine
 from hydra_tune.fusion.planner.least import least
 from hydra_tune.fusion.planner.lowering import lowered, start_bytes
 from hydra_tune.fusion.planner.memory import followed, peak_of, simulated
-from hydra_tune.fusion.planner.policy import Policy, planned
-from hydra_tune.fusion.planner.profiler import Profile, array_of, copied_at
-from hydra_tune.fusion.planner.run import PlannedRun
-from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.policy import AllowedPlanActions, planned
+from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of, copied_at
+from hydra_tune.fusion.planner.run import MergedGraphRunner
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
 from hydra_tune.fusion.planner.verify import verify_schedule
 from tests.support.tracker import StorageTracker
 from tests.unit.fusion.planner.made import MODELS, run_unplanned, sub_array
@@ -30,7 +30,7 @@ def array(name, **options):
     seconds = {
         n.name: 1e-6 + 1e-9 * sum(map(seen.sizes.get, (*seen.reads[n.name], *seen.makes[n.name]))) for n in step.ops
     }
-    return copied_at(array_of(name, step, Profile(seconds)), 3e8, 1e-6)
+    return copied_at(array_of(name, step, GraphMeasurements(seconds)), 3e8, 1e-6)
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def started(schedule, pair):
     def draw(side, number):
         return pair[side].step.noise[number].draw(pair[side].generators, CPU)
 
-    return PlannedRun(schedule, [one.step for one in pair], CPU, [one.arguments for one in pair], draw)
+    return MergedGraphRunner(schedule, [one.step for one in pair], CPU, [one.arguments for one in pair], draw)
 
 
 def limited(names, share, policy=None, **options):
@@ -94,7 +94,10 @@ def test_results_are_the_unplanned_runs_bit_for_bit(name, share):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [Policy(swaps=False), Policy(recomputes=False), Policy(interleaves=False)])
+@pytest.mark.parametrize(
+    "policy",
+    [AllowedPlanActions(swaps=False), AllowedPlanActions(recomputes=False), AllowedPlanActions(interleaves=False)],
+)
 def test_so_they_are_with_swaps_or_recomputations_alone(policy):
     assert_same_as_unplanned(limited(("resnet", "resnet"), 0.4, policy), ("resnet", "resnet"))
 
@@ -117,7 +120,7 @@ def test_models_of_several_dtypes_are_planned():
     assert_same_as_unplanned(schedule, ("mixed", "mixed"))
 
 
-@pytest.mark.parametrize(("share", "policy"), [(1.0, Policy()), (0.4, Policy(swaps=False))])
+@pytest.mark.parametrize(("share", "policy"), [(1.0, AllowedPlanActions()), (0.4, AllowedPlanActions(swaps=False))])
 def test_buffers_that_the_forward_overwrites_are_overwritten_once(share, policy):
     """The backward reads them, and so do operators that are computed again."""
     schedule = limited(("counting", "counting"), share, policy)
@@ -150,8 +153,8 @@ def tracked(schedule, names, **options):
     run = started(schedule, pair)
     arguments = [made.arguments(0) for made in pair]
     run._arguments = [lambda _number, found=found: found for found in arguments]
-    run.segment(Segment(None, 0))
-    run.segment(Segment(0, 1))
+    run.segment(ScheduleSegment(None, 0))
+    run.segment(ScheduleSegment(0, 1))
     tracker = StorageTracker()
     gc.collect()
     gc.disable()
@@ -159,7 +162,7 @@ def tracked(schedule, names, **options):
         with tracker() as mode:
             mode._account.follow([t for key, t in run._left.items() if not key.endswith("_on_host")])
             mode._account.follow([t for found in arguments for t in found.values()])
-            for segment in (Segment(1, 0), Segment(0, 1)):
+            for segment in (ScheduleSegment(1, 0), ScheduleSegment(0, 1)):
                 run.segment(segment)
     finally:
         gc.enable()
@@ -177,7 +180,7 @@ def test_what_is_predicted_is_what_the_instructions_say():
 
 
 def test_a_copy_that_fails_fails_whoever_waits_for_it():
-    copies = ThreadCopies({"a": 3})
+    copies = ThreadCopyEngine({"a": 3})
     try:
         handle = copies.offload(torch.zeros(4), "a")
         with pytest.raises(RuntimeError, match="size"):

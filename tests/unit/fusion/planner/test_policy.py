@@ -6,10 +6,10 @@ import pytest
 
 from hydra_tune.fusion.planner.candidates import candidates_of
 from hydra_tune.fusion.planner.memory import peak_of
-from hydra_tune.fusion.planner.policy import Policy, planned
+from hydra_tune.fusion.planner.policy import AllowedPlanActions, planned
 from hydra_tune.fusion.planner.profiler import copied_at
 from hydra_tune.fusion.planner.schedule import undecided
-from hydra_tune.fusion.planner.swap_overhead import Case, swap_overhead
+from hydra_tune.fusion.planner.swap_overhead import SwapCase, swap_overhead
 from hydra_tune.fusion.planner.timeline import times_of
 from hydra_tune.fusion.planner.verify import verify_schedule
 from tests.unit.fusion.planner.hand import array, chain, op
@@ -23,7 +23,15 @@ def test_within_the_limit_nothing_is_done():
     assert times_of(schedule, is_duplex=True).seconds == sum(a.seconds for a in PAIR)
 
 
-@pytest.mark.parametrize("policy", [Policy(), Policy(swaps=False), Policy(recomputes=False), Policy(interleaves=False)])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        AllowedPlanActions(),
+        AllowedPlanActions(swaps=False),
+        AllowedPlanActions(recomputes=False),
+        AllowedPlanActions(interleaves=False),
+    ],
+)
 @pytest.mark.parametrize("limit", [70, 50, 40])
 def test_the_limit_is_kept_by_whatever_may_be_done(limit, policy):
     schedule, _ = planned(undecided(PAIR, limit), policy)
@@ -36,7 +44,7 @@ def test_the_limit_is_kept_by_whatever_may_be_done(limit, policy):
 
 
 def test_maps_that_lie_idle_longest_are_swapped_first():
-    _, decided = planned(undecided(PAIR, 60), Policy(recomputes=False))
+    _, decided = planned(undecided(PAIR, 60), AllowedPlanActions(recomputes=False))
     assert {one.name for one in decided} == {"z0", "z1"}
 
 
@@ -74,8 +82,8 @@ def test_interleaving_hides_copies_that_would_be_waited_for():
     forward = [op("a"), op("b", reads=["a"]), op("loss", reads=["b"], workspace=10)]
     made = array(forward, [op("d", reads=["b"]), op("e", reads=["a"])], {"a": 10}, copy={"a": 3.0})
     partner = array([op(f"y{i}", makes=()) for i in range(4)], [op("w")], {})
-    waits, _ = planned(undecided((made, partner), 15), Policy(recomputes=False, interleaves=False))
-    hides, _ = planned(undecided((made, partner), 15), Policy(recomputes=False))
+    waits, _ = planned(undecided((made, partner), 15), AllowedPlanActions(recomputes=False, interleaves=False))
+    hides, _ = planned(undecided((made, partner), 15), AllowedPlanActions(recomputes=False))
     assert [peak_of(one)[1].peak_bytes for one in (waits, hides)] == [10, 10]
     assert waits.decisions[0].slots == {}
     assert hides.decisions[0].slots == {1: 3.0}
@@ -102,7 +110,7 @@ def test_a_recomputation_on_its_way_lets_a_swap_begin_later(again, prompt):
     (z1,) = (one for one in made.forward if one.name == "z1")
     made = replace(made, forward=(made.forward[0], replace(z1, seconds=again, reads=()), *made.forward[2:]))
     schedule, found = planned(undecided((made,), 24))
-    assert [(one.name, one.case) for one in found] == [("z0", Case.MIXED), ("z1", None)]
+    assert [(one.name, one.case) for one in found] == [("z0", SwapCase.MIXED), ("z1", None)]
     assert schedule.decisions[0].recomputes["z1"].sources == frozenset()
     assert schedule.decisions[0].swaps == {"z0": prompt}
     assert times_of(schedule, is_duplex=True).stall == 0

@@ -3,7 +3,7 @@
 import torch
 
 from hydra_tune.fusion.planner.profiled_run import made_up
-from hydra_tune.fusion.planner.profiler import WARM_UPS, Profiles, measured
+from hydra_tune.fusion.planner.profiler import WARM_UPS, SubArrayProfiler, measured
 from tests.unit.fusion.planner.test_profiled_order import CPU, Log, step
 
 
@@ -27,7 +27,7 @@ def test_numbers_made_up_do_not_move_the_generator_that_trials_draw_from():
 
 
 def test_a_graph_is_known_where_it_has_been_measured():
-    profiles, made = Profiles(lambda _device: Log(), lambda _device: 0.0), step()
+    profiles, made = SubArrayProfiler(lambda _device: Log(), lambda _device: 0.0), step()
     assert not profiles.knows(made, CPU)
     profiles.array("", made, CPU)
     assert profiles.knows(made, CPU)

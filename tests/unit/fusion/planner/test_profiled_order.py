@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hydra_tune.fusion.planner.profiled_run import ProfiledRun
-from hydra_tune.fusion.planner.profiler import Profile, array_of, measured
+from hydra_tune.fusion.planner.profiled_run import ProfilingInterpreter
+from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of, measured
 from tests.unit.fusion.planner.hand import array, op
 from tests.unit.fusion.planner.test_rewrite import step as written
 
@@ -54,7 +54,7 @@ class Log:
 
 
 def run_of(made, clock):
-    return ProfiledRun(made, array_of("", made, Profile()).maps, CPU, clock)
+    return ProfilingInterpreter(made, array_of("", made, GraphMeasurements()).maps, CPU, clock)
 
 
 def test_maps_go_behind_their_last_use_in_the_forward_and_come_before_their_first_in_the_backward():
@@ -119,7 +119,9 @@ def test_tables_a_and_b_of_the_graph_by_hand():
     made = step()
     seconds = dict.fromkeys((node.name for node in made.ops), 1.0)
     seconds |= {"h": 1.0, "r": 2.0, "mask": 3.0, "n": 4.0, "y": 5.0, "loss": 6.0, "g": 10.0, "nt": 20.0, "dw": 30.0}
-    profile = Profile(seconds, {"dw": 7}, {"r": 0.1, "mask": 0.2, "n": 0.3}, {"r": 0.4, "mask": 0.5, "n": 0.6})
+    profile = GraphMeasurements(
+        seconds, {"dw": 7}, {"r": 0.1, "mask": 0.2, "n": 0.3}, {"r": 0.4, "mask": 0.5, "n": 0.6}
+    )
     found = array_of("a", made, profile)
     assert [one.name for one in found.forward] == ["h", "r", "mask", "n", "y", "loss"]
     assert found.backward[2].name == "dw"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.planner.profiler import CpuClock, Profiles, copied_at, measured
+from hydra_tune.fusion.planner.profiler import CpuClock, SubArrayProfiler, copied_at, measured
 from tests.support.tracker import StorageTracker
 from tests.unit.fusion.planner.made import sub_array
 
@@ -55,7 +55,7 @@ class Steps(CpuClock):
 
 def test_where_the_host_computes_nodes_add_up_to_what_whole_passes_take():
     step = sub_array("dlrm").step
-    maps = Profiles().array("", step, CPU).maps
+    maps = SubArrayProfiler().array("", step, CPU).maps
     stretches = (
         len({one.last_forward for one in maps.values()} | {-1 - one.first_backward for one in maps.values()}) + 1
     )
@@ -83,9 +83,9 @@ def test_a_graph_profiled_while_the_machine_is_slower_is_told_as_at_the_pace_of_
         return clocks[-1]
 
     steps = [sub_array("dlrm", count).step for count in (2, 3, 2)]
-    profiles = Profiles(clock, hand=lambda _: 0.5)
+    profiles = SubArrayProfiler(clock, hand=lambda _: 0.5)
     first, slower = (profiles.array("", step, CPU) for step in steps[:2])
-    alone = Profiles(clock, hand=lambda _: 0.5).array("", steps[1], CPU)
+    alone = SubArrayProfiler(clock, hand=lambda _: 0.5).array("", steps[1], CPU)
     assert len(clocks) == 3
     assert alone.seconds == pytest.approx(3 * slower.seconds)
     assert slower.seconds == pytest.approx(first.seconds), "as many looks, each a stretch"
@@ -94,7 +94,7 @@ def test_a_graph_profiled_while_the_machine_is_slower_is_told_as_at_the_pace_of_
 
 def test_a_sub_array_has_all_that_the_planner_asks_for():
     step = sub_array("cnn").step
-    array = Profiles().array("cnn", step, CPU)
+    array = SubArrayProfiler().array("cnn", step, CPU)
     assert [op.name for op in (*array.forward, *array.backward)] == [node.name for node in step.ops]
     assert array.static_bytes == sum(t.numel() * t.element_size() for t in step.geometry.values())
     assert array.maps.keys() <= array.in_seconds.keys()
@@ -114,7 +114,7 @@ def test_each_graph_is_measured_once_for_a_device():
         asked.append(device)
         return CpuClock()
 
-    profiles = Profiles(clock)
+    profiles = SubArrayProfiler(clock)
     for name, count in (("dlrm", 2), ("dlrm", 2), ("dlrm", 3)):
         profiles.array(name, sub_array(name, count).step, CPU)
     assert len(asked) == 2
@@ -126,7 +126,7 @@ def test_a_graph_larger_than_memory_is_profiled_with_its_maps_away():
     tracker = StorageTracker()
     with tracker():
         measured(step, CPU, CpuClock())
-    array = Profiles().array("", step, CPU)
+    array = SubArrayProfiler().array("", step, CPU)
     maps = sum(one.num_bytes for one in array.maps.values())
     on_host = maps
     assert tracker.peak_bytes[0] - on_host < array.static_bytes + maps / 2
@@ -134,14 +134,16 @@ def test_a_graph_larger_than_memory_is_profiled_with_its_maps_away():
 
 @pytest.mark.parametrize("bandwidth", [1e3, 1e6])
 def test_a_link_can_be_of_another_bandwidth(bandwidth):
-    array = Profiles(hand=lambda _: 0.0).array("dlrm", sub_array("dlrm").step, CPU)
+    array = SubArrayProfiler(hand=lambda _: 0.0).array("dlrm", sub_array("dlrm").step, CPU)
     other = copied_at(array, bandwidth, 0.5)
     assert other.in_seconds == {n: one.num_bytes / bandwidth + 0.5 for n, one in array.maps.items()}
     assert replace(other, in_seconds=array.in_seconds, out_seconds=array.out_seconds) == array
 
 
 def test_maps_that_lie_longest_are_those_made_first():
-    array = Profiles(lambda _: Ticks(list(itertools.repeat(1.0, 4)))).array("", sub_array("transformer").step, CPU)
+    array = SubArrayProfiler(lambda _: Ticks(list(itertools.repeat(1.0, 4)))).array(
+        "", sub_array("transformer").step, CPU
+    )
     (first, *_, last) = array.maps.values()
     assert first.inactive_seconds > last.inactive_seconds
 

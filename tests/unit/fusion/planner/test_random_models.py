@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune.fusion.planner.memory import peak_of
-from hydra_tune.fusion.planner.policy import Policy
+from hydra_tune.fusion.planner.policy import AllowedPlanActions
 from hydra_tune.fusion.planner.verify import verify_schedule
 from tests.unit.fusion.planner.made import EXAMPLES
 from tests.unit.fusion.planner.test_planned_run import assert_same_as_unplanned, limited, tracked
@@ -69,7 +69,14 @@ SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 def test_a_planned_model_has_the_bits_of_the_unplanned_one(seed):
     random, name = Random(seed), f"drawn {seed}"
     EXAMPLES[name] = (partial(Drawn, seed), _batch)
-    policy = random.choice([Policy(), Policy(swaps=False), Policy(recomputes=False), Policy(interleaves=False)])
+    policy = random.choice(
+        [
+            AllowedPlanActions(),
+            AllowedPlanActions(swaps=False),
+            AllowedPlanActions(recomputes=False),
+            AllowedPlanActions(interleaves=False),
+        ]
+    )
     schedule = limited((name, name), random.choice([0.9, 0.7, 0.5, 0.3]), policy)
     verify_schedule(schedule)
     assert any(one.swaps or one.recomputes for one in schedule.decisions)

@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_tune.fusion.planner.memory import peak_of, simulated
-from hydra_tune.fusion.planner.policy import Policy, planned
-from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.policy import AllowedPlanActions, planned
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
 from hydra_tune.fusion.planner.verify import verify_schedule
 from tests.unit.fusion.planner.hand import array, op
 from tests.unit.fusion.planner.machine import Machine, alone
 
 POLICIES = [
-    Policy(),
-    Policy(swaps=False),
-    Policy(recomputes=False),
-    Policy(interleaves=False),
-    Policy(is_duplex=False),
+    AllowedPlanActions(),
+    AllowedPlanActions(swaps=False),
+    AllowedPlanActions(recomputes=False),
+    AllowedPlanActions(interleaves=False),
+    AllowedPlanActions(is_duplex=False),
 ]
 
 
@@ -76,9 +76,14 @@ def check(seed):
     machine = Machine(schedule)
     steps = 3
     if len(arrays) == 1:
-        order = [Segment(None, 0), Segment(0, None)] * steps
+        order = [ScheduleSegment(None, 0), ScheduleSegment(0, None)] * steps
     else:
-        order = [Segment(None, 0), *[Segment(0, 1), Segment(1, 0)] * (steps - 1), Segment(0, 1), Segment(1, None)]
+        order = [
+            ScheduleSegment(None, 0),
+            *[ScheduleSegment(0, 1), ScheduleSegment(1, 0)] * (steps - 1),
+            ScheduleSegment(0, 1),
+            ScheduleSegment(1, None),
+        ]
     for segment in order:
         machine.run(segment)
     for side, one in enumerate(arrays):

@@ -3,28 +3,28 @@
 import pytest
 
 from hydra_tune.fusion.planner.candidates import candidates_of, updated_candidates
-from hydra_tune.fusion.planner.lineage import Lineage, holds, lineage
+from hydra_tune.fusion.planner.lineage import FeatureMapLineage, holds, lineage
 from hydra_tune.fusion.planner.recomputations import can_join, updated_recomputations
 from hydra_tune.fusion.planner.recompute_overhead import recompute_overhead
-from hydra_tune.fusion.planner.schedule import Decisions
+from hydra_tune.fusion.planner.schedule import SubArrayDecisions
 from tests.unit.fusion.planner.hand import array, chain, op
 
 
 def test_a_map_is_made_again_of_the_nearest_ones_kept():
-    assert lineage(chain(4), "z2") == Lineage(frozenset(["z1"]), frozenset([2]))
-    assert lineage(chain(4), "z0") == Lineage(frozenset(), frozenset([0]))
+    assert lineage(chain(4), "z2") == FeatureMapLineage(frozenset(["z1"]), frozenset([2]))
+    assert lineage(chain(4), "z0") == FeatureMapLineage(frozenset(), frozenset([0]))
 
 
 def test_what_the_backward_does_not_use_is_made_again_on_the_way():
     made = array([op("a"), op("t", reads=["a"]), op("b", reads=["t"])], [op("d", reads=["a", "b"])], {})
-    assert lineage(made, "b") == Lineage(frozenset(["a"]), frozenset([1, 2]))
+    assert lineage(made, "b") == FeatureMapLineage(frozenset(["a"]), frozenset([1, 2]))
     found = candidates_of(made, 0)["b"]
     assert (found.seconds, found.total_seconds) == (2.0, 2.0)  # `t` and `b`, a second each
 
 
 def test_what_is_overwritten_in_place_is_made_again_with_its_overwriting():
     forward = [op("a"), op("relu_", reads=["a"], makes=(), writes=["a"])]
-    assert lineage(array(forward, [op("d", reads=["a"])], {}), "a") == Lineage(frozenset(), frozenset([0, 1]))
+    assert lineage(array(forward, [op("d", reads=["a"])], {}), "a") == FeatureMapLineage(frozenset(), frozenset([0, 1]))
 
 
 def test_random_numbers_are_never_drawn_again():
@@ -32,7 +32,7 @@ def test_random_numbers_are_never_drawn_again():
     assert lineage(drawn, "a") is None
     kept = array([op("m", is_random=True), op("a", reads=["m"])], [op("d", reads=["a", "m"])], {})
     assert lineage(kept, "m") is None
-    assert lineage(kept, "a") == Lineage(frozenset(["m"]), frozenset([1]))
+    assert lineage(kept, "a") == FeatureMapLineage(frozenset(["m"]), frozenset([1]))
 
 
 def test_running_statistics_are_left_alone_the_second_time_and_other_writes_forbid_it():
@@ -67,7 +67,7 @@ def test_the_overhead_is_of_all_times_that_a_map_is_computed_again():
 
 def decided(made, *names):
     """Decide to recompute maps one after the other, by Algorithms E and F."""
-    candidates, decisions = candidates_of(made, 0), Decisions()
+    candidates, decisions = candidates_of(made, 0), SubArrayDecisions()
     counts = []
     for name in names:
         one = candidates.pop(name)
@@ -112,12 +112,12 @@ def test_f_a_swapped_source_is_passed_over_unless_it_cannot_be_made_again():
     made = chain(4)
     candidates = candidates_of(made, 0)
     swapped = candidates.pop("z1")
-    updated_candidates(made, Decisions(swaps={"z1": 0}), swapped, 0, candidates)
+    updated_candidates(made, SubArrayDecisions(swaps={"z1": 0}), swapped, 0, candidates)
     assert candidates["z2"].sources == frozenset(["z0"])
     mask = array([op("m", is_random=True), op("a", reads=["m"])], [op("d", reads=["a"]), op("e", reads=["m"])], {})
     candidates = candidates_of(array(mask.forward, mask.backward, {"m": 4, "a": 4}, copy={"m": 1.0}), 0)
     swapped = candidates.pop("m")
-    updated_candidates(mask, Decisions(swaps={"m": 0}), swapped, 0, candidates)
+    updated_candidates(mask, SubArrayDecisions(swaps={"m": 0}), swapped, 0, candidates)
     assert candidates["a"].sources == frozenset(["m"])
     assert candidates["a"].can_recompute
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_recomputed_where_others_need_it_is_not():
     candidates = candidates_of(made, 0)
     assert candidates["a"].can_recompute
     assert not holds(made, frozenset([0, 1]), 2)
-    assert not can_join(made, Decisions(recomputes={"b": candidates["b"]}), candidates["a"])
+    assert not can_join(made, SubArrayDecisions(recomputes={"b": candidates["b"]}), candidates["a"])
 
 
 def test_what_is_made_again_beside_a_source_is_not_taken_for_the_source_which_was_overwritten_since():
@@ -141,7 +141,7 @@ def test_what_is_made_again_beside_a_source_is_not_taken_for_the_source_which_wa
     candidates = candidates_of(made, 0)
     assert candidates["c"].sources == frozenset(["a", "b"])
     swapped = candidates.pop("a")
-    updated_candidates(made, Decisions(swaps={"a": 0}), swapped, 0, candidates)
+    updated_candidates(made, SubArrayDecisions(swaps={"a": 0}), swapped, 0, candidates)
     assert (candidates["c"].sources, candidates["c"].ops) == (frozenset(["a", "b"]), frozenset([2]))
     assert not holds(made, frozenset([0, 2]), 0)
     assert holds(made, frozenset([0, 1, 2]), 0)

@@ -4,7 +4,7 @@ import pytest
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.fusion.planner.portfolio import Planner
-from hydra_tune.fusion.planner.replan import Correction, Trial, contenders, fitted, key_of, settled
+from hydra_tune.fusion.planner.replan import MeasuredPlan, ProfileCorrection, contenders, fitted, key_of, settled
 from tests.unit.fusion.planner.test_portfolio import array
 
 LIMIT = 1500
@@ -15,7 +15,7 @@ class Machine:
 
     def __init__(self, limit=LIMIT, **truth):
         self.planner = Planner(array=array, limit_bytes=limit)
-        self.true = self.planner.corrected(Correction(**truth).array)
+        self.true = self.planner.corrected(ProfileCorrection(**truth).array)
         self.ran = []
 
     def __call__(self, members):
@@ -65,9 +65,9 @@ def test_what_operators_of_a_size_take_is_learnt():
 
 def test_a_second_correction_comes_upon_the_first():
     planner = Planner(array=array, limit_bytes=LIMIT)
-    twice = planner.corrected(Correction(others=2.0).array).corrected(Correction(others=1.5).array)
+    twice = planner.corrected(ProfileCorrection(others=2.0).array).corrected(ProfileCorrection(others=1.5).array)
     assert twice.portfolio(4).best.seconds == pytest.approx(
-        planner.corrected(Correction(others=3.0).array).portfolio(4).best.seconds
+        planner.corrected(ProfileCorrection(others=3.0).array).portfolio(4).best.seconds
     )
 
 
@@ -102,7 +102,7 @@ def test_a_disturbed_profile_of_one_size_hides_nothing():
     """Two trials look four times as slow as they are: what has them comes last, and is measured all the same."""
 
     def disturbed(size):
-        return Correction(compute={2: 4.0}).array(size, array(size))
+        return ProfileCorrection(compute={2: 4.0}).array(size, array(size))
 
     planner = Planner(array=disturbed, limit_bytes=LIMIT)
     true = Planner(array=array, limit_bytes=LIMIT)
@@ -132,12 +132,12 @@ def test_each_partition_is_among_those_measured():
 
 def test_what_always_swaps_is_told_apart_by_what_swaps_cost_others():
     """Four trials fit with swaps alone; two are measured with and without."""
-    truth = Correction(compute={1: 1.5, 2: 1.0, 4: 2.0}, swap_seconds=0.5)
+    truth = ProfileCorrection(compute={1: 1.5, 2: 1.0, 4: 2.0}, swap_seconds=0.5)
     planner = Planner(array=array, limit_bytes=1200)
     true = planner.corrected(truth.array)
     members = contenders(planner.portfolio(4))
     assert {(4,), (2, 2), (1,)} == {part.sizes for one in members for part in one.parts}
-    found = fitted([Trial(member=one, seconds=true.told(one).seconds) for one in members])
+    found = fitted([MeasuredPlan(member=one, seconds=true.told(one).seconds) for one in members])
     assert found.swap_seconds == pytest.approx(truth.swap_seconds)
     assert found.compute == pytest.approx(truth.compute, rel=0.02)  # slower operators hide a little more of the copies
 
@@ -145,7 +145,7 @@ def test_what_always_swaps_is_told_apart_by_what_swaps_cost_others():
 def test_where_all_swap_the_whole_difference_is_of_operators():
     swapping = Planner(array=array, limit_bytes=LIMIT).portfolio(4).best
     assert any(one.swaps for part in swapping.parts for one in part.schedule.decisions)
-    found = fitted([Trial(member=swapping, seconds=2 * swapping.seconds)])
+    found = fitted([MeasuredPlan(member=swapping, seconds=2 * swapping.seconds)])
     assert (found.others, found.swap_seconds) == (2.0, 0.0)
 
 

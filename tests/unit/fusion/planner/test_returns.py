@@ -13,11 +13,11 @@ from hydra_tune.fusion.planner.candidates import candidates_of
 from hydra_tune.fusion.planner.least import least
 from hydra_tune.fusion.planner.lowering import lowered
 from hydra_tune.fusion.planner.memory import curve, peak_of
-from hydra_tune.fusion.planner.policy import Policy, planned
-from hydra_tune.fusion.planner.profiler import Profile, array_of
+from hydra_tune.fusion.planner.policy import AllowedPlanActions, planned
+from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of
 from hydra_tune.fusion.planner.returns import absence
 from hydra_tune.fusion.planner.rewrite import rewritten
-from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.storages import seen
 from hydra_tune.fusion.planner.verify import verify_schedule
@@ -29,7 +29,7 @@ from tests.unit.fusion.planner.test_planned_run import assert_same_as_unplanned,
 from tests.unit.fusion.planner.test_random_plans import random_array
 
 aten = torch.ops.aten
-BACKWARD, FORWARD = Segment(0, None), Segment(None, 0)
+BACKWARD, FORWARD = ScheduleSegment(0, None), ScheduleSegment(None, 0)
 
 
 def twice():
@@ -64,13 +64,15 @@ def test_it_goes_behind_one_use_and_comes_back_before_the_next():
 @pytest.mark.parametrize(("limit", "expected"), [(35, {}), (34, {0: 2}), (25, {0: 2})])
 def test_it_is_done_where_the_limit_asks_for_it_and_the_copy_begins_where_there_is_room(limit, expected):
     """1.5 seconds: the operator `pause` hides one of them, and before it `e` leaves no room."""
-    schedule, _ = planned(undecided((twice(),), limit), Policy(recomputes=False))
+    schedule, _ = planned(undecided((twice(),), limit), AllowedPlanActions(recomputes=False))
     assert peak_of(schedule)[1].peak_bytes <= limit
     assert schedule.decisions[0].returns.get("a", {}) == expected
 
 
 def test_what_the_backward_overwrites_or_recomputes_stays_from_its_first_use_to_its_last():
-    schedule, _ = planned(undecided((replace(twice(), returning=frozenset()),), 34), Policy(recomputes=False))
+    schedule, _ = planned(
+        undecided((replace(twice(), returning=frozenset()),), 34), AllowedPlanActions(recomputes=False)
+    )
     assert peak_of(schedule)[1].peak_bytes == 35
     again = undecided((twice(),), 34)
     again.decisions[0].recomputes["a"] = candidates_of(twice(), 0)["a"]
@@ -109,12 +111,18 @@ def test_random_steps_compute_the_same_and_none_is_below_the_bound():
         random = Random(seed)
         arrays = tuple(returning(random_array(random)) for _ in range(random.randint(1, 2)))
         bound = max(one.static_bytes + least(one).num_bytes for one in arrays)
-        schedule, _ = planned(undecided(arrays, bound), random.choice([Policy(), Policy(recomputes=False)]))
+        schedule, _ = planned(
+            undecided(arrays, bound), random.choice([AllowedPlanActions(), AllowedPlanActions(recomputes=False)])
+        )
         assert peak_of(schedule)[1].peak_bytes >= bound
         verify_schedule(schedule)
         absences += sum(len(each) for one in schedule.decisions for each in one.returns.values())
         machine = Machine(schedule)
-        order = [FORWARD, BACKWARD] if len(arrays) == 1 else [FORWARD, Segment(0, 1), Segment(1, 0), BACKWARD]
+        order = (
+            [FORWARD, BACKWARD]
+            if len(arrays) == 1
+            else [FORWARD, ScheduleSegment(0, 1), ScheduleSegment(1, 0), BACKWARD]
+        )
         for segment in order:
             machine.run(segment)
         for side, one in enumerate(arrays):
@@ -125,7 +133,7 @@ def test_random_steps_compute_the_same_and_none_is_below_the_bound():
 
 def all_away(name, share):
     """A plan by swaps alone of which every map is away between any two uses that are not next to each other."""
-    schedule = limited((name, name), share, Policy(recomputes=False))
+    schedule = limited((name, name), share, AllowedPlanActions(recomputes=False))
     for own, decided in zip(schedule.arrays, schedule.decisions, strict=True):
         for one in decided.swaps.keys() & own.returning:
             uses = own.backward_ranks[one]
@@ -168,7 +176,7 @@ def test_bottlenecks_are_planned_within_a_bound_below_what_maps_need_that_stay(m
     made = traced(name)
     bound = least(made)
     assert bound.num_bytes < least(replace(made, returning=frozenset())).num_bytes
-    schedule, _ = planned(undecided((made,), made.static_bytes + bound.num_bytes), Policy(recomputes=False))
+    schedule, _ = planned(undecided((made,), made.static_bytes + bound.num_bytes), AllowedPlanActions(recomputes=False))
     assert schedule.decisions[0].returns
     assert peak_of(schedule)[1].peak_bytes == schedule.limit_bytes
     assert_same_as_unplanned(schedule, (name,), (3,))
@@ -209,7 +217,7 @@ def transposed_twice():
 
 def test_a_view_of_what_has_come_back_again_is_made_anew():
     made = transposed_twice()
-    own = array_of("", made, Profile(out_seconds={"r": 1.0}, in_seconds={"r": 1.0}))
+    own = array_of("", made, GraphMeasurements(out_seconds={"r": 1.0}, in_seconds={"r": 1.0}))
     assert own.returning == {"r", "loss"}
     schedule = undecided((own,), 1000)
     schedule.decisions[0].swaps["r"] = 0

@@ -7,9 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.fusion.planner import nodes
 from hydra_tune.fusion.planner.candidates import candidates_of
-from hydra_tune.fusion.planner.profiler import Profile, array_of
+from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of
 from hydra_tune.fusion.planner.rewrite import rewritten
-from hydra_tune.fusion.planner.schedule import Segment, undecided
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
 from hydra_tune.fusion.planner.step_graph import StepGraph
 from hydra_tune.fusion.planner.storages import seen
 from hydra_tune.fusion.planner.verify import verify_graph
@@ -56,7 +56,7 @@ def step():
 def schedule(*, swaps=(), recomputes=(), slots=None):
     made = step()
     names = [node.name for node in made.ops]
-    profile = Profile(
+    profile = GraphMeasurements(
         dict.fromkeys(names, 1.0), {}, dict.fromkeys(["r", "n", "mask"], 1.0), dict.fromkeys(["r", "n", "mask"], 1.0)
     )
     arrays = tuple(array_of(f"a{side}", made, profile) for side in range(2))
@@ -69,7 +69,7 @@ def schedule(*, swaps=(), recomputes=(), slots=None):
     return found, [made, made]
 
 
-FIRST = Segment(0, 1)
+FIRST = ScheduleSegment(0, 1)
 FORWARD = """\
 a1_h = aten.mm.default(a1_x, a1_v)
 a1_r = aten.relu.default(a1_h)
@@ -161,17 +161,17 @@ def test_a_swapped_source_comes_back_before_what_is_recomputed_of_it():
 def test_what_pairs_begin_and_end_with_is_there():
     found = rewritten(*schedule(swaps={"r": 6}))
     assert found.keys() == {
-        Segment(0, 1),
-        Segment(1, 0),
-        *(Segment(s, None) for s in (0, 1)),
-        *(Segment(None, s) for s in (0, 1)),
+        ScheduleSegment(0, 1),
+        ScheduleSegment(1, 0),
+        *(ScheduleSegment(s, None) for s in (0, 1)),
+        *(ScheduleSegment(None, s) for s in (0, 1)),
     }
-    assert found[Segment(None, 0)].outputs == ("a0_losses", "a0_n", "a0_mask", "a0_r_on_host")
+    assert found[ScheduleSegment(None, 0)].outputs == ("a0_losses", "a0_n", "a0_mask", "a0_r_on_host")
 
 
 @pytest.mark.parametrize("spoil", ["twice", "late"])
 def test_graphs_that_use_what_has_left_are_found(spoil):
-    merged = rewritten(*schedule(swaps={"r": 6}))[Segment(0, 1)]
+    merged = rewritten(*schedule(swaps={"r": 6}))[ScheduleSegment(0, 1)]
     graph = merged.graph
     (offload,) = (node for node in graph.nodes if node.target is nodes.offload)
     (end,) = (node for node in graph.nodes if node.op == "output")

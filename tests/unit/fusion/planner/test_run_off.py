@@ -2,12 +2,12 @@
 
 import pytest
 
-from hydra_tune.fusion.planner.run_off import RunOff
+from hydra_tune.fusion.planner.run_off import SpeedTournament
 
 
 def raced(seconds, pace=lambda turn: 1.0, **changes):
     """Run to the end with seconds given for each; the run-off, and who ran in what order."""
-    race, order, turn = RunOff(list(seconds), **changes), [], 0
+    race, order, turn = SpeedTournament(list(seconds), **changes), [], 0
     while (name := race.next) is not None:
         turn += name == next(iter(seconds))
         order.append(name)
@@ -23,7 +23,7 @@ def test_they_take_turns_and_the_fastest_is_known():
 
 
 def test_warming_up_does_not_count():
-    race = RunOff(["a", "b"], warm_ups=1, turns=1)
+    race = SpeedTournament(["a", "b"], warm_ups=1, turns=1)
     for seconds in (9.0, 1.0, 1.0, 2.0):
         race.took(seconds)
     assert race.next is None
@@ -45,7 +45,7 @@ def test_a_machine_that_becomes_slower_does_so_for_all():
 
 
 def test_one_disturbed_step_decides_nothing():
-    race = RunOff(["a", "b"], warm_ups=0, turns=5)
+    race = SpeedTournament(["a", "b"], warm_ups=0, turns=5)
     for turn in range(5):
         race.took(50.0 if turn == 2 else 1.0)
         race.took(1.2)
@@ -53,10 +53,10 @@ def test_one_disturbed_step_decides_nothing():
 
 
 def test_before_anything_was_measured_the_first_is_best():
-    race = RunOff(["a", "b"])
+    race = SpeedTournament(["a", "b"])
     assert (race.next, race.best, race.seconds) == ("a", "a", {})
 
 
 def test_without_candidates_there_is_none():
     with pytest.raises(ValueError, match="none"):
-        RunOff([])
+        SpeedTournament([])

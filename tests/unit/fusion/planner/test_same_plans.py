@@ -8,17 +8,17 @@ import pytest
 
 from hydra_tune.fusion.planner.lowering import lowered
 from hydra_tune.fusion.planner.memory import peak_of
-from hydra_tune.fusion.planner.policy import Policy, planned
+from hydra_tune.fusion.planner.policy import AllowedPlanActions, planned
 from hydra_tune.fusion.planner.schedule import undecided
 from hydra_tune.fusion.planner.timeline import times_of
 from tests.unit.fusion.planner.hand import array, op
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "plans.txt"
 POLICIES = {
-    "paper": Policy(),
-    "swaps": Policy(recomputes=False),
-    "recomputations": Policy(swaps=False),
-    "alone": Policy(interleaves=False),
+    "paper": AllowedPlanActions(),
+    "swaps": AllowedPlanActions(recomputes=False),
+    "recomputations": AllowedPlanActions(swaps=False),
+    "alone": AllowedPlanActions(interleaves=False),
 }
 
 

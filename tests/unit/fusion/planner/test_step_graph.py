@@ -10,7 +10,7 @@ from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.fusion.planner.in_the_way import value_draws
 from hydra_tune.fusion.planner.nodes import draw
 from hydra_tune.fusion.planner.step_graph import step_graph
-from hydra_tune.shard.compute import Operands
+from hydra_tune.shard.compute import ShardOperands
 from tests.unit.fusion.planner import made as tests_made
 from tests.unit.fusion.planner.made import EXAMPLES, MODELS, OPTIMIZERS, run_unplanned, sub_array
 
@@ -98,6 +98,6 @@ def test_a_step_is_traced_for_a_device_other_than_that_of_its_tensors(monkeypatc
 
 
 def test_what_draws_by_values_is_named_wherever_its_tensors_are():
-    operands = Operands(state=[torch.rand(3)], constants=[], inputs=[torch.empty(3, device="meta")], live_in=())
+    operands = ShardOperands(state=[torch.rand(3)], constants=[], inputs=[torch.empty(3, device="meta")], live_in=())
     found = value_draws(lambda state, batch: torch.bernoulli(state * batch), operands, torch.device("meta"))
     assert found == ["aten.bernoulli.default"]

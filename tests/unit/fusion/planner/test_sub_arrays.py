@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from hydra_tune.fusion.planner.sub_arrays import Pair, SubArray, mixed_partitions, pairs, partitions, within
+from hydra_tune.fusion.planner.sub_arrays import SubArray, SubArrayPair, mixed_partitions, pairs, partitions, within
 
 
 def sizes(found):
@@ -45,7 +45,7 @@ def test_pairs_are_the_closest_of_all_ways_to_pair():
 
 def test_of_an_odd_number_the_one_that_fits_worst_is_alone():
     found = pairs(sizes([1, 2, 7]), lambda one: one.size)
-    assert found == [Pair(SubArray("a", 1), SubArray("a", 2)), Pair(SubArray("a", 7), None)]
+    assert found == [SubArrayPair(SubArray("a", 1), SubArray("a", 2)), SubArrayPair(SubArray("a", 7), None)]
     assert found[1].sub_arrays == (SubArray("a", 7),)
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from hydra_tune.fusion.planner.candidates import candidates_of
-from hydra_tune.fusion.planner.policy import Policy, planned
-from hydra_tune.fusion.planner.schedule import Segment, undecided
-from hydra_tune.fusion.planner.swap_overhead import Case, swap_overhead
+from hydra_tune.fusion.planner.policy import AllowedPlanActions, planned
+from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
+from hydra_tune.fusion.planner.swap_overhead import SwapCase, swap_overhead
 from tests.unit.fusion.planner.hand import array, chain, op, paper
 
 LIMIT = 10
@@ -15,12 +15,12 @@ LIMIT = 10
 
 def test_the_papers_example_case_by_case():
     """§4.2.2: Z1 behind two forward operators; Z2 behind one and a backward one; Z3 in part; Z4 not at all."""
-    schedule, decided = planned(undecided(paper(), LIMIT), Policy(recomputes=False))
+    schedule, decided = planned(undecided(paper(), LIMIT), AllowedPlanActions(recomputes=False))
     assert [(one.name, one.case, one.seconds) for one in decided] == [
-        ("z1", Case.FORWARD_ONLY, 0.0),
-        ("z2", Case.MIXED, 0.0),
-        ("z3", Case.PARTIAL, 1.0),
-        ("z4", Case.NO_OVERLAP, 2.0),
+        ("z1", SwapCase.FORWARD_ONLY, 0.0),
+        ("z2", SwapCase.MIXED, 0.0),
+        ("z3", SwapCase.PARTIAL, 1.0),
+        ("z4", SwapCase.NO_OVERLAP, 2.0),
     ]
     assert schedule.decisions[0].swaps == {"z1": 6, "z2": 3, "z3": 1, "z4": 0}
 
@@ -31,15 +31,15 @@ def test_the_earlier_swap_takes_the_first_forward_operator_and_the_later_one_tho
     candidates = candidates_of(schedule.arrays[0], 0)
     proposal = swap_overhead(schedule, candidates["z1"])
     schedule.decisions[0].swaps["z1"], schedule.decisions[0].slots = proposal.prompt, proposal.slots
-    assert schedule.forward_before(Segment(0, 1)) == [0, 0, 0, 0, 0, 0, 2]
+    assert schedule.forward_before(ScheduleSegment(0, 1)) == [0, 0, 0, 0, 0, 0, 2]
     proposal = swap_overhead(schedule, candidates["z2"])
     schedule.decisions[0].slots = proposal.slots
-    assert schedule.forward_before(Segment(0, 1)) == [0, 0, 0, 0, 1, 1, 3]
+    assert schedule.forward_before(ScheduleSegment(0, 1)) == [0, 0, 0, 0, 1, 1, 3]
 
 
 def test_a_candidate_whose_stall_is_longer_than_its_recomputation_is_recomputed():
     """§4.2.2: "At this point we can also switch to recompute Z3"."""
-    _, decided = planned(undecided(paper(), LIMIT), Policy())
+    _, decided = planned(undecided(paper(), LIMIT), AllowedPlanActions())
     assert {one.name: one.case for one in decided}["z4"] is None
 
 
@@ -55,7 +55,7 @@ def test_it_ends_with_the_forward_graph():
     short = array([op("y1", is_random=True)], [op("d", reads=["y1"])], {"y1": 2})
     schedule = undecided((first, short), LIMIT)
     proposal = swap_overhead(schedule, candidates_of(first, 0)["z1"])
-    assert proposal.case is Case.MIXED
+    assert proposal.case is SwapCase.MIXED
     assert proposal.prompt == 5
     assert sum(proposal.slots.values()) == 1.0
 
@@ -63,7 +63,7 @@ def test_it_ends_with_the_forward_graph():
 def test_nothing_is_multiplexed_unless_it_may_be():
     schedule = undecided(paper(), LIMIT)
     proposal = swap_overhead(schedule, candidates_of(schedule.arrays[0], 0)["z1"], is_interleaved=False)
-    assert (proposal.case, proposal.prompt, proposal.slots) == (Case.PARTIAL, 5, {})
+    assert (proposal.case, proposal.prompt, proposal.slots) == (SwapCase.PARTIAL, 5, {})
 
 
 def test_a_forward_operator_that_proved_unsafe_is_taken_out_again():
@@ -81,7 +81,7 @@ def test_another_swap_on_its_way_does_not_hide_this_one():
     schedule = undecided((made,), 12)
     schedule.decisions[0].swaps["a"] = 1
     proposal = swap_overhead(schedule, candidates_of(made, 0)["b"])
-    assert (proposal.case, proposal.seconds, proposal.prompt) == (Case.NO_OVERLAP_CONFLICT, 5.0, 1)
+    assert (proposal.case, proposal.seconds, proposal.prompt) == (SwapCase.NO_OVERLAP_CONFLICT, 5.0, 1)
 
 
 def test_recomputations_on_the_way_hide_a_swap():
@@ -103,7 +103,7 @@ def test_a_recomputation_at_the_access_hides_the_copy_that_another_still_waits_f
     schedule.decisions[0].swaps["c"] = 1
     schedule.decisions[0].recomputes["b"] = candidates_of(made, 0)["b"]
     found = swap_overhead(schedule, candidates_of(made, 0)["a"])
-    assert (found.case, found.prompt) == (Case.NO_OVERLAP_CONFLICT, 2)
+    assert (found.case, found.prompt) == (SwapCase.NO_OVERLAP_CONFLICT, 2)
     assert found.seconds == 3.0 - 1.0 + (2.5 - 1.0)
 
 
@@ -125,7 +125,7 @@ def test_nothing_hides_a_swap_that_is_needed_while_memory_is_short():
     """Line 6: the access is within the peak, and forward operators that take no memory are not put there either."""
     made = array([op("a"), op("rest")], [op("d0"), op("d1", reads=["a"], workspace=20)], {"a": 4}, copy={"a": 2.0})
     found = swap_overhead(undecided((made, quiet(1.0, 1.0)), 12), candidates_of(made, 0)["a"])
-    assert (found.case, found.seconds, found.prompt, found.slots) == (Case.NO_OVERLAP, 2.0, 1, {})
+    assert (found.case, found.seconds, found.prompt, found.slots) == (SwapCase.NO_OVERLAP, 2.0, 1, {})
 
 
 def test_forward_operators_are_added_only_where_the_peak_falls():
@@ -149,7 +149,7 @@ def test_a_swap_that_is_needed_by_the_same_operator_is_no_conflict():
     schedule = undecided((made,), 8)
     schedule.decisions[0].swaps["a"] = 1
     found = swap_overhead(schedule, candidates_of(made, 0)["b"])
-    assert (found.case, found.seconds) == (Case.NO_OVERLAP, 2.0)
+    assert (found.case, found.seconds) == (SwapCase.NO_OVERLAP, 2.0)
 
 
 def test_operators_that_another_swap_has_beside_it_hide_no_second_one():
@@ -159,7 +159,7 @@ def test_operators_that_another_swap_has_beside_it_hide_no_second_one():
     schedule = undecided((made,), 100)
     schedule.decisions[0].swaps["z1"] = 1
     found = swap_overhead(schedule, candidates_of(made, 0)["z0"])
-    assert (found.case, found.prompt, found.seconds) == (Case.MIXED, 0, 0.0)
+    assert (found.case, found.prompt, found.seconds) == (SwapCase.MIXED, 0, 0.0)
     del schedule.decisions[0].swaps["z1"]
     assert swap_overhead(schedule, candidates_of(made, 0)["z0"]).prompt == 2
 
@@ -168,10 +168,10 @@ def test_handing_both_copies_over_is_added_and_small_ones_hide_nothing():
     """Half a second each: of z0 that is hidden, there and back; what the computing thread copies itself takes 1.0 and 2.0."""
     made = replace(chain(5, copy=2.0), hand_seconds=0.5, out_seconds=dict.fromkeys(chain(5).maps, 1.0))
     found = swap_overhead(undecided((made,), 100), candidates_of(made, 0)["z0"])
-    assert (found.case, found.prompt, found.seconds) == (Case.MIXED, 2, 1.0)
+    assert (found.case, found.prompt, found.seconds) == (SwapCase.MIXED, 2, 1.0)
     at_once = replace(made, at_once=frozenset(["z0"]))
     found = swap_overhead(undecided((at_once,), 100), candidates_of(at_once, 0)["z0"])
-    assert (found.case, found.prompt, found.seconds) == (Case.NO_OVERLAP, 4, 3.0)
+    assert (found.case, found.prompt, found.seconds) == (SwapCase.NO_OVERLAP, 4, 3.0)
 
 
 def test_a_source_is_sent_for_before_the_first_recomputation_that_needs_it():

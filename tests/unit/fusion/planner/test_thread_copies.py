@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from hydra_tune.fusion.planner.copies import ThreadCopies, _Flight
+from hydra_tune.fusion.planner.copies import ThreadCopyEngine, _ThreadCopyHandle
 
 
 class Held:
@@ -13,7 +13,7 @@ class Held:
 
     def __init__(self, copies):
         self._go, self._begun, self.by = threading.Event(), threading.Event(), None
-        copies._asked.put(_Flight(self, self, threading.Event()))
+        copies._asked.put(_ThreadCopyHandle(self, self, threading.Event()))
         assert self._begun.wait(60)
 
     def copy_(self, _source):
@@ -27,7 +27,7 @@ class Held:
 
 @pytest.fixture
 def copies():
-    made = ThreadCopies({"a": 8, "b": 8})
+    made = ThreadCopyEngine({"a": 8, "b": 8})
     yield made
     made.close()
 
