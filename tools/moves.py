@@ -83,6 +83,7 @@ class Plan:
     names: dict[tuple[str, str], str]
     edits: list[tuple[str, dict[str, str]]]
     pages: dict[str, str]
+    notes: list[str]
     tracked: list[str]
     dotted: dict[str, str] = field(init=False)
     folders: dict[str, str] = field(init=False)
@@ -159,10 +160,10 @@ def _short(path: str) -> str:
 
 
 def read_plan(name: str, root: Path) -> Plan:
-    """A map, as what it does to the tree of `root`.
+    """A map, as what it does to the tree of `root`; what it names and is not there, is left out with a note.
 
     Raises:
-        MoveError: it names a file that is not there, or two files would be at one place.
+        MoveError: two files would be at one place.
     """
     data = tomllib.loads((MAPS / f"{name}.toml").read_text())
     tracked = run(["git", "ls-files", "-z"], root).rstrip("\0").split("\0")
@@ -180,7 +181,8 @@ def read_plan(name: str, root: Path) -> Plan:
                 if test in tracked:
                     files[test] = mirror
     files = _with_folders(data.get("tests", {}), tracked, files)
-    files = {old: new for old, new in files.items() if old != new}
+    missing = [old for old in files if old not in tracked]
+    files = {old: new for old, new in files.items() if old != new and old not in missing}
     _check_files(files, tracked)
     return Plan(
         subject=data["subject"],
@@ -190,6 +192,7 @@ def read_plan(name: str, root: Path) -> Plan:
         edits=[(kind, each) for kind in ("create", "replace", "insert") for each in data.get(kind, [])],
         pages={page: f"{folder}/page" for page, folder in data.get("pages", {}).items()},
         tracked=tracked,
+        notes=[f"{old} is not there, and left out" for old in missing],
     )
 
 
@@ -207,11 +210,10 @@ def _with_folders(tests: dict[str, str], tracked: list[str], files: dict[str, st
 
 
 def _check_files(files: dict[str, str], tracked: list[str]) -> None:
-    missing = [old for old in files if old not in tracked]
     twice = [new for new, count in Counter(files.values()).items() if count > 1]
     taken = [new for new in files.values() if new in tracked and new not in files]
-    if missing or twice or taken:
-        raise MoveError(f"not there: {missing}; two files for one place: {twice}; already there: {taken}")
+    if twice or taken:
+        raise MoveError(f"two files for one place: {twice}; already there: {taken}")
 
 
 def run(command: list[str], root: Path) -> str:
@@ -411,8 +413,9 @@ class _Head:
 
 
 def all_names(plan: Plan, sources: list[Source]) -> dict[tuple[str, str], str]:
-    """The renamed names, under every module that hands one on."""
-    names = dict(plan.names)
+    """The renamed names, under every module that hands one on; a name that is nowhere defined is left out with a note."""
+    names = {key: new for key, new in plan.names.items() if any(_defines(source, *key) for source in sources)}
+    plan.notes += [f"{home} has no {old}, which is left out" for home, old in plan.names if (home, old) not in names]
     while True:
         before = len(names)
         for source in sources:
@@ -602,9 +605,6 @@ def apply(name: str, root: Path, ruff: str) -> Plan:
     plan = read_plan(name, root)
     texts = [path for path in plan.tracked if is_searched(path)]
     sources = [_source(path, root) for path in texts if path.endswith((".py", ".pyi"))]
-    unknown = [f"{home}:{old}" for home, old in plan.names if not any(_defines(each, home, old) for each in sources)]
-    if unknown:
-        raise MoveError(f"no such names: {unknown}")
     names = all_names(plan, sources)
     for source in sources:
         rename_imports(source, plan)
@@ -639,7 +639,7 @@ def apply(name: str, root: Path, ruff: str) -> Plan:
     run(["git", "add", "--all", *SEARCHED], root)
     if wrong:
         raise MoveError("changed beside what the map says:\n" + "\n".join(wrong))
-    for line in left_over(plan, root, set(touched)):
+    for line in (*plan.notes, *left_over(plan, root, set(touched))):
         print("look at:", line)
     return plan
 
@@ -697,14 +697,15 @@ def _edit(plan: Plan, root: Path) -> None:
             continue
         if kind == "replace":
             if edit["old"] not in text:
-                raise MoveError(f"{edit['file']} has no {edit['old']!r}")
+                plan.notes.append(f"{edit['file']} has no {edit['old']!r}, which is left as it is")
             file.write_text(text.replace(edit["old"], new, 1))
             continue
         anchor: str = edit["after"] if "after" in edit else edit["before"]
         lines = text.split("\n")
         at = next((number for number, line in enumerate(lines) if line.startswith(anchor)), None)
         if at is None:
-            raise MoveError(f"{edit['file']} has no line that begins with {anchor!r}")
+            plan.notes.append(f"{edit['file']} has no line that begins with {anchor!r}: {new!r} is left out")
+            continue
         lines.insert(at + ("after" in edit), new)
         file.write_text("\n".join(lines))
 
