@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import gc
+import importlib.util
 import multiprocessing
 import signal
 
@@ -15,6 +16,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 # Workers of data loaders, and the programs of tests/support/forked.py, are forked from a process that has loaded all this.
 multiprocessing.set_forkserver_preload(["tests.support.warm"])
+
+# Limits of time for an example would tell of the machine; the GPU tests do without hypothesis.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("unhurried")
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

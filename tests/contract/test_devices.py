@@ -270,7 +270,7 @@ def test_a_slow_link_lets_copies_that_are_waited_for_go_first():
     size, bandwidth = 2000, 100_000
     slow = CpuDevice(0, BUDGET_BYTES, bandwidth)
     source, data = host(slow, [7] * size), slow.empty(size)
-    ahead = [slow.start_load([(source, slow.empty(size))]) for _ in range(20)]
+    ahead = [slow.start_load([(source, slow.empty(size))]) for _ in range(2000)]  # 40 seconds of them
     slow.load([(source, data)])
     assert not ahead[-1].is_over
     assert data.tolist() == [7] * size
@@ -309,7 +309,7 @@ def test_devices_that_take_over_from_each_other_do_not_wait_for_each_other():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     for device in devices:
         device.close()

@@ -8,6 +8,8 @@ from torch import nn
 
 import hydra_tune_optuna as optuna
 from hydra_tune import train_plain
+from hydra_tune.pool.job import OVER
+from tests.support.gathered import gather
 from tests.unit.pool.tasks import running
 from tests.unit.pool.test_fusion import task
 
@@ -57,9 +59,10 @@ def test_as_many_trials_are_in_flight_as_fill_a_group_on_each_device_or_as_was_s
         assert pool.fusion_size == (0 if options["fusion"] == "off" else 4)
 
 
-def test_places_of_trials_that_are_over_are_filled_at_once():
+def test_places_of_trials_that_are_over_are_filled_at_once(monkeypatch):
     """Every other trial ends after two epochs of eight."""
     in_flight, jobs = [], []
+    gather(monkeypatch, lambda count: count >= min(8, 4 + sum(job.state in OVER for job in jobs)))
 
     def objective(trial):
         in_flight.append(sum(not other.state.is_finished() for other in trial.study.get_trials(deepcopy=False)))
@@ -93,9 +96,10 @@ def test_a_pruner_that_groups_make_useless_is_told_without_staggering_which_woul
     assert "max_concurrent" in caplog.text
 
 
-def test_the_best_of_fused_trials_are_kept_also_of_late_ones_whose_group_lies_on_disk(tmp_path):
+def test_the_best_of_fused_trials_are_kept_also_of_late_ones_whose_group_lies_on_disk(tmp_path, monkeypatch):
     """Two places, so that the others join; the groups' states are beyond host memory."""
     described, jobs = {}, []
+    gather(monkeypatch, lambda count: count >= min(6, 2 + sum(job.state in OVER for job in jobs)))
 
     def wide():
         return nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).double()

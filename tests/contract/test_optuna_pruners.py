@@ -22,6 +22,7 @@ from hydra_tune import HydraExecutor
 from hydra_tune_optuna.lockstep import num_unjudged, useless_pruner
 from hydra_tune_optuna.private import completed_needed
 from tests.contract.optuna_drivers import Driver, build, metrics_task, optuna_log, record
+from tests.support.gathered import gather
 from tests.unit.pool.tasks import task
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -163,7 +164,8 @@ def test_before_trials_are_seen_to_be_fused_nothing_is_said_of_groups(fusing):
 
 
 @pytest.mark.parametrize("fuses", [True, False])
-def test_a_pruner_that_groups_make_useless_is_named_only_where_there_are_groups(fuses):
+def test_a_pruner_that_groups_make_useless_is_named_only_where_there_are_groups(fuses, monkeypatch):
+    gather(monkeypatch, lambda count: count >= 8)
     options = {"devices": "cpu:1", "device_memory": "64MiB", "fusion": "on", "fusion_size": 8}
 
     def objective(trial):

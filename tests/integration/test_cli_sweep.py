@@ -1,7 +1,9 @@
 """`hydra-tune sweep` as a person runs it: a folder, real training in a real pool; where it matters, a process."""
 
+import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import optuna
 import pytest
@@ -164,7 +166,10 @@ def test_one_failing_trial_does_not_end_the_sweep(project):
     assert failed
 
 
-def test_the_timeout_starts_no_more_trials(project):
+def test_the_timeout_starts_no_more_trials(project, monkeypatch):
+    """It is over after fifty looks at the clock."""
+    looks = itertools.count()
+    monkeypatch.setattr("hydra_tune_optuna.driver.time", SimpleNamespace(monotonic=lambda: 0.02 * next(looks)))
     project.change("run_cap: 8", "run_cap: 100000")
     project.change("hydra: {", "hydra: {storage: sqlite:///trials.db, study: first, ")
     done = project.call("--timeout", "1")

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from hydra_tune import HydraExecutor, Reported, train_plain
 from hydra_tune.cli import main
+from tests.support.gathered import gather
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 
@@ -31,6 +32,7 @@ def space():
 def test_the_trials_of_the_small_space_are_computed_together(digits, tmp_path, monkeypatch):
     """A few of them, told to be."""
     monkeypatch.chdir(tmp_path)
+    gather(monkeypatch, lambda count: count > 1)
     given = ["--fuse", "on", "--run-cap", "5", "--set", "epochs=2", "--json", "--no-log"]
     done = CliRunner().invoke(main, ["sweep", str(EXAMPLE / "mlp.yaml"), *given])
     assert done.exit_code == 0, done.output

@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from hydra_tune import HydraExecutor
+from hydra_tune import HydraExecutor, Job, Reported
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.observe.runlog import read_log
+from hydra_tune.pool.job import OVER
 from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
 from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
@@ -24,85 +25,101 @@ def long(seed: int = 3, **changes):
     return task(seed=seed, **({"epochs": 12} | changes))
 
 
-def wait_for_units(pool: HydraExecutor, device: str, count: int) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
+def wait_for_units(pool: HydraExecutor, device: str, count: int, jobs: list[Job]) -> None:
+    """Until a device has run so many units; should all jobs be over before, there are as many more of the same."""
+    end, tasks = time.monotonic() + PATIENCE_SECONDS, [job.task for job in jobs]
     while pool.stats().devices[device].units < count:
         assert time.monotonic() < end, f"{device} has not run {count} units"
+        if all(job.state in OVER for job in jobs):
+            jobs += [pool.submit(one) for one in tasks]
         time.sleep(0.002)
+
+
+def assert_as_plain(jobs: list[Job]) -> None:
+    for job in jobs:
+        assert against_plain(job.task, job.result(PATIENCE_SECONDS)) == []
 
 
 @pytest.mark.parametrize("options", [{}, TIGHT, {"optimizer_placement": "host"}, {"buffer_fraction": 0.0}])
 def test_trials_go_on_elsewhere_with_the_same_numbers(options):
-    described = [long(seed) for seed in range(4)]
     with running(devices="cpu:3", max_concurrent=4, **options) as pool:
-        jobs = [pool.submit(one) for one in described]
-        wait_for_units(pool, "cpu:1", 10)
+        jobs = [pool.submit(long(seed)) for seed in range(4)]
+        wait_for_units(pool, "cpu:1", 10, jobs)
         pool.remove_device("cpu:1")
         stats = pool.stats().devices["cpu:1"]
         units, resident = stats.units, stats.resident_bytes
         assert resident == 0
         assert pool.device_names == ("cpu:0", "cpu:2")
-        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+        assert_as_plain(jobs)
         assert pool.stats().devices["cpu:1"].units == units
-    for one, result in zip(described, results, strict=True):
-        assert against_plain(one, result) == []
 
 
 def test_what_is_on_disk_stays_right(tmp_path):
-    described = [long(seed) for seed in range(3)]
     with running(devices="cpu:2", host_memory="40KiB", spill_dir=tmp_path, max_concurrent=3, **TIGHT) as pool:
-        jobs = [pool.submit(one) for one in described]
-        wait_for_units(pool, "cpu:0", 10)
+        jobs = [pool.submit(long(seed)) for seed in range(3)]
+        wait_for_units(pool, "cpu:0", 10, jobs)
         pool.remove_device("cpu:0")
-        results = [job.result(PATIENCE_SECONDS) for job in jobs]
-    for one, result in zip(described, results, strict=True):
-        assert against_plain(one, result) == []
+        assert_as_plain(jobs)
 
 
 @pytest.mark.parametrize("name", ["cpu:1", "cpu:7"])
 def test_a_device_that_is_added_gets_its_part_of_the_work(name):
-    described = [long(seed) for seed in range(4)]
-    with running(devices="cpu:2", max_concurrent=4) as pool:
-        jobs = [pool.submit(one) for one in described]
+    """The trials wait at their first reports meanwhile; then the other device waits in a unit until this one has run five."""
+    is_added, enough, units = threading.Event(), threading.Event(), []
+
+    @contextmanager
+    def counting():
+        if is_added.is_set() and threading.current_thread().name == f"hydra-{name}":
+            units.append(1)
+            if len(units) == 5:
+                enough.set()
+        elif is_added.is_set():
+            assert enough.wait(PATIENCE_SECONDS)
+        yield
+
+    with running(devices="cpu:2", max_concurrent=4, instrument=counting) as pool:
+        stream = pool.events()
+        jobs = [pool.submit(long(seed), events=stream) for seed in range(4)]
+        assert {stream.get(PATIENCE_SECONDS).job.key for _ in jobs} == {job.key for job in jobs}
         pool.remove_device("cpu:1")
-        before = pool.stats().devices["cpu:1"].units
         pool.add_device(name)
-        wait_for_units(pool, name, (before if name == "cpu:1" else 0) + 5)
-        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+        is_added.set()
+        for job in jobs:
+            job.proceed()
+        while not all(job.state in OVER for job in jobs):
+            if isinstance(event := stream.get(PATIENCE_SECONDS), Reported):
+                event.job.proceed()
+        assert enough.is_set()
         assert sorted(pool.device_names) == ["cpu:0", name]
-    for one, result in zip(described, results, strict=True):
-        assert against_plain(one, result) == []
+        assert_as_plain(jobs)
 
 
 @pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
 def test_a_device_that_helps_a_trial_may_be_taken_away(way):
-    described = long(accumulate=3, parallel=PARALLEL[way])
     with running(devices="cpu:3", num_shards=4) as pool:
-        job = pool.submit(described)
-        wait_for_units(pool, "cpu:2", 5)
+        jobs = [pool.submit(long(accumulate=3, parallel=PARALLEL[way]))]
+        wait_for_units(pool, "cpu:2", 5, jobs)
         pool.remove_device("cpu:2")
-        wait_for_units(pool, "cpu:1", pool.stats().devices["cpu:1"].units + 1)
+        wait_for_units(pool, "cpu:1", pool.stats().devices["cpu:1"].units + 1, jobs)
         pool.add_device("cpu:2")
         pool.remove_device("cpu:1")
-        result = job.result(PATIENCE_SECONDS)
-    assert against_plain(described, result) == []
+        assert_as_plain(jobs)
 
 
 def test_devices_that_come_and_go_all_the_time_change_no_bit():
-    described = [long(seed, epochs=15) for seed in range(3)]
+    tasks = [long(seed, epochs=15) for seed in range(3)]
     with running(devices="cpu:3", max_concurrent=3, **TIGHT) as pool:
-        jobs = [pool.submit(one) for one in described]
+        jobs = [pool.submit(one) for one in tasks]
         turns = 0
-        while not all(job.state == "completed" for job in jobs):
+        while turns <= 5 or not all(job.state == "completed" for job in jobs):
+            if all(job.state == "completed" for job in jobs):
+                jobs += [pool.submit(one) for one in tasks]
             name = f"cpu:{turns % 3}"
             pool.remove_device(name)
             pool.add_device(name)
             turns += 1
             assert all(job.state != "failed" for job in jobs)
-        results = [job.result(PATIENCE_SECONDS) for job in jobs]
-    assert turns > 5
-    for one, result in zip(described, results, strict=True):
-        assert against_plain(one, result) == []
+        assert_as_plain(jobs)
 
 
 def test_a_unit_that_runs_is_waited_for():
@@ -113,6 +130,8 @@ def test_a_unit_that_runs_is_waited_for():
         if threading.current_thread().name == "hydra-cpu:1":
             inside.set()
             assert go_on.wait(PATIENCE_SECONDS)
+        else:
+            assert inside.wait(PATIENCE_SECONDS)  # else one device may run both trials, one after the other
         yield
 
     described = [long(seed) for seed in range(2)]

@@ -133,6 +133,11 @@ class Slow(CpuDevice):
             time.sleep(self.delays.choice([0.004, 0.006]))
         super()._send(pairs, is_waited_for=is_waited_for)
 
+    def _take(self, source, pairs, *, is_waited_for):
+        if not is_waited_for:
+            time.sleep(self.delays.choice([0.004, 0.006]))
+        super()._take(source, pairs, is_waited_for=is_waited_for)
+
 
 def test_late_copies_are_late_in_the_log_and_change_no_bit(tmp_path, monkeypatch):
     tasks = [task(epochs=2, seed=seed) for seed in range(3)]

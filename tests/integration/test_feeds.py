@@ -15,7 +15,7 @@ from tests.support.feeds import FEEDS, build
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(280),
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator"),
     pytest.mark.usefixtures("captured_once"),
 ]
@@ -26,7 +26,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("feeds") / "plain.pt"
     command = [sys.executable, "-m", "tests.support.feeds", str(output)]
     root = Path(__file__).parents[2]
-    subprocess.run(command, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+    subprocess.run(command, cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=240)
     return torch.load(output, weights_only=True)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune.devices.copying import BackgroundCopyThread
 from hydra_tune.errors import BudgetError, ConfigError, TaskError
 from hydra_tune.shard import compute
 from hydra_tune.train.rehearsal import TrialRehearsal
@@ -128,8 +129,16 @@ def test_without_sending_ahead_it_is_what_is_counted_to_the_byte(case):
 
 
 @pytest.mark.parametrize("activations", [pytest.param("recompute", marks=pytest.mark.slow), "keep"])
-def test_with_it_about_that(activations):
-    """What is sent ahead depends on how fast copies are, by some percent; left out of the plan, far more would be missing."""
+def test_with_it_about_that(activations, monkeypatch):
+    """What is sent ahead depends on how fast copies are, by some percent: here all are made at once."""
+    start = BackgroundCopyThread.start
+
+    def start_and_wait(*arguments):
+        copy = start(*arguments)
+        copy.wait_quietly()
+        return copy
+
+    monkeypatch.setattr(BackgroundCopyThread, "start", start_and_wait)
     make = partial(noisy, activations=activations)
     with running(device_memory="300KiB") as pool:
         planned = pool.plan([make(5)])

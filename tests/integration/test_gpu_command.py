@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +19,8 @@ PATIENCE_SECONDS = 60
 HANGS = """
 import pathlib, threading
 pathlib.Path("{folder}/events.jsonl").write_text('{"event": "last"}\\n')
-print('row: {"outcome": "bitwise"}', flush=True)
 def waits_for_ever():
+    print('row: {"outcome": "bitwise"}', flush=True)
     threading.Event().wait()
 waits_for_ever()
 """
@@ -103,8 +104,14 @@ def test_a_part_that_fails_stops_no_other_and_leaves_why(gpu, tmp_path, monkeypa
     assert begun(capsys.readouterr().out.splitlines()) == ["passes"]
 
 
-def test_a_part_at_its_limit_says_where_it_was_and_the_last_events_of_its_pool(gpu, tmp_path):
-    results = gpu.Results(tmp_path, "here")
+def test_a_part_at_its_limit_says_where_it_was_and_the_last_events_of_its_pool(gpu, tmp_path, monkeypatch):
+    """It is there once it hangs."""
+    output, results = tmp_path / "hangs" / "output.txt", gpu.Results(tmp_path, "here")
+
+    def monotonic():
+        return 10.0 if output.exists() and b"row: " in output.read_bytes() else 0.0
+
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=monotonic))
     assert gpu.run(gpu.Part("hangs", ("-c", HANGS), 5.0), tmp_path, results) == "at its limit"
     part = found(tmp_path)["hangs"]
     assert part["exit"] == -signal.SIGABRT

@@ -1,7 +1,5 @@
 """Data loaders that hang: named, and no other trial waits for them."""
 
-import functools
-import inspect
 import random
 import threading
 import time
@@ -14,16 +12,20 @@ from hydra_tune import Failed, Reported
 from hydra_tune.errors import ConfigError, LoaderTimeoutError
 from hydra_tune.pool import loaders
 from hydra_tune.pool.job import OVER
+from tests.support.hanging import hanging, have_others_not_age
 from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, task
 
 pytestmark = pytest.mark.timeout(120)
+
+SECONDS = 0.5  # for loaders that hang
 
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
     monkeypatch.setattr(loaders, "_PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(loaders, "_GRACE_SECONDS", 0.1)
+    have_others_not_age(monkeypatch)
 
 
 @pytest.fixture(params=["captured", "own code"])
@@ -48,13 +50,9 @@ class Gate:
     def hang(self):
         opened, after = self.opened, self.after
         self.reached.set()
-        opened.wait()  # in a lock of the system, where no exception comes through
+        with hanging():
+            opened.wait()  # in a lock of the system, where no exception comes through
         after.append(torch.rand(()))
-
-    def renew(self):
-        """Let go what hangs, and be as in the beginning."""
-        self.opened.set()
-        self.__init__()
 
 
 @pytest.fixture
@@ -88,23 +86,6 @@ def drawing(**changes):
     return task(**({"train": drawn, "epochs": 6} | changes))
 
 
-def with_a_timeout(check):
-    """A test with `seconds` for its loaders: few, and many should a healthy one have taken longer on a slow machine."""
-
-    @functools.wraps(check)
-    def test(gate, **arguments):
-        try:
-            check(gate, seconds=0.5, **arguments)
-        except (AssertionError, LoaderTimeoutError):
-            gate.renew()
-            check(gate, seconds=10.0, **arguments)
-
-    signature = inspect.signature(check)
-    kept = [parameter for name, parameter in signature.parameters.items() if name != "seconds"]
-    test.__signature__ = signature.replace(parameters=kept)
-    return test
-
-
 def until(condition):
     end = time.monotonic() + PATIENCE_SECONDS
     while not condition():
@@ -121,18 +102,17 @@ def until(condition):
         pytest.param("cpu:2", {"accumulate": 2}, marks=pytest.mark.slow),
     ],
 )
-@with_a_timeout
-def test_a_loader_that_hangs_in_this_process_fails_its_trial_and_no_other(gate, caplog, devices, changes, seconds, how):
+def test_a_loader_that_hangs_in_this_process_fails_its_trial_and_no_other(gate, caplog, devices, changes, how):
     described = [drawing(seed=seed) for seed in (1, 2)]
     outside = torch.get_rng_state()
-    with running(**how, devices=devices, max_concurrent=3, loader_warning=0.2, loader_timeout=seconds) as pool:
+    with running(**how, devices=devices, max_concurrent=3, loader_warning=0.2, loader_timeout=SECONDS) as pool:
         hung = pool.submit(task(train=batches(gate, 1), epochs=3, **changes), name="hung")
         assert gate.reached.wait(PATIENCE_SECONDS)
         others = [pool.submit(one) for one in described]
         result = hung.result(PATIENCE_SECONDS)
         assert isinstance(result.error, LoaderTimeoutError)
         message = str(result.error)
-        for part in ("'hung'", "train=", "threading.py", f"loader_timeout is {seconds:g}s", "num_workers=1"):
+        for part in ("'hung'", "train=", "threading.py", f"loader_timeout is {SECONDS:g}s", "num_workers=1"):
             assert part in message
         assert [other.result(PATIENCE_SECONDS).status for other in others] == ["completed"] * 2
         assert torch.equal(torch.get_rng_state(), outside)
@@ -148,13 +128,12 @@ def test_a_loader_that_hangs_in_this_process_fails_its_trial_and_no_other(gate, 
     assert any("'hung' has been waiting for" in record.getMessage() for record in caplog.records)
 
 
-@with_a_timeout
-def test_one_that_hangs_at_its_first_batch_does_not_keep_others_from_beginning(gate, seconds, how):
+def test_one_that_hangs_at_its_first_batch_does_not_keep_others_from_beginning(gate, how):
     def drawn():
         gate.hang()
         yield from one_batch()
 
-    with running(**how, devices="cpu:1", max_concurrent=2, loader_timeout=seconds) as pool:
+    with running(**how, devices="cpu:1", max_concurrent=2, loader_timeout=SECONDS) as pool:
         hung = pool.submit(task(train=drawn))
         assert gate.reached.wait(PATIENCE_SECONDS)
         described = drawing()
@@ -174,14 +153,16 @@ def test_beside_one_that_hangs_in_this_process_others_draw_in_this_process(gate,
         assert hung.result(PATIENCE_SECONDS).status == "completed"
 
 
-def test_one_that_hangs_in_python_is_interrupted_where_it_is(caplog, how):
+def test_one_that_hangs_in_python_is_interrupted_where_it_is(caplog, monkeypatch, how):
+    monkeypatch.setattr(loaders, "_GRACE_SECONDS", PATIENCE_SECONDS)
     where = []
 
     def drawn():
         yield from one_batch()
         try:
-            while True:
-                time.sleep(0.01)
+            with hanging():
+                while True:
+                    time.sleep(0.01)
         finally:
             where.append(threading.current_thread().name)
 
@@ -197,13 +178,14 @@ def test_one_that_catches_everything_is_interrupted_again(gate, how):
 
     def drawn():
         yield from one_batch()
-        while len(tries) < 3:
-            try:
-                while True:
-                    time.sleep(0.01)
-            except BaseException:  # noqa: BLE001
-                tries.append(1)
-                continue
+        with hanging():
+            while len(tries) < 3:
+                try:
+                    while True:
+                        time.sleep(0.01)
+                except BaseException:  # noqa: BLE001
+                    tries.append(1)
+                    continue
 
     with running(**how, devices="cpu:1", loader_timeout=0.3) as pool:
         result = pool.submit(task(train=drawn)).result(PATIENCE_SECONDS)
@@ -350,16 +332,15 @@ def running_group(pool, count=2, **changes):
     return jobs
 
 
-@with_a_timeout
-def test_a_joiner_that_hangs_fails_alone_and_the_next_one_joins(gate, caplog, seconds):
+def test_a_joiner_that_hangs_fails_alone_and_the_next_one_joins(gate, caplog):
     """It hangs in the system, on the thread that has members begin."""
-    with fused(loader_timeout=seconds) as pool:
+    with fused(loader_timeout=SECONDS) as pool:
         members = running_group(pool)
         hung = pool.submit(hung_in(gate, number=0, after=0), name="hung")
         assert gate.reached.wait(PATIENCE_SECONDS)
         error = hung.result(PATIENCE_SECONDS).error
         assert isinstance(error, LoaderTimeoutError)
-        assert f"loader_timeout is {seconds:g}s" in str(error)
+        assert f"loader_timeout is {SECONDS:g}s" in str(error)
         next_one = pool.submit(drawing(seed=7, epochs=2), name="next")
         assert next_one.result(PATIENCE_SECONDS).group_size == 3
         gate.opened.set()
@@ -373,29 +354,31 @@ def test_a_joiner_that_hangs_fails_alone_and_the_next_one_joins(gate, caplog, se
     assert any("left behind" in record.getMessage() for record in caplog.records)
 
 
-@with_a_timeout
-def test_a_member_of_a_group_that_hangs_in_python_is_interrupted_and_the_others_go_on(gate, caplog, seconds):
+def test_a_member_of_a_group_that_hangs_in_python_is_interrupted_and_the_others_go_on(gate, caplog):
     def drawn():
         yield X[:8], Y[:8]
         if begun:
-            while True:
-                time.sleep(0.01)
+            with hanging():
+                while True:
+                    time.sleep(0.01)
         begun.append(1)
         yield X[:8], Y[:8]
 
     begun = []
-    with fused(loader_timeout=2 * seconds) as pool:
-        jobs = [pool.submit(drawing(seed=seed, epochs=40), name=f"member {seed}") for seed in range(2)]
+    with fused(loader_timeout=SECONDS) as pool:
+        jobs = [pool.submit(drawing(seed=seed, epochs=100_000), name=f"member {seed}") for seed in range(2)]
         hung = pool.submit(drawing(train=drawn, epochs=40), name="hung")
         assert isinstance(hung.result(PATIENCE_SECONDS).error, LoaderTimeoutError)
-        assert {job.result(PATIENCE_SECONDS).status for job in jobs} == {"completed"}
-        assert {job.result(0).group_size for job in jobs} == {3}
+        steps = [job.progress.step for job in jobs]
+        until(lambda: all(job.progress.step > step for job, step in zip(jobs, steps, strict=True)))
+        for job in jobs:
+            job.cancel()
+        assert {job.result(PATIENCE_SECONDS).group_size for job in jobs} == {3}
     assert any("'hung' has been waiting for" in record.getMessage() for record in caplog.records)
 
 
-@with_a_timeout
-def test_one_that_hangs_before_anybody_is_fused_with_it_does_not_keep_others_from_beginning(gate, seconds):
-    with fused(loader_timeout=seconds) as pool:
+def test_one_that_hangs_before_anybody_is_fused_with_it_does_not_keep_others_from_beginning(gate):
+    with fused(loader_timeout=SECONDS) as pool:
         hung = pool.submit(hung_in(gate, number=0, after=0), name="hung")
         assert gate.reached.wait(PATIENCE_SECONDS)
         others = [pool.submit(drawing(seed=seed)) for seed in (1, 2)]
@@ -410,8 +393,9 @@ def test_a_joiner_that_is_cancelled_waits_for_its_loader_no_longer_than_until_it
 
     def drawn():
         reached.set()
-        while True:
-            time.sleep(0.01)
+        with hanging():
+            while True:
+                time.sleep(0.01)
         yield X[:8], Y[:8]
 
     with fused(loader_warning=0.4, loader_timeout=None) as pool:

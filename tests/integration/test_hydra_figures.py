@@ -23,7 +23,7 @@ def found(tmp_path_factory):
     if importlib.util.find_spec("matplotlib") is not None:
         command += ["--images", folder]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(command, check=True, timeout=200, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
+    subprocess.run(command, check=True, timeout=280, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})
     return json.loads((folder / "found.json").read_text()), folder
 
 

@@ -88,7 +88,8 @@ def test_a_pool_is_shown_as_it_is(watched):
 
 def test_more_trials_than_lines_are_summarised(watched):
     pool, watch, _ = watched
-    jobs = [pool.submit(task()) for _ in range(40)]
+    stream = pool.events()  # of which nobody is told: no trial goes on behind its first report
+    jobs = [pool.submit(task(), events=stream) for _ in range(40)]
     watch.add(jobs)
     watch.add(jobs[:3])  # which it has already
     view = watch.snapshot(pool.stats())

@@ -19,7 +19,7 @@ from hydra_tune.errors import TaskError
 from tests.support.feeds import Augmented, build
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, short, task
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 ROOT = Path(__file__).parents[2]
 SERVER = "hydra-workers"
 
@@ -300,7 +300,7 @@ def main():
 
 def _run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_a_script_may_define_its_dataset_itself(tmp_path):
@@ -471,7 +471,7 @@ print("SAME", losses[0] == losses[1], torch.equal(*weights))
 def test_a_program_without_a_file_trains_with_workers_to_the_plain_loops_numbers(arguments):
     text = COMPARED if arguments == ("-",) else None
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == "SAME True True\n", done.stderr
 
 

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
@@ -10,12 +12,13 @@ from torch.utils.data import DataLoader, Dataset
 from hydra_tune import Finished, Reported
 from hydra_tune.errors import ConfigError, DeviceLostError, HydraTuneError, LoaderWorkerError
 from hydra_tune.observe.runlog import read_log
+from hydra_tune.pool.job import OVER
 from tests.integration.test_elastic import TIGHT, long, wait_for_units
 from tests.support.losable import losable
 from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, one_batch, running, short, task
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 
 
 @pytest.fixture
@@ -23,17 +26,35 @@ def devices(monkeypatch):
     return losable(monkeypatch)
 
 
-def lose(pool, devices, after):
-    wait_for_units(pool, "cpu:1", 6)
-    devices[1].lose_at(after)
+class Seventh:
+    """Entered around units: does something at the beginning of a device's seventh one; others begin no earlier than it."""
+
+    def __init__(self, do=lambda: None, device="cpu:1"):
+        self.do, self.thread, self.units, self.begun = do, f"hydra-{device}", 0, threading.Event()
+
+    @contextmanager
+    def __call__(self):
+        if threading.current_thread().name != self.thread:
+            assert self.begun.wait(PATIENCE_SECONDS)  # else the first trial may be over before the second has a device
+        else:
+            self.begun.set()
+            self.units += 1
+            if self.units == 7:
+                self.do()
+        yield
+
+
+def losing(devices, after):
+    """Of two trials, each with a device of its own, the second is in the middle when its device is lost."""
+    return Seventh(lambda: devices[1].lose_at(after))
 
 
 @pytest.mark.parametrize(("after", "options"), [(0, {}), (3, TIGHT)], ids=["roomy", "tight"])
 def test_trials_of_a_lost_device_end_with_the_same_numbers(devices, caplog, after, options):
     described = [long(seed) for seed in range(2)]
-    with running(devices="cpu:2", max_concurrent=2, max_retries=1, **options) as pool:
+    how = {"devices": "cpu:2", "max_concurrent": 2, "max_retries": 1, "instrument": losing(devices, after)} | options
+    with running(**how) as pool:
         jobs = [pool.submit(one) for one in described]
-        lose(pool, devices, after)
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
         assert pool.device_names == ("cpu:0",)
     for one, result in zip(described, results, strict=True):
@@ -48,9 +69,8 @@ def test_trials_of_a_lost_device_end_with_the_same_numbers(devices, caplog, afte
 
 def test_without_retries_those_fail_by_name_whose_state_is_lost_and_the_others_go_on(devices):
     described = [long(seed) for seed in range(2)]
-    with running(devices="cpu:2", max_concurrent=2, max_retries=0) as pool:
+    with running(devices="cpu:2", max_concurrent=2, max_retries=0, instrument=losing(devices, 0)) as pool:
         jobs = [pool.submit(one, name=f"trial {number}") for number, one in enumerate(described)]
-        lose(pool, devices, 0)
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
         failed = [number for number, result in enumerate(results) if result.status == "failed"]
         assert len(failed) == 1
@@ -63,7 +83,8 @@ def test_without_retries_those_fail_by_name_whose_state_is_lost_and_the_others_g
 def test_a_trial_goes_on_from_its_last_checkpoint(devices, tmp_path, caplog):
     described = {seed: long(seed) for seed in (3, 4)}
     log = tmp_path / "run.jsonl"
-    with running(devices="cpu:2", max_concurrent=2, checkpoint_dir=tmp_path / "saved", event_log=log) as pool:
+    how = {"checkpoint_dir": tmp_path / "saved", "event_log": log, "instrument": Seventh()}
+    with running(devices="cpu:2", max_concurrent=2, **how) as pool:
         streams = [pool.events() for _ in described]
         jobs = [
             pool.submit(one, name=f"trial {seed}", events=stream)
@@ -91,7 +112,7 @@ def test_a_trial_goes_on_from_its_last_checkpoint(devices, tmp_path, caplog):
 
 def test_a_driver_is_told_of_each_report_once(devices):
     described = long()
-    with running(devices="cpu:2", max_concurrent=2) as pool:
+    with running(devices="cpu:2", max_concurrent=2, instrument=Seventh()) as pool:
         streams = [pool.events() for _ in range(2)]
         jobs = [pool.submit(long(seed), events=stream) for seed, stream in enumerate(streams)]
         for _ in range(3):
@@ -116,43 +137,61 @@ def test_a_driver_is_told_of_each_report_once(devices):
             assert against_plain(long(seed), job.result(0)) == []
 
 
-def test_a_paused_trial_whose_state_is_lost_stays_paused(devices):
-    with running(devices="cpu:2", max_concurrent=2) as pool:
+@pytest.fixture
+def held():
+    """Holds the second device in the middle of a trial until it is let go."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold():
+        reached.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+
+    yield Seventh(hold), reached, go_on
+    go_on.set()
+
+
+def test_a_paused_trial_whose_state_is_lost_stays_paused(devices, held):
+    instrument, reached, go_on = held
+    with running(devices="cpu:2", max_concurrent=2, instrument=instrument) as pool:
         jobs = [pool.submit(long(seed, epochs=40)) for seed in range(2)]
-        wait_for_units(pool, "cpu:1", 10)
-        wait_for_units(pool, "cpu:0", 10)
+        assert reached.wait(PATIENCE_SECONDS)
         for job in jobs:
             job.pause()
         devices[1].lose_at(0)
+        go_on.set()
+        until(lambda: pool.device_names == ("cpu:0",))
+        assert (jobs[1].paused, jobs[1].state in OVER) == (True, False)
         for job in jobs:
             job.unpause()
-        assert [job.result(PATIENCE_SECONDS).status for job in jobs] == ["completed"] * 2
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert [(result.status, result.retries) for result in results] == [("completed", 0), ("completed", 1)]
 
 
 def test_a_device_that_works_again_may_be_added_again(devices):
     described = [long(seed) for seed in range(2)]
-    with running(devices="cpu:2", max_concurrent=2) as pool:
+    with running(devices="cpu:2", max_concurrent=2, instrument=losing(devices, 0)) as pool:
         jobs = [pool.submit(one) for one in described]
-        lose(pool, devices, 0)
         for job in jobs:
             job.result(PATIENCE_SECONDS)
-        broken = devices[1]
+        broken, units = devices[1], pool.stats().devices["cpu:1"].units
         pool.add_device("cpu:1")
         assert devices[1] is not broken
         jobs = [pool.submit(one) for one in described]
-        wait_for_units(pool, "cpu:1", 5)
-        for one, job in zip(described, jobs, strict=True):
-            assert against_plain(one, job.result(PATIENCE_SECONDS)) == []
+        wait_for_units(pool, "cpu:1", units + 5, jobs)
+        for job in jobs:
+            assert against_plain(job.task, job.result(PATIENCE_SECONDS)) == []
 
 
-def test_a_device_that_fails_while_it_is_taken_away_is_lost(devices):
+def test_a_device_that_fails_while_it_is_taken_away_is_lost(devices, held):
+    instrument, reached, go_on = held
     described = [long(seed) for seed in range(2)]
-    with running(devices="cpu:2", max_concurrent=2) as pool:
+    with running(devices="cpu:2", max_concurrent=2, instrument=instrument) as pool:
         jobs = [pool.submit(one) for one in described]
-        wait_for_units(pool, "cpu:1", 6)
+        assert reached.wait(PATIENCE_SECONDS)
         for job in jobs:
             job.pause()
-        wait_until_idle(pool)
+        go_on.set()
+        until(lambda: not pool._pool._core.scheduler.running)
         devices[1].lose_at(0)
         pool.remove_device("cpu:1")
         for job in jobs:
@@ -163,18 +202,23 @@ def test_a_device_that_fails_while_it_is_taken_away_is_lost(devices):
         assert against_plain(one, result) == []
 
 
-def wait_until_idle(pool):
+def until(condition):
     end = time.monotonic() + PATIENCE_SECONDS
-    while pool._pool._core.scheduler.running:
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
 
 
 def test_the_loss_of_the_last_device_fails_every_job_and_leaves_none_waiting(devices):
-    with running(devices="cpu:1", max_concurrent=2) as pool:
-        jobs = [pool.submit(long(seed)) for seed in range(3)]
-        wait_for_units(pool, "cpu:0", 6)
+    submitted = threading.Event()
+
+    def lose():
+        assert submitted.wait(PATIENCE_SECONDS)
         devices[0].lose_at(0)
+
+    with running(devices="cpu:1", max_concurrent=2, instrument=Seventh(lose, "cpu:0")) as pool:
+        jobs = [pool.submit(long(seed)) for seed in range(3)]
+        submitted.set()
         for job in jobs:
             result = job.result(PATIENCE_SECONDS)
             assert result.status == "failed"

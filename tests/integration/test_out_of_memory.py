@@ -146,7 +146,7 @@ def test_a_forward_unit_that_runs_out_keeps_no_activations_from_then_on(activati
 
 
 @pytest.mark.parametrize("operation", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4))])
-def test_memory_that_runs_out_while_shards_are_loaded_changes_nothing(operation):
+def test_memory_that_runs_out_while_shards_are_loaded_changes_nothing(operation, caplog):
     """Under a budget for one shard at a time, so that units begin by loading; what is sent ahead as well."""
     x, y = torch.randn(2, 64), torch.randint(4, (2,))
     described = short(
@@ -164,8 +164,9 @@ def test_memory_that_runs_out_while_shards_are_loaded_changes_nothing(operation)
                 exact += 1
             else:
                 assert "the optimizer's step had begun" in str(result.error)
-        assert exact > 1
-        assert pool.stats().devices["cpu:0"].units_repeated == exact
+        # A unit that has found all there may have run out in what it sends ahead, which is then not sent.
+        assert pool.stats().devices["cpu:0"].units_repeated == len(told_of_repeats(caplog))
+        assert 1 < len(told_of_repeats(caplog)) <= exact
         assert pool.stats().devices["cpu:0"].bytes_in > 0
         assert used_bytes(pool) == [0]
 

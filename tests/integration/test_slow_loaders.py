@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from hydra_tune import TrainTask
 from hydra_tune.errors import LoaderTimeoutError
 from hydra_tune.pool import loaders
+from tests.support.hanging import hanging, have_others_not_age
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,6 +28,7 @@ TIGHT = "180KiB"  # one trial fits, with 139 KB of state; two do not, so that on
 def no_patience(monkeypatch):
     monkeypatch.setattr(loaders, "_PATIENCE_SECONDS", 0.05)
     monkeypatch.setattr(loaders, "_GRACE_SECONDS", 0.1)
+    have_others_not_age(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +59,12 @@ class Hanging:
             if not self.reached.is_set():
                 self.thread = threading.current_thread()
             self.reached.set()
-            self.opened.wait()
+            with hanging():
+                self.opened.wait()
 
 
-@pytest.fixture
-def hanging():
+@pytest.fixture(name="hanging")
+def made_hanging():
     made = []
 
     def make(*args):

@@ -61,8 +61,8 @@ def interrupted(folder, stop, number, **options):
 def test_with_checkpoints_all_trials_go_on(tmp_path, stopping, number, undisturbed):
     study = interrupted(tmp_path, stopping, number, checkpoint_dir=tmp_path / "saved")
     before = [trial.state for trial in study.trials]
-    assert set(before) <= {TrialState.RUNNING, TrialState.WAITING}
-    assert before[1] == TrialState.RUNNING
+    assert set(before[1:]) <= {TrialState.RUNNING, TrialState.WAITING}
+    assert before[1] == TrialState.RUNNING  # trial 0 may be over by then
     with HydraExecutor(devices="cpu:2", checkpoint_dir=tmp_path / "saved") as pool:
         found = pool.find_checkpoint("killed/1")
         assert found.steps == 5
@@ -76,7 +76,9 @@ def test_with_checkpoints_all_trials_go_on(tmp_path, stopping, number, undisturb
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_without_checkpoints_all_trials_have_failed(tmp_path, stopping, number):
     study = interrupted(tmp_path, stopping, number)
-    assert [trial.state for trial in study.trials] == [TrialState.FAIL] * len(RATES)
+    states = [trial.state for trial in study.trials]
+    assert states[1:] == [TrialState.FAIL] * (len(RATES) - 1)
+    assert states[0] in (TrialState.FAIL, TrialState.COMPLETE), "it may be over before trial 1 reports"
 
 
 def test_the_same_pool_goes_on_with_a_study_that_nothing_keeps(tmp_path, stopping):

@@ -19,7 +19,7 @@ DROPOUT_SPECS = tuple(f"{name}:{seed}" for name in DROPOUTS for seed in (5, 11))
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What plain PyTorch gives, by `name:seed`."""
     output = tmp_path_factory.mktemp("references") / "references.pt"
-    forked(reference.main, output, *SPECS, *DROPOUT_SPECS, timeout=120).check_returncode()
+    forked(reference.main, output, *SPECS, *DROPOUT_SPECS, timeout=240).check_returncode()
     return torch.load(output, weights_only=True)
 
 

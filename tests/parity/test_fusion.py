@@ -21,6 +21,7 @@ from hydra_tune.task import TrainTask
 from tests.parity.features import Samples
 from tests.parity.optimizers import OPTIMIZERS
 from tests.parity.registry import ENTRIES, Spec, build
+from tests.support.gathered import gather
 
 DOCS = Path(__file__).parents[2] / "docs" / "fusion.md"
 TOLERANCE = 1e-9
@@ -76,7 +77,12 @@ def fused(tasks: list[TrainTask], caplog: pytest.LogCaptureFixture) -> tuple[lis
     """Train them, and say why one was not fused."""
     caplog.clear()
     options = {"devices": "cpu:1", "device_memory": "256MiB", "fusion": "on", "fusion_size": len(tasks)}
-    with caplog.at_level(logging.INFO, logger="hydra_tune.fusion"), HydraExecutor(**options) as pool:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        caplog.at_level(logging.INFO, logger="hydra_tune.fusion"),
+        HydraExecutor(**options) as pool,
+    ):
+        gather(patch, lambda count: count >= len(tasks))
         results = pool.run(tasks, on_error="return")
     told = [record.getMessage() for record in caplog.records if record.name == "hydra_tune.fusion"]
     reasons = [line.partition("not fused: ")[2] for line in told if "is not fused: " in line]

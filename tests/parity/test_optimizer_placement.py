@@ -9,6 +9,7 @@ import torch
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import ConfigError
 from hydra_tune.shard.packing import CHOICES
+from hydra_tune.train.ways import DATA_PARALLEL
 from tests.parity import models
 from tests.parity.test_splitting import Whole, accumulating, noisy, run
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, running, task
@@ -50,8 +51,11 @@ def test_updates_on_the_host_are_bitwise(name):
 
 
 def test_a_whole_model_and_helped_steps():
-    for described, devices in ((task(model=Whole), "cpu:1"), (accumulating(model=noisy), "cpu:2")):
-        result, count = run(described, devices=devices, optimizer_placement="host")
+    for described, devices, way in (
+        (task(model=Whole), "cpu:1", None),
+        (accumulating(model=noisy), "cpu:2", DATA_PARALLEL),
+    ):
+        result, count = run(described, way, devices=devices, optimizer_placement="host")
         assert against_plain(described, result) == []
         assert count == int(devices[-1])
 

@@ -235,7 +235,7 @@ def test_a_trial_whose_batches_depend_on_each_other_runs_in_order(name):
 
 @pytest.mark.parametrize("count", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_units_of_one_trial_are_under_way_at_once(count):
-    meeting, described = Meeting(count, skip=6), accumulating()
+    meeting, described = Meeting(count, skip=6), accumulating(parallel=PARALLEL[DATA_PARALLEL])
     with running(devices=f"cpu:{count}", instrument=meeting, num_shards=1) as pool:
         result = pool.submit(described).result(PATIENCE_SECONDS)
     assert meeting.was_held
@@ -287,7 +287,7 @@ def test_behind_a_slow_link_large_parameters_are_not_copied():
     inputs = torch.randn(20, 256, generator=torch.Generator().manual_seed(5))
     data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
     described = accumulating(model=lambda: nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), train=data)
-    with running(devices="cpu:2", num_shards=4, link_bandwidth="20MB/s") as pool:
+    with running(devices="cpu:2", num_shards=4, link_bandwidth="5MB/s") as pool:
         result = pool.submit(described).result(PATIENCE_SECONDS)
         told = pool.stats().steps_by_way
     assert against_plain(described, result) == []
@@ -571,7 +571,7 @@ def test_an_error_of_the_data_comes_after_the_batches_before_it():
             yield bad(float("nan")) if len(drawn) == 7 else (X[start : start + 5], Y[start : start + 5])
 
     described = accumulating(train=train, on_bad_loss="prune")
-    result, count = run(described, devices="cpu:2")
+    result, count = run(described, DATA_PARALLEL, devices="cpu:2")
     assert (result.status, result.error) == ("pruned", None)
     assert count == 2
     assert len(drawn) == 8, "the batch after it was drawn ahead"

@@ -25,11 +25,13 @@ def test_no_schedule_on_unequal_devices_beats_the_bound(chains, speeds):
     assert uneven_makespan_bound(map(sum, chains), speeds) <= best_makespan(chains, speeds) + 1e-9
 
 
+@settings(deadline=None)
 @given(jobs=st.lists(st.integers(0, 50), max_size=8), speeds=st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_cutting_jobs_anywhere_meets_the_bound(jobs, speeds):
     assert uneven_makespan_bound(jobs, speeds) == pytest.approx(float(level_makespan(jobs, speeds)))
 
 
+@settings(deadline=None)
 @given(jobs=st.lists(st.integers(0, 50), max_size=8), num_devices=st.integers(1, 6), speed=st.integers(1, 9))
 def test_devices_of_equal_speed_have_mcnaughtons_bound(jobs, num_devices, speed):
     bound = makespan_bound(jobs, num_devices)

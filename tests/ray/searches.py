@@ -136,7 +136,7 @@ def cloned_after(number, rate, changed, **config):
     return [report["train_loss"] for report in result.history][number:], result.state_dict()
 
 
-def empty_pools(trained, *, seconds=20.0):
+def empty_pools(trained, *, seconds=60.0):
     """The figures of the pools, once there is nothing left in them."""
     deadline = time.monotonic() + seconds
     while any(each.trials for each in pools_of(trained).figures()):

@@ -18,7 +18,7 @@ from hydra_tune_ray.errors import PoolError
 from hydra_tune_ray.pools import Pools, pools_of
 from tests.ray.searches import DEVICES, build, empty_pools, searched
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(280)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.states import BlockState
 
-PATIENCE_SECONDS = 20
+PATIENCE_SECONDS = 60
 
 
 class GatedDevice(CpuDevice):

@@ -1,7 +1,7 @@
 """Sizes and times as people write and read them."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_tune.errors import ConfigError
@@ -68,12 +68,14 @@ def test_sizes_are_written_for_reading(size, text):
     assert format_bytes(size) == text
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**60))
 def test_what_is_rounded_up_reads_back_as_enough_and_not_much_more(size):
     again = parse_bytes(format_bytes_up(size))
     assert size <= again <= size * 1.01 + 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**62))
 def test_a_size_has_at_most_four_digits_before_its_unit(size):
     number, unit = format_bytes(size).split()

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from hydra_tune.devices import nvml
+from hydra_tune.devices import copying, link, nvml
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.link import crossing_rate, link_rates
 from hydra_tune.devices.survey import survey
@@ -58,13 +58,40 @@ def test_devices_that_are_not_there_are_refused():
         survey("tpu")
 
 
-def test_links_are_measured_each_way():
-    (device,) = survey("cpu:1", "8MiB").devices
-    assert min(device.rates.to_device, device.rates.to_host, device.rates.both_ways) > 1e8
+class Clock:
+    """A time in which nothing passes but what is slept."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+    def perf_counter(self):
+        return self.now
+
+    def perf_counter_ns(self):
+        return round(self.now * 1e9)
 
 
 @pytest.fixture
-def slow():
+def clock(monkeypatch):
+    """Of links, and of whoever measures them."""
+    made = Clock()
+    monkeypatch.setattr(copying, "time", made)
+    monkeypatch.setattr(link, "time", made)
+    return made
+
+
+def test_links_are_measured_each_way(clock, monkeypatch):
+    """Each copy takes two seconds, one after the other."""
+    monkeypatch.setattr(CpuDevice, "_send", lambda *_, **__: clock.sleep(2.0))
+    (device,) = survey("cpu:1", "8MiB").devices
+    assert (device.rates.to_device, device.rates.to_host, device.rates.both_ways) == (1 << 20,) * 3
+
+
+@pytest.fixture
+def slow(clock):
     """Two devices behind links of 100 and 50 MB a second."""
     devices = [CpuDevice(0, 4 << 20, 1e8), CpuDevice(1, 4 << 20, 5e7)]
     yield devices
@@ -75,11 +102,11 @@ def slow():
 def test_a_slow_link_is_measured_as_slow_as_it_is(slow):
     rates = link_rates(slow[0])
     for rate in (rates.to_device, rates.to_host, rates.both_ways):
-        assert 0.5e8 < rate <= 1.01e8  # its one link takes both ways together
+        assert rate == pytest.approx(1e8)  # its one link takes both ways together
 
 
 def test_a_copy_across_is_as_slow_as_the_slower_link(slow):
-    assert 0.25e8 < crossing_rate(*slow) <= 0.51e8
+    assert crossing_rate(*slow) == pytest.approx(5e7)
 
 
 def test_a_device_with_next_to_no_memory_is_measured():

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import ConfigError
+from tests.support.gathered import gather
 
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(24, 8, generator=GENERATOR, dtype=torch.float64)
@@ -61,9 +62,11 @@ def trained(backend, caplog):
         for seed in range(3)
     ]
     with (
+        pytest.MonkeyPatch.context() as patch,
         caplog.at_level(logging.INFO, "hydra_tune.fusion"),
         HydraExecutor("cpu:1", "64MiB", fusion="on", fusion_compile=backend) as pool,
     ):
+        gather(patch, lambda count: count >= len(tasks))
         results = pool.run(tasks)
     for result, task in zip(results, tasks, strict=True):
         assert result.group_size == len(tasks)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.fusion import rounds
 from hydra_tune.fusion.tracing import JointTrace
+from tests.support.gathered import gather
 from tests.unit.fusion.groups import Run, assert_as_plain
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -111,6 +112,7 @@ def weights(results):
 def test_a_round_under_which_memory_runs_out_goes_on_with_the_step_that_failed(monkeypatch):
     """The bits are the same: what it had drawn is kept, and buffers it had overwritten are put back."""
     tasks = [small(seed=seed) for seed in range(3)]
+    gather(monkeypatch, lambda count: count % len(tasks) == 0)
     run_one, found = JointTrace.run, []
 
     def fail(self, operands, noise=None, **how):

@@ -1,5 +1,6 @@
 """The host tier: which copy goes, what that frees, and who is refused."""
 
+import gc
 import threading
 import time
 from pathlib import Path
@@ -17,9 +18,10 @@ from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.spill_dir import SpillFolder
 from hydra_tune.memory.tenant import TrialMemoryContext
+from tests.support.gated import settle
 
 SIZE = 640
-PATIENCE_SECONDS = 10
+PATIENCE_SECONDS = 60
 
 
 @pytest.fixture
@@ -55,6 +57,7 @@ def test_memory_of_a_copy_that_goes_is_free_and_its_tensors_are_views_of_the_fil
     storage = StorageWeakRef(first.host.untyped_storage())
     group(pager)
     assert on_disk(first)
+    settle(pager.host)  # the disk's thread lets go of what it has written a moment after that is told
     assert storage.expired(), "nothing keeps the memory"
     assert first.tensors[0].unique().tolist() == [1]
     assert pager.host.ledger.used_bytes == 2 * SIZE
@@ -267,8 +270,9 @@ def handles():
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts handles in /proc")
 def test_blocks_on_disk_keep_no_handles(pager):
     group(pager)
+    gc.collect()  # what others have left open is closed before
     before = handles()
     groups = [group(pager, value) for value in range(40)]
     assert sum(on_disk(made) for made in groups) == 38
-    assert handles() == before
+    assert handles() <= before
     assert [made.tensors[0].unique().tolist() for made in groups] == [[value] for value in range(40)]

@@ -8,6 +8,8 @@ import pytest
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.ledger import MemoryLedger
 
+PATIENCE_SECONDS = 60
+
 
 def test_what_fits_is_taken_and_what_does_not_is_not():
     ledger = MemoryLedger("cpu:0", 100)
@@ -54,13 +56,13 @@ def test_who_waits_for_room_is_woken_by_what_is_given_back():
     def wait():
         while not ledger.try_take(50):
             waiting.set()
-            ledger.wait_for_room(10)
+            ledger.wait_for_room(PATIENCE_SECONDS)
 
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(wait)
-        assert waiting.wait(10)
+        assert waiting.wait(PATIENCE_SECONDS)
         ledger.give_back(60)
-        future.result(5)
+        future.result(PATIENCE_SECONDS)
     assert ledger.used_bytes == 90
 
 
@@ -69,7 +71,7 @@ def test_threads_that_take_at_once_never_take_too_much():
     barrier = threading.Barrier(4)
 
     def take():
-        barrier.wait(10)
+        barrier.wait(PATIENCE_SECONDS)
         taken = 0
         for _ in range(500):
             if ledger.try_take(3):
@@ -79,7 +81,7 @@ def test_threads_that_take_at_once_never_take_too_much():
         return taken
 
     with ThreadPoolExecutor(4) as threads:
-        taken = [future.result(30) for future in [threads.submit(take) for _ in range(4)]]
+        taken = [future.result(PATIENCE_SECONDS) for future in [threads.submit(take) for _ in range(4)]]
     assert sum(taken) > 0
     assert ledger.used_bytes == 0
     assert ledger.peak_bytes <= 10

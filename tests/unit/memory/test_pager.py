@@ -16,7 +16,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.turns import WorkerTurn, in_turn
 
 SIZE = 640
-PATIENCE_SECONDS = 20
+PATIENCE_SECONDS = 60
 
 
 @pytest.fixture
@@ -467,7 +467,7 @@ def test_two_units_that_want_what_is_on_each_others_device_both_get_it(pagers):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(3)
+        thread.join(PATIENCE_SECONDS / 2)
     stuck = [thread.is_alive() for thread in threads]
     here.pinned_for = there.pinned_for = None  # lets stuck threads go
     for thread in threads:

@@ -14,6 +14,7 @@ from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.readers import TrialTensorReaders
 from hydra_tune.memory.spill_dir import SpillFolder
+from tests.support.gated import settle
 
 SIZE = 640
 PATIENCE_SECONDS = 60
@@ -51,6 +52,7 @@ def to_disk(pager, group):
     bring_home(group)
     pager.host.take(SIZE)
     pager.host.ledger.give_back(SIZE)
+    settle(pager.host)  # the disk's thread lets go of what it has written a moment after that is told
     assert group.host is None
 
 

@@ -20,7 +20,7 @@ from hydra_tune.observe.run_table import print_run
 from hydra_tune.observe.runlog import read_log
 
 FACTS = {"hydra_tune": "0.1.0", "policy": "lrtf", "admission": "eager", "max_concurrent": 2}
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 60
 
 
 def made(path, **options):
@@ -40,6 +40,7 @@ def wait_until(condition):
 
 
 def test_everything_that_is_told_can_be_read_back(tmp_path):
+    began_ns = time.perf_counter_ns()
     log, path = made(tmp_path / "new" / "folder" / "run.jsonl"), tmp_path / "new" / "folder" / "run.jsonl"
     log.at_work("cpu:0")
     log.job("0:a", "submitted", priority=1)
@@ -68,7 +69,7 @@ def test_everything_that_is_told_can_be_read_back(tmp_path):
     assert [(one.bytes_in, one.bytes_out) for one in found.saved] == [(5, 6)]
     assert [(use.what, use.nbytes) for use in found.disk] == [("read", 8)]
     assert [event.what for event in found.jobs] == ["submitted", "report", "over"]
-    assert found.jobs[0].at_ns == pytest.approx(0, abs=1e9)
+    assert abs(found.jobs[0].at_ns) <= time.perf_counter_ns() - began_ns
     assert found.jobs[1].more["metrics"] == {"val_loss": "nan", "val_acc": 0.5}
     assert found.end_ns is not None
     assert found.cpu_seconds > 0

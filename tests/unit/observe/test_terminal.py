@@ -111,9 +111,17 @@ def test_the_terminal_is_given_back_when_drawing_fails(view):
 
 def test_a_view_that_fails_later_gives_the_terminal_back_and_the_block_goes_on(view, caplog):
     console = terminal()
-    views = iter([view])
-    with LiveView(console, lambda: next(views, replace(view, trials=(None,))), deque()):
+    views, may_fail = iter([view]), threading.Event()
+
+    def seen():
+        found = next(views, None)
+        if found is None:
+            assert may_fail.wait(60)
+        return found or replace(view, trials=(None,))
+
+    with LiveView(console, seen, deque()):
         (thread,) = (thread for thread in threading.enumerate() if thread.name == "hydra-view")
+        may_fail.set()
         thread.join(60)
         assert_given_back(console.file.getvalue())
     assert not thread.is_alive()

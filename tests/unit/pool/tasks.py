@@ -1,7 +1,8 @@
 """Small tasks, and a pool that cannot block a test: every wait here ends."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, Result, TrainTask, train_plain
 from tests.parity.exact import differences, without_seconds
+from tests.support.together import together
 
 PATIENCE_SECONDS = 60.0
 _GENERATOR = torch.Generator().manual_seed(1)
@@ -55,10 +57,46 @@ def short(**changes: Any) -> TrainTask:
     return task(**({"train": one_batch} | changes))
 
 
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for that."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+class Held:
+    """Given as `instrument=`: no unit begins before `go` is called."""
+
+    def __init__(self) -> None:
+        self._may_begin = threading.Event()
+
+    def go(self) -> None:
+        self._may_begin.set()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        assert self._may_begin.wait(PATIENCE_SECONDS)
+        yield
+
+
 @contextmanager
 def running(**options: Any) -> Iterator[HydraExecutor]:
-    """A pool of captured trials, unless told otherwise; its shutdown must end, and must leave nothing on any device."""
+    """A pool of captured trials, unless told otherwise; its shutdown must end, and must leave nothing on any device.
+
+    One that fuses finds what is run at once together.
+    """
     pool = HydraExecutor(**({"devices": "cpu:1", "num_shards": 1} | options))
+
+    def run(tasks: Iterable[TrainTask]) -> list[Result]:
+        tasks = list(tasks)
+        pool._prepare_workers(tasks)
+        with together():
+            jobs = [pool.submit(one) for one in tasks]
+        return [job.result() for job in jobs]
+
+    if options.get("fusion", "off") != "off":
+        pool._run = run  # type: ignore[method-assign]
     try:
         yield pool
     finally:

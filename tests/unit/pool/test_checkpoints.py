@@ -19,7 +19,7 @@ from hydra_tune.errors import CheckpointError, ConfigError
 from hydra_tune.train.capture import decoded
 from hydra_tune.train.snapshot import TrialStateSnapshot
 from tests.parity.exact import differences
-from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
+from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, X, Y, against_plain, running, task, until
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 REPORTS = {"epochs": 3, "report_every": 1}
@@ -152,7 +152,13 @@ def test_a_running_job_is_saved_after_its_step(tmp_path):
     with running(checkpoint_dir=tmp_path) as pool:
         job = pool.submit(task(train=batches), "trial")
         assert reached.wait(PATIENCE_SECONDS)
-        threading.Timer(0.2, go_on.set).start()
+        keeper = pool._pool._records[job.key].keeper
+
+        def go_on_once_asked():
+            until(lambda: keeper.is_asked)
+            go_on.set()
+
+        threading.Thread(target=go_on_once_asked).start()
         assert generations(job.checkpoint(PATIENCE_SECONDS))
         finished(job)
         assert job.checkpoint() == tmp_path / "trial"
@@ -161,11 +167,13 @@ def test_a_running_job_is_saved_after_its_step(tmp_path):
 @pytest.mark.parametrize("fusion", ["off", "on"])
 def test_the_last_state_is_copied_though_nobody_asks_for_it_then(tmp_path, fusion):
     described, longer = task(epochs=3, report_every=4), task(epochs=5, report_every=4)
-    with running(devices="cpu:1", fusion=fusion) as pool:
+    held = Held()
+    with running(devices="cpu:1", fusion=fusion, instrument=held) as pool:
         jobs = [pool.submit(described) for _ in range(3)]
         first, unwanted, ended = (pool.copy_at_end(job) for job in jobs)
         assert unwanted.cancel()
         jobs[2].cancel()
+        held.go()
         _, trained, _ = (finished(job) for job in jobs)
         with pytest.raises(CheckpointError, match=r"is over \(cancelled\)"):
             ended.result(0)
@@ -203,9 +211,11 @@ def test_what_cannot_be_saved_fails_the_trial_by_name(tmp_path):
         with pytest.raises(CheckpointError, match=r"attribute 'thing' of the model is of type builtins.object"):
             finished(pool.submit(described))
         assert finished(pool.submit(task())).status == "completed"
-    with running() as pool:
+    held = Held()
+    with running(instrument=held) as pool:
         job = pool.submit(described)
         copy = pool.copy_at_end(job)
+        held.go()
         assert finished(job).status == "completed"
         with pytest.raises(CheckpointError, match="'thing'"):
             copy.result(0)
@@ -223,8 +233,7 @@ def test_a_full_disk_is_said_and_training_goes_on(tmp_path, monkeypatch, caplog)
 
         monkeypatch.setattr(files, "_flush_folder", full)
         job.proceed()
-        while job.state != "waiting":
-            pass
+        until(lambda: job.state == "waiting")
         with pytest.raises(Exception, match="No space left"):
             job.checkpoint(PATIENCE_SECONDS)
         assert "training goes on" in caplog.text

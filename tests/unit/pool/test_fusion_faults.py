@@ -1,12 +1,16 @@
 """What befalls a group is not the end of its members: a device without memory, and one that is lost."""
 
+from contextlib import ExitStack
+
 import pytest
 
 from hydra_tune.fusion import chooser
 from hydra_tune.pool import fusion_carriers
+from hydra_tune.pool.fusion_carriers import GroupJobLauncher
 from hydra_tune.pool.job import OVER, Reported
 from tests.support.losable import losable
 from tests.support.shortage import Shortage
+from tests.support.together import together
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 from tests.unit.pool.test_fusion import X, Y, assert_as_plain, sizes, task  # noqa: F401 - a fixture
 
@@ -16,7 +20,8 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")
 def trained(pool, tasks, at_first=None):
     """Train to the end; what was reported, by job."""
     events = pool.events()
-    jobs = [pool.submit(one, f"trial {number}", events) for number, one in enumerate(tasks)]
+    with together():
+        jobs = [pool.submit(one, f"trial {number}", events) for number, one in enumerate(tasks)]
     reports = {job: [] for job in jobs}
     while any(job.state not in OVER for job in jobs):
         event = events.get(0.1)
@@ -54,12 +59,22 @@ def test_members_of_a_group_whose_device_is_lost_begin_again(sizes, monkeypatch,
     """Together again, on the other device; nothing is reported twice."""
     opened = losable(monkeypatch)
     tasks = [task(seed, epochs=4) for seed in range(3)]
+    until_all_begin_again, again, carry_anew = ExitStack(), [], GroupJobLauncher.carry_anew
+
+    def counted(self, entry):
+        carry_anew(self, entry)
+        again.append(entry)
+        if len(again) == len(tasks):
+            until_all_begin_again.close()
+
+    monkeypatch.setattr(GroupJobLauncher, "carry_anew", counted)
     with running(
         fusion="on", devices="cpu:2", max_retries=1, **({"checkpoint_dir": tmp_path} if saves else {})
     ) as pool:
 
         def lose():
             busy = max(pool.stats().devices.items(), key=lambda item: item[1].units)[0]
+            until_all_begin_again.enter_context(together())
             opened[int(busy.removeprefix("cpu:"))].lose_at(3)
 
         results, reports = trained(pool, tasks, lose)
@@ -78,7 +93,8 @@ def test_a_group_that_cannot_be_made_fails_all_whom_it_was_made_for(monkeypatch)
 
     with running(fusion="on", fusion_size=3) as pool:
         monkeypatch.setattr(fusion_carriers, "GroupTrial", broken)
-        jobs = [pool.submit(task(seed)) for seed in range(3)]
+        with together():
+            jobs = [pool.submit(task(seed)) for seed in range(3)]
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
         monkeypatch.undo()
         assert [result.status for result in results] == ["failed"] * 3
@@ -97,7 +113,8 @@ def test_trials_whose_timing_breaks_are_left_to_themselves(monkeypatch):
     monkeypatch.setattr(chooser, "_LEAST_STEPS", 0)
     with running(fusion="auto", max_concurrent=1) as pool:
         monkeypatch.setattr(chooser.GroupSizeChooser, "choose", choose)
-        jobs = [pool.submit(task(seed)) for seed in range(3)]
+        with together():
+            jobs = [pool.submit(task(seed)) for seed in range(3)]
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
     assert 1 <= len(asked) <= 2  # the last has nobody left to look for
     statuses = [result.status for result in results]

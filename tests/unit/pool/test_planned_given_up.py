@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hydra_tune.fusion import measured, planned_sizes
+from hydra_tune.fusion import attendance, measured, planned_sizes
 from hydra_tune.fusion.member import MemberTrial
 from hydra_tune.fusion.pair_round import PairStepRunner
 from hydra_tune.fusion.planned import StepPlanner
@@ -19,10 +19,11 @@ from hydra_tune.fusion.rounds import GroupRound
 from hydra_tune.pool import settings
 from hydra_tune.pool.job import OVER, Reported
 from tests.support.stand_in_gpu import StandInGpu
+from tests.support.together import together
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 from tests.unit.pool.test_planned_steps import bits, task
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
+pytestmark = pytest.mark.usefixtures("captured_once")
 
 TRIALS = {"group": 4, "pair": 8}
 BYTES = {("group", False): 390 << 10, ("pair", False): 412 << 10, ("group", True): 430 << 10, ("pair", True): 450 << 10}
@@ -139,8 +140,9 @@ def trained(pool, kind, caplog, answer=lambda _event, _is_given_up: True):
         answer: whether a report may be answered now, if that has been waited for.
     """
     events, waiting = pool.events(), []
-    jobs = [pool.submit(one, str(number), events) for number, one in enumerate(tasks_of(kind))]
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    with together():
+        jobs = [pool.submit(one, str(number), events) for number, one in enumerate(tasks_of(kind))]
+    deadline = time.monotonic() + 4 * PATIENCE_SECONDS
     while not all(job.state in OVER for job in jobs):
         assert time.monotonic() < deadline, [job.state for job in jobs]
         event = events.get(0.05)
@@ -160,6 +162,9 @@ def test_slower_steps_are_given_up_and_no_step_is_lost_or_made_twice(
     kind, is_gpu, steps, steps_of_members, monkeypatch, caplog
 ):
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
+    monkeypatch.setattr(
+        attendance, "PATIENCE_SECONDS", float("inf")
+    )  # or a slow driver's members go on without each other
     borrowed, together = [], FusionBenchmark.together
 
     def noted(*given):

@@ -11,6 +11,7 @@ from hydra_tune import HydraExecutor, Reported
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.errors import ConfigError, HydraTuneError, ScheduleError
+from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.worker import Worker
 from hydra_tune.schedule import POLICIES, JobAdmitted, LRTFPaper, Run, UnitFinished, make_policy
 from hydra_tune.schedule.journal import decide_again
@@ -19,7 +20,7 @@ from hydra_tune.simulate.profile import parse_profile, recorded_profile
 from hydra_tune.simulate.recording import read_recording
 from hydra_tune.simulate.replay import replay
 from hydra_tune.simulate.script import scripts_of
-from tests.unit.pool.tasks import PATIENCE_SECONDS, X, against_plain, running, task
+from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, X, against_plain, running, task, until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 TIGHT = {"num_shards": 3, "device_memory": "8KiB", "link_bandwidth": "20MB/s"}
@@ -27,7 +28,7 @@ TIGHT = {"num_shards": 3, "device_memory": "8KiB", "link_bandwidth": "20MB/s"}
 
 @pytest.fixture
 def between_turns(monkeypatch):
-    """Held by the worker while it has a turn: who holds it as well comes between two turns of a pool of one device."""
+    """Held by a worker while it has a turn, so that two devices have theirs in turn; who holds it comes between two turns."""
     lock, run = threading.Lock(), Worker._run
 
     def alone(*arguments):
@@ -38,11 +39,20 @@ def between_turns(monkeypatch):
     return lock
 
 
-def record(policy="lrtf", devices="cpu:2", answering: AbstractContextManager = nullcontext(), **options):  # noqa: B008
-    """Three trials of different lengths; the fifth report is answered by pruning."""
+def record(policy="lrtf", devices="cpu:2", answering: AbstractContextManager = nullcontext(), held=None, **options):  # noqa: B008
+    """Three trials of different lengths; the fifth report is answered by pruning.
+
+    Args:
+        held: lets units begin once all trials are prepared; None: they begin as soon as they may.
+    """
+    if held is not None:
+        options["instrument"] = held
     with running(**({"devices": devices, "policy": policy, "num_shards": 3, "record": True} | options)) as pool:
         stream, reports = pool.events(), 0
         jobs = [pool.submit(task(epochs=epochs, validate=task().train), events=stream) for epochs in (2, 4, 3)]
+        if held is not None:
+            until(lambda: not any(job.state in ("queued", "preparing") for job in jobs))
+            held.go()
         left = len(jobs)
         while left:
             event = stream.get(PATIENCE_SECONDS)
@@ -117,9 +127,9 @@ def test_two_devices_are_replayed_in_order_where_nothing_has_to_leave():
     assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=1e-6)
 
 
-def test_what_one_device_takes_over_from_another_is_in_the_recording_and_in_the_replay():
+def test_what_one_device_takes_over_from_another_is_in_the_recording_and_in_the_replay(between_turns):
     """A job that goes on where it had not been: its values and what it has changed come from the other device."""
-    pool = record("round_robin")
+    pool = record("round_robin", "cpu:2", between_turns)
     recording, devices = pool.recording(), pool.stats().devices.values()
     taken = [copy for turn in recording.turns for copy in turn.copies if copy.what == "across"]
     assert sum(copy.nbytes for copy in taken) == sum(device.bytes_across for device in devices) > 0
@@ -127,7 +137,7 @@ def test_what_one_device_takes_over_from_another_is_in_the_recording_and_in_the_
     assert {copy.block for turn in recording.turns for copy in turn.copies if copy.what == "out"} <= home, "at the end"
     played = replay(recording)
     assert played.simulated_orders == played.recorded_orders
-    assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=0.05)
+    assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=1e-6)
     assert played.bytes_across == on_ledger(recording, taken) >= sum(copy.nbytes for copy in taken)
     assert played.to_json()["bytes_across"] == played.bytes_across
     assert replay(recording, "fair").bytes_across > 0
@@ -148,10 +158,19 @@ def test_blocks_take_the_way_in_the_replay_that_they_took_in_the_run(monkeypatch
     assert played.bytes_out >= sum(written)
 
 
-def test_two_devices_that_race_for_memory_are_replayed_within_five_per_cent():
+def test_two_devices_that_have_turns_one_after_the_other_are_replayed_as_such_in_little_memory(between_turns):
+    """Nothing goes at once on both but copies in the background, and here there are none."""
+    played = replay(record("lrtf", "cpu:2", between_turns, **TIGHT, buffer_fraction=0).recording())
+    assert played.simulated_orders == played.recorded_orders
+    assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=1e-6)
+    assert played.bytes_out > 0
+
+
+def test_two_devices_that_race_for_memory_do_the_same_in_the_replay_in_some_order():
+    """Which blocks leave depends on which thread comes first, and a copy that the run has not made takes another time."""
     played = replay(record(**TIGHT).recording())
     assert sorted(order[:2] for order in played.simulated_orders) == sorted(o[:2] for o in played.recorded_orders)
-    assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=0.05)
+    assert played.simulated_seconds > 0
 
 
 def test_what_was_sent_ahead_is_sent_in_the_replay_unless_the_policy_is_another():
@@ -170,8 +189,8 @@ def test_what_was_sent_ahead_is_sent_in_the_replay_unless_the_policy_is_another(
 
 
 @pytest.mark.parametrize("device_memory", [None, "24KiB"])
-def test_what_was_sent_from_one_device_to_another_is_so_in_the_replay(device_memory):
-    pool = record("round_robin", link_bandwidth="20MB/s", device_memory=device_memory)
+def test_what_was_sent_from_one_device_to_another_is_so_in_the_replay(device_memory, between_turns):
+    pool = record("round_robin", "cpu:2", between_turns, link_bandwidth="20MB/s", device_memory=device_memory)
     recording = pool.recording()
     ahead = [copy for turn in recording.turns for copy in turn.sent if copy.what == "across"]
     waited = [copy for turn in recording.turns for copy in turn.copies if copy.what == "across"]
@@ -179,7 +198,7 @@ def test_what_was_sent_from_one_device_to_another_is_so_in_the_replay(device_mem
     played = replay(recording)
     assert sorted(order[:2] for order in played.simulated_orders) == sorted(o[:2] for o in played.recorded_orders)
     assert played.bytes_across > 0
-    # In 24 KiB the devices race for room: a thread that the machine held up for a moment has other blocks leave.
+    # In 24 KiB room depends on the threads that copy: one that the machine held up for a moment has other blocks leave.
     if device_memory is None:
         assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=0.05)
         assert played.bytes_across == pytest.approx(on_ledger(recording, [*ahead, *waited]), rel=0.2)
@@ -189,7 +208,7 @@ def test_what_was_sent_from_one_device_to_another_is_so_in_the_replay(device_mem
 
 
 def test_another_policy_may_be_tried():
-    recording = record("lrtf").recording()
+    recording = record("lrtf", held=Held()).recording()
     played = replay(recording, "lpt")
     assert (played.policy, played.recorded_policy) == ("lpt", "lrtf")
     assert sorted(order[1] for order in played.simulated_orders) == sorted(order[1] for order in played.recorded_orders)
@@ -200,11 +219,20 @@ def test_another_policy_may_be_tried():
         decide_again(recording.decisions, make_policy("lpt"), max_concurrent=recording.max_concurrent)
 
 
-def test_bytes_are_those_that_the_pool_counted(between_turns):
+def test_bytes_are_those_that_the_pool_counted(between_turns, monkeypatch):
+    """But for copies that are called off before a slow thread has begun them, which the pool does not count."""
+    called_off, call_off = [], Pager.call_off
+
+    def noted(self, block):
+        is_off = call_off(self, block)
+        called_off.append(block.size * is_off)
+        return is_off
+
+    monkeypatch.setattr(Pager, "call_off", noted)
     pool = record("lrtf", "cpu:1", between_turns, **TIGHT)
     recording, (device,) = pool.recording(), pool.stats().devices.values()
     loaded = [a for turn in recording.turns for a in turn.actions if a.what in ("in", "ahead")]
-    assert sum(action.nbytes for action in loaded) == device.bytes_in
+    assert sum(action.nbytes for action in loaded) == device.bytes_in + sum(called_off)
     nbytes = sum(recording.blocks[number].nbytes for action in loaded for number in action.blocks)
     assert replay(recording).bytes_in == nbytes >= device.bytes_in
 

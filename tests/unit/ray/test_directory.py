@@ -21,6 +21,7 @@ def told(name, trials, leaving=None):
 @pytest.fixture
 def directory(monkeypatch):
     monkeypatch.setattr(PoolDirectory, "_watch_nodes", lambda self: None)  # asks Ray
+    monkeypatch.setattr("hydra_tune_ray.directory.time.monotonic", lambda: 100.0)
     made = PoolDirectory(DirectoryOptions(name="pools", options={}, start_seconds=1.0, idle_seconds=None))
     made._pools = {name: _RegisteredPool(None, told(name, {}), time.monotonic()) for name in NODES}
     return made

@@ -34,7 +34,7 @@ def server():
         return ANSWERS[key]
 
     def run(work):
-        return asyncio.run_coroutine_threadsafe(work, loop).result(20)
+        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
 
     made = LocalSocketServer(answer)
     run(made.open())
@@ -51,7 +51,7 @@ def server():
 
 @pytest.fixture
 def line(server):
-    made = LocalSocketClient(server.path, 20)
+    made = LocalSocketClient(server.path, 60)
     yield made
     made.close()
 
@@ -79,7 +79,7 @@ def test_nobody_listens_any_more(server):
     path = server.path
     server.close()
     with pytest.raises(OSError, match="No such file"):
-        LocalSocketClient(path, 20)
+        LocalSocketClient(path, 60)
 
 
 def test_a_folder_that_is_too_deep_for_a_socket(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 
 from hydra_tune.shard.gate import CaptureGate
 
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 60
 
 
 @pytest.fixture

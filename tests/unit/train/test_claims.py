@@ -10,7 +10,7 @@ from torch import nn
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import TaskError
 from hydra_tune.train.claims import TrialClaim
-from tests.unit.pool.tasks import running, task
+from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, running, task
 
 
 @pytest.fixture
@@ -90,12 +90,14 @@ def test_trials_of_a_pool_that_share_a_parameter_fail_by_name_and_the_first_one_
         module.weight = shared
         return module
 
-    with running(fusion=fusion, max_concurrent=2) as pool:
-        results = pool.run([task(model=model), task(model=model, seed=4)], on_error="return")
-    failed = [result for result in results if result.error is not None]
-    assert len(failed) == 1
-    assert isinstance(failed[0].error, TaskError)
-    assert "'weight'" in str(failed[0].error)
+    held = Held()
+    with running(fusion=fusion, max_concurrent=2, instrument=held) as pool:
+        first, second = (pool.submit(task(model=model, seed=seed)) for seed in (3, 4))
+        failed = second.result(PATIENCE_SECONDS)  # the first is still there
+        held.go()
+        assert first.result(PATIENCE_SECONDS).status == "completed"
+    assert isinstance(failed.error, TaskError)
+    assert "'weight'" in str(failed.error)
 
 
 def test_one_after_the_other_may_train_the_same():

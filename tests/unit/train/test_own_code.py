@@ -13,8 +13,6 @@ from hydra_tune.train.hooks import refuse_gradient_hooks
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, running, short, task, train
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Tied(nn.Module):
     """One layer used twice, so that two shards hold parts of its gradient; the first gradient hook is wrong there."""

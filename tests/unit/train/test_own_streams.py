@@ -242,7 +242,7 @@ def test_a_program_that_has_taken_the_functions_before_they_were_routed_and_its_
     """See there."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", ROOT / "tests/support/routed.py"],
-        env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False,
+        env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
 

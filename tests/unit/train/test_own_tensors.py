@@ -10,7 +10,6 @@ from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.train import burst
 from tests.unit.pool.tasks import against_plain
 
-pytestmark = pytest.mark.timeout(60)
 WIDTH = 32
 KIB = 1024
 

@@ -20,8 +20,6 @@ from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.train import plans as plans_module
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, running, short, task, train
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Normalized(nn.Module):
     """BatchNorm, dropout, a layer that is never used and one that is not trained."""

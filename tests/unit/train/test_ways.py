@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hydra_tune.train.ways import (
@@ -161,6 +161,7 @@ def all_cuts(count, pieces):
     return [[*ends, count] for last in range(pieces - 1, count) for ends in all_cuts(last, pieces - 1)]
 
 
+@settings(deadline=None)
 @given(facts=st.lists(FACTS, min_size=1, max_size=6), num_devices=st.integers(1, 4), budget=st.integers(10, 60))
 def test_neighbours_are_cut_as_well_as_any(facts, num_devices, budget):
     ends = neighbours(facts, num_devices, budget)
