@@ -12,11 +12,11 @@ import torch
 from mutwo_family import Family
 from mutwo_models import MODELS
 
-from hydra_tune.fusion.planner.memory import peak_of
-from hydra_tune.fusion.planner.policy import planned
-from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of, copied_at
-from hydra_tune.fusion.planner.schedule import undecided
-from hydra_tune.fusion.planner.timeline import times_of
+from hydra_tune.planner.cost.latency import times_of
+from hydra_tune.planner.cost.peak_memory import peak_of
+from hydra_tune.planner.ir.plan_state import undecided
+from hydra_tune.planner.passes.swap_recompute import planned
+from hydra_tune.planner.profile.profiler import GraphMeasurements, array_of, copied_at
 
 BYTES_PER_SECOND = (1e10, 1e9, 3e8, 2e8, 1e8, 5e7, 3e7, 2e7, 1e7, 3e6, 1e6)
 WIDTH = 30

@@ -34,8 +34,8 @@ from mutwo_runs import in_turn, one_by_one
 from mutwo_table import CAPUCHIN, HEADS, HFTA, Ran, Row, Table
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.planner.replan import key_of, settled
-from hydra_tune.fusion.planner.run_off import LEAVES_AT
+from hydra_tune.planner.search.autotune import key_of, settled
+from hydra_tune.planner.search.tournament import LEAVES_AT
 from hydra_tune.quantities import format_bytes
 
 ROOM = 0.02  # beyond the smallest limit that a plan meets, where a demand is beyond it

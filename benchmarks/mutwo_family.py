@@ -12,13 +12,13 @@ from mutwo_models import model
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.fusion.member import MemberTrial
-from hydra_tune.fusion.planner.least import least
-from hydra_tune.fusion.planner.memory import peak_of
-from hydra_tune.fusion.planner.of_task import TaskProfileCache
-from hydra_tune.fusion.planner.portfolio import MARGIN, Planner
-from hydra_tune.fusion.planner.profiler import SubArrayProfiler
-from hydra_tune.fusion.planner.schedule import undecided
 from hydra_tune.fusion.plans import GroupPlanFactory
+from hydra_tune.fusion.task_profiles import TaskProfileCache
+from hydra_tune.planner.cost.peak_memory import peak_of
+from hydra_tune.planner.ir.plan_state import undecided
+from hydra_tune.planner.passes.memory_lower_bound import least
+from hydra_tune.planner.profile.profiler import SubArrayProfiler
+from hydra_tune.planner.search.portfolio import MARGIN, Planner
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary

@@ -1,7 +1,8 @@
 """Steps of a portfolio's members, measured: in turns on a CPU, one member after the other on a GPU.
 
-A CPU that others have a part in changes its pace within a second, which profiles look at (`planner/pace.py`). Steps are told at
-the pace of the profiles, so that what was predicted can be held against them, and as they took by the clock beside.
+A CPU that others have a part in changes its pace within a second, which profiles look at
+(`planner/profile/clock_drift.py`). Steps are told at the pace of the profiles, so that what was predicted can be held
+against them, and as they took by the clock beside.
 """
 
 import gc
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hydra_tune.fusion.drawing import GroupGenerator
-from hydra_tune.fusion.planner.pace import CpuPaceMeter
-from hydra_tune.fusion.planner.profiled_run import made_up
-from hydra_tune.fusion.planner.run import MergedGraphRunner
-from hydra_tune.fusion.planner.run_off import SpeedTournament
-from hydra_tune.fusion.planner.schedule import ScheduleSegment
+from hydra_tune.batched.batched_random import GroupGenerator
+from hydra_tune.planner.ir.plan_state import ScheduleSegment
+from hydra_tune.planner.profile.clock_drift import CpuPaceMeter
+from hydra_tune.planner.profile.profiling_interpreter import made_up
+from hydra_tune.planner.run.runner import MergedGraphRunner
+from hydra_tune.planner.search.tournament import SpeedTournament
 
 LEAST_STEPS = 3
 

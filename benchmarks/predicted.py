@@ -7,10 +7,11 @@ their static tensors with everything kept. All plans of the portfolio that fit a
 
 A machine that others have a part in changes its pace within a second, and a profile takes less than one. So there are
 rounds: in each the sub-arrays are profiled anew, and then all plans make steps in turn; and the same few operators are timed
-beside each pass of a profile and each step (`planner/pace.py`). `by the clock` is what the first profiles predict, those that
-plans are made by, over the median of all that was measured as the clock has it: the errors of profiler and timeline and the
-change of pace together. `at one pace` is what the profiles of a round predict for the same plans, over what that round has
-measured at the pace of those profiles, of which the median over the rounds is taken: the errors of profiler and timeline.
+beside each pass of a profile and each step (`planner/profile/clock_drift.py`). `by the clock` is what the first
+profiles predict, those that plans are made by, over the median of all that was measured as the clock has it: the
+errors of profiler and timeline and the change of pace together. `at one pace` is what the profiles of a round predict
+for the same plans, over what that round has measured at the pace of those profiles, of which the median over the
+rounds is taken: the errors of profiler and timeline.
 
 A line has the least and the most of these among all plans; then the corrections of the run-off, and what is predicted by the
 last, over the median of what was measured by the clock; bytes beside static tensors, measured by the tests' own tracker; and
@@ -35,12 +36,12 @@ from mutwo_models import MODELS  # noqa: E402
 from mutwo_runs import Runners, in_turn, raced  # noqa: E402
 
 from hydra_tune.errors import BudgetError  # noqa: E402 - tests/ needs the path above
-from hydra_tune.fusion.planner.memory import peak_of  # noqa: E402
-from hydra_tune.fusion.planner.portfolio import Planner  # noqa: E402
-from hydra_tune.fusion.planner.profiler import SubArrayProfiler  # noqa: E402
-from hydra_tune.fusion.planner.replan import PlanSelection, key_of, settled  # noqa: E402
-from hydra_tune.fusion.planner.run_off import LEAVES_AT, SpeedTournament  # noqa: E402
-from hydra_tune.fusion.planner.schedule import undecided  # noqa: E402
+from hydra_tune.planner.cost.peak_memory import peak_of  # noqa: E402
+from hydra_tune.planner.ir.plan_state import undecided  # noqa: E402
+from hydra_tune.planner.profile.profiler import SubArrayProfiler  # noqa: E402
+from hydra_tune.planner.search.autotune import PlanSelection, key_of, settled  # noqa: E402
+from hydra_tune.planner.search.portfolio import Planner  # noqa: E402
+from hydra_tune.planner.search.tournament import LEAVES_AT, SpeedTournament  # noqa: E402
 from tests.support.tracker import StorageTracker  # noqa: E402
 
 TRIALS = 4

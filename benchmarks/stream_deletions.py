@@ -23,8 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DEVICES = ("tests/unit/devices/test_cuda_streams.py", "tests/unit/memory/test_stream_order.py")
 PLANS = (
-    "tests/unit/fusion/planner/test_copies.py",
-    "tests/unit/fusion/planner/test_thread_copies.py",
+    "tests/unit/planner/run/test_copy_engine.py",
+    "tests/unit/planner/run/test_thread_copies.py",
     "tests/unit/devices/test_cuda_beside_plans.py",
 )
 CLOCKS = ("tests/unit/devices/test_gpu_clocks.py",)
@@ -34,8 +34,8 @@ TESTS = {
     "devices/cuda.py": DEVICES,
     "devices/cuda_graphs.py": ("tests/unit/devices/test_cuda_graphs.py",),
     "devices/stopwatch.py": CLOCKS,
-    "fusion/planner/copies.py": PLANS,
-    "fusion/planner/profiler.py": CLOCKS,
+    "planner/run/copy_engine.py": PLANS,
+    "planner/profile/profiler.py": CLOCKS,
     "memory/pager.py": DEVICES,
     "train/state.py": POOLS,
     "train/trial.py": POOLS,

@@ -6,6 +6,8 @@ Public names are imported on first use, so that `import hydra_tune` costs next t
 from importlib import import_module
 from typing import Any
 
+from hydra_tune.moved import find_old_paths
+
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -25,6 +27,9 @@ _HOMES = {
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 - the keys are names
+
+
+find_old_paths()
 
 
 def __getattr__(name: str) -> Any:

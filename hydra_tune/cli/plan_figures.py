@@ -6,7 +6,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-from hydra_tune.fusion.planner.figures import ComparedSystem, FusedPeak, IdleFeatureMap, MemoryCurvePoint, StepFigures
+from hydra_tune.planner.search.figures import ComparedSystem, FusedPeak, IdleFeatureMap, MemoryCurvePoint, StepFigures
 from hydra_tune.pool.forecast import PoolForecast
 from hydra_tune.quantities import format_bytes
 

@@ -9,9 +9,9 @@ an MLP, where launching operators costs more than the arithmetic.
 Note: places. Every member occupies a place, an index along the leading dimension. A place can also be vacant.
 
 Note: state of each member. Every member draws random numbers from its own generator, in turn with the other members
-(`drawing.py`), so the numbers depend only on the member's seed. Every member also keeps its own optimizer and
-scheduler, and the group reads the rates before each step (`optimizers.py`). No operator mixes members, so a member that
-turns NaN leaves the bits of the others unchanged.
+(`batched/batched_random.py`), so the numbers depend only on the member's seed. Every member also keeps its own
+optimizer and scheduler, and the group reads the rates before each step (`batched/batched_optimizer.py`). No operator
+mixes members, so a member that turns NaN leaves the bits of the others unchanged.
 
 Note: masking. A member that does not take part in a step (the member has ended, or wants another kind of batch) keeps
 its place in the stack. The place computes on another member's batch and draws nothing, and the group drops the results:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from hydra_tune.fusion.drawing import for_each
+from hydra_tune.batched.batched_random import for_each
 
 _BATCHED = ("FuncTorchBatched", "FuncTorchBatchedDecomposition", "CompositeImplicitAutograd")
 

@@ -26,9 +26,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hydra_tune.batched.joint_graph import JointTrace
 from hydra_tune.fusion.compiling import difference
 from hydra_tune.fusion.plan import StackedPlanExecutor
-from hydra_tune.fusion.tracing import JointTrace
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import DeviceCacheReservation
 from hydra_tune.shard.capture import describe

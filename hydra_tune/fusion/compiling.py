@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hydra_tune.fusion.tracing import JointTrace
+from hydra_tune.batched.joint_graph import JointTrace
 from hydra_tune.shard.capture import describe
 from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.split import compiled

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
+from hydra_tune.batched.batched_optimizer import StackedOptimizer
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.attendance import go_on
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.kinds import wanted_of
 from hydra_tune.fusion.measured import StepPlanAutotuner
 from hydra_tune.fusion.member import MemberBatchRequest
-from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.pair_round import PairRoundHalf
 from hydra_tune.fusion.places import SlotTable
 from hydra_tune.fusion.planned_round import GroupStepRunner, PlannedRound

@@ -7,6 +7,7 @@ MLPs becomes a single job this way, instead of 32 jobs that compete for the devi
 
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 
+from hydra_tune.batched.batched_optimizer import StackedOptimizer
 from hydra_tune.devices.cuda_graphs import CudaRecorder
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.attendance import MemberCoordinator
@@ -18,7 +19,6 @@ from hydra_tune.fusion.kinds import GroupPlanCache, wanted_of
 from hydra_tune.fusion.likeness import MemberDifferences
 from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.offer import PairingOffer
-from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.places import SlotTable
 from hydra_tune.fusion.plan import is_traced
 from hydra_tune.fusion.planned import StepPlanner

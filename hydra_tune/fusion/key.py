@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from hydra_tune.batched.batched_optimizer import options_key
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.optimizers import options_key
 from hydra_tune.memory.block import storage_identity
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.fingerprint import architecture_key

@@ -3,8 +3,8 @@
 All ways to run a step compute the same graphs with the same bits, so training can switch between ways at any unit. The
 way with the best prediction runs first and is timed. If the prediction is off by more than `TOLERANCE`, the measurement
 corrects the profiles, the steps are planned again, and the new ways run in turn with the first way; the fastest stays
-(`planner/replan.py`). If even the fastest takes longer than first predicted, the receiver of the measurement compares
-with groups that need no plan (`pool/fusion_group.py`).
+(`planner/search/autotune.py`). If even the fastest takes longer than first predicted, the receiver of the measurement
+compares with groups that need no plan (`pool/fusion_group.py`).
 """
 
 import logging
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from hydra_tune.fusion.planned import PlannedStep
-from hydra_tune.fusion.planner.replan import TOLERANCE
-from hydra_tune.fusion.planner.run_off import SpeedTournament
+from hydra_tune.planner.search.autotune import TOLERANCE
+from hydra_tune.planner.search.tournament import SpeedTournament
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _WARM_UPS, _TURNS = 2, 5

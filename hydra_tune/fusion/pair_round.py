@@ -22,12 +22,12 @@ from hydra_tune.fusion.measured import StepPlanAutotuner
 from hydra_tune.fusion.planned import PlannedStep
 from hydra_tune.fusion.planned_device import DeviceStepRunner
 from hydra_tune.fusion.planned_state import StepStateBinding
-from hydra_tune.fusion.planner.schedule import ScheduleSegment
 from hydra_tune.fusion.rounds import SECONDS, GroupRound
 from hydra_tune.fusion.steps import leave_out_bad
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
+from hydra_tune.planner.ir.plan_state import ScheduleSegment
 from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.gate import GATE
 from hydra_tune.train.clock import UnitTimes

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, fx
 
+from hydra_tune.batched.joint_graph import JointTrace, traced, traced_forward
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.branches import StackedPrefix, with_results, with_tails
 from hydra_tune.fusion.compiling import compiled_trace
@@ -13,7 +14,6 @@ from hydra_tune.fusion.counted import MaskedReduction, with_counts
 from hydra_tune.fusion.likeness import with_stand_ins
 from hydra_tune.fusion.stacking import StackedGraph
 from hydra_tune.fusion.tails import HeadAssignment
-from hydra_tune.fusion.tracing import JointTrace, traced, traced_forward
 from hydra_tune.shard import compute
 from hydra_tune.shard.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
 from hydra_tune.shard.pilot import ShardCost

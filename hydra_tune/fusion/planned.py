@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
-from hydra_tune.fusion.planner.allocated import allocated, on_all
-from hydra_tune.fusion.planner.arrays import SubArrayProfile
-from hydra_tune.fusion.planner.layouts import as_laid_out
-from hydra_tune.fusion.planner.memory import simulated
-from hydra_tune.fusion.planner.of_task import check_plannable
-from hydra_tune.fusion.planner.portfolio import MARGIN, Planner, PortfolioPlan, SubArrayPlan, limit_for
-from hydra_tune.fusion.planner.profiled_run import ProfilingClock
-from hydra_tune.fusion.planner.profiler import CpuClock, CudaClock, SubArrayProfiler
-from hydra_tune.fusion.planner.replan import MeasuredPlan as Ran
-from hydra_tune.fusion.planner.replan import fitted, key_of
-from hydra_tune.fusion.planner.step_graph import StepGraph, step_graph
-from hydra_tune.fusion.planner.updates import UpdateTracer
 from hydra_tune.fusion.stand import HOST, ProfilingDevice
+from hydra_tune.fusion.task_profiles import check_plannable
+from hydra_tune.planner.cost.peak_memory import simulated
+from hydra_tune.planner.ir.step_profile import SubArrayProfile
+from hydra_tune.planner.profile.allocator_rounding import allocated, on_all
+from hydra_tune.planner.profile.output_layouts import as_laid_out
+from hydra_tune.planner.profile.profiler import CpuClock, CudaClock, SubArrayProfiler
+from hydra_tune.planner.profile.profiling_interpreter import ProfilingClock
+from hydra_tune.planner.search.autotune import MeasuredPlan as Ran
+from hydra_tune.planner.search.autotune import fitted, key_of
+from hydra_tune.planner.search.portfolio import MARGIN, Planner, PortfolioPlan, SubArrayPlan, limit_for
+from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
+from hydra_tune.planner.trace.step_graph import StepGraph, step_graph
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.capture import named_state
 from hydra_tune.shard.compute import ShardOperands

@@ -9,8 +9,8 @@ from torch import Tensor
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.fusion.planned import PlannedStep
-from hydra_tune.fusion.planner.rewrite import rewritten
-from hydra_tune.fusion.planner.run import MergedGraphRunner
+from hydra_tune.planner.passes.graph_rewrite import rewritten
+from hydra_tune.planner.run.runner import MergedGraphRunner
 
 
 class DeviceStepRunner:

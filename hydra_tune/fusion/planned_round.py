@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from hydra_tune.batched.batched_optimizer import BatchedOptimizer
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, OutOfMemoryError, UnfusableError
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.measured import AutotuneResult, StepPlanAutotuner
 from hydra_tune.fusion.member import MemberBatchRequest
-from hydra_tune.fusion.optimizers import BatchedOptimizer
 from hydra_tune.fusion.planned import OWN_LOSSES, PlannedStep, StepPlanner, check_values, stack_of
 from hydra_tune.fusion.planned_device import DeviceStepRunner
 from hydra_tune.fusion.planned_state import StepStateBinding, stack_now

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_tune.batched.batched_optimizer import BatchedOptimizer
+from hydra_tune.batched.batched_random import GroupGenerator
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.errors import OutOfMemoryError, UnfusableError
-from hydra_tune.fusion.drawing import GroupGenerator
-from hydra_tune.fusion.optimizers import BatchedOptimizer
 from hydra_tune.fusion.planned import StackedStepSpec, groups_of, updated
-from hydra_tune.fusion.planner.step_graph import StepGraph
-from hydra_tune.fusion.planner.updates import UpdateTracer
 from hydra_tune.fusion.steps import GroupGradients
+from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
+from hydra_tune.planner.trace.step_graph import StepGraph
 from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.library import PreparedPlan
 from hydra_tune.train.state import ModelState

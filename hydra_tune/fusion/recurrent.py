@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hydra_tune.fusion.drawing import drawn, masks
+from hydra_tune.batched.batched_random import drawn, masks
 
 aten: Any = torch.ops.aten
 

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_tune.batched.joint_graph import JointTrace
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.batches import StackedBatches
 from hydra_tune.fusion.plan import StackedPlanExecutor
 from hydra_tune.fusion.steps import leave_out_bad
-from hydra_tune.fusion.tracing import JointTrace
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hydra_tune.batched.batched_optimizer import StackedOptimizer
+from hydra_tune.batched.per_member_optimizer import group_optimizer
 from hydra_tune.devices.device import Device
-from hydra_tune.fusion.optimizers import StackedOptimizer
-from hydra_tune.fusion.sliced import group_optimizer
 from hydra_tune.shard.capture import named_state
 from hydra_tune.train.state import ModelState
 

@@ -17,10 +17,10 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from hydra_tune.batched.batched_random import drawn, masks
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.apart import apart, has_batched_form
 from hydra_tune.fusion.counted import LOSS, MaskedReduction, counted_loss
-from hydra_tune.fusion.drawing import drawn, masks
 from hydra_tune.fusion.recording import recorded
 from hydra_tune.fusion.recurrent import RECURRENT
 from hydra_tune.fusion.rules import RULES, elementwise, is_elementwise

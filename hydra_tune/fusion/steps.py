@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from hydra_tune.batched.batched_optimizer import StackedOptimizer
+from hydra_tune.batched.gradient_clipping import clip_, factors_of, norms_of
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.fusion.captures import CapturedPlanExecutor
-from hydra_tune.fusion.clipping import clip_, factors_of, norms_of
-from hydra_tune.fusion.optimizers import StackedOptimizer
 from hydra_tune.fusion.streams import GroupStreams
 from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.plan import Shard

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from hydra_tune.batched.batched_random import GroupGenerator, TurnTakingGenerator
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.devices.own_generator import drawing_from
-from hydra_tune.fusion.drawing import GroupGenerator, TurnTakingGenerator
 from hydra_tune.train.streams import RandomStreams
 
 

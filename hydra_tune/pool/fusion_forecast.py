@@ -15,9 +15,9 @@ from hydra_tune.fusion.key import check_task, fusion_key
 from hydra_tune.fusion.planned import StackedStepSpec, StepPlanner, check_planned, stack_of
 from hydra_tune.fusion.planned_choice import PlannedSizeChoice
 from hydra_tune.fusion.planned_sizes import compared, kept_way
-from hydra_tune.fusion.planner.figures import StepFigures
 from hydra_tune.fusion.plans import GroupPlanFactory, check_updates, room_for
 from hydra_tune.fusion.probe import FusionBenchmark
+from hydra_tune.planner.search.figures import StepFigures
 from hydra_tune.pool.step_profiles import StepProfileCache
 from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.shard.library import PlanLibrary, PreparedPlan

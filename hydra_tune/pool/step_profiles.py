@@ -9,9 +9,9 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.key import fusion_key
 from hydra_tune.fusion.planned import clock_of
-from hydra_tune.fusion.planner.figures import StepFigures, figures_of
-from hydra_tune.fusion.planner.of_task import TaskProfileCache
-from hydra_tune.fusion.planner.profiler import SubArrayProfiler
+from hydra_tune.fusion.task_profiles import TaskProfileCache
+from hydra_tune.planner.profile.profiler import SubArrayProfiler
+from hydra_tune.planner.search.figures import StepFigures, figures_of
 from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.shard.library import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask

@@ -21,8 +21,8 @@ from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.fusion import measured, planned_sizes
 from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_choice import PlannedSizeOption
-from hydra_tune.fusion.planner.interpreter import MergedGraphInterpreter
-from hydra_tune.fusion.planner.run import MergedGraphRunner
+from hydra_tune.planner.run.interpreter import MergedGraphInterpreter
+from hydra_tune.planner.run.runner import MergedGraphRunner
 from hydra_tune.pool.job import OVER, Reported
 
 pytestmark = [

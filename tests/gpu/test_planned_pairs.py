@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from hydra_tune.fusion.planner.copies import CudaCopyEngine
-from hydra_tune.fusion.planner.memory import peak_of, simulated
-from hydra_tune.fusion.planner.policy import planned
-from hydra_tune.fusion.planner.profiler import SubArrayProfiler
-from hydra_tune.fusion.planner.run import MergedGraphRunner
-from hydra_tune.fusion.planner.schedule import ScheduleSegment, undecided
-from tests.unit.fusion.planner.made import run_unplanned, sub_array
+from hydra_tune.planner.cost.peak_memory import peak_of, simulated
+from hydra_tune.planner.ir.plan_state import ScheduleSegment, undecided
+from hydra_tune.planner.passes.swap_recompute import planned
+from hydra_tune.planner.profile.profiler import SubArrayProfiler
+from hydra_tune.planner.run.copy_engine import CudaCopyEngine
+from hydra_tune.planner.run.runner import MergedGraphRunner
+from tests.unit.planner.made import run_unplanned, sub_array
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

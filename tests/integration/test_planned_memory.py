@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.fusion.planner.run import MergedGraphRunner
 from hydra_tune.observe.runlog import read_log
+from hydra_tune.planner.run.runner import MergedGraphRunner
 from tests.support.tracker import StorageTracker
-from tests.unit.fusion.planner.made import MODELS
+from tests.unit.planner.made import MODELS
 from tests.unit.pool.tasks import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

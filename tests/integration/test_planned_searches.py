@@ -15,7 +15,7 @@ from hydra_tune import TrainTask, train_plain
 from hydra_tune.fusion import measured
 from hydra_tune.fusion.pair_round import PairStepRunner
 from hydra_tune.fusion.planned_round import GroupStepRunner
-from hydra_tune.fusion.planner import profiler
+from hydra_tune.planner.profile import profiler
 from hydra_tune.pool import fusion_finder
 from tests.support.planned_searches import KINDS, differences_of, drawn_tasks, searched
 from tests.unit.pool.tasks import running

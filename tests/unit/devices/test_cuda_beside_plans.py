@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cuda import CudaDevice
-from hydra_tune.fusion.planner import copies
+from hydra_tune.planner.run import copy_engine
 from tests.support.streams import HASTES, Gpus
 
 SIZE = 64
@@ -13,8 +13,8 @@ SIZE = 64
 @pytest.fixture(params=[*HASTES, 1, 2])
 def gpus(request, monkeypatch):
     made = Gpus(request.param)
-    made.stand_in(monkeypatch, copies)
-    monkeypatch.setattr(copies, "_STREAMS", {})
+    made.stand_in(monkeypatch, copy_engine)
+    monkeypatch.setattr(copy_engine, "_STREAMS", {})
     yield made
     assert not made.faults
 
@@ -29,7 +29,7 @@ def device(gpus):
 
 @pytest.fixture
 def planned(device):
-    return copies.CudaCopyEngine(device.torch_device, {"map": SIZE, "other": SIZE})
+    return copy_engine.CudaCopyEngine(device.torch_device, {"map": SIZE, "other": SIZE})
 
 
 def host(device, value=0):

@@ -7,7 +7,7 @@ import torch
 
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.stopwatch import CudaStopwatch
-from hydra_tune.fusion.planner import profiler
+from hydra_tune.planner.profile import profiler
 from hydra_tune.train.clock import UnitTimes
 from hydra_tune.train.step import PendingUnit
 from hydra_tune.train.trial import run_unit

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import TrainTask
+from hydra_tune.batched.joint_graph import JointTrace
 from hydra_tune.errors import BadLossError
-from hydra_tune.fusion.tracing import JointTrace
 from tests.unit.fusion.groups import Run, assert_as_plain, double_task
 
 pytestmark = pytest.mark.usefixtures("captured_once")

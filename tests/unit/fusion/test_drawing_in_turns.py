@@ -10,7 +10,7 @@ from torch.optim import SGD
 from torch.utils.data import TensorDataset
 
 from hydra_tune import TrainTask
-from hydra_tune.fusion.drawing import HoistedDraw, TurnTakingGenerator, draw_all, dropout_mask
+from hydra_tune.batched.batched_random import HoistedDraw, TurnTakingGenerator, draw_all, dropout_mask
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary

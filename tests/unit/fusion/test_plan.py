@@ -8,10 +8,10 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from hydra_tune.batched.batched_random import GroupGenerator
 from hydra_tune.devices.cpu import DefaultCpuGenerator
 from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.drawing import GroupGenerator
 from hydra_tune.fusion.plan import stacked_plan, trace_step
 from hydra_tune.fusion.stacking import StackedGraph
 from hydra_tune.shard import compute

@@ -9,9 +9,9 @@ import torch
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.fusion.planned_device import DeviceStepRunner
 from hydra_tune.fusion.planned_state import sent
-from hydra_tune.fusion.planner.profiler import GraphMeasurements, array_of, copied_at
-from hydra_tune.fusion.planner.schedule import undecided
-from tests.unit.fusion.planner.made import run_unplanned, sub_array
+from hydra_tune.planner.ir.plan_state import undecided
+from hydra_tune.planner.profile.profiler import GraphMeasurements, array_of, copied_at
+from tests.unit.planner.made import run_unplanned, sub_array
 
 FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 0)  # to torch not the same place
 

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune.batched.joint_graph import JointTrace
 from hydra_tune.fusion import rounds
-from hydra_tune.fusion.tracing import JointTrace
 from tests.support.gathered import gather
 from tests.unit.fusion.groups import Run, assert_as_plain
 

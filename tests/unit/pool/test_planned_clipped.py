@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from hydra_tune.fusion import planned_sizes
 from hydra_tune.fusion.planned_choice import PlannedSizeOption
 from hydra_tune.pool.job import OVER, Reported
-from tests.unit.fusion.planner.made import Transformer
+from tests.unit.planner.made import Transformer
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 from tests.unit.pool.test_planned_pairs import MEMORY as PAIR_MEMORY
 from tests.unit.pool.test_planned_pairs import kept, segments

@@ -13,9 +13,9 @@ from hydra_tune.fusion.pair_round import PairStepRunner
 from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_choice import PlannedSizeOption
 from hydra_tune.fusion.planned_round import GroupStepRunner
-from hydra_tune.fusion.planner.interpreter import MergedGraphInterpreter
 from hydra_tune.fusion.probe import FusionBenchmark
 from hydra_tune.fusion.rounds import GroupRound
+from hydra_tune.planner.run.interpreter import MergedGraphInterpreter
 from hydra_tune.pool import settings
 from hydra_tune.pool.job import OVER, Reported
 from tests.support.stand_in_gpu import StandInGpu

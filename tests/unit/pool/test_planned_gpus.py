@@ -12,11 +12,11 @@ import torch
 from hydra_tune.errors import DeviceLostError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.planned import StepPlanner
 from hydra_tune.fusion.planned_state import StepStateBinding
-from hydra_tune.fusion.planner.interpreter import MergedGraphInterpreter
-from hydra_tune.fusion.planner.run import MergedGraphRunner
-from hydra_tune.fusion.planner.schedule import ScheduleSegment
 from hydra_tune.fusion.stand import HOST
 from hydra_tune.memory.pager import Pager
+from hydra_tune.planner.ir.plan_state import ScheduleSegment
+from hydra_tune.planner.run.interpreter import MergedGraphInterpreter
+from hydra_tune.planner.run.runner import MergedGraphRunner
 from hydra_tune.pool import borrowing, settings
 from hydra_tune.pool.borrowing import DeviceReservations, DeviceUseLock
 from hydra_tune.shard.gate import CaptureGate

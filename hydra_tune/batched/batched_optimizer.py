@@ -1,0 +1,332 @@
+"""Optimizers of stacked members: a single step for all members, each with its own rates.
+
+Before each step the rates are read from the members' own optimizers, where the members' schedulers write. Every member
+has its own step count, so members may begin and pause independently.
+
+Optimizers without a form for all members run member by member (`SlicedOptimizer`): each member's own optimizer receives
+its part of the parameters and gradients, and does whatever it does.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from typing_extensions import override
+
+from hydra_tune.batched.flat_tensors import FlatLayout, FlatTensor, runs
+from hydra_tune.batched.hyperparameters import MemberRates
+from hydra_tune.batched.update_kernels import COUNTED, UPDATES, StackedParameterUpdate, update_of
+
+_SWITCHES = ("nesterov", "centered", "decoupled_weight_decay")
+_NOT_TENSORS = ("steps", "begun")
+_MAX_REMEMBERED = 64
+_OWN = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def _steps_of(own: Mapping[str, Any]) -> int:
+    """Return the number of steps of a member's optimizer state; for optimizers without a count, 1 if there is state."""
+    return int(own["step"]) if "step" in own else int(bool(own))
+
+
+def is_stackable(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has a form for all members at once; otherwise members step separately."""
+    if type(optimizer) not in UPDATES or any(group.get(name) for group in optimizer.param_groups for name in _OWN):
+        return False
+    # Hooks receive the optimizer whose step runs, and a stacked step never calls the members' own `step`.
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
+    return not (own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def options_key(optimizer: Optimizer) -> Hashable:
+    """Return the options that members' optimizers must share; every rate may differ between members."""
+    if not is_stackable(optimizer):
+        return (type(optimizer), "each by itself")
+    groups = tuple(
+        tuple((name, bool(group[name])) for name in _SWITCHES if name in group) for group in optimizer.param_groups
+    )
+    return (type(optimizer), groups)
+
+
+class StackedOptimizer(Optimizer, ABC):
+    """The optimizer of a group: steps stacked parameters as the members' own optimizers would step each part.
+
+    Args:
+        members: the members' own optimizers, alike except for rates.
+        groups: stacked parameters of every parameter group, in the members' order.
+
+    Attributes:
+        active: whether each member takes the next steps.
+    """
+
+    active: list[bool]
+
+    def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__([{"params": list(group)} for group in groups], {})
+        self.active = [True] * len(members)
+        self._members = list(members)
+
+    @abstractmethod
+    def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
+        """Return copies of a member's optimizer state for a parameter, as the member's own optimizer would hold it."""
+
+    def admits(self, optimizer: Optimizer) -> bool:
+        """Return whether a member with the given optimizer would leave the bits of the others unchanged."""
+        del optimizer
+        return True
+
+    def replace(self, index: int, optimizer: Optimizer) -> None:
+        """Give a place to another member with the given optimizer."""
+        self._members[index] = optimizer
+
+    @abstractmethod
+    def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
+        """Set a place of a parameter's state to a member's own state, except for tensor contents.
+
+        Args:
+            p: the stacked parameter.
+            index: the place.
+            own: state of the member's own parameter; empty before its first step.
+
+        Returns:
+            Values to write into the place, by `id` of the state's tensors.
+        """
+
+    @abstractmethod
+    def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return missing state of a stacked parameter, stacked from the members' own.
+
+        Empty if no member has taken a step.
+
+        Args:
+            p: the stacked parameter.
+            owns: each member's own state, as of `put`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _ContiguousParameters:
+    """Parameters that take a step together, with the parameter group of each."""
+
+    layout: FlatLayout
+    parameters: list[Tensor]
+    groups: list[int]
+
+
+class BatchedOptimizer(StackedOptimizer):
+    """Steps all members at once, with few operators over all parameters of a shard.
+
+    Only reads the members' optimizers.
+    """
+
+    def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__(members, groups)
+        first = members[0]
+        self._update = update_of(first)
+        self._runs: dict[Hashable, list[_ContiguousParameters]] = {}
+        self._counts = isinstance(first, COUNTED)
+        self._rates = [MemberRates([m.param_groups[number] for m in members]) for number in range(len(groups))]
+        self._switches = [
+            {name: bool(group[name]) for name in _SWITCHES if name in group} for group in first.param_groups
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        """Step all parameters with gradients, for the active members; may overwrite the gradients."""
+        assert closure is None, "a stacked step has its gradients"
+        for member in self._members:
+            member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - avoids a scheduler's warning
+        if not any(self.active):
+            return
+        # Schedulers write to the members' own optimizers between steps.
+        for rates in self._rates:
+            rates.read()
+        present = [
+            (p, number) for number, group in enumerate(self.param_groups) for p in group["params"] if p.grad is not None
+        ]
+        addresses = tuple(
+            [(id(p), p.data_ptr()) for p, _ in present]
+        )  # ids too, because after a block moves another may take its address
+        known = self._runs.get(addresses, [])
+        found = [self._state_of(run) for run in known]
+        if not known or None in found:
+            known = self._runs[addresses] = self._runs_of(present)
+            if len(self._runs) > _MAX_REMEMBERED:
+                self._runs = {addresses: known}
+            found = [self._state_of(run) for run in known]
+        for run, state in zip(known, found, strict=True):
+            assert state is not None, "state lies as the parameters do"
+            self._step(run, state)
+
+    @property
+    def members(self) -> Sequence[Optimizer]:
+        """The members' own optimizers."""
+        return self._members
+
+    @property
+    def rates(self) -> Sequence[MemberRates]:
+        """The members' options, for each parameter group."""
+        return self._rates
+
+    def note_step(self, parameters: Iterable[Tensor]) -> None:
+        """Record a step of the active members that a planned step has made with the same arithmetic.
+
+        Args:
+            parameters: the stepped parameters, with complete state.
+        """
+        for member in self._members:
+            member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - as in `step`
+        wanted = {id(p) for p in parameters}
+        for number, group in enumerate(self.param_groups):
+            for state in (self.state[p] for p in group["params"] if id(p) in wanted):
+                if "momentum_buffer" in state and not self._counts:
+                    # The same rule as `StackedParameterUpdate.begun`, so planned and plain steps can alternate.
+                    before = state.get("begun", [False] * len(self.active))
+                    own = zip(before, self._rates[number]("momentum"), self.active, strict=True)
+                    state["begun"] = [begun or (bool(m) and active) for begun, m, active in own]
+                state["steps"] = [step + active for step, active in zip(state["steps"], self.active, strict=True)]
+
+    # Torch sets `hooked` on a step once wrapped to call hooks. `is_stackable` refuses hooks, so skip the wrapper.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    @override
+    def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
+        state = self.state.get(p, {})
+        if not state or not state["steps"][index]:
+            return {}
+        found: dict[str, Any] = {
+            name: value[index].clone() for name, value in state.items() if isinstance(value, Tensor)
+        }
+        begun = state["begun"][index] if "begun" in state else self._option(p, "momentum", index) != 0
+        if not begun:  # other members have momentum, but not this member
+            found.pop("momentum_buffer", None)
+        if self._counts:
+            found["step"] = torch.tensor(float(state["steps"][index]), dtype=torch.get_default_dtype())
+        return found
+
+    @override
+    def admits(self, optimizer: Optimizer) -> bool:
+        return all(r.admits(group) for r, group in zip(self._rates, optimizer.param_groups, strict=True))
+
+    @override
+    def replace(self, index: int, optimizer: Optimizer) -> None:
+        super().replace(index, optimizer)
+        for rates, group in zip(self._rates, optimizer.param_groups, strict=True):
+            rates.replace(index, group)
+
+    @override
+    def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
+        state = self.state.get(p, {})
+        if not state:
+            return {}
+        state["steps"][index] = _steps_of(own)
+        if "begun" in state:
+            state["begun"][index] = "momentum_buffer" in own
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        # The bytes may be on a device or the host; the caller writes them block by block.
+        return {id(value): own[name] if name in own else value.new_zeros(()) for name, value in tensors.items()}
+
+    @override
+    def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        steps, state = [_steps_of(own) for own in owns], self.state.get(p, {})
+        if not any(steps):
+            return {}
+        names = {name for own in owns for name, value in own.items() if isinstance(value, Tensor)} - {"step"}
+        made: dict[str, Any] = {}
+        for name in sorted(names):
+            one = next(own[name] for own in owns if name in own)
+            made[name] = torch.stack(
+                [own[name] if name in own else self._fresh(p, name, one, i) for i, own in enumerate(owns)]
+            )
+        made["steps"] = steps
+        if "momentum_buffer" in names and not self._counts:
+            made["begun"] = ["momentum_buffer" in own for own in owns]
+        return {name: value for name, value in made.items() if name not in state}
+
+    def _fresh(self, p: Tensor, name: str, like: Tensor, index: int) -> Tensor:
+        """Return a member's state before its first step."""
+        if name != "sum":
+            return torch.zeros_like(like)
+        return torch.full_like(like, self._option(p, "initial_accumulator_value", index))
+
+    def _option(self, p: Tensor, name: str, index: int) -> float:
+        number = next(n for n, group in enumerate(self.param_groups) if any(q is p for q in group["params"]))
+        return float(self._members[index].param_groups[number].get(name, 0.0))
+
+    def _runs_of(self, present: Sequence[tuple[Tensor, int]]) -> list[_ContiguousParameters]:
+        """Return the sets of parameters that take a step together."""
+        alike: dict[Hashable, list[tuple[Tensor, int]]] = {}
+        for p, number in present:
+            alike.setdefault(self._kind(p, number), []).append((p, number))
+        return [
+            one
+            for found in alike.values()
+            for layout, run in runs(found)
+            for one in self._steppable(_known(layout, run))
+        ]
+
+    def _kind(self, p: Tensor, number: int) -> Hashable:
+        """Return the properties shared by parameters that take a step together."""
+        state = self.state[p]
+        if not state:
+            state["steps"] = [0] * len(self.active)
+        switches = tuple(self._switches[number].items())
+        return (p.dtype, p.device, switches, tuple(state["steps"]), tuple(state.get("begun", ())), tuple(sorted(state)))
+
+    def _state_of(self, run: _ContiguousParameters) -> dict[str, FlatTensor] | None:
+        """Return the state of a run's parameters.
+
+        None if step counts differ between the parameters, or the state does not lie in memory as the parameters do.
+        """
+        states = [self.state[p] for p in run.parameters]
+        first = states[0]
+        for state in states:
+            if len(state) != len(first) or any(state.get(name) != first.get(name) for name in _NOT_TENSORS):
+                return None
+        flats: dict[str, FlatTensor] = {}
+        for name in first:
+            if name not in _NOT_TENSORS:
+                found = run.layout.found([state[name] for state in states])
+                if found is None:
+                    return None
+                flats[name] = found
+        return flats
+
+    def _steppable(self, run: _ContiguousParameters) -> Iterator[_ContiguousParameters]:
+        """Yield the run, or its parameters separately if their state lies differently in memory."""
+        states = [self.state[p] for p in run.parameters]
+        names = [name for name in states[0] if name not in _NOT_TENSORS]
+        tensors = {name: [state[name] for state in states] for name in names}
+        if all(run.layout.fits(same) and run.layout.found(same) is not None for same in tensors.values()):
+            yield run
+            return
+        for p, number, state in zip(run.parameters, run.groups, states, strict=True):
+            for name in names:
+                if state[name].stride() != p.stride():
+                    state[name] = torch.empty_like(p).copy_(state[name])
+            ((layout, own),) = runs([(p, number)])
+            yield _known(layout, own)
+
+    def _step(self, run: _ContiguousParameters, state: dict[str, FlatTensor]) -> None:
+        whole = run.layout.found(run.parameters)
+        assert whole is not None, "it was read off them"
+        step = StackedParameterUpdate(
+            run.layout,
+            whole,
+            run.layout.gathered([p.grad for p in run.parameters if p.grad is not None]),
+            [self.state[p] for p in run.parameters],
+            state,
+            [self._rates[number] for number in run.groups],
+            self._switches[run.groups[0]],
+            self.active,
+        )
+        self._update(step)
+        step.finish()
+
+
+def _known(layout: FlatLayout, run: Sequence[tuple[Tensor, int]]) -> _ContiguousParameters:
+    return _ContiguousParameters(layout, [p for p, _ in run], [number for _, number in run])

@@ -1,0 +1,219 @@
+"""Trace forward and backward of a stacked shard to a flat graph, free of autograd and `torch.vmap` at run time.
+
+In small models most of a step's time is overhead: dispatch through `torch.vmap`, and bookkeeping of autograd. The
+overhead is identical in every step, so tracing pays for it once, on fake tensors without memory, and keeps the
+resulting list of operators. Random numbers become arguments of the graph: tracing notes the draws of a shard, and the
+numbers are drawn before each run.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hydra_tune.batched.batched_random import GroupGenerator, HoistedDraw, draw_all, given, noting
+from hydra_tune.batched.flat_tensors import FlatLayout, runs
+from hydra_tune.batched.graph_cleanup import call_directly, overwrite, tidy, write_in_place
+from hydra_tune.devices.own_generator import own_generator
+from hydra_tune.shard.compute import ShardGradients, ShardOperands
+from hydra_tune.shard.placing import placed
+from hydra_tune.shard.quiet import quiet_fakes
+
+_MAX_REMEMBERED = 64
+_Layouts = list[tuple[FlatLayout, list[int]]]
+"""Layouts, each with the indices of the tensors of this layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class JointTrace:
+    """The traced forward and backward of a shard.
+
+    Attributes:
+        module: takes operands, noise and room for gradients; returns the losses and the gradients of `trained`.
+        trained: names of the parameters with gradients.
+        places: positions of `trained` among the shard's parameters and buffers.
+        written: indices of gradients written directly into the given room.
+        noise: the random numbers that the shard draws.
+        loss: name of the losses.
+        pure: the module before it received room; allocates all gradients itself.
+        place: the device of the trace; the trace runs on every device of the same kind.
+        forward: runs the module.
+        code: compiled form of `pure`, run instead of the module; None without a compiler.
+    """
+
+    module: fx.GraphModule
+    trained: tuple[str, ...]
+    places: tuple[int, ...]
+    written: tuple[int, ...]
+    noise: tuple[HoistedDraw, ...]
+    loss: str
+    pure: fx.GraphModule
+    place: torch.device
+    forward: Callable[..., Sequence[Tensor]]
+    code: Callable[..., Sequence[Tensor]] | None = None
+    _layouts: dict[tuple[int, ...], _Layouts] = field(default_factory=dict)
+
+    def draw(self, device: torch.device) -> list[Tensor]:
+        """Draw the random numbers of a run."""
+        if not self.noise:
+            return []
+        group = own_generator()
+        assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
+        return draw_all(self.noise, group, device)
+
+    def run(
+        self, operands: ShardOperands, noise: Sequence[Tensor] | None = None, *, is_laid_out: bool = False
+    ) -> ShardGradients:
+        """Return the gradients of every member's loss, and the losses.
+
+        Args:
+            operands: operands of the shard.
+            noise: random numbers, if already drawn.
+            is_laid_out: whether to lay gradients out contiguously in the order of the parameters, so that the optimizer
+                can treat them as a single tensor (`flat_tensors.py`); such gradients share no bytes with other tensors.
+        """
+        if noise is None:
+            noise = self.draw(operands.all[0].device)
+        with torch.no_grad():
+            room = self._room([operands.state[place] for place in self.places], is_laid_out=is_laid_out)
+            if self.code is not None:
+                written: tuple[int, ...] = ()
+                losses, *gradients = self.code(*operands.all, *noise)
+            else:
+                written = self.written
+                losses, *gradients = self.forward(*operands.all, *noise, *[room[index] for index in written])
+            if is_laid_out and len(written) < len(room):
+                rest = [index for index in range(len(room)) if index not in written]
+                torch._foreach_copy_([room[index] for index in rest], [gradients[index] for index in rest])
+                gradients = [room[index] for index in range(len(room))]
+        return ShardGradients(
+            live_in={}, parameters=dict(zip(self.trained, gradients, strict=True)), outputs={self.loss: losses}
+        )
+
+    def _room(self, parameters: Sequence[Tensor], *, is_laid_out: bool) -> Mapping[int, Tensor]:
+        """Return empty gradients to write into, by index in `trained`."""
+        if not is_laid_out:
+            return {index: torch.empty_like(parameters[index]) for index in self.written}
+        # Blocks move when they are spilled and loaded, and the neighbours
+        # of a parameter change with them, so layouts are known by address.
+        addresses = tuple([parameter.data_ptr() for parameter in parameters])
+        layouts = self._layouts.get(addresses)
+        if layouts is None:
+            if len(self._layouts) >= _MAX_REMEMBERED:
+                self._layouts.clear()
+            layouts = self._layouts[addresses] = _layouts(parameters)
+        return {
+            index: part
+            for layout, indices in layouts
+            for index, part in zip(indices, layout.room(parameters[indices[0]]).parts, strict=True)
+        }
+
+
+def _layouts(parameters: Sequence[Tensor]) -> _Layouts:
+    """Return the memory layouts of the parameters, separately for each dtype."""
+    kinds: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
+    for index, parameter in enumerate(parameters):
+        kinds.setdefault(parameter.dtype, []).append((parameter, index))
+    return [(layout, [index for _, index in run]) for kind in kinds.values() for layout, run in runs(kind)]
+
+
+def traced_forward(run: Any, operands: ShardOperands) -> fx.GraphModule:
+    """Trace the forward of a shard that draws no random numbers.
+
+    Args:
+        run: the stacked shard.
+        operands: tensors of the sizes to trace for.
+
+    Returns:
+        A module from the operands to the shard's outputs.
+    """
+    with torch.no_grad():
+        module = make_fx(run, tracing_mode="fake")(*(tensor.detach() for tensor in operands.all))
+    tidy(module)
+    return module
+
+
+def traced(
+    run: Any,
+    names: Sequence[str],
+    operands: ShardOperands,
+    trains: Sequence[bool],
+    loss: str,
+    count: int,
+    *,
+    draws: bool = True,
+    accumulate: int = 1,
+    place: torch.device | None = None,
+) -> JointTrace | None:
+    """Trace a shard whose only output is the loss; return None if its random draws depend on values.
+
+    Args:
+        run: the stacked shard.
+        names: names of its parameters and buffers.
+        operands: tensors of the sizes to trace for; only the geometry counts.
+        trains: for every name, whether the gradient is wanted.
+        loss: name of the shard's output.
+        count: number of members.
+        draws: whether the shard may draw random numbers.
+        accumulate: batches in a step; every loss is divided by the number.
+        place: the device to trace for, by default the operands' device; decompositions and kernels depend on the
+            device.
+    """
+    mode = FakeTensorMode()
+    fakes = [_fake(mode, tensor.detach(), place) for tensor in operands.all]
+    drawn: Sequence[HoistedDraw] | None = _drawn(run, fakes, mode) if draws else ()
+    if drawn is None:
+        return None
+    with mode:
+        noise = [n.room(count, fakes[0].device) for n in drawn]
+    trained_at = [index for index, one in enumerate(trains) if one]
+    reached: list[int] = []
+
+    def joint(*tensors: Tensor) -> list[Tensor]:
+        own = list(tensors[: len(fakes)])
+        for index in trained_at:
+            own[index] = own[index].detach().requires_grad_()
+        with given(tensors[len(fakes) :]), torch.enable_grad():
+            (losses,) = run(*own)
+            wanted = [own[index] for index in trained_at]
+            # No operator mixes members, so the gradient of the sum of all losses holds every member's own gradient.
+            begins = torch.full_like(losses, 1 / accumulate)
+            gradients = torch.autograd.grad(losses, wanted, begins, allow_unused=True)
+        reached[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
+        return [losses, *(gradient for gradient in gradients if gradient is not None)]
+
+    with quiet_fakes():  # failed attempts at batching are expected here: `StackedGraph` falls back to single members
+        module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
+    tidy(module)
+    # `compiled_trace` compiles the functional form, which allocates its own outputs.
+    pure = fx.GraphModule(module, copy.deepcopy(module.graph))
+    written = write_in_place(module, first=1)
+    overwrite(module)
+    # Last, because the other passes recognize operators by their overloads.
+    call_directly(module)
+    with mode, torch.no_grad():  # run once, so that a trace that cannot run is rejected now
+        module(*fakes, *noise, *[torch.empty_like(fakes[reached[index]]) for index in written])
+    trained = tuple(names[place] for place in reached)
+    home = fakes[0].device
+    forward = placed(module, home=home)
+    return JointTrace(module, trained, tuple(reached), written, tuple(drawn), loss, pure, home, forward)
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> Tensor:
+    """Return a fake tensor with the geometry of another tensor."""
+    if place is None or place == tensor.device:
+        return mode.from_tensor(tensor)
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+
+
+def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[HoistedDraw] | None:
+    """Return the random numbers that a shard draws; None if the draws depend on values."""
+    with mode, torch.no_grad(), noting() as noted:
+        run(*fakes)
+    return noted.found if noted.is_hoistable else None

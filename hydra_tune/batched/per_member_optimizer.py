@@ -1,0 +1,119 @@
+"""`PerMemberOptimizer`: run the members' own optimizers, each on its part of the stacked parameters.
+
+The fallback for optimizers without stacked arithmetic, such as a user's own optimizer class.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from hydra_tune.batched.batched_optimizer import BatchedOptimizer, StackedOptimizer, is_stackable
+
+
+class PerMemberOptimizer(StackedOptimizer):
+    """Steps the members in turn, by their own optimizers, including hooks.
+
+    During a member's step the member's own parameters are views of the stacked parameters. The member's state is also
+    stored as state of the stacked parameters, under prefixed names, so the group holds and moves the state like that of
+    any optimizer.
+    """
+
+    def __init__(self, members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> None:
+        super().__init__(members, groups)
+        self._stacked = [p for group in groups for p in group]
+        self._own = [self._parts_of(member) for member in members]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        """Step the parameters that have gradients, for the members that are active."""
+        assert closure is None, "a stacked step has its gradients"
+        for index, (member, own, active) in enumerate(zip(self._members, self._own, self.active, strict=True)):
+            if not active:
+                # The member's scheduler would warn about a missing optimizer step.
+                member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
+                continue
+            present = [(p, stacked) for p, stacked in own if stacked.grad is not None]
+            self._take_over(index, member, present)
+            with _parts(index, present):
+                member.step()
+            self._note(index, member, present)
+
+    @override
+    def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
+        prefix = _name(index, "")
+        return {
+            name.removeprefix(prefix): value.clone() if isinstance(value, Tensor) else value
+            for name, value in self.state.get(p, {}).items()
+            if name.startswith(prefix)
+        }
+
+    @override
+    def replace(self, index: int, optimizer: Optimizer) -> None:
+        super().replace(index, optimizer)
+        self._own[index] = self._parts_of(optimizer)
+
+    def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
+        """As of `StackedOptimizer`.
+
+        Drops the old state, so the next step uses the state from `entries`, or begins anew.
+        """
+        del own
+        state = self.state.get(p, {})
+        for name in [name for name in state if name.startswith(_name(index, ""))]:
+            del state[name]
+        return {}
+
+    @override
+    def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        made = {_name(index, name): value for index, own in enumerate(owns) for name, value in own.items()}
+        return {name: value for name, value in made.items() if name not in self.state.get(p, {})}
+
+    def _parts_of(self, member: Optimizer) -> list[tuple[Tensor, Tensor]]:
+        """Return a member's own parameters, each with the stacked parameter."""
+        own = [p for group in member.param_groups for p in group["params"]]
+        return list(zip(own, self._stacked, strict=True))
+
+    def _take_over(self, index: int, member: Optimizer, present: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Give the member's optimizer the state tensors that the group holds.
+
+        Between steps the group may have moved the state to other tensors than the optimizer created.
+        """
+        prefix = _name(index, "")
+        for p, stacked in present:
+            known = {n: value for n, value in self.state.get(stacked, {}).items() if n.startswith(prefix)}
+            if known:
+                member.state[p].update({name.removeprefix(prefix): value for name, value in known.items()})
+
+    def _note(self, index: int, member: Optimizer, present: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for p, stacked in present:
+            self.state[stacked].update({_name(index, name): value for name, value in member.state[p].items()})
+
+
+def _name(index: int, name: str) -> str:
+    return f"{index}: {name}"
+
+
+@contextmanager
+def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Make a member's own parameters views of the stacked parameters inside the context, with their gradients."""
+    # Swap `.data` instead of the parameters: the optimizer and its hooks refer to the parameter objects themselves.
+    before = [p.data for p, _ in present]
+    for p, stacked in present:
+        assert stacked.grad is not None
+        p.data = stacked.detach()[index]
+        p.grad = stacked.grad[index]
+    try:
+        yield
+    finally:
+        for (p, _), data in zip(present, before, strict=True):
+            p.grad = None
+            p.data = data
+
+
+def group_optimizer(members: Sequence[Optimizer], groups: Sequence[Sequence[Tensor]]) -> StackedOptimizer:
+    """Return the optimizer of a group: stacked where possible, otherwise member by member."""
+    kind = BatchedOptimizer if is_stackable(members[0]) else PerMemberOptimizer
+    return kind(members, groups)

@@ -1,0 +1,322 @@
+"""Arithmetic of stacked optimizers: the single-tensor functions of `torch.optim`, for all members at once.
+
+Every update takes parameters that lie contiguously in memory (`StackedParameterUpdate`) with their gradients, which
+the update overwrites. Every rate is either common to all members or separate for each member.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+
+from hydra_tune.batched.flat_tensors import FlatLayout, FlatTensor, Numbers
+from hydra_tune.batched.hyperparameters import MemberRates
+
+
+class StackedParameterUpdate:
+    """Parameters that take a step together; for each member, all have taken equally many steps before.
+
+    Args:
+        layout: memory layout of the parameters.
+        p: the parameters.
+        gradient: the gradients, overwritten by the step.
+        states: optimizer state of every parameter, with equal keys.
+        found: tensors of the state, by key.
+        rates: rates of every parameter.
+        switches: switches of the parameter groups.
+        active: whether each member takes the step.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        p: FlatTensor,
+        gradient: FlatTensor,
+        states: Sequence[dict[str, Any]],
+        found: Mapping[str, FlatTensor],
+        rates: Sequence[MemberRates],
+        switches: dict[str, bool],
+        active: Sequence[bool],
+    ) -> None:
+        self.p, self.gradient, self.switches = p, gradient, switches
+        self._layout, self._states, self._found, self._active = layout, states, found, active
+        self._rates, self._distinct = rates, list(dict.fromkeys(rates))
+        self._everybody = all(active)
+        self._before: list[tuple[FlatTensor, Tensor]] = []
+        self._hold(p)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps that each member has taken before."""
+        return tuple(self._states[0]["steps"])
+
+    def numbers(self, key: Hashable, make: Callable[[MemberRates], Sequence[float]]) -> Numbers:
+        """Return rates that may change at every step, for `mul_` and `add_`.
+
+        Both round equally for a common number and for separate numbers, so the form may change from step to step.
+
+        Args:
+            key: identifies the rates within the step.
+            make: computes the rates of a parameter group, a number for each member.
+
+        Returns:
+            A float if all active members agree in all parameter groups; otherwise tensors.
+        """
+        own = [self._of_active(rates.made(key, partial(make, rates))) for rates in self._distinct]
+        return own[0][0] if _are_all_one(own) else self._beside(own)
+
+    def option(self, name: str, make: Callable[[float], float] = float) -> Numbers:
+        """Return an option that never changes between steps, for any operator.
+
+        Some operators round differently for a float than for a tensor. So the result is a float only if all members
+        began with the same value: members that rest or end must not change the operators of the others.
+        """
+        own = [
+            self._of_active(rates.made((name, make), partial(_options, rates, name, make))) for rates in self._distinct
+        ]
+        common = all(rates.begins_alike(name) for rates in self._distinct)
+        return own[0][0] if common and _are_all_one(own) else self._beside(own)
+
+    def every(self, name: str) -> Numbers:
+        """Return an option of all members, active or resting."""
+        return self._beside([rates(name) for rates in self._distinct])
+
+    def descend(self, direction: FlatTensor, numbers: Numbers) -> None:
+        """Move the parameters along a direction; overwrites the gradient."""
+        if direction is self.gradient:
+            direction.mul_(numbers)
+        else:
+            self.gradient.product_(direction, numbers)
+        self.p.whole.add_(self.gradient.whole)
+
+    def has(self, name: str) -> bool:
+        """Return whether the optimizer state has an entry."""
+        return name in self._states[0]
+
+    def state(self, name: str, first: Callable[[], Numbers] = float) -> FlatTensor:
+        """Return a state entry of all parameters, created with the value of `first` (default 0) if missing."""
+        if not self.has(name):
+            made = self._layout.new(self.p.whole)
+            made.add_(first())
+            for state, part in zip(self._states, made.parts, strict=True):
+                state[name] = part
+            self._hold(made)
+            return made
+        found = self._found[name]
+        self._hold(found)
+        return found
+
+    def begun(self) -> list[bool]:
+        """Return whether each member's momentum has begun; active members with momentum begin now."""
+        begun: list[bool] = list(self._states[0].get("begun", [False] * len(self._active)))
+        if all(begun):
+            return begun
+        begin = {
+            rates: [b or (bool(m) and a) for b, m, a in zip(begun, rates("momentum"), self._active, strict=True)]
+            for rates in self._distinct
+        }
+        for state, rates in zip(self._states, self._rates, strict=True):
+            state["begun"] = begin[rates].copy()
+        return begun
+
+    def like(self, whole: Tensor) -> FlatTensor:
+        """Return a temporary with the layout of the parameters."""
+        return FlatTensor(whole, self._layout.parts(whole))
+
+    def finish(self) -> None:
+        """Finish the step: restore resting members, and count the step for active members."""
+        if self._before:
+            mask = self._mask()
+            for flat, before in self._before:
+                # Select instead of multiplying by a mask: NaN times zero would still be NaN.
+                torch.where(mask, flat.whole, before, out=flat.whole)
+        steps = [step + active for step, active in zip(self._states[0]["steps"], self._active, strict=True)]
+        for state in self._states:
+            state["steps"] = list(steps)
+
+    def _of_active(self, values: tuple[float, ...]) -> tuple[float, ...]:
+        """Replace the values of resting members by the value of an active member.
+
+        Unused values then cannot prevent the use of a common float.
+        """
+        if self._everybody:
+            return values
+        some = values[self._active.index(True)]
+        return tuple(value if active else some for value, active in zip(values, self._active, strict=True))
+
+    def _beside(self, own: Sequence[tuple[float, ...]]) -> list[Tensor]:
+        """Return a tensor of numbers for each part, given the numbers of each parameter group."""
+        values = dict(zip(self._distinct, own, strict=True))
+        return [rates.beside(values[rates], part) for rates, part in zip(self._rates, self.p.parts, strict=True)]
+
+    def _hold(self, flat: FlatTensor) -> None:
+        # Only a step with resting members pays for copies.
+        if not self._everybody:
+            self._before.append((flat, flat.whole.clone()))
+
+    def _mask(self) -> Tensor:
+        """Return, for every element, whether its member takes the step."""
+        whole = torch.zeros_like(self.p.whole, dtype=torch.bool)
+        rows = torch.tensor(self._active, device=whole.device)
+        for part in self._layout.parts(whole):
+            part.copy_(rows.view(-1, *[1] * (part.dim() - 1)).expand_as(part))
+        return whole
+
+
+def _are_all_one(own: Sequence[tuple[float, ...]]) -> bool:
+    """Return whether all numbers are equal."""
+    return all(values.count(own[0][0]) == len(values) for values in own)
+
+
+def _options(rates: MemberRates, name: str, make: Callable[[float], float]) -> list[float]:
+    return [make(value) for value in rates(name)]
+
+
+def _rest(value: float) -> float:
+    return 1 - value
+
+
+def _decay(run: StackedParameterUpdate) -> None:
+    decay = run.option("weight_decay")
+    if decay != 0.0:
+        run.gradient.add_product_(run.p, decay)
+
+
+def _follow(run: StackedParameterUpdate, name: str, momentum: Numbers) -> FlatTensor:
+    """Add the gradients to the decayed buffer of earlier gradients."""
+    buffer, steady = run.state(name), run.option("momentum")
+    if isinstance(steady, float):
+        torch.add(run.gradient.whole, buffer.whole, alpha=steady, out=buffer.whole)
+        return buffer
+    buffer.mul_(momentum)
+    buffer.whole.add_(run.gradient.whole)
+    return buffer
+
+
+def _descent(rates: MemberRates) -> list[float]:
+    return [-rate for rate in rates("lr")]
+
+
+def _sgd(run: StackedParameterUpdate) -> None:
+    _decay(run)
+    gradient, momentum = run.gradient, run.numbers("momentum", lambda rates: rates("momentum"))
+    direction = gradient
+    # A buffer may exist although every momentum is 0 now, because
+    # schedulers may change momentum; the buffer must decay.
+    if momentum != 0.0 or run.has("momentum_buffer"):
+        begun = run.begun()
+        if not run.switches["nesterov"]:
+            gradient.mul_(run.numbers(("fresh", *begun), lambda rates: _fresh(rates, begun)))
+            direction = _follow(run, "momentum_buffer", momentum)
+        else:  # torch allows no dampening with nesterov
+            buffer = _follow(run, "momentum_buffer", momentum)
+            gradient.add_product_(buffer, run.option("momentum"))
+    run.descend(direction, run.numbers("descent", _descent))
+
+
+def _fresh(rates: MemberRates, begun: Sequence[bool]) -> list[float]:
+    """Return the factors of the gradients: undampened for a member's first gradient."""
+    own = zip(rates("dampening"), begun, rates("momentum"), strict=True)
+    return [1 - d if b and m else 1.0 for d, b, m in own]
+
+
+def _adam(run: StackedParameterUpdate) -> None:
+    _decay(run)
+    _adam_step(run)
+
+
+def _adamw(run: StackedParameterUpdate) -> None:
+    def kept(rates: MemberRates) -> list[float]:
+        return [1 - lr * decay for lr, decay in zip(rates("lr"), rates("weight_decay"), strict=True)]
+
+    run.p.mul_(run.numbers("kept", kept))
+    _adam_step(run)
+
+
+def _adam_step(run: StackedParameterUpdate) -> None:
+    """Step like Adam, with the root r of the second moment's correction moved out of the sum.
+
+    `m / (sqrt(v) / r + eps)` equals `r m / (sqrt(v) + r eps)`.
+    """
+    done = run.steps
+    mean, square, gradient = run.state("exp_avg"), run.state("exp_avg_sq"), run.gradient
+    mean.lerp_(gradient, run.option("beta1", _rest))
+    square.average_square_(gradient, run.option("beta2"), run.option("beta2", _rest))
+
+    def made(rates: MemberRates) -> list[float]:
+        return [(1 - b ** (n + 1)) ** 0.5 for b, n in zip(rates("beta2"), done, strict=True)]
+
+    def roots(rates: MemberRates) -> tuple[float, ...]:
+        return rates.made(("roots", *done), partial(made, rates))
+
+    def epsilons(rates: MemberRates) -> list[float]:
+        return [eps * root for eps, root in zip(rates("eps"), roots(rates), strict=True)]
+
+    def sizes(rates: MemberRates) -> list[float]:
+        own = zip(rates("lr"), rates("beta1"), done, roots(rates), strict=True)
+        return [-lr / (1 - b ** (n + 1)) * root for lr, b, n, root in own]
+
+    # The gradient is not needed any more, so its memory holds
+    # the denominator. A separate temporary would raise the peak.
+    torch.sqrt(square.whole, out=gradient.whole)
+    gradient.add_(run.numbers(("eps", *done), epsilons))
+    torch.div(mean.whole, gradient.whole, out=gradient.whole)
+    run.descend(gradient, run.numbers(("sizes", *done), sizes))
+
+
+def _rmsprop(run: StackedParameterUpdate) -> None:
+    _decay(run)
+    gradient, square, rest = run.gradient, run.state("square_avg"), run.option("alpha", _rest)
+    square.average_square_(gradient, run.option("alpha"), rest)
+    if run.switches["centered"]:
+        mean = run.state("grad_avg")
+        mean.lerp_(gradient, rest)
+        root = torch.addcmul(square.whole, mean.whole, mean.whole, value=-1).sqrt_()
+    else:
+        root = square.whole.sqrt()
+    run.like(root).add_(run.option("eps"))
+    gradient.whole.div_(root)
+    momentum = run.numbers("momentum", lambda rates: rates("momentum"))
+    if momentum != 0.0 or run.has("momentum_buffer"):
+        gradient = _follow(run, "momentum_buffer", momentum)
+    run.descend(gradient, run.numbers("descent", _descent))
+
+
+def _adagrad(run: StackedParameterUpdate) -> None:
+    _decay(run)
+    done, gradient = run.steps, run.gradient
+    total = run.state("sum", lambda: run.every("initial_accumulator_value"))
+    total.whole.addcmul_(gradient.whole, gradient.whole)
+    root = total.whole.sqrt()
+    run.like(root).add_(run.option("eps"))
+    gradient.whole.div_(root)
+
+    def sizes(rates: MemberRates) -> list[float]:
+        own = zip(rates("lr"), rates("lr_decay"), done, strict=True)
+        return [-rate / (1 + step * decay) for rate, decay, step in own]
+
+    run.descend(gradient, run.numbers(("sizes", *done), sizes))
+
+
+UPDATES: dict[type[Optimizer], Callable[[StackedParameterUpdate], None]] = {
+    SGD: _sgd,
+    Adam: _adam,
+    AdamW: _adamw,
+    RMSprop: _rmsprop,
+    Adagrad: _adagrad,
+}
+
+
+COUNTED = (Adam, AdamW, RMSprop, Adagrad)
+"""Optimizers with a "step" in their state."""
+
+
+def update_of(optimizer: Optimizer) -> Callable[[StackedParameterUpdate], None]:
+    """Return the update function for optimizers like the given optimizer."""
+    kind = type(optimizer)
+    if kind is Adam and optimizer.param_groups[0].get("decoupled_weight_decay"):
+        return _adamw
+    return UPDATES[kind]

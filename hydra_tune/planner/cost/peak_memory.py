@@ -1,0 +1,137 @@
+"""Algorithm G: the bytes on the device, instruction by instruction.
+
+Differs: the paper adds up five sums over tensors, and counts `static_mem` and, in line 3, swapped and recomputed
+tensors twice. Here every storage is counted once, from the instruction that makes the storage to the instruction that
+frees the storage. A swapped storage is freed where its copy has ended (`planner/ir/lowering.py`), not where the copy
+begins.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hydra_tune.planner.ir.instructions import Instruction, InstructionKind, InstructionSlice
+from hydra_tune.planner.ir.lowering import lowered, start_bytes, stretched
+from hydra_tune.planner.ir.plan_state import ScheduleSegment, SubArraySchedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentMemory:
+    """Memory that a segment needs.
+
+    Attributes:
+        peak_bytes: most bytes on the device at once.
+        peak_backward: rank that the backward has reached at the peak.
+        peak_forward: rank that the forward has reached at the peak.
+        by_rank: most bytes before and during each backward operator; the last entry is for the time after all of them.
+    """
+
+    peak_bytes: int
+    peak_backward: int
+    peak_forward: int
+    by_rank: tuple[int, ...]
+
+
+def simulated(schedule: SubArraySchedule, segment: ScheduleSegment) -> SegmentMemory:
+    """Return the memory that a segment needs.
+
+    Args:
+        schedule: the decisions.
+        segment: of the schedule.
+    """
+    return followed(stretched(schedule, segment), start_bytes(schedule, segment))
+
+
+def followed(pieces: Iterable[Instruction | InstructionSlice], start: int) -> SegmentMemory:
+    """Return the memory that a list of instructions needs.
+
+    Args:
+        pieces: in order.
+        start: bytes on the device at the beginning.
+    """
+    state = _SegmentMemorySimulator(start)
+    for one in pieces:
+        if isinstance(one, InstructionSlice):
+            state.runs(one)
+        else:
+            state.does(one)
+    return state.memory()
+
+
+def curve(schedule: SubArraySchedule, segment: ScheduleSegment) -> tuple[int, ...]:
+    """Return the bytes on the device during each instruction of a segment.
+
+    Args:
+        schedule: the decisions.
+        segment: of the schedule.
+    """
+    live, found = start_bytes(schedule, segment), []
+    for one in lowered(schedule, segment):
+        live += one.made_bytes
+        found.append(live + one.workspace_bytes)
+        live -= one.freed_bytes
+    return tuple(found)
+
+
+class _SegmentMemorySimulator:
+    def __init__(self, start: int) -> None:
+        self._live = self._peak = self._most = start  # `_most`: since the last backward operator
+        self._backward = self._forward = 0
+        self._at = (0, 0)
+        self._by_rank: list[int] = []
+
+    def does(self, one: Instruction) -> None:
+        """Account for a single instruction."""
+        self._live += one.made_bytes
+        if not one.is_backward:
+            self._forward = one.rank
+        elif one.kind is not InstructionKind.RERUN:
+            self._backward = one.rank
+        self._reaches(self._live + one.workspace_bytes, self._backward, self._forward)
+        self._live -= one.freed_bytes
+        if one.kind is InstructionKind.RUN and one.is_backward:
+            self._backward = one.rank + 1
+            self._by_rank.append(self._most)
+            self._most = self._live
+        elif one.kind is InstructionKind.RUN:
+            self._forward = one.rank + 1
+
+    def runs(self, one: InstructionSlice) -> None:
+        """Account for consecutive operators."""
+        line, begin, end = one
+        beyond = self._live - line.before[begin]
+        top = line.top(begin, end)
+        # A recomputation belongs to the backward operator that follows: it adds to `_most` and moves no rank.
+        if line.is_again:
+            self._reaches(line.during[top] + beyond, self._backward, self._forward)
+        elif line.is_backward:
+            # `_most` covers the instructions since the last backward operator, so it counts for the first of the
+            # stretch.
+            self._by_rank.append(max(self._most, line.during[begin] + beyond))
+            self._by_rank += [num_bytes + beyond for num_bytes in line.during[begin + 1 : end]]
+            self._reaches(line.during[top] + beyond, top, self._forward)
+            self._backward = end
+        else:
+            self._reaches(line.during[top] + beyond, self._backward, top)
+            self._forward = end
+        self._live = line.before[end] + beyond
+        if line.is_backward:
+            self._most = self._live
+
+    def memory(self) -> SegmentMemory:
+        """Return the memory found so far."""
+        backward, forward = self._at
+        by_rank = (*self._by_rank, self._most)
+        return SegmentMemory(peak_bytes=self._peak, peak_backward=backward, peak_forward=forward, by_rank=by_rank)
+
+    def _reaches(self, num_bytes: int, backward: int, forward: int) -> None:
+        if num_bytes > self._most:
+            self._most = num_bytes
+            # Strictly above, so the first place of the peak counts, as in `Line.top`.
+            if num_bytes > self._peak:
+                self._peak, self._at = num_bytes, (backward, forward)
+
+
+def peak_of(schedule: SubArraySchedule) -> tuple[ScheduleSegment, SegmentMemory]:
+    """Return the segment of a schedule that needs the most memory, with its memory."""
+    each = [(segment, simulated(schedule, segment)) for segment in schedule.segments]
+    return max(each, key=lambda found: found[1].peak_bytes)

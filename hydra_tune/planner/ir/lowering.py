@@ -1,0 +1,353 @@
+"""Lowering of a schedule's segment to a list of instructions: runs, copies, recomputations and deletions, in order.
+
+Note: room. A swapped storage is freed when its copy to the host has ended, not when the copy begins (Algorithm G as
+printed frees the storage at once). The end depends on time, so the release is an instruction of its own. The lowering
+puts the release where the copy will have ended. If an operator would find no room before then, the release comes
+sooner, and the operator waits. The bytes on the device are therefore a function of the list.
+
+Note: reuse. A search compares schedules that differ in a few decisions. Decisions change which instructions there are,
+and which sources of recomputations are freed late, but no instruction otherwise. So each instruction is made once for a
+sub-array (`SubArrayProfile.lowered`) and used again, as are whole stretches of operators (note on speed in
+`instructions.py`).
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from hydra_tune.planner.ir.instructions import (
+    Instruction,
+    InstructionKind,
+    InstructionSequence,
+    InstructionSlice,
+    ticks,
+)
+from hydra_tune.planner.ir.plan_state import ScheduleSegment, SubArrayDecisions, SubArraySchedule
+from hydra_tune.planner.ir.step_profile import FeatureMap, OperatorProfile, SubArrayProfile
+
+
+def lowered(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instruction]:
+    """Return the instructions of a segment.
+
+    Args:
+        schedule: the decisions.
+        segment: a segment or an end of the schedule.
+    """
+    found: list[Instruction] = []
+    for one in stretched(schedule, segment):
+        if isinstance(one, InstructionSlice):
+            found += one.line.instructions[one.begin : one.end]
+        else:
+            found.append(one)
+    return found
+
+
+def stretched(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instruction | InstructionSlice]:
+    """Return the instructions of a segment, with consecutive operators as stretches.
+
+    Args:
+        schedule: the decisions.
+        segment: a segment or an end of the schedule.
+    """
+    return _SegmentLowering(schedule, segment).pieces()
+
+
+def kept_bytes(array: SubArrayProfile, decisions: SubArrayDecisions) -> int:
+    """Bytes of the feature maps that stay on the device between a sub-array's forward and backward."""
+    gone = (array.maps[name].num_bytes for name in (*decisions.swaps, *decisions.recomputes))
+    return array.kept_bytes - sum(gone)
+
+
+def copied(storage: str, made_for: str) -> str:
+    """Return the name of a storage that is made again on the way to another storage."""
+    return f"{storage}@{made_for}"
+
+
+class _SubArrayLowering:
+    """A sub-array as the lowering sees it: instructions common to all schedules, and the changes by decisions."""
+
+    def __init__(self, schedule: SubArraySchedule, side: int) -> None:
+        self.array, self.decisions, self.side = schedule.arrays[side], schedule.decisions[side], side
+        self.known: dict[Any, Any] = self.array.lowered.setdefault(side, {})
+        self.forward = self._line("forward", self.array.forward, self.array.forward_ends)
+        self.backward = self._line("backward", self.array.backward, self.array.all_backward_ends)
+        self.changed: dict[int, Instruction] = {}
+        self.prompts: dict[int, list[FeatureMap]] = {}
+        self.arrivals: dict[int, list[FeatureMap]] = {}
+        self.recomputed: dict[int, list[FeatureMap]] = {}
+        self.leaves: dict[int, list[FeatureMap]] = {}
+        maps, needs = self.array.maps, self.decisions.changed_needs(self.array.maps)
+        for name in sorted((*self.decisions.swaps, *self.decisions.recomputes), key=self.array.order.__getitem__):
+            self._look_up(name, maps[name], needs)
+        for found in self.prompts.values():
+            found.sort(key=lambda one: (_first(one, needs), one.made))
+        self._change_ends(
+            needs, {name: self._returns(maps[name], each) for name, each in self.decisions.returns.items()}
+        )
+        self.leaving_ranks = sorted(self.leaves)
+
+    def _line(
+        self, key: str, ops: Sequence[OperatorProfile], ends: Mapping[int, tuple[str, ...]]
+    ) -> InstructionSequence:
+        if key not in self.known:
+            each = [self._run(rank, op, ends.get(rank, ()), key) for rank, op in enumerate(ops)]
+            self.known[key] = InstructionSequence(each)
+        found: InstructionSequence = self.known[key]
+        return found
+
+    def _run(self, rank: int, op: OperatorProfile, frees: tuple[str, ...], which: str) -> Instruction:
+        return Instruction(
+            kind=InstructionKind.RUN,
+            side=self.side,
+            is_backward=which == "backward",
+            rank=rank,
+            seconds=op.seconds,
+            makes=op.makes,
+            frees=frees,
+            made_bytes=_bytes(self.array, op.makes),
+            freed_bytes=_bytes(self.array, frees),
+            workspace_bytes=op.workspace_bytes,
+        )
+
+    def _look_up(self, name: str, one: FeatureMap, needs: Mapping[str, tuple[int, int]]) -> None:
+        decided = self.decisions
+        self.leaves.setdefault(one.last_forward, []).append(one)
+        if name in decided.swaps:
+            need = _first(one, needs)
+            if name not in self.array.at_once:
+                self.prompts.setdefault(min(decided.swaps[name], need), []).append(one)
+            self.arrivals.setdefault(need, []).append(one)
+        else:
+            self.recomputed.setdefault(one.first_backward, []).append(one)
+
+    def _returns(self, one: FeatureMap, each: Mapping[int, int]) -> set[int]:
+        """Add the copies back after a map's absences; return the ranks behind which the map is freed for an absence."""
+        uses, found = self.decisions.uses(one, self.array.backward_ranks[one.name]), set[int]()
+        for left, prompt in each.items():
+            next_use = bisect_left(uses, left + 1)
+            if not 0 < next_use < len(uses) or uses[next_use - 1] in found:
+                continue  # a recomputation that needed the map there has been undone, or needs the map only now
+            last, need = uses[next_use - 1], uses[next_use]
+            found.add(last)
+            if one.name not in self.array.at_once:
+                self.prompts.setdefault(min(max(prompt, last + 1), need), []).append(one)
+            self.arrivals.setdefault(need, []).append(one)
+        return found
+
+    def _change_ends(self, needs: Mapping[str, tuple[int, int]], away: Mapping[str, set[int]]) -> None:
+        """Change the backward operators that free feature maps.
+
+        A source of recomputations is freed behind the last of them, and a returning map is freed before each absence.
+        """
+        maps, base = self.array.maps, self.array.all_backward_ends
+        later = {name: last for name, (_, last) in needs.items() if last != maps[name].last_backward}
+        for rank in {*later.values(), *(maps[name].last_backward for name in later), *chain(*away.values())}:
+            own = [name for name in base.get(rank, ()) if name not in maps]
+            left = [name for name in base.get(rank, ()) if name in maps and name not in later]
+            left += [name for name, last in later.items() if last == rank]
+            left += [name for name, ranks in away.items() if rank in ranks]
+            ends = (*own, *sorted(left, key=self.array.order.__getitem__))
+            # The key holds the freed storages, so all decisions that free the same storages here share the instruction.
+            key = ("ends", rank, ends)
+            if key not in self.known:
+                self.known[key] = self._run(rank, self.array.backward[rank], ends, "backward")
+            self.changed[rank] = self.known[key]
+
+    def move(self, kind: InstructionKind, one: FeatureMap, rank: int) -> Instruction:
+        """Return a copy, the end of a copy, or a deletion, after `rank` operators have run."""
+        key = (kind, one.name, rank)
+        if key not in self.known:
+            freed = (one.name,) if kind in (InstructionKind.DELETE, InstructionKind.RELEASE) else ()
+            made = (one.name,) if kind is InstructionKind.PREFETCH else ()
+            seconds = {InstructionKind.PREFETCH: one.in_seconds, InstructionKind.OFFLOAD: one.out_seconds}.get(kind)
+            is_at_once = seconds is not None and one.name in self.array.at_once
+            hand_seconds = 0.0 if seconds is None else seconds if is_at_once else self.array.hand_seconds
+            self.known[key] = Instruction(
+                kind=kind,
+                side=self.side,
+                is_backward=kind in (InstructionKind.PREFETCH, InstructionKind.ARRIVE),
+                rank=rank,
+                storage=one.name,
+                seconds=seconds or 0.0,
+                hand_seconds=hand_seconds,
+                is_at_once=is_at_once,
+                makes=made,
+                frees=freed,
+                made_bytes=_bytes(self.array, made),
+                freed_bytes=_bytes(self.array, freed),
+            )
+        found: Instruction = self.known[key]
+        return found
+
+    def again(self, one: FeatureMap) -> InstructionSequence:
+        """Return the operators that recompute a feature map."""
+        how = self.decisions.recomputes[one.name]
+        key = ("again", one.name, how.ops)
+        if key not in self.known:
+            self.known[key] = InstructionSequence(tuple(self._again(one, sorted(how.ops))))
+        found: InstructionSequence = self.known[key]
+        return found
+
+    def _again(self, one: FeatureMap, ranks: list[int]) -> Iterator[Instruction]:
+        ops = self.array.forward
+        last = {storage: rank for rank in ranks for storage in (*ops[rank].reads, *ops[rank].makes)}
+        made: set[str] = set()
+        for rank in ranks:
+            op = ops[rank]
+            made.update(op.makes)
+            ended = sorted(storage for storage in made if last[storage] == rank and storage != one.name)
+            # Storages made on the way get names of their own, since the originals, or copies for other maps, may exist
+            # too.
+            yield Instruction(
+                kind=InstructionKind.RERUN,
+                side=self.side,
+                is_backward=True,
+                rank=rank,
+                storage=one.name,
+                seconds=op.seconds,
+                makes=tuple(name if name == one.name else copied(name, one.name) for name in op.makes),
+                frees=tuple(copied(name, one.name) for name in ended),
+                made_bytes=_bytes(self.array, op.makes),
+                freed_bytes=_bytes(self.array, ended),
+                workspace_bytes=op.workspace_bytes,
+            )
+            made.difference_update(ended)
+
+
+class _SegmentLowering:
+    def __init__(self, schedule: SubArraySchedule, segment: ScheduleSegment) -> None:
+        self._schedule, self._segment, self._limit = schedule, segment, schedule.limit_bytes
+        self._sides = {
+            side: _SubArrayLowering(schedule, side) for side in (segment.backward, segment.forward) if side is not None
+        }
+        self._found: list[Instruction | InstructionSlice] = []
+        self._live = start_bytes(schedule, segment)
+        self._now = self._link_free = 0
+        self._leaving: deque[tuple[int, int, FeatureMap]] = deque()  # end of the copy, side, map
+        self._num_forward = 0
+
+    def pieces(self) -> list[Instruction | InstructionSlice]:
+        segment = self._segment
+        if segment.backward is not None:
+            multiplexed = self._schedule.multiplexed(segment)
+            assert multiplexed is not None, "slots want more forward operators than there are"
+            self._backward(self._sides[segment.backward], multiplexed)
+        if segment.forward is not None:
+            self._forward_to(len(self._schedule.arrays[segment.forward].forward))
+        while self._leaving:
+            self._end_copy()
+        return self._found
+
+    def _backward(self, side: _SubArrayLowering, multiplexed: Mapping[int, int]) -> None:
+        done, line = 0, side.backward
+        for rank in sorted({*side.prompts, *side.arrivals, *side.recomputed, *side.changed, *multiplexed}):
+            self._run_all(line, done, rank)
+            done = rank
+            for sent in side.prompts.get(rank, ()):
+                self._run(side.move(InstructionKind.PREFETCH, sent, rank))
+            if rank in multiplexed:
+                self._forward_to(multiplexed[rank])
+            # Recomputations wait for their sources alone, and run beside the copies of the other maps (Algorithm H,
+            # lines 11 to 18).
+            wanted = sorted(side.recomputed.get(rank, ()), key=lambda one: one.made)
+            sources = {source for one in wanted for source in side.decisions.recomputes[one.name].sources}
+            self._arrive(side, [one for one in side.arrivals.get(rank, ()) if one.name in sources], rank)
+            for again in map(side.again, wanted):
+                self._run_all(again, 0, len(again.instructions))
+            self._arrive(side, [one for one in side.arrivals.get(rank, ()) if one.name not in sources], rank)
+            if rank in side.changed:
+                self._run(side.changed[rank])
+                done = rank + 1
+        self._run_all(line, done, len(line.instructions))
+
+    def _arrive(self, side: _SubArrayLowering, maps: Sequence[FeatureMap], rank: int) -> None:
+        """Wait for copies back; small maps are copied only here, by the computing thread."""
+        for one in maps:
+            if one.name in side.array.at_once:
+                self._run(side.move(InstructionKind.PREFETCH, one, rank))
+            self._run(side.move(InstructionKind.ARRIVE, one, rank))
+
+    def _forward_to(self, num_forward: int) -> None:
+        assert self._segment.forward is not None, "no forward"
+        side = self._sides[self._segment.forward]
+        places = side.leaving_ranks
+        for rank in places[bisect_left(places, self._num_forward) : bisect_left(places, num_forward)]:
+            self._run_all(side.forward, self._num_forward, rank + 1)
+            for one in side.leaves[rank]:
+                self._leave(side, one)
+        self._run_all(side.forward, self._num_forward, num_forward)
+
+    def _leave(self, side: _SubArrayLowering, one: FeatureMap) -> None:
+        if one.name not in side.decisions.swaps:
+            self._run(side.move(InstructionKind.DELETE, one, self._num_forward))
+            return
+        self._run(side.move(InstructionKind.OFFLOAD, one, self._num_forward))
+        if one.name in side.array.at_once:
+            self._release(side.side, one)
+            return
+        # All copies to the host share a link, so a copy begins when the previous copy has ended.
+        self._link_free = max(self._link_free, self._now) + ticks(one.out_seconds)
+        self._leaving.append((self._link_free, side.side, one))
+
+    def _run_all(self, line: InstructionSequence, begin: int, end: int) -> None:
+        """Add a stretch of a line, with the same result as `_run` for each operator."""
+        while begin < end:
+            stop = end
+            if self._leaving:
+                # Memory gets free when the copies to the host end. Stop before the first operator without room, so that
+                # the oldest copy ends first; otherwise behind the operator during which the oldest copy ends, so that
+                # the release follows.
+                stop = line.first_above(begin, end, self._limit - self._live + line.before[begin])
+                if stop == begin:
+                    self._end_copy()
+                    continue
+                stop = min(stop, line.first_after(begin, end, self._leaving[0][0] - self._now) + 1)
+            self._found.append(InstructionSlice(line, begin, stop))
+            self._live += line.before[stop] - line.before[begin]
+            self._now += line.clock[stop] - line.clock[begin]
+            if not line.is_backward and not line.is_again:
+                self._num_forward = stop
+            self._release_ended()
+            begin = stop
+
+    def _run(self, one: Instruction) -> None:
+        """Add the releases whose room an instruction needs, the instruction, and then the releases that are due."""
+        while self._leaving and self._live + one.made_bytes + one.workspace_bytes > self._limit:
+            self._end_copy()
+        self._live += one.made_bytes - one.freed_bytes
+        self._found.append(one)
+        if one.kind is InstructionKind.RUN or one.kind is InstructionKind.RERUN:
+            self._now += ticks(one.seconds)
+            self._release_ended()
+        else:
+            self._now += ticks(one.hand_seconds)
+
+    def _release_ended(self) -> None:
+        while self._leaving and self._leaving[0][0] <= self._now:
+            self._end_copy()
+
+    def _end_copy(self) -> None:
+        end, side, one = self._leaving.popleft()
+        self._now = max(self._now, end)
+        self._release(side, one)
+
+    def _release(self, side: int, one: FeatureMap) -> None:
+        released = self._sides[side].move(InstructionKind.RELEASE, one, self._num_forward)
+        self._live -= released.freed_bytes
+        self._found.append(released)
+
+
+def start_bytes(schedule: SubArraySchedule, segment: ScheduleSegment) -> int:
+    """Bytes on the device when a segment begins."""
+    side = segment.backward
+    return schedule.static_bytes + (0 if side is None else kept_bytes(schedule.arrays[side], schedule.decisions[side]))
+
+
+def _first(one: FeatureMap, needs: Mapping[str, tuple[int, int]]) -> int:
+    return needs[one.name][0] if one.name in needs else one.first_backward
+
+
+def _bytes(array: SubArrayProfile, names: Sequence[str]) -> int:
+    return sum(array.sizes[name] for name in names)

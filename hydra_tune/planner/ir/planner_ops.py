@@ -1,0 +1,68 @@
+"""Placeholders for the nodes of planned graphs that are not operators: draws, copies and deletions.
+
+A merged graph (`planner/passes/graph_rewrite.py`) names each placeholder as a node's target, and
+`planner/run/interpreter.py` maps the name to an action. Calling a placeholder directly raises `AssertionError`. Only
+`view_of` is a function that runs as written.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+
+def draw(number: int) -> Tensor:
+    """Random numbers of a step.
+
+    Args:
+        number: index in `StepGraph.noise`.
+    """
+    _not_called(draw, number)
+
+
+def offload(value: Tensor, storage: str) -> Any:
+    """Begin the copy of a storage to the host, after the computation queued so far; return a handle."""
+    _not_called(offload, value, storage)
+
+
+def offload_at_once(value: Tensor, storage: str) -> Any:
+    """Copy as `offload`, but on the computing thread: the copy has ended when the next node runs."""
+    _not_called(offload_at_once, value, storage)
+
+
+def release(handle: Any) -> Any:
+    """Wait for the copy to the host, free the device memory and return the host copy."""
+    _not_called(release, handle)
+
+
+def prefetch(copy: Any) -> Any:
+    """Allocate device memory and begin the copy of a storage back; return a handle."""
+    _not_called(prefetch, copy)
+
+
+def prefetch_at_once(copy: Any) -> Any:
+    """Copy as `prefetch`, but on the computing thread."""
+    _not_called(prefetch_at_once, copy)
+
+
+def arrived(handle: Any) -> Tensor:
+    """Wait for the copy back and return the bytes of the storage."""
+    _not_called(arrived, handle)
+
+
+def view_of(storage: Tensor, dtype: torch.dtype, size: list[int], stride: list[int], offset: int) -> Tensor:
+    """Return a tensor of the given dtype and geometry on the bytes of a storage."""
+    # Not `as_strided`, which would keep the dtype of `storage`.
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage.untyped_storage(), offset, size, stride)
+
+
+def delete(*values: Tensor) -> None:
+    """Mark where the device memory of a storage ends that will be recomputed; `values` are tensors in the storage.
+
+    The interpreter does nothing here. The memory is freed because no later node uses the storage's tensors.
+    """
+    _not_called(delete, values)
+
+
+def _not_called(which: Any, *given: Any) -> NoReturn:
+    raise AssertionError(f"{which.__name__}{given} is a node for an interpreter, not a function to call")

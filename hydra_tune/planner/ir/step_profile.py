@@ -1,0 +1,231 @@
+"""The planner's model of a sub-array: operators and storages, with times and sizes (Tables A and B of the paper).
+
+The module is pure Python. `planner/profile/profiler.py` builds an `SubArrayProfile` from a step's graph, and tests
+build arrays by hand.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorProfile:
+    """Node of a graph (Table A); the position in the graph is the node's rank.
+
+    Attributes:
+        name: of the node.
+        seconds: duration of a run.
+        reads: storages read.
+        makes: storages made.
+        writes: existing storages overwritten.
+        repeated_writes: storages of `writes` that a recomputation leaves untouched.
+        workspace_bytes: memory needed during the run, beyond the storages read and made.
+        is_random: whether the operator advances a random generator; a random operator is never recomputed.
+    """
+
+    name: str
+    seconds: float
+    reads: tuple[str, ...] = ()
+    makes: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    repeated_writes: tuple[str, ...] = ()
+    workspace_bytes: int = 0
+    is_random: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureMap:
+    """Storage that the forward makes and the backward uses (Table B).
+
+    Attributes:
+        name: of the storage.
+        num_bytes: size of the storage.
+        made: rank of the forward operator that makes the map.
+        last_forward: rank of the map's last user in the forward.
+        first_backward: rank of the map's first user in the backward.
+        last_backward: rank of the map's last user in the backward.
+        inactive_seconds: between `last_forward` and `first_backward`, when the backward directly follows the forward.
+        out_seconds: of a copy to the host.
+        in_seconds: of a copy back.
+    """
+
+    name: str
+    num_bytes: int
+    made: int
+    last_forward: int
+    first_backward: int
+    last_backward: int
+    inactive_seconds: float
+    out_seconds: float
+    in_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubArrayProfile:
+    """Step of a sub-array.
+
+    Attributes:
+        name: for people.
+        forward: operators of the forward, in order.
+        backward: operators of the backward, updates included, in order.
+        sizes: bytes of each storage that the operators make.
+        static_bytes: of parameters, buffers, optimizer state and batch, all of which stay on the device.
+        out_seconds: to copy a storage to the host; storages without an entry are never swapped.
+        in_seconds: to copy a storage back.
+        at_once: storages that the computing thread copies itself, because a hand-over would take longer.
+        hand_seconds: time of the computing thread to hand over any other copy.
+        results: storages that the step leaves behind (the losses), kept to the segment's end.
+        returning: feature maps that may be copied back several times in a backward, because the backward leaves them as
+            they are.
+    """
+
+    name: str
+    forward: tuple[OperatorProfile, ...]
+    backward: tuple[OperatorProfile, ...]
+    sizes: Mapping[str, int]
+    static_bytes: int = 0
+    out_seconds: Mapping[str, float] = field(default_factory=dict)
+    in_seconds: Mapping[str, float] = field(default_factory=dict)
+    at_once: frozenset[str] = frozenset()
+    hand_seconds: float = 0.0
+    results: frozenset[str] = frozenset()
+    returning: frozenset[str] = frozenset()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all operators."""
+        return sum(op.seconds for op in (*self.forward, *self.backward))
+
+    @cached_property
+    def forward_writers(self) -> Mapping[str, tuple[int, ...]]:
+        """Ranks of the forward operators that make or overwrite each storage."""
+        found: dict[str, list[int]] = {}
+        for rank, op in enumerate(self.forward):
+            for name in dict.fromkeys((*op.makes, *op.writes)):
+                found.setdefault(name, []).append(rank)
+        return {name: tuple(ranks) for name, ranks in found.items()}
+
+    @cached_property
+    def backward_writes(self) -> Mapping[str, int]:
+        """Rank of the first backward operator that overwrites each storage."""
+        found: dict[str, int] = {}
+        for rank, op in enumerate(self.backward):
+            for name in op.writes:
+                found.setdefault(name, rank)
+        return found
+
+    @cached_property
+    def forward_uses(self) -> Mapping[str, tuple[int, int]]:
+        """First and last rank at which the forward touches each storage."""
+        return _uses(self.forward)
+
+    @cached_property
+    def backward_uses(self) -> Mapping[str, tuple[int, int]]:
+        """First and last rank at which the backward touches each storage."""
+        return _uses(self.backward)
+
+    @cached_property
+    def backward_ranks(self) -> Mapping[str, tuple[int, ...]]:
+        """All ranks at which the backward touches each storage."""
+        found: dict[str, list[int]] = {}
+        for rank, op in enumerate(self.backward):
+            for name in dict.fromkeys((*op.reads, *op.makes, *op.writes)):
+                found.setdefault(name, []).append(rank)
+        return {name: tuple(ranks) for name, ranks in found.items()}
+
+    @cached_property
+    def maps(self) -> Mapping[str, FeatureMap]:
+        """Feature maps, in the order in which the forward makes them."""
+        made = {name: rank for rank, op in enumerate(self.forward) for name in op.makes}
+        after = _after([op.seconds for op in self.forward])
+        before = _before([op.seconds for op in self.backward])
+        found: dict[str, FeatureMap] = {}
+        for name, rank in made.items():
+            if name in self.backward_uses:
+                first, last = self.backward_uses[name]
+                _, end = self.forward_uses[name]
+                found[name] = FeatureMap(
+                    name=name,
+                    num_bytes=self.sizes[name],
+                    made=rank,
+                    last_forward=end,
+                    first_backward=first,
+                    last_backward=last,
+                    inactive_seconds=after[end] + before[first],
+                    out_seconds=self.out_seconds.get(name, float("inf")),
+                    in_seconds=self.in_seconds.get(name, float("inf")),
+                )
+        return found
+
+    @cached_property
+    def forward_ends(self) -> Mapping[int, tuple[str, ...]]:
+        """Storages that only the forward uses, by the rank of their last user."""
+        return _ends(self.forward, self.forward_uses, self.maps.keys() | self.results)
+
+    @cached_property
+    def backward_ends(self) -> Mapping[int, tuple[str, ...]]:
+        """Storages that only the backward uses, by the rank of their last user."""
+        return _ends(self.backward, self.backward_uses, self.results)
+
+    @cached_property
+    def all_backward_ends(self) -> Mapping[int, tuple[str, ...]]:
+        """Storages whose last user is each backward operator, feature maps behind the others."""
+        ends: dict[int, list[str]] = {rank: list(names) for rank, names in self.backward_ends.items()}
+        for name, one in self.maps.items():
+            ends.setdefault(one.last_backward, []).append(name)
+        return {rank: tuple(names) for rank, names in ends.items()}
+
+    @cached_property
+    def order(self) -> Mapping[str, int]:
+        """Position of each feature map in `maps`."""
+        return {name: place for place, name in enumerate(self.maps)}
+
+    @cached_property
+    def kept_bytes(self) -> int:
+        """Bytes of all feature maps."""
+        return sum(one.num_bytes for one in self.maps.values())
+
+    @cached_property
+    def lowered(self) -> dict[int, dict[Any, Any]]:
+        """Cache of instructions for the sub-array, by side of the schedule (`lowering.py`)."""
+        # Kept on the array, so that all schedules of a search share the instructions, and the cache ends with the
+        # array.
+        return {}
+
+
+def _uses(ops: Iterable[OperatorProfile]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for rank, op in enumerate(ops):
+        for name in (*op.reads, *op.makes, *op.writes):
+            found[name] = (found.get(name, (rank, rank))[0], rank)
+    return found
+
+
+def _ends(
+    ops: Iterable[OperatorProfile], uses: Mapping[str, tuple[int, int]], kept: Iterable[str]
+) -> dict[int, tuple[str, ...]]:
+    left = set(kept)
+    found: dict[int, list[str]] = {}
+    for op in ops:
+        for name in op.makes:
+            if name not in left:
+                found.setdefault(uses[name][1], []).append(name)
+    return {rank: tuple(names) for rank, names in found.items()}
+
+
+def _after(seconds: list[float]) -> list[float]:
+    """Seconds of all operators behind each operator."""
+    found = [0.0] * len(seconds)
+    for rank in range(len(seconds) - 2, -1, -1):
+        found[rank] = found[rank + 1] + seconds[rank + 1]
+    return found
+
+
+def _before(seconds: list[float]) -> list[float]:
+    """Seconds of all operators before each operator."""
+    found = [0.0] * len(seconds)
+    for rank in range(1, len(seconds)):
+        found[rank] = found[rank - 1] + seconds[rank - 1]
+    return found

@@ -1,0 +1,95 @@
+"""Recomputation alone, by a minimum cut: keep the fewest bytes of feature maps from which the others can be computed.
+
+Source: torch's min-cut partitioner with an activation memory budget, on the planner's own storages and measured times.
+The cut separates storages that cannot be computed again from storages that the backward uses, and the plan keeps the
+maps on the cut. Where the cut recomputes more than the limit asks for, further maps are kept, as many as there is room
+for. Maps that take longest to compute for their bytes are kept first (torch's `greedy_knapsack`).
+
+Differs: a storage that only the forward uses is never kept in place of the maps made from the storage, because a plan
+keeps feature maps alone.
+"""
+
+from collections.abc import Collection
+from math import inf
+
+from torch._functorch._activation_checkpointing.knapsack import greedy_knapsack
+
+from hydra_tune.planner.cost.peak_memory import peak_of
+from hydra_tune.planner.ir.plan_state import FeatureMapCandidate, SubArraySchedule
+from hydra_tune.planner.ir.step_profile import SubArrayProfile
+from hydra_tune.planner.passes.candidates import candidates_of
+from hydra_tune.planner.passes.swap_recompute import recomputed
+
+_HALVINGS = 8
+_SOURCE, _SINK = "source", "sink"
+
+
+def min_cut(array: SubArrayProfile) -> frozenset[str]:
+    """Return the feature maps to keep for least memory; all others can be computed again from the kept maps.
+
+    Args:
+        array: the sub-array.
+    """
+    import networkx as nx  # noqa: PLC0415 - the import takes a fifth of a second, and few pools plan
+
+    candidates = candidates_of(array, 0)
+    graph = nx.DiGraph()
+    for op in array.forward:
+        for name in (*op.makes, *op.writes):
+            if name not in array.sizes:
+                continue
+            # Each storage is an edge from "in" to "out", and its capacity is the cost of keeping the storage. A plan
+            # can keep only feature maps, so other edges have infinite capacity.
+            is_map = name in array.maps
+            graph.add_edge(("in", name), ("out", name), capacity=float(array.sizes[name]) if is_map else inf)
+            if is_map:
+                graph.add_edge(("out", name), _SINK, capacity=inf)
+            if op.is_random or (is_map and not _can_be_computed(candidates, name)):
+                graph.add_edge(_SOURCE, ("in", name), capacity=inf)
+            for read in op.reads:
+                if read in array.sizes and read != name:
+                    graph.add_edge(("out", read), ("in", name), capacity=inf)
+    if _SOURCE not in graph or _SINK not in graph:
+        return frozenset()
+    _, (near, _) = nx.minimum_cut(graph, _SOURCE, _SINK)
+    return frozenset(name for name in array.maps if ("in", name) in near and ("out", name) not in near)
+
+
+def min_cut_planned(schedule: SubArraySchedule) -> SubArraySchedule:
+    """Recompute maps that a minimum cut does not keep, and no more of them than the limit asks for.
+
+    Args:
+        schedule: to begin with; left as it is.
+
+    Returns:
+        The schedule, which may still exceed the limit.
+    """
+    again: list[FeatureMapCandidate] = []
+    for side, array in enumerate(schedule.arrays):
+        kept = min_cut(array)
+        again += [one for name, one in candidates_of(array, side).items() if one.can_recompute and name not in kept]
+    # The knapsack divides by sizes.
+    again = [one for one in again if one.map.num_bytes]
+    low, high = 0.0, 1.0
+    # Find the largest share of the bytes that can be kept: a larger share recomputes less and raises the peak.
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        if peak_of(_with(schedule, again, share))[1].peak_bytes <= schedule.limit_bytes:
+            low = share
+        else:
+            high = share
+    return _with(schedule, again, low, is_polished=True)
+
+
+def _can_be_computed(candidates: dict[str, FeatureMapCandidate], name: str) -> bool:
+    return name in candidates and candidates[name].can_recompute
+
+
+def _with(
+    schedule: SubArraySchedule, again: Collection[FeatureMapCandidate], budget: float, *, is_polished: bool = False
+) -> SubArraySchedule:
+    """Recompute all of `again`, except for maps that fit into a share of the bytes of all."""
+    each = list(again)
+    sizes = [float(one.map.num_bytes) for one in each]
+    _, _, wanted = greedy_knapsack(sizes, [one.seconds for one in each], budget * sum(sizes))
+    return recomputed(schedule, {(each[place].side, each[place].name) for place in wanted}, is_polished=is_polished)

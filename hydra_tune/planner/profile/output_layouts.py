@@ -1,0 +1,63 @@
+"""Memory layouts of operator results, found by a run on the device: kernels do not always follow the trace.
+
+On channels-last images, for instance, torch's `hardtanh_backward` keeps the strides when traced without bytes, and
+gives contiguous strides on a CPU. A plan reads bytes that come back from the host by their traced strides, and the
+operators behind are traced on the same strides. So a traced step runs once on the device. Where a result lies
+otherwise, the storages of the step's nodes are found again with the device's layout.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.planner.ir.aliasing import Layout, StorageAccessTable, seen
+from hydra_tune.planner.profile.profiler import CpuClock, GraphMeasurements, array_of
+from hydra_tune.planner.profile.profiling_interpreter import ProfilingInterpreter
+from hydra_tune.planner.trace.step_graph import StepGraph
+from hydra_tune.shard.gate import GATE
+
+
+def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
+    """Return a step whose results have the layouts that they have on a device.
+
+    Args:
+        step: traced.
+        device: where the step runs.
+
+    Raises:
+        UnfusableError: an operator fails on made-up numbers or on the device's layout, or a layout differs from run to
+            run.
+    """
+    layouts: dict[str, Layout] = {}
+    while True:
+        # The run computes, and so shares the gate. Finding the storages again is tracing, which holds the gate alone.
+        with GATE.shared():
+            maps = array_of("", step, GraphMeasurements()).maps
+            found = ProfilingInterpreter(step, maps, device, CpuClock()).otherwise_laid()
+        if not found:
+            return step
+        # A run stops before bytes of a wrongly traced layout are read, so later nodes show up only in the next round. A
+        # node that shows up again after its correction has no fixed layout.
+        if found.keys() <= layouts.keys():
+            names = ", ".join(sorted({str(node.target) for node in step.ops if node.name in found}))
+            raise UnfusableError(f"results of {names} lie in memory differently each time; it runs unplanned")
+        layouts |= found
+        with GATE.exclusive():
+            step = replace(step, seen=_seen_again(step, layouts))
+
+
+def _seen_again(step: StepGraph, layouts: dict[str, Layout]) -> StorageAccessTable:
+    like = next(iter(step.geometry.values()))
+    assert isinstance(like, FakeTensor), "geometry is without bytes"
+    with like.fake_mode:
+        drawn = [one.room(like.size(0), like.device) for one in step.noise]
+    try:
+        return seen(step.graph, step.owner, step.geometry, drawn, like.fake_mode, layouts)
+    except Exception as error:
+        names = ", ".join(sorted({str(node.target) for node in step.ops if node.name in layouts}))
+        raise UnfusableError(
+            f"results of {names} lie in memory otherwise than traced, which an operator behind them cannot take "
+            f"({type(error).__name__}: {error}); it runs unplanned. An equivalent that is written out may be planned"
+        ) from error

@@ -1,0 +1,344 @@
+"""Algorithm A: the seconds and memory of each node of a step's graph, and the seconds of each feature map's copies.
+
+The graph runs node by node on made-up numbers, with a single warm-up and three measured runs, of which medians are
+taken. Every feature map goes to the host after its last use in the forward, and comes back before its first use in the
+backward (stages 1 and 3). So a sub-array that does not fit the device can be profiled: only the storages of a single
+node have to fit beside the static tensors. On CUDA a node's time is the time of its kernels, which are launched behind
+a pause that is longer than the launches.
+
+Differs: where the host computes, reading the clock takes as long as a small node, and a node right behind another finds
+more in the caches. So each run is followed by passes that time only whole stretches between copies, and the nodes'
+times are scaled to add up to the passes. The pace of the machine is measured beside each pass (`clock_drift.py`).
+Graphs that are profiled one after another are all reported at the pace of the first.
+
+Where another thread copies, the time that the computing thread needs for a hand-over is measured once
+(`copy_handoff_cost.py`). Copies that take less time are left to the computing thread.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from hydra_tune.devices.heap import PLAN_BYTES, keep_freed_memory
+from hydra_tune.planner.ir.aliasing import overwritten
+from hydra_tune.planner.ir.planner_ops import draw
+from hydra_tune.planner.ir.step_profile import OperatorProfile, SubArrayProfile
+from hydra_tune.planner.profile.clock_drift import CpuPaceMeter, PacedTimer
+from hydra_tune.planner.profile.copy_handoff_cost import hand_seconds
+from hydra_tune.planner.profile.profiling_interpreter import ProfilingClock, ProfilingInterpreter
+from hydra_tune.planner.trace.step_graph import StepGraph
+
+WARM_UPS, RUNS = 1, 3
+WHOLE_PASSES = 2
+"""Passes over the whole step after each run, where the host's time counts."""
+
+_LOOKS = 31
+
+
+class CpuClock:
+    """Time of the host.
+
+    Args:
+        now: returns seconds; the calling thread's CPU time would leave out the work of other threads of the process.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._found: dict[str, float] = {}
+
+    def timed(self, name: str, action: Callable[[], Any]) -> Any:
+        """As of `ProfilingClock`."""
+        begin = self._now()
+        made = action()
+        self._found[name] = self._now() - begin
+        return made
+
+    def seconds(self) -> dict[str, float]:
+        """As of `ProfilingClock`."""
+        found, self._found = self._found, {}
+        return found
+
+    def whole(self) -> float | None:
+        """As of `ProfilingClock`."""
+        return self._now()
+
+    def peak_beyond(self, made_bytes: int) -> int:
+        """Return 0, because a CPU does not report peaks."""
+        del made_bytes
+        return 0
+
+
+class CudaClock:
+    """Kernel time between events, behind a pause in which the host gets ahead.
+
+    Args:
+        device: the GPU.
+    """
+
+    _PAUSE_CYCLES = 400_000  # about 0.2 ms
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._before = 0
+
+    def timed(self, name: str, action: Callable[[], Any]) -> Any:
+        """As of `ProfilingClock`."""
+        begin, end, stream = _event(), _event(), torch.cuda.current_stream(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        with torch.cuda.device(self._device):  # the thread's current device may differ
+            torch.cuda._sleep(self._PAUSE_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch's own tests use it so
+        begin.record(stream)
+        made = action()
+        end.record(stream)
+        self._events[name] = begin, end
+        return made
+
+    def seconds(self) -> dict[str, float]:
+        """As of `ProfilingClock`."""
+        torch.cuda.current_stream(self._device).synchronize()  # not the whole GPU, which others may use as well
+        found = {name: begin.elapsed_time(end) / 1000 for name, (begin, end) in self._events.items()}
+        self._events = {}
+        return found
+
+    def whole(self) -> float | None:
+        """As of `ProfilingClock`."""
+        return None
+
+    def peak_beyond(self, made_bytes: int) -> int:
+        """As of `ProfilingClock`."""
+        return max(0, torch.cuda.max_memory_allocated(self._device) - self._before - made_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphMeasurements:
+    """Measurements, by node or storage name.
+
+    Attributes:
+        seconds: of each node.
+        workspace_bytes: of each node.
+        out_seconds: of each feature map's copy to the host.
+        in_seconds: of each feature map's copy back.
+        hand_seconds: of the computing thread, for each copy that another thread makes.
+        pace_seconds: of `CpuPaceMeter` during the profile; 0 where the host does not time the nodes.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    workspace_bytes: dict[str, int] = field(default_factory=dict)
+    out_seconds: dict[str, float] = field(default_factory=dict)
+    in_seconds: dict[str, float] = field(default_factory=dict)
+    hand_seconds: float = 0.0
+    pace_seconds: float = 0.0
+
+    def at_pace(self, pace_seconds: float) -> "GraphMeasurements":
+        """Return the profile at the pace at which `CpuPaceMeter` takes so many seconds.
+
+        Copies keep their times, because they wait for memory and not for the processor.
+        """
+        if not (pace_seconds and self.pace_seconds):
+            return self
+        ratio = pace_seconds / self.pace_seconds
+        return replace(
+            self, seconds={name: one * ratio for name, one in self.seconds.items()}, pace_seconds=pace_seconds
+        )
+
+
+class SubArrayProfiler:
+    """Measures each graph once for each device, and reports all seconds at the pace of the device's first graph.
+
+    Args:
+        clock: device -> clock; None: chosen by the kind of the device.
+        hand: device -> seconds to hand over a copy; called once for each device.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[torch.device], ProfilingClock] | None = None,
+        hand: Callable[[torch.device], float] = hand_seconds,
+    ) -> None:
+        self._hand, self._hands = hand, dict[str, float]()
+        self._paces: dict[str, float] = {}
+        self._clock = clock or (lambda device: CudaClock(device) if device.type == "cuda" else CpuClock())
+        self._known: dict[tuple[str, str], GraphMeasurements] = {}
+        self._lock = threading.Lock()
+
+    def array(self, name: str, step: StepGraph, device: torch.device) -> SubArrayProfile:
+        """Return the profiled sub-array of a step's graph.
+
+        Args:
+            name: for people.
+            step: the graph.
+            device: where the graph runs.
+        """
+        with self._lock:
+            # The lock is held while measuring, so that no graph is measured twice and profiles do not disturb each
+            # other.
+            key = _text_of(step), str(device)
+            if key not in self._known:
+                if str(device) not in self._hands:
+                    self._hands[str(device)] = self._hand(device)
+                found = measured(step, device, self._clock(device))
+                pace = self._paces.setdefault(str(device), found.pace_seconds)
+                self._known[key] = replace(found.at_pace(pace), hand_seconds=self._hands[str(device)])
+            return array_of(name, step, self._known[key])
+
+    def knows(self, step: StepGraph, device: torch.device) -> bool:
+        """Whether a graph has been measured on a device.
+
+        Args:
+            step: the graph.
+            device: where the graph runs.
+        """
+        with self._lock:
+            return (_text_of(step), str(device)) in self._known
+
+    def pace_seconds(self, device: torch.device) -> float:
+        """Seconds of `CpuPaceMeter` to which a device's times refer; 0 before any graph, and where the host times nothing.
+
+        Args:
+            device: where the graphs ran.
+        """
+        return self._paces.get(str(device), 0.0)
+
+
+def measured(step: StepGraph, device: torch.device, clock: ProfilingClock) -> GraphMeasurements:
+    """Profile a graph.
+
+    Args:
+        step: the graph.
+        device: where the graph runs.
+        clock: of the device.
+    """
+    if device.type == "cpu":
+        keep_freed_memory(PLAN_BYTES)  # as planned runs do
+    run = ProfilingInterpreter(step, array_of("", step, GraphMeasurements()).maps, device, clock)
+    workspace: dict[str, int] = {}
+    each: list[dict[str, float]] = []
+    passes = PacedTimer(CpuPaceMeter(lambda: clock.whole() or 0.0))
+    for number in range(WARM_UPS + RUNS):
+        # A warm-up does not count: memory that a library takes for good (cuBLAS's workspace of a stream) is taken once.
+        run.once(workspace if number >= WARM_UPS else {})
+        found = clock.seconds()
+        if clock.whole() is not None:
+            passes.time(run.whole, WHOLE_PASSES, counts=number >= WARM_UPS)
+        # The passes have timed their copies as well: drop those.
+        clock.seconds()
+        if number >= WARM_UPS:
+            each.append(found)
+    medians = {name: statistics.median(one[name] for one in each) for name in each[0]}
+    if passes.seconds:
+        medians |= _scaled({node.name: medians[node.name] for node in step.ops}, clock, passes.seconds)
+    nodes = {node.name for node in step.ops}
+    free = {node.name for node in step.ops if _is_view(step, node)} if device.type == "cuda" else set()
+    return GraphMeasurements(
+        seconds={name: seconds for name, seconds in medians.items() if name in nodes - free},
+        workspace_bytes=workspace,
+        out_seconds={name[4:]: seconds for name, seconds in medians.items() if name.startswith("out ")},
+        in_seconds={name[3:]: seconds for name, seconds in medians.items() if name.startswith("in ")},
+        pace_seconds=passes.pace_seconds,
+    )
+
+
+def array_of(name: str, step: StepGraph, profile: GraphMeasurements) -> SubArrayProfile:
+    """Return the sub-array of a step's graph with the times of a profile.
+
+    Args:
+        name: for people.
+        step: the graph.
+        profile: of the graph.
+    """
+    facts = step.seen
+    ops = [
+        OperatorProfile(
+            name=node.name,
+            seconds=profile.seconds.get(node.name, 0.0),
+            reads=facts.reads[node.name],
+            makes=facts.makes[node.name],
+            writes=facts.writes[node.name],
+            repeated_writes=facts.writes[node.name] if overwritten(node)[1] else (),
+            workspace_bytes=profile.workspace_bytes.get(node.name, 0),
+            is_random=node.target is draw,
+        )
+        for node in step.ops
+    ]
+    made = {storage for op in ops for storage in op.makes}
+    (output,) = (node for node in step.graph.nodes if node.op == "output")
+    return SubArrayProfile(
+        name=name,
+        forward=tuple(ops[: step.num_forward]),
+        backward=tuple(ops[step.num_forward :]),
+        sizes={storage: size for storage, size in facts.sizes.items() if storage in made},
+        static_bytes=sum(size for storage, size in facts.sizes.items() if storage not in made),
+        out_seconds=profile.out_seconds,
+        in_seconds=profile.in_seconds,
+        at_once=_at_once(profile.out_seconds, profile.in_seconds, profile.hand_seconds),
+        hand_seconds=profile.hand_seconds,
+        results=frozenset(facts.storages[output.args[0][0].name]),
+        returning=_returning(step),
+    )
+
+
+def copied_at(array: SubArrayProfile, bytes_per_second: float, seconds: float = 0.0) -> SubArrayProfile:
+    """Return the same sub-array on a link of another bandwidth.
+
+    Args:
+        array: the sub-array.
+        bytes_per_second: of the link, in each direction.
+        seconds: fixed time of each copy, beside the time by bandwidth.
+    """
+    times = {name: one.num_bytes / bytes_per_second + seconds for name, one in array.maps.items()}
+    return replace(array, out_seconds=times, in_seconds=times, at_once=_at_once(times, times, array.hand_seconds))
+
+
+def _at_once(out: Mapping[str, float], back: Mapping[str, float], hand_seconds: float) -> frozenset[str]:
+    """Storages whose copies take no longer than their hand-overs."""
+    return frozenset(name for name, seconds in out.items() if seconds + back[name] <= 2 * hand_seconds)
+
+
+def _scaled(seconds: dict[str, float], clock: ProfilingClock, whole: float) -> dict[str, float]:
+    """Return the nodes' times without the time to read the clock, scaled to add up to `whole`."""
+    looks: list[float] = []
+    for _ in range(_LOOKS):
+        clock.timed("nothing", _nothing)
+        looks.append(clock.seconds()["nothing"])
+    look = statistics.median(looks)
+    # A node as short as a look at the clock keeps a quarter of its time: nothing takes no time at all.
+    own = {name: max(one - look, one / 4) for name, one in seconds.items()}
+    ratio = whole / sum(own.values())
+    return {name: one * ratio for name, one in own.items()}
+
+
+def _nothing() -> None:
+    pass
+
+
+def _returning(step: StepGraph) -> frozenset[str]:
+    """Storages that the backward neither overwrites nor puts into tuples, so that their views can be made anew."""
+    facts = step.seen
+    backward = step.ops[step.num_forward :]
+    written = {storage for node in backward for storage in facts.writes[node.name]}
+    inside = {storage for node in backward if node.name not in facts.places for storage in facts.storages[node.name]}
+    made = {storage for node in step.ops[: step.num_forward] for storage in facts.makes[node.name]}
+    return frozenset(made - written - inside)
+
+
+def _is_view(step: StepGraph, node: fx.Node) -> bool:
+    """Whether a node makes and overwrites nothing, and so takes no time on a GPU."""
+    return not step.seen.makes[node.name] and not step.seen.writes[node.name]
+
+
+def _text_of(step: StepGraph) -> str:
+    # The text of a graph has no geometry, and the geometry decides the times.
+    shapes = {name: (one.dtype, tuple(one.shape), one.stride()) for name, one in step.geometry.items()}
+    return f"{step.graph}{shapes}"
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

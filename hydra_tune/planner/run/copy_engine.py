@@ -1,0 +1,266 @@
+"""Copies between a device and the host beside the computation: a thread on a CPU, a stream per direction on a GPU.
+
+Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the
+host waits, by an event, for the computation queued before. The source's memory is given back behind the copy's end on
+the compute stream, not when the copy is queued. A copy to the device also waits for all earlier users of its target's
+memory. Readers of the returned bytes wait on the compute stream for the copy's end. The allocator then needs to know of
+no other stream, and the host waits for nothing.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hydra_tune.devices.heap import PLAN_BYTES, keep_freed_memory
+from hydra_tune.planner.ir.planner_ops import view_of
+
+_STREAMS: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+_MAKING = threading.Lock()
+
+
+class CopyEngine(Protocol):
+    """Copies that an interpreter starts in the background.
+
+    Attributes:
+        waited_seconds: seconds that the host has waited for copies.
+    """
+
+    waited_seconds: float
+
+    def offload(self, value: Tensor, storage: str) -> Any:
+        """Begin the copy of a value's storage to the host; return a handle."""
+
+    def offload_at_once(self, value: Tensor, storage: str) -> Any:
+        """Copy as `offload`, where the copy takes less time than the hand-over."""
+
+    def release(self, handle: Any) -> Tensor:
+        """Wait for a copy to the host, let go of the device memory, and return the host copy."""
+
+    def prefetch(self, copy: Tensor) -> Any:
+        """Begin the copy back to the device; return a handle."""
+
+    def prefetch_at_once(self, copy: Tensor) -> Any:
+        """Copy as `prefetch`, where the copy takes less time than the hand-over."""
+
+    def arrived(self, handle: Any) -> Tensor:
+        """Wait for a copy back, and return the bytes."""
+
+    def give_up(self) -> None:
+        """Let all copies under way end, and drop their memory: no caller will wait for them any more."""
+
+    def close(self) -> None:
+        """End the background work."""
+
+
+def copies_for(device: torch.device, sizes: Mapping[str, int]) -> CopyEngine:
+    """Return the copies of a device.
+
+    Args:
+        device: of the computation.
+        sizes: bytes of each storage that will be offloaded, by the name in the offload node.
+    """
+    if device.type == "cuda":
+        return CudaCopyEngine(device, sizes)
+    keep_freed_memory(PLAN_BYTES)
+    return ThreadCopyEngine(sizes)
+
+
+@dataclass(slots=True)
+class _ThreadCopyHandle:
+    """A copy under way in a thread."""
+
+    to: Tensor
+    source: Tensor | None
+    is_done: threading.Event | None  # None: copied at once
+    error: BaseException | None = None
+
+    def wait(self) -> Tensor:
+        if self.is_done is None:
+            return self.to
+        self.is_done.wait()
+        if self.error is not None:
+            raise self.error
+        # The handle may live on; the source's memory must not.
+        self.source = None
+        return self.to
+
+
+class ThreadCopyEngine:
+    """A single thread that copies in the order of the requests; host memory is allocated at the beginning.
+
+    Args:
+        sizes: bytes of each storage that will be offloaded.
+    """
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.waited_seconds = 0.0
+        self._host = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+        self._asked: queue.SimpleQueue[_ThreadCopyHandle | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="planned copies", daemon=True)
+        self._thread.start()
+
+    def offload(self, value: Tensor, storage: str) -> _ThreadCopyHandle:
+        """As of `CopyEngine`."""
+        return self._ask(self._host[storage], _bytes_of(value))
+
+    def offload_at_once(self, value: Tensor, storage: str) -> _ThreadCopyHandle:
+        """As of `CopyEngine`."""
+        return _ThreadCopyHandle(self._host[storage].copy_(_bytes_of(value)), None, None)
+
+    def release(self, handle: _ThreadCopyHandle) -> Tensor:
+        """As of `CopyEngine`."""
+        return self._awaited(handle)
+
+    def prefetch(self, copy: Tensor) -> _ThreadCopyHandle:
+        """As of `CopyEngine`."""
+        return self._ask(torch.empty(copy.numel(), dtype=copy.dtype), copy)
+
+    def prefetch_at_once(self, copy: Tensor) -> _ThreadCopyHandle:
+        """As of `CopyEngine`."""
+        return _ThreadCopyHandle(torch.empty(copy.numel(), dtype=copy.dtype).copy_(copy), None, None)
+
+    def arrived(self, handle: _ThreadCopyHandle) -> Tensor:
+        """As of `CopyEngine`."""
+        return self._awaited(handle)
+
+    def give_up(self) -> None:
+        """As of `CopyEngine`."""
+        nothing = torch.empty(0)
+        self._ask(nothing, nothing).wait()  # the thread copies in order, so all earlier copies have ended
+
+    def close(self) -> None:
+        """As of `CopyEngine`."""
+        self._asked.put(None)
+        self._thread.join()
+
+    def _awaited(self, handle: _ThreadCopyHandle) -> Tensor:
+        if handle.is_done is None or handle.is_done.is_set():
+            return handle.wait()
+        begin = time.perf_counter()
+        found = handle.wait()
+        self.waited_seconds += time.perf_counter() - begin
+        return found
+
+    def _ask(self, to: Tensor, source: Tensor) -> _ThreadCopyHandle:
+        flight = _ThreadCopyHandle(to, source, threading.Event())
+        self._asked.put(flight)
+        return flight
+
+    def _serve(self) -> None:
+        while (flight := self._asked.get()) is not None:
+            try:
+                assert flight.source is not None, "copied once"
+                flight.to.copy_(flight.source)
+            except BaseException as error:  # noqa: BLE001 - raised where the copy is waited for
+                flight.error = error
+            assert flight.is_done is not None, "handed over"
+            # Set last: the waiting thread reads `error` without a lock.
+            flight.is_done.set()
+            # Otherwise the loop variable keeps both buffers alive until the next request comes.
+            del flight
+
+
+class CudaCopyEngine:
+    """A stream for each direction, with events on the compute stream (see the note above).
+
+    Args:
+        device: the GPU.
+        sizes: bytes of each storage that will be offloaded.
+    """
+
+    def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
+        self.waited_seconds = 0.0  # the host never waits
+        self._device = device
+        self._host = {name: torch.empty(size, dtype=torch.uint8, pin_memory=True) for name, size in sizes.items()}
+        self._out, self._in = _streams(device)
+        # Buffers of copies under way. Buffers that no caller has waited for stay until `give_up` has synchronized all
+        # streams.
+        self._held: dict[int, Tensor] = {}
+
+    def offload(self, value: Tensor, storage: str) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        """As of `CopyEngine`."""
+        source = _bytes_of(value)
+        self._held[id(source)] = source
+        return self._host[storage], source, self._queued(self._out, lambda: self._copied(storage, source))
+
+    def offload_at_once(self, value: Tensor, storage: str) -> tuple[Tensor, Tensor, torch.cuda.Event]:
+        """As of `CopyEngine`: a GPU is handed all copies."""
+        return self.offload(value, storage)
+
+    def release(self, handle: tuple[Tensor, Tensor, torch.cuda.Event]) -> Tensor:
+        """As of `CopyEngine`: the compute stream waits, and what it allocates from then on may be that memory."""
+        host, source, end = handle
+        torch.cuda.current_stream(self._device).wait_event(end)
+        del self._held[id(source)]
+        return host
+
+    def prefetch(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """As of `CopyEngine`."""
+        made = torch.empty(copy.size(), dtype=copy.dtype, device=self._device)
+        self._held[id(made)] = made
+        return made, self._queued(self._in, lambda: made.copy_(copy, non_blocking=True))
+
+    def prefetch_at_once(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """As of `CopyEngine`: a GPU is handed all copies."""
+        return self.prefetch(copy)
+
+    def arrived(self, handle: tuple[Tensor, torch.cuda.Event]) -> Tensor:
+        """As of `CopyEngine`."""
+        made, end = handle
+        torch.cuda.current_stream(self._device).wait_event(end)
+        del self._held[id(made)]
+        return made
+
+    def give_up(self) -> None:
+        """As of `CopyEngine`."""
+        try:
+            for stream in (self._out, self._in, torch.cuda.current_stream(self._device)):
+                stream.synchronize()
+        finally:
+            self._held.clear()
+
+    def close(self) -> None:
+        """As of `CopyEngine`."""
+        with suppress(RuntimeError):  # a lost GPU raises, and its memory is gone in any case
+            self.give_up()
+
+    def _copied(self, storage: str, source: Tensor) -> Tensor:
+        return self._host[storage].copy_(source, non_blocking=True)
+
+    def _queued(self, stream: torch.cuda.Stream, action: Callable[[], Any]) -> torch.cuda.Event:
+        # The copy waits for everything queued on the compute stream: the computation of its source, and earlier users
+        # of the target's memory, which the allocator may have given out again without waiting.
+        begin, end = _event(), _event()
+        begin.record(torch.cuda.current_stream(self._device))
+        stream.wait_event(begin)
+        with torch.cuda.stream(stream):
+            action()
+            end.record(stream)
+        return end
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    return view_of(value, torch.uint8, [value.untyped_storage().nbytes()], [1], 0)
+
+
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Return the outward and the inward stream of a GPU, made once.
+
+    torch gives its few streams out in rotation, so streams made for every run would sooner or later be the compute
+    stream.
+    """
+    with _MAKING:
+        if device not in _STREAMS:
+            _STREAMS[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        return _STREAMS[device]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]

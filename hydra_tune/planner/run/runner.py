@@ -1,0 +1,121 @@
+"""Execution of a planned pair: prologue, steps in turn, and epilogue.
+
+A pair begins with the first forward of its first sub-array. From then on the two merged graphs alternate, `[BW_0,
+FW_1]` and `[BW_1, FW_0]`. The last backward of the sub-array that has had its forward ends the run. When a sub-array
+has no more steps to make, its partner goes on alone, forward and backward one after the other, with the partner's own
+swaps and recomputations.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_tune.planner.ir.plan_state import ScheduleSegment, SubArraySchedule
+from hydra_tune.planner.passes.graph_rewrite import MergedGraph, losses_of, rewritten
+from hydra_tune.planner.run.copy_engine import CopyEngine, copies_for
+from hydra_tune.planner.run.interpreter import MergedGraphInterpreter
+from hydra_tune.planner.run.step_timer import stopwatch_for
+from hydra_tune.planner.trace.step_graph import StepGraph
+
+_Arguments = Callable[[int], Mapping[str, Tensor]]
+
+
+class MergedGraphRunner:
+    """Runs the merged graphs of a schedule.
+
+    Args:
+        schedule: the decisions.
+        steps: the graphs of the sub-arrays' steps.
+        device: where the graphs compute.
+        arguments: for each sub-array, number of a step -> arguments of the graph, including the rates for the step.
+            Called once for the forward and once for the backward, and must give the same batch both times.
+        draw: (side of a sub-array, number of the noise) -> random numbers.
+        merged: the merged graphs, where they exist already; merged graphs belong to no device.
+    """
+
+    def __init__(
+        self,
+        schedule: SubArraySchedule,
+        steps: Sequence[StepGraph],
+        device: torch.device,
+        arguments: Sequence[_Arguments],
+        draw: Callable[[int, int], Tensor],
+        merged: Mapping[ScheduleSegment, MergedGraph] | None = None,
+    ) -> None:
+        self.merged = rewritten(schedule, steps) if merged is None else merged
+        # Host memory is looked up by the names that the rewriter writes into the offload nodes.
+        sizes = {
+            f"a{side}_{name}": step.seen.sizes[name]
+            for side, step in enumerate(steps)
+            for name in schedule.decisions[side].swaps
+        }
+        self._copies: CopyEngine = copies_for(device, sizes)
+        self._watch = stopwatch_for(device, self._copies)
+        self._graphs = {
+            one: MergedGraphInterpreter(graph, self._copies, draw, device) for one, graph in self.merged.items()
+        }
+        self._arguments = arguments
+        self._left: dict[str, Any] = {}
+        self._begun = [0] * len(steps)
+        self._ended = [0] * len(steps)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that graphs have taken in all, as of `step_timer.py`."""
+        return self._watch.seconds
+
+    def close(self) -> None:
+        """End the copying."""
+        self._copies.close()
+
+    def run(self, num_steps: Sequence[int], take: Callable[[int, int, Tensor], None] | None = None) -> None:
+        """Make steps of all sub-arrays, to their ends.
+
+        Args:
+            num_steps: number of steps of each sub-array.
+            take: called with the side, the number of the step and the losses when a forward has run.
+        """
+        wanted = [done + more for done, more in zip(self._ended, num_steps, strict=True)]
+        while self._ended != wanted:
+            backward = next((s for s, n in enumerate(self._begun) if n > self._ended[s]), None)
+            ready = [s for s, n in enumerate(self._begun) if n < wanted[s] and s != backward]
+            self.segment(ScheduleSegment(backward, self._next(ready, backward)), take)
+
+    def segment(self, segment: ScheduleSegment, take: Callable[[int, int, Tensor], None] | None = None) -> None:
+        """Run a merged graph; a graph that fails leaves neither values nor copies under way.
+
+        Args:
+            segment: of the merged graph.
+            take: as of `run`.
+        """
+        graph = self._graphs[segment]
+        given = self._left
+        self._left = {}
+        for side, numbers in ((segment.backward, self._ended), (segment.forward, self._begun)):
+            if side is not None:
+                own = self._arguments[side](numbers[side])
+                given |= {f"a{side}_{name}": tensor for name, tensor in own.items()}
+        try:
+            with self._watch.running():
+                # Popped, so that the interpreter holds the last reference and frees each value after its last use.
+                found = graph.run({name: given.pop(name) for name in graph.arguments})
+        except BaseException:
+            # The traceback keeps this frame alive, and would keep the values' memory with the frame.
+            given.clear()
+            self._copies.give_up()
+            raise
+        if segment.backward is not None:
+            self._ended[segment.backward] += 1
+        if segment.forward is not None:
+            losses = found.pop(losses_of(segment.forward))
+            if take is not None:
+                take(segment.forward, self._begun[segment.forward], losses)
+            self._begun[segment.forward] += 1
+        self._left = found
+
+    @staticmethod
+    def _next(ready: list[int], backward: int | None) -> int | None:
+        """Return the sub-array of the next forward: the partner beside a backward, otherwise the first ready."""
+        return ready[0] if ready and (backward is None or len(ready) == 1) else None

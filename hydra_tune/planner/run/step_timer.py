@@ -1,0 +1,57 @@
+"""Time of a planned step's graphs where they run: the computing thread's time on a CPU, events on a GPU."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from hydra_tune.devices.stopwatch import CudaStopwatch
+from hydra_tune.planner.run.copy_engine import CopyEngine
+
+
+class GraphStopwatch(Protocol):
+    """Adds up the time of graphs."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return a context around a graph; a graph that fails does not count."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in all."""
+
+
+def stopwatch_for(device: torch.device, copies: CopyEngine) -> GraphStopwatch:
+    """Return the stopwatch of a device.
+
+    Args:
+        device: of the computation.
+        copies: of the device, for which the host may wait.
+    """
+    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(copies)
+
+
+class HostStopwatch:
+    """CPU time of the calling thread, with the time that the thread waits for copies.
+
+    Args:
+        copies: made beside the computation.
+    """
+
+    def __init__(self, copies: CopyEngine) -> None:
+        self._copies = copies
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """As of `GraphStopwatch`."""
+        began = time.thread_time() + self._copies.waited_seconds
+        yield
+        # Not in a `finally`: a graph that fails must not count.
+        self._seconds += time.thread_time() + self._copies.waited_seconds - began
+
+    @property
+    def seconds(self) -> float:
+        """As of `GraphStopwatch`."""
+        return self._seconds

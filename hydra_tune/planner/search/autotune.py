@@ -1,0 +1,277 @@
+"""Choice of a plan by measurement: run the best few members of a portfolio, correct the model, and plan again.
+
+An operator does not take its profiled time in every plan: the machine changes its speed, other data lies in the caches,
+and the computing thread is busy with copies as well. So plans are compared by steps that really run. Where a prediction
+is off by more than a fifth, the measurements correct the arrays, and the trials are planned once more with the
+corrected arrays (§3.2 has no such step).
+
+    settled(planner, num_trials, measure).member
+
+The caller passes `measure`, because only the caller can run plans: members -> seconds of a step of each, in turns
+(`RunOff`).
+"""
+
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hydra_tune.planner.ir.plan_state import SubArraySchedule
+from hydra_tune.planner.ir.step_profile import OperatorProfile, SubArrayProfile
+from hydra_tune.planner.search.portfolio import Planner, Portfolio, PortfolioPlan, SubArrayPlan
+
+TOLERANCE = 0.2
+"""Relative difference between predicted and measured time that triggers a new plan (§3.2's portfolio, ours)."""
+
+MOST = 5
+"""Most candidates measured in a round, beside the fastest candidates of other kinds (`contenders`)."""
+
+_EPSILON = 1e-12
+
+Measure = Callable[[Sequence[PortfolioPlan]], Sequence[float]]
+"""Returns the seconds of a step of each member; the members take turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileCorrection:
+    """Measured times relative to profiled times.
+
+    Attributes:
+        compute: number of trials in a sub-array -> time of the operators, measured over profiled.
+        others: the same ratio for sub-arrays of other sizes.
+        swap_seconds: time of the computing thread for each swap, beyond the prediction; negative if the prediction was
+            too high.
+    """
+
+    compute: Mapping[int, float] = field(default_factory=dict)
+    others: float = 1.0
+    swap_seconds: float = 0.0
+
+    def array(self, size: int, array: SubArrayProfile) -> SubArrayProfile:
+        """Return a sub-array with corrected times.
+
+        Args:
+            size: number of trials.
+            array: as profiled, or as corrected before.
+        """
+        # A swap has two copies. The extra time of a copy counts as hand-over, or as copying where the computing thread
+        # copies.
+        ratio, half = self.compute.get(size, self.others), self.swap_seconds / 2
+        own = dict.fromkeys(array.at_once, half)
+
+        def slower(ops: tuple[OperatorProfile, ...]) -> tuple[OperatorProfile, ...]:
+            return tuple(replace(op, seconds=op.seconds * ratio) for op in ops)
+
+        return replace(
+            array,
+            forward=slower(array.forward),
+            backward=slower(array.backward),
+            hand_seconds=max(0.0, array.hand_seconds + half),
+            out_seconds={name: max(0.0, one + own.get(name, 0.0)) for name, one in array.out_seconds.items()},
+            in_seconds={name: max(0.0, one + own.get(name, 0.0)) for name, one in array.in_seconds.items()},
+        )
+
+    def seconds(self, part: SubArrayPlan) -> float:
+        """Return the seconds that a part would take, without the extra time of its swaps.
+
+        Args:
+            part: as planned before the correction.
+        """
+        ratios = [self.compute.get(size, self.others) for size in part.sizes]
+        own = [array.seconds for array in part.schedule.arrays]
+        compute = sum(ratio * seconds for ratio, seconds in zip(ratios, own, strict=True))
+        again = part.times.recompute * statistics.fmean(ratios)
+        return compute + again + part.times.stall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPlan:
+    """A member that ran.
+
+    Attributes:
+        member: with the predictions after the last correction.
+        seconds: measured, of a step of all trials.
+    """
+
+    member: PortfolioPlan
+    seconds: float
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the measured time differs from the prediction by more than the tolerance."""
+        return abs(self.seconds / self.member.seconds - 1) > TOLERANCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSelection:
+    """Result of the choice.
+
+    Attributes:
+        trials: all members that ran, the fastest first.
+        portfolio: as planned last.
+        corrections: in order, each followed by a new portfolio.
+    """
+
+    trials: tuple[MeasuredPlan, ...]
+    portfolio: Portfolio
+    corrections: tuple[ProfileCorrection, ...]
+
+    @property
+    def member(self) -> PortfolioPlan:
+        """The fastest member."""
+        return self.trials[0].member
+
+
+def settled(
+    planner: Planner, num_trials: int, measure: Measure, *, most: int = MOST, max_corrections: int = 1
+) -> PlanSelection:
+    """Return the fastest plan of some trials, by measured steps.
+
+    Args:
+        planner: of the device.
+        num_trials: of a single architecture.
+        measure: runs members, all of which fit. The fastest member so far runs again beside new members, for
+            comparison.
+        most: number of members to run in a round, as of `contenders`.
+        max_corrections: how often the trials are planned again.
+
+    Raises:
+        BudgetError: no plan fits.
+    """
+    known: dict[Hashable, MeasuredPlan] = {}
+    corrections: list[ProfileCorrection] = []
+    while True:
+        portfolio = planner.portfolio(num_trials)
+        _ = portfolio.best  # raises, if none fits
+        known = {key: replace(trial, member=planner.told(trial.member)) for key, trial in known.items()}
+        chosen = contenders(portfolio, most)
+        _run([one for one in chosen if key_of(one) not in known], known, measure)
+        ran = [known[key_of(one)] for one in chosen]
+        if len(corrections) == max_corrections or not any(trial.is_off for trial in ran):
+            trials = sorted(known.values(), key=lambda trial: trial.seconds)
+            return PlanSelection(trials=tuple(trials), portfolio=portfolio, corrections=tuple(corrections))
+        corrections.append(fitted(list(known.values())))
+        planner = planner.corrected(corrections[-1].array)
+
+
+def contenders(portfolio: Portfolio, most: int = MOST) -> list[PortfolioPlan]:
+    """Return the members worth measuring, the fastest by prediction first.
+
+    Of members that do the same, only the first is returned. A disturbed profile misjudges all members with its
+    sub-arrays alike, so each partition is represented.
+
+    Args:
+        portfolio: of plans.
+        most: number of fastest members; beside these come the fastest of each other partition, the fastest without
+            swaps, and the fastest that moves nothing.
+    """
+    different: dict[Hashable, PortfolioPlan] = {}
+    for one in portfolio.members:
+        if one.fits:
+            different.setdefault(key_of(one), one)
+    each = list(different.values())
+    found = each[:most]
+    for one in each[most:]:
+        kinds = [kind for kind in (_partition, _has_no_swaps, _moves_nothing) if kind(one)]
+        if any(kind(one) not in map(kind, found) for kind in kinds):
+            found.append(one)
+    return found
+
+
+def fitted(trials: Sequence[MeasuredPlan]) -> ProfileCorrection:
+    """Return the correction that brings the predictions nearest to the measurements.
+
+    Members without swaps show how long operators take. Other members of the same sub-arrays, if there are any, show how
+    much swaps cost. For sub-arrays that run only with swaps, the remaining difference is attributed to the operators.
+
+    Args:
+        trials: at least one.
+    """
+    still = [trial for trial in trials if _has_no_swaps(trial.member)] or list(trials)
+    found = _with_compute(ProfileCorrection(), still)
+    others = [trial for trial in trials if trial not in still]
+    alike = [trial for trial in others if _sizes(trial.member) <= found.compute.keys()] or others
+    if alike:
+        found = replace(found, swap_seconds=statistics.median(_rest(found, trial) for trial in alike))
+    return _with_compute(found, others)
+
+
+def _with_compute(correction: ProfileCorrection, trials: Sequence[MeasuredPlan]) -> ProfileCorrection:
+    """Add the operators' ratio of each sub-array that has no known ratio yet."""
+    ratios = [(_ratio(correction, trial), _sizes(trial.member)) for trial in trials]
+    compute = dict(correction.compute)
+    for size in {size for _, sizes in ratios for size in sizes} - correction.compute.keys():
+        # Prefer members of this size alone: the ratio of a member with several sizes mixes the sizes.
+        own = [ratio for ratio, sizes in ratios if sizes == {size}]
+        compute[size] = statistics.median(own or [ratio for ratio, sizes in ratios if size in sizes])
+    return replace(correction, compute=compute, others=statistics.median(compute.values()))
+
+
+def _ratio(correction: ProfileCorrection, trial: MeasuredPlan) -> float:
+    """Time of the operators, measured over predicted, if the known cost of swaps is right."""
+    stall = sum(part.times.stall for part in trial.member.parts)
+    swaps = _num_swaps(trial.member) * correction.swap_seconds
+    return max(trial.seconds - stall - swaps, 0.0) / max(trial.member.seconds - stall, _EPSILON)
+
+
+def _rest(correction: ProfileCorrection, trial: MeasuredPlan) -> float:
+    """Seconds that each swap of a member cost beyond the prediction."""
+    seconds = sum(correction.seconds(part) for part in trial.member.parts)
+    return (trial.seconds - seconds) / _num_swaps(trial.member)
+
+
+def key_of(member: PortfolioPlan) -> Hashable:
+    """Return the decisions of a member; members that do the same have equal keys.
+
+    Args:
+        member: of a portfolio.
+    """
+    return tuple((part.sizes, *_decided(part.schedule)) for part in member.parts)
+
+
+def _run(fresh: Sequence[PortfolioPlan], known: dict[Hashable, MeasuredPlan], measure: Measure) -> None:
+    """Measure members that have not run yet, together with the fastest so far.
+
+    The machine may have changed its speed since the earlier rounds. The repeated member gives the ratio of the speeds.
+    """
+    if not fresh:
+        return
+    best = min(known.values(), key=lambda trial: trial.seconds, default=None)
+    found = list(measure([*fresh, *([] if best is None else [best.member])]))
+    speed = 1.0 if best is None else best.seconds / found[-1]
+    known |= {
+        key_of(one): MeasuredPlan(member=one, seconds=seconds * speed)
+        for one, seconds in zip(fresh, found, strict=False)
+    }
+
+
+def _decided(schedule: SubArraySchedule) -> tuple[Hashable, ...]:
+    moved = (
+        (
+            frozenset(one.swaps.items()),
+            frozenset((name, how.ops) for name, how in one.recomputes.items()),
+            frozenset((name, *each.items()) for name, each in one.returns.items()),
+        )
+        for one in schedule.decisions
+    )
+    befores = (schedule.forward_before(one) for one in schedule.segments if one.backward is not None)
+    return *moved, *(tuple(before or ()) for before in befores)
+
+
+def _sizes(member: PortfolioPlan) -> set[int]:
+    return {size for part in member.parts for size in part.sizes}
+
+
+def _partition(member: PortfolioPlan) -> tuple[tuple[int, ...], ...]:
+    return tuple(sorted(part.sizes for part in member.parts))
+
+
+def _num_swaps(member: PortfolioPlan) -> int:
+    return sum(len(one.swaps) for part in member.parts for one in part.schedule.decisions)
+
+
+def _has_no_swaps(member: PortfolioPlan) -> bool:
+    return not _num_swaps(member)
+
+
+def _moves_nothing(member: PortfolioPlan) -> bool:
+    return not any(one.swaps or one.recomputes for part in member.parts for one in part.schedule.decisions)

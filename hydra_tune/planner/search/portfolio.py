@@ -1,0 +1,332 @@
+"""Portfolio: several ways to train a device's trials within its memory, of which the fastest that fits is taken.
+
+The paper has a single way, a greedy choice over all partitions (§3.2, step 5). The greedy choice is fragile: times of a
+few microseconds flip the result, and the choice can miss a limit that a simpler plan meets. So the greedy choice is one
+of several members, and the same passes simulate every member:
+
+* `fits, one after another`: sub-arrays as large as fit with everything kept, each run alone (as HFTA does);
+* `full fusion`: all trials in a single sub-array, with swaps and recomputations (Capuchin on HFTA);
+* for all pairs of a partition: `kept`, `no interleaving`, `swaps alone`, `recomputations alone`, `min-cut`
+  (recomputations by a minimum cut with a budget), and `interleaved`, the paper's way;
+* `each pair's best` of these ways.
+
+Sub-arrays that do not run are not on the device: their static tensors are spilled. The predicted times do not include
+the time to spill and load static tensors.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import ceil
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.planner.cost.latency import StepTimeBreakdown, times_of
+from hydra_tune.planner.cost.peak_memory import peak_of
+from hydra_tune.planner.ir.plan_state import SubArraySchedule, undecided
+from hydra_tune.planner.ir.step_profile import SubArrayProfile
+from hydra_tune.planner.ir.verify import verify_schedule
+from hydra_tune.planner.passes.min_cut import min_cut_planned
+from hydra_tune.planner.passes.swap_recompute import AllowedPlanActions, planned
+from hydra_tune.planner.search.partitions import SubArray, SubArrayPair, pairs, within
+from hydra_tune.quantities import format_bytes, format_bytes_up
+
+MARGIN = 0.02
+"""Share of a limit left free by plans, for rounding by allocators and for memory that nodes take beyond their profile."""
+
+_WAYS = {
+    "no interleaving": AllowedPlanActions(interleaves=False),
+    "swaps alone": AllowedPlanActions(recomputes=False),
+    "recomputations alone": AllowedPlanActions(swaps=False),
+    "interleaved": AllowedPlanActions(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SubArrayPlan:
+    """Sub-arrays that run together, and how.
+
+    Attributes:
+        sizes: number of trials in each sub-array.
+        way: how the sub-arrays run.
+        schedule: the decisions.
+        times: of a step of all the sub-arrays.
+        peak_bytes: most memory that the sub-arrays need.
+    """
+
+    sizes: tuple[int, ...]
+    way: str
+    schedule: SubArraySchedule
+    times: StepTimeBreakdown
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PortfolioPlan:
+    """A plan of the portfolio for all trials.
+
+    Attributes:
+        name: of the plan.
+        parts: run one after the other in each step of all trials.
+        limit_bytes: the limit that the member was planned for.
+    """
+
+    name: str
+    parts: tuple[SubArrayPlan, ...]
+    limit_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step of all trials."""
+        return sum(part.times.seconds for part in self.parts)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory that the member needs."""
+        return max(part.peak_bytes for part in self.parts)
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of parameters, buffers, optimizer state and batches of the part that needs the most memory."""
+        return max(self.parts, key=lambda part: part.peak_bytes).schedule.static_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the limit."""
+        return self.peak_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Portfolio:
+    """All planned members.
+
+    Attributes:
+        members: the fastest that fits first, members that do not fit last.
+    """
+
+    members: tuple[PortfolioPlan, ...]
+
+    @property
+    def best(self) -> PortfolioPlan:
+        """The fastest member that fits.
+
+        Raises:
+            BudgetError: no member fits; `enough_bytes` is the least memory with which a member would.
+        """
+        if self.members[0].fits:
+            return self.members[0]
+        least = min(self.members, key=lambda member: member.peak_bytes)
+        enough = limit_for(least.peak_bytes)
+        raise BudgetError(
+            f"no plan of {sum(sum(part.sizes) for part in least.parts)} fused trials needs less than "
+            f"{format_bytes(least.peak_bytes)} at once ({least.name}), of which {format_bytes(least.static_bytes)} are "
+            f"static tensors, which no plan moves, and the limit is "
+            f"{format_bytes(least.limit_bytes)}; give the device {format_bytes_up(enough)} or more, or fuse fewer",
+            enough_bytes=enough,
+        )
+
+    def table(self) -> str:
+        """Return all members as text: predicted times, sub-arrays, and peak."""
+        head = ("plan", "sub-arrays", "ms", "computed again", "waiting", "hidden", "peak", "fits")
+        rows = [head, *(_row(member) for member in self.members)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+
+def limit_for(peak_bytes: int) -> int:
+    """Return the smallest memory limit under which a plan with this peak leaves `MARGIN` free."""
+    return ceil(peak_bytes / (1 - MARGIN)) + 1  # and a byte for the rounding of the limit's share
+
+
+@dataclass(slots=True, kw_only=True)
+class Planner:
+    """Plans the trials of a device.
+
+    Attributes:
+        array: number of trials -> profiled sub-array; called once for each number.
+        limit_bytes: of the device's memory.
+        is_duplex: whether copies in both directions go side by side.
+        max_size: most trials in a sub-array; None: any number.
+    """
+
+    array: Callable[[int], SubArrayProfile]
+    limit_bytes: int
+    is_duplex: bool = True
+    max_size: int | None = None
+    _arrays: dict[int, SubArrayProfile] = field(default_factory=dict)
+    _parts: dict[tuple[int, ...], dict[str, SubArrayPlan]] = field(default_factory=dict)
+
+    def portfolio(self, num_trials: int) -> Portfolio:
+        """Plan trials in every way.
+
+        Args:
+            num_trials: of a single architecture.
+        """
+        members: list[PortfolioPlan] = []
+        if self.max_size is None or num_trials <= self.max_size:
+            members.append(self._member("full fusion", [self._alone(num_trials)]))
+        members.append(self._kept_one_after_another(num_trials))
+        members += self._paired(num_trials, members)
+        return Portfolio(tuple(sorted(members, key=_rank)))
+
+    def corrected(self, correct: Callable[[int, SubArrayProfile], SubArrayProfile]) -> "Planner":
+        """Return a planner that plans with other arrays.
+
+        Args:
+            correct: (number of trials, their sub-array) -> sub-array to plan with.
+        """
+        # Parts were planned with the old times, so the new planner starts without any.
+        arrays = {size: correct(size, one) for size, one in self._arrays.items()}
+        array = self.array
+        return replace(self, array=lambda size: correct(size, array(size)), _arrays=arrays, _parts={})
+
+    def told(self, member: PortfolioPlan) -> PortfolioPlan:
+        """Return a member with this planner's predictions, where the member was planned with other arrays.
+
+        Args:
+            member: of the same trials. Its instructions stay the same, except for the places where copies to the host
+                end.
+        """
+        parts = [self.timed(part, tuple(map(self._of, part.sizes))) for part in member.parts]
+        return self._member(member.name, parts)
+
+    def alone(self, size: int) -> SubArrayPlan:
+        """Return the best way to run a single sub-array, or the way that needs the least memory if none fits."""
+        return self._alone(size)
+
+    def ways(self, sizes: tuple[int, ...], arrays: tuple[SubArrayProfile, ...]) -> dict[str, SubArrayPlan]:
+        """Return all ways, by name, to run a single sub-array, or two in turn, possibly of different kinds.
+
+        Args:
+            sizes: number of trials in each sub-array.
+            arrays: the profiled sub-arrays.
+        """
+        return self._ways(sizes, arrays)
+
+    def timed(self, part: SubArrayPlan, arrays: tuple[SubArrayProfile, ...]) -> SubArrayPlan:
+        """Return a part with the predictions of other arrays of the same trials."""
+        return self._part(part.sizes, part.way, part.schedule.timed_by(arrays))
+
+    def best(self, ways: Mapping[str, SubArrayPlan]) -> SubArrayPlan:
+        """Return the fastest way that fits, or the way that needs the least memory."""
+        return self._best(ways)
+
+    def kept(self, size: int) -> SubArrayPlan:
+        """Return a single sub-array with everything kept, whether or not the sub-array fits."""
+        return self._kept(size)
+
+    def _of(self, size: int) -> SubArrayProfile:
+        if size not in self._arrays:
+            self._arrays[size] = self.array(size)
+        return self._arrays[size]
+
+    def _paired(self, num_trials: int, others: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
+        """Return the best member of each way, over all partitions that may be faster than the known members."""
+        best = [min((one.seconds for one in others if one.fits), default=float("inf"))]
+        found: list[PortfolioPlan] = []
+        halves = ((num_trials + 1) // 2, num_trials // 2)
+        first = [halves] if num_trials > 1 else []  # planned in any case, for people to compare with
+        # The loop below adds to `best` while the generator runs, so each fast partition prunes the partitions after it.
+        rest = within(num_trials, lambda size: self._of(size).seconds, partial(min, best))
+        for sizes in (*first, *(one for one in rest if one != halves)):
+            if self.max_size is not None and sizes[0] > self.max_size:
+                continue
+            sub_arrays = [SubArray("", size) for size in sizes]
+            grouped = pairs(sub_arrays, lambda one: self._of(one.size).seconds)
+            ways = [self._pair(pair) for pair in grouped]
+            made = [self._member(way, [each[way] for each in ways]) for way in ("kept", *_WAYS, "min-cut")]
+            made.append(self._member("each pair's best", [self._best(each) for each in ways]))
+            found += made
+            best += [member.seconds for member in made if member.fits]
+        return _best_of_each_way(found)
+
+    def _pair(self, pair: SubArrayPair) -> dict[str, SubArrayPlan]:
+        # Both orders of a pair share a plan.
+        sizes = tuple(sorted((one.size for one in pair.sub_arrays), reverse=True))
+        if sizes not in self._parts:
+            self._parts[sizes] = self._ways(sizes, tuple(self._of(size) for size in sizes))
+        return self._parts[sizes]
+
+    def _ways(self, sizes: tuple[int, ...], arrays: tuple[SubArrayProfile, ...]) -> dict[str, SubArrayPlan]:
+        kept = undecided(arrays, self._limit)
+        found = {"kept": self._part(sizes, "kept", kept)}
+        for way, policy in _WAYS.items():
+            own = AllowedPlanActions(
+                swaps=policy.swaps,
+                recomputes=policy.recomputes,
+                interleaves=policy.interleaves,
+                is_duplex=self.is_duplex,
+            )
+            schedule, _ = planned(kept, own)
+            found[way] = self._part(sizes, way, schedule)
+        found["min-cut"] = self._part(sizes, "min-cut", min_cut_planned(kept))
+        return found
+
+    def _alone(self, size: int) -> SubArrayPlan:
+        return self._best(self._pair(SubArrayPair(SubArray("", size), None)))
+
+    def _best(self, ways: Mapping[str, SubArrayPlan]) -> SubArrayPlan:
+        """Return the fastest way that fits, or the way that needs the least memory."""
+        fitting = [part for part in ways.values() if part.peak_bytes <= self._limit]
+        if fitting:
+            return min(fitting, key=lambda part: part.times.seconds)
+        return min(ways.values(), key=lambda part: part.peak_bytes)
+
+    def _kept_one_after_another(self, num_trials: int) -> PortfolioPlan:
+        """Put as many trials in each sub-array as fit, and the remaining trials in a last sub-array."""
+        largest = 1
+        most = num_trials if self.max_size is None else min(num_trials, self.max_size)
+        for size in range(2, most + 1):
+            # Memory grows with the size, so the first size that does not fit ends the search.
+            if self._kept(size).peak_bytes > self._limit:
+                break
+            largest = size
+        sizes = [largest] * (num_trials // largest) + ([num_trials % largest] if num_trials % largest else [])
+        return self._member("fits, one after another", [self._kept(size) for size in sizes])
+
+    def _kept(self, size: int) -> SubArrayPlan:
+        return self._part((size,), "kept", undecided((self._of(size),), self._limit))
+
+    def _part(self, sizes: tuple[int, ...], way: str, schedule: SubArraySchedule) -> SubArrayPlan:
+        verify_schedule(schedule)
+        return SubArrayPlan(
+            sizes, way, schedule, times_of(schedule, is_duplex=self.is_duplex), peak_of(schedule)[1].peak_bytes
+        )
+
+    def _member(self, name: str, parts: Sequence[SubArrayPlan]) -> PortfolioPlan:
+        return PortfolioPlan(name, tuple(parts), self._limit)
+
+    @property
+    def _limit(self) -> int:
+        return int(self.limit_bytes * (1 - MARGIN))
+
+
+def _best_of_each_way(members: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
+    """Return the fastest member of each name that fits, or the member that needs the least memory."""
+    found: dict[str, PortfolioPlan] = {}
+    for one in members:
+        known = found.get(one.name)
+        if known is None or _rank(one) < _rank(known):
+            found[one.name] = one
+    return list(found.values())
+
+
+def _rank(member: PortfolioPlan) -> tuple[bool, float]:
+    return (not member.fits, member.seconds if member.fits else member.peak_bytes)
+
+
+def _row(member: PortfolioPlan) -> tuple[str, ...]:
+    times = StepTimeBreakdown()
+    for part in member.parts:
+        times += part.times
+    sizes = " + ".join("(" + ", ".join(map(str, part.sizes)) + ")" for part in member.parts)
+    return (
+        member.name,
+        sizes,
+        f"{times.seconds * 1000:.3f}",
+        f"{times.recompute * 1000:.3f}",
+        f"{times.stall * 1000:.3f}",
+        f"{times.overlapped:.0%}",
+        format_bytes(member.peak_bytes),
+        "yes" if member.fits else "no",
+    )

@@ -1,0 +1,77 @@
+"""Reasons why a step cannot be planned: draws that depend on values, failing operators, tensors on several devices.
+
+The error messages name the operator or the tensors, so the user knows what to change in the model.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hydra_tune.batched.batched_random import noting
+from hydra_tune.errors import UnfusableError
+from hydra_tune.shard.compute import ShardOperands
+
+
+def value_draws(run: Any, operands: ShardOperands, place: torch.device | None = None) -> list[str]:
+    """Return the operators whose random numbers depend on values.
+
+    Args:
+        run: the stacked model with its loss.
+        operands: of the model; only the geometry counts.
+        place: where the model runs; None: where the operands lie.
+    """
+    mode, calls = FakeTensorMode(), OperatorCallRecorder()
+    with mode:
+        fakes = [
+            torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=place or one.device)
+            for one in operands.all
+        ]
+    with mode, torch.no_grad(), noting() as noted, calls:
+        run(*fakes)
+    return sorted(calls.random | set(noted.refused))
+
+
+def told(error: BaseException) -> str:
+    """Return an error as a single line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class OperatorCallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the called operators, to name the operator that fails or draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.last = "(none)"
+        self.random: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Before the call, which may fail.
+        self.last = str(func)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.random.add(self.last)
+        return func(*args, **(kwargs or {}))
+
+
+def check_devices(names: Sequence[str], operands: ShardOperands) -> None:
+    """Refuse tensors on several devices.
+
+    Args:
+        names: of parameters and buffers.
+        operands: of the step.
+
+    Raises:
+        UnfusableError: the tensors lie on several devices; the message names a tensor on each device.
+    """
+    kinds = {"constant": operands.constants, "tensor of the batch": operands.inputs}
+    each = [*zip(names, operands.state, strict=True)]
+    each += [(f"{kind} {place}", one) for kind, tensors in kinds.items() for place, one in enumerate(tensors)]
+    found: dict[str, str] = {}
+    for name, tensor in each:
+        found.setdefault(str(tensor.device), name)
+    if len(found) > 1:
+        told_of = ", ".join(f"{name} on {device}" for device, name in sorted(found.items()))
+        raise UnfusableError(f"its tensors are on several devices ({told_of}), and a plan is of one; it runs unplanned")

@@ -1,0 +1,103 @@
+"""A step's graph trains as each member's own model and optimizer do."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hydra_tune.devices.own_generator import drawing_from
+from hydra_tune.planner.ir.planner_ops import draw
+from hydra_tune.planner.trace.step_graph import step_graph
+from hydra_tune.planner.trace.unsupported_ops import value_draws
+from hydra_tune.shard.compute import ShardOperands
+from tests.unit.planner import made as tests_made
+from tests.unit.planner.made import EXAMPLES, MODELS, OPTIMIZERS, run_unplanned, sub_array
+
+
+def members_alone(made, name, optimizer, steps):
+    """Each member's own model, trained by itself."""
+    found = []
+    for index in range(made.count):
+        model = EXAMPLES[name][0]()
+        model.load_state_dict({key: tensor[index] for key, tensor in made.state.items()})
+        own = OPTIMIZERS[optimizer](model.parameters())
+        own.param_groups[0]["lr"] *= 1 + 0.1 * index
+        generator = torch.Generator()
+        generator.set_state(made.generators.members[index].get_state())
+        losses = []
+        for number in range(steps):
+            x, y = (tensor[index] for tensor in made.batch(number))
+            with drawing_from(generator):
+                loss = functional.cross_entropy(model(x), y)
+            own.zero_grad()
+            loss.backward()
+            own.step()
+            losses.append(loss.item())
+        found.append((model.state_dict(), losses))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_steps_are_those_of_each_member_alone(name, optimizer):
+    made = sub_array(name, optimizer=optimizer)
+    expected = members_alone(made, name, optimizer, 3)
+    losses = torch.stack([run_unplanned(made, number) for number in range(3)])
+    for index, (state, own) in enumerate(expected):
+        torch.testing.assert_close(losses[:, index], torch.tensor(own), rtol=1e-3, atol=1e-4)
+        for key, tensor in state.items():
+            torch.testing.assert_close(made.state[key][index], tensor, rtol=1e-2, atol=2e-3)
+
+
+def test_attention_without_dropout_draws_nothing():
+    made = sub_array("attention")
+    expected = members_alone(made, "attention", "adamw", 1)
+    losses = run_unplanned(made, 0)
+    torch.testing.assert_close(losses, torch.tensor([own[0] for _, own in expected]), rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_are_drawn_in_order_before_their_uses():
+    step = sub_array("transformer").step
+    drawn = [node.args[0] for node in step.graph.nodes if node.target is draw]
+    assert drawn == list(range(9))
+    assert [node for node in step.ops[step.num_forward :] if node.target is draw] == []
+
+
+def test_every_parameter_is_updated_once_and_nothing_reads_it_afterwards():
+    made = sub_array("transformer")
+    step, facts = made.step, made.step.seen
+    for name in (key for key, _ in step.moments):
+        argument = step.state[name]
+        writes = [rank for rank, node in enumerate(step.ops) if argument in facts.writes[node.name]]
+        reads = [rank for rank, node in enumerate(step.ops) if argument in facts.reads[node.name]]
+        assert writes
+        others = [rank for rank in reads if rank > writes[0]]
+        assert all(argument in facts.writes[step.ops[rank].name] for rank in others)
+
+
+def test_updates_are_made_before_the_backward_is_over():
+    """So that gradients are not all there at once."""
+    step = sub_array("cnn").step
+    argument = step.state["head.weight"]
+    first = next(rank for rank, node in enumerate(step.ops) if argument in step.seen.writes[node.name])
+    assert first < step.num_forward + (len(step.ops) - step.num_forward) // 2
+
+
+def test_a_step_is_traced_for_a_device_other_than_that_of_its_tensors(monkeypatch):
+    """As for a GPU, while parameters are on the host or on several; here one whose tensors have no bytes."""
+    place = torch.device("meta")
+    here = sub_array("dlrm").step
+    monkeypatch.setattr(tests_made, "step_graph", partial(step_graph, place=place))
+    there = tests_made._traced.__wrapped__("dlrm", 2, "adamw", "cpu")[0]
+    assert {one.device for one in there.geometry.values()} == {place}
+    assert {one.device for one in here.geometry.values()} == {torch.device("cpu")}
+    assert [str(node.target) for node in there.ops] == [str(node.target) for node in here.ops]
+    named = [value for node in there.ops for value in node.kwargs.values() if isinstance(value, torch.device)]
+    assert set(named) <= {place}
+
+
+def test_what_draws_by_values_is_named_wherever_its_tensors_are():
+    operands = ShardOperands(state=[torch.rand(3)], constants=[], inputs=[torch.empty(3, device="meta")], live_in=())
+    found = value_draws(lambda state, batch: torch.bernoulli(state * batch), operands, torch.device("meta"))
+    assert found == ["aten.bernoulli.default"]
