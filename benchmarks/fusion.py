@@ -17,9 +17,9 @@ from torch.optim import SGD, AdamW
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.fusion.member import MemberTrial
-from hydra_tune.fusion.plans import GroupPlanFactory
-from hydra_tune.fusion.stack import StackedModule, stacked_optimizer
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
+from hydra_tune.fusion.group.member import MemberTrial
+from hydra_tune.fusion.group.stacked_state import StackedModule, stacked_optimizer
 from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.library import PlanLibrary

@@ -11,9 +11,9 @@ from mutwo_models import model
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.fusion.member import MemberTrial
-from hydra_tune.fusion.plans import GroupPlanFactory
-from hydra_tune.fusion.task_profiles import TaskProfileCache
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
+from hydra_tune.fusion.group.member import MemberTrial
+from hydra_tune.fusion.runtime.task_profiles import TaskProfileCache
 from hydra_tune.planner.cost.peak_memory import peak_of
 from hydra_tune.planner.ir.plan_state import undecided
 from hydra_tune.planner.passes.memory_lower_bound import least

@@ -33,9 +33,9 @@ from torch.utils.data import TensorDataset
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - needs the path above
-from hydra_tune.fusion.pair_round import PairStepRunner  # noqa: E402
-from hydra_tune.fusion.planned import PlannedStep  # noqa: E402
-from hydra_tune.fusion.planned_round import GroupStepRunner  # noqa: E402
+from hydra_tune.fusion.runtime.paired_unit import PairStepRunner  # noqa: E402
+from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner  # noqa: E402
+from hydra_tune.fusion.runtime.step_planner import PlannedStep  # noqa: E402
 from hydra_tune.pool.worker import Worker  # noqa: E402
 
 PLANNERS = ("off", "auto", "on")

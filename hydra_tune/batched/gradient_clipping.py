@@ -1,4 +1,4 @@
-"""Clip by the global norm of each member's gradients, for plain steps (`fusion/steps.py`) and planned steps of groups alike.
+"""Clip by the global norm of each member's gradients, for plain steps (`group_step.py`) and planned steps of groups alike.
 
 Note: the norm. As in `train/gradients.py`, each tensor has its own norm, and the norm of these norms is the global
 norm.

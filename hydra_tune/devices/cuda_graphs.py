@@ -14,8 +14,8 @@ caller does without a graph. Other threads continue (`thread_local`): copy threa
 and allocate pinned memory. During a recording, no thread may empty the caching allocator or wait for the whole GPU
 (`exclusive_allocator`). Nor may another thread draw from the GPU's default generator, which counts the graph's draws
 during a recording, so the recording thread holds the generator's turn. A replay advances the generator, too, and holds
-the turn. A thread that records or replays within a unit takes the turn before the capture gate (`fusion/steps.py`),
-like every thread that draws.
+the turn. A thread that records or replays within a unit takes the turn before the capture gate
+(`fusion/group/group_step.py`), like every thread that draws.
 
 Note: failures. If a recording fails, torch ends the recording with an error before telling its other components about
 the end: the capture's stream stays current, all allocations continue as if a graph were being recorded, so memory is

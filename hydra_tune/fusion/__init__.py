@@ -2,9 +2,10 @@
 
 The planner makes a plan of the architecture for a single member, as for any trial. A fused group runs the same shards
 in the same order, on tensors of the same names with an extra leading dimension of size N: parameters, buffers, batches,
-values that cross cuts, gradients and optimizer state (`stacking.py`, `plan.py`). Paging, spilling and scheduling
-therefore treat a group like any other trial. Fusion pays for small models, for example a sweep over learning rates of
-an MLP, where launching operators costs more than the arithmetic.
+values that cross cuts, gradients and optimizer state (`fusion/batching/batched_graph.py`,
+`fusion/compile/batched_plan.py`). Paging, spilling and scheduling therefore treat a group like any other trial. Fusion
+pays for small models, for example a sweep over learning rates of an MLP, where launching operators costs more than the
+arithmetic.
 
 Note: places. Every member occupies a place, an index along the leading dimension. A place can also be vacant.
 

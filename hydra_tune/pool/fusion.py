@@ -14,7 +14,7 @@ from typing import Any
 
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError
-from hydra_tune.fusion.chooser import GroupSizeChooser
+from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChooser
 from hydra_tune.pool.checkpoints import StartCheckpointSource, TrialCheckpointer
 from hydra_tune.pool.fusion_carriers import GroupJobLauncher
 from hydra_tune.pool.fusion_entry import FusedJob

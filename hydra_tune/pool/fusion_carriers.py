@@ -18,16 +18,16 @@ from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import HydraTuneError, UnfusableError
-from hydra_tune.fusion.chooser import GroupSizeChooser
-from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
-from hydra_tune.fusion.pair import PairTrial
-from hydra_tune.fusion.pair_side import PairSide
-from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_sizes import PlannedSizeChooser
-from hydra_tune.fusion.plans import GroupPlanFactory
-from hydra_tune.fusion.probe import FusionBenchmark
-from hydra_tune.fusion.seat import GroupDelegate, GroupSlot
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
+from hydra_tune.fusion.group.group_trial import GroupTrial
+from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.group.slot import GroupDelegate, GroupSlot
+from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChooser
+from hydra_tune.fusion.matching.group_timing import FusionBenchmark
+from hydra_tune.fusion.runtime.pair_side import PairSide
+from hydra_tune.fusion.runtime.pair_trial import PairTrial
+from hydra_tune.fusion.runtime.planned_group_size import PlannedSizeChooser
+from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import TrialMemoryContext
 from hydra_tune.pool.fusion_ends import GroupEndHandler

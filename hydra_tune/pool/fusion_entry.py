@@ -3,8 +3,8 @@
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from hydra_tune.fusion.member import MemberTrial
-from hydra_tune.fusion.seat import GroupSlot
+from hydra_tune.fusion.group.member import MemberTrial
+from hydra_tune.fusion.group.slot import GroupSlot
 from hydra_tune.pool.checkpoints import TrialCheckpointer
 from hydra_tune.pool.job import OVER, EventStream, Job, PoolEvent, Result
 from hydra_tune.pool.record import ReportCursor

@@ -7,13 +7,13 @@ from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.choice import LEAST_GAIN
-from hydra_tune.fusion.chooser import GroupSizeChoice, GroupSizeChooser, steps_of
-from hydra_tune.fusion.key import fusion_key
-from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
-from hydra_tune.fusion.planned import check_planned
-from hydra_tune.fusion.planned_sizes import PlannedSizeChooser
-from hydra_tune.fusion.plans import GroupPlanFactory, layout_of, room_for
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, room_for
+from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.matching.fusion_key import fusion_key
+from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChoice, GroupSizeChooser, steps_of
+from hydra_tune.fusion.matching.group_size_policy import LEAST_GAIN
+from hydra_tune.fusion.runtime.planned_group_size import PlannedSizeChooser
+from hydra_tune.fusion.runtime.step_planner import check_planned
 from hydra_tune.pool.fusion_entry import FusedJob
 from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.lifecycle import log_fusion, log_plan

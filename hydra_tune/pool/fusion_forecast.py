@@ -9,14 +9,14 @@ from torch import nn
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, UnfusableError
-from hydra_tune.fusion.choice import FusionStepTimes, chosen_size, next_size, sizes, why
-from hydra_tune.fusion.chooser import UntracedPlanFactory, timed_alone
-from hydra_tune.fusion.key import check_task, fusion_key
-from hydra_tune.fusion.planned import StackedStepSpec, StepPlanner, check_planned, stack_of
-from hydra_tune.fusion.planned_choice import PlannedSizeChoice
-from hydra_tune.fusion.planned_sizes import compared, kept_way
-from hydra_tune.fusion.plans import GroupPlanFactory, check_updates, room_for
-from hydra_tune.fusion.probe import FusionBenchmark
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, check_updates, room_for
+from hydra_tune.fusion.matching.fusion_key import check_task, fusion_key
+from hydra_tune.fusion.matching.group_size_chooser import UntracedPlanFactory, timed_alone
+from hydra_tune.fusion.matching.group_size_policy import FusionStepTimes, chosen_size, next_size, sizes, why
+from hydra_tune.fusion.matching.group_timing import FusionBenchmark
+from hydra_tune.fusion.runtime.plan_report import PlannedSizeChoice
+from hydra_tune.fusion.runtime.planned_group_size import compared, kept_way
+from hydra_tune.fusion.runtime.step_planner import StackedStepSpec, StepPlanner, check_planned, stack_of
 from hydra_tune.planner.search.figures import StepFigures
 from hydra_tune.pool.step_profiles import StepProfileCache
 from hydra_tune.shard.batch import BatchLeaves

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Protocol
 
 from hydra_tune.errors import BudgetError, UnfusableError
-from hydra_tune.fusion.attendance import PATIENCE_SECONDS
-from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.fusion.key import FusionKey
-from hydra_tune.fusion.measured import AutotuneResult
-from hydra_tune.fusion.member import MemberBatchRequest, MemberTrial
-from hydra_tune.fusion.pair import PairTrial
-from hydra_tune.fusion.seat import GroupSlot
+from hydra_tune.fusion.group.group_trial import GroupTrial
+from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.group.membership import PATIENCE_SECONDS
+from hydra_tune.fusion.group.slot import GroupSlot
+from hydra_tune.fusion.matching.fusion_key import FusionKey
+from hydra_tune.fusion.runtime.pair_trial import PairTrial
+from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult
 from hydra_tune.pool.fusion_entry import FusedJob
 from hydra_tune.pool.job import Job, Reported
 from hydra_tune.pool.later import BackgroundCallQueue

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from hydra_tune.fusion.chooser import GroupSizeChoice
-from hydra_tune.fusion.measured import AutotuneResult
-from hydra_tune.fusion.planned_choice import PlannedSizeChoice
+from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChoice
+from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult
+from hydra_tune.fusion.runtime.plan_report import PlannedSizeChoice
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.schedule import (

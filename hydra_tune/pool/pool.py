@@ -23,7 +23,7 @@ from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import device_kind
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
-from hydra_tune.fusion.stand import ProfilingDevice
+from hydra_tune.fusion.runtime.profiling_device import ProfilingDevice
 from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager

@@ -14,7 +14,7 @@ from hydra_tune.checkpoint.every import CheckpointInterval
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import open_devices, open_planned_devices
 from hydra_tune.errors import ConfigError
-from hydra_tune.fusion.chooser import GroupSizeChooser
+from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChooser
 from hydra_tune.memory.disk import SpillDisk
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir

@@ -7,9 +7,9 @@ from torch import nn
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.key import fusion_key
-from hydra_tune.fusion.planned import clock_of
-from hydra_tune.fusion.task_profiles import TaskProfileCache
+from hydra_tune.fusion.matching.fusion_key import fusion_key
+from hydra_tune.fusion.runtime.step_planner import clock_of
+from hydra_tune.fusion.runtime.task_profiles import TaskProfileCache
 from hydra_tune.planner.profile.profiler import SubArrayProfiler
 from hydra_tune.planner.search.figures import StepFigures, figures_of
 from hydra_tune.shard.batch import BatchLeaves

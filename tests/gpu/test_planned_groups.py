@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.fusion import measured, planned_sizes
-from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_choice import PlannedSizeOption
+from hydra_tune.fusion.runtime import plan_autotuner, planned_group_size
+from hydra_tune.fusion.runtime.plan_report import PlannedSizeOption
+from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.planner.run.interpreter import MergedGraphInterpreter
 from hydra_tune.planner.run.runner import MergedGraphRunner
 from hydra_tune.pool.job import OVER, Reported
@@ -93,14 +93,14 @@ def memory(size):
 @pytest.fixture(params=[4, 2], ids=["one group", "two in turn"])
 def size(request, monkeypatch):
     """Members of a group; where that is half of all, two groups take turns. Nothing else is planned."""
-    wanted, tried = 4 // request.param, planned_sizes._tried
+    wanted, tried = 4 // request.param, planned_group_size._tried
 
     def only(planner, stacks):
         if len(stacks) == wanted:
             return tried(planner, stacks)
         return PlannedSizeOption(name="", sizes=tuple(one.updates.count for one in stacks), why_not="not in this test")
 
-    monkeypatch.setattr(planned_sizes, "_tried", only)
+    monkeypatch.setattr(planned_group_size, "_tried", only)
     return request.param
 
 
@@ -259,10 +259,10 @@ def test_steps_are_timed_by_the_gpu_and_the_log_says_what_they_took(size, caplog
 
 def test_steps_that_prove_slower_are_given_up_with_auto(size, segments, monkeypatch, caplog):
     """Each graph has the GPU sleep first; from the ninth of twelve epochs on nobody is answered before that is seen."""
-    monkeypatch.setattr(planned_sizes, "_COST_SHARE", float("inf"))
+    monkeypatch.setattr(planned_group_size, "_COST_SHARE", float("inf"))
     monkeypatch.setattr(StepPlanner, "kept_seconds", lambda _self, _stack: 1000.0)
-    monkeypatch.setattr(measured, "_WARM_UPS", 0)
-    monkeypatch.setattr(measured, "_TURNS", 1)
+    monkeypatch.setattr(plan_autotuner, "_WARM_UPS", 0)
+    monkeypatch.setattr(plan_autotuner, "_TURNS", 1)
     run, line = MergedGraphInterpreter.run, "prove slower and are given up"
 
     def slowly(self, given):

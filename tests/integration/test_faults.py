@@ -273,8 +273,8 @@ CUT, FITS, FUSED = {"num_shards": 3}, {"num_shards": None}, {"fusion": "on", "fu
         (UPDATES, CUT | {"optimizer_placement": "host"}, "host_updates.py"),
         (BAD, FITS, "burst.py"),
         ({"loss": None, "step": step_that_fails_in_backward}, FITS, "burst.py"),
-        (BAD, FUSED, "rounds.py"),
-        (BAD | {"accumulate": 2}, FUSED, "steps.py"),
+        (BAD, FUSED, "multi_step_unit.py"),
+        (BAD | {"accumulate": 2}, FUSED, "group_step.py"),
     ],
     ids=[
         *("begins", "captured", "runs", "backward", "evaluation", "grouped", "update", "update on the host"),

@@ -15,17 +15,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # Where, when, and at which call. A unit of a pair begins with the forward of a group alone (its first segment).
 MOMENTS = {
     "pair": (
-        "hydra_tune.fusion.pair_round:PairStepRunner.run/before/2",  # the first forward has run, and nothing is saved
-        "hydra_tune.fusion.pair_round:PairStepRunner.run/after/7",
-        "hydra_tune.fusion.planned_state:StepStateBinding.begin/after/13",
+        "hydra_tune.fusion.runtime.paired_unit:PairStepRunner.run/before/2",  # the first forward has run, and nothing is saved
+        "hydra_tune.fusion.runtime.paired_unit:PairStepRunner.run/after/7",
+        "hydra_tune.fusion.runtime.step_arguments:StepStateBinding.begin/after/13",
         "hydra_tune.checkpoint.folder:write_file/before/14",  # some members have saved a step, and others have not
-        "hydra_tune.fusion.pair_round:PairStepRunner.run/after/6",
+        "hydra_tune.fusion.runtime.paired_unit:PairStepRunner.run/after/6",
     ),
     "group": (
-        "hydra_tune.fusion.planned_round:GroupStepRunner.backward/before/2",  # between forward and backward
-        "hydra_tune.fusion.planned_round:GroupStepRunner.backward/after/3",
+        "hydra_tune.fusion.runtime.planned_unit:GroupStepRunner.backward/before/2",  # between forward and backward
+        "hydra_tune.fusion.runtime.planned_unit:GroupStepRunner.backward/after/3",
         "hydra_tune.checkpoint.folder:write_file/before/14",
-        "hydra_tune.fusion.planned_round:GroupStepRunner.forward/after/4",
+        "hydra_tune.fusion.runtime.planned_unit:GroupStepRunner.forward/after/4",
     ),
 }
 

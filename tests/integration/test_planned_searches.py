@@ -12,9 +12,9 @@ from optuna.trial import TrialState
 
 import hydra_tune_optuna
 from hydra_tune import TrainTask, train_plain
-from hydra_tune.fusion import measured
-from hydra_tune.fusion.pair_round import PairStepRunner
-from hydra_tune.fusion.planned_round import GroupStepRunner
+from hydra_tune.fusion.runtime import plan_autotuner
+from hydra_tune.fusion.runtime.paired_unit import PairStepRunner
+from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
 from hydra_tune.planner.profile import profiler
 from hydra_tune.pool import fusion_finder
 from tests.support.planned_searches import KINDS, differences_of, drawn_tasks, searched
@@ -66,7 +66,7 @@ def swapping(monkeypatch):
         return replace(profile, seconds=dict.fromkeys(profile.seconds, 1e-3), pace_seconds=0.0, **copies)
 
     monkeypatch.setattr(profiler, "measured", fixed)
-    monkeypatch.setattr(measured, "TOLERANCE", math.inf)
+    monkeypatch.setattr(plan_autotuner, "TOLERANCE", math.inf)
 
 
 def test_pairs_that_share_a_device_with_a_disk_have_the_bits_of_each_alone(tmp_path, parts, swapping, monkeypatch):

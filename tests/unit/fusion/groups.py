@@ -9,11 +9,11 @@ from torch.optim import lr_scheduler
 
 from hydra_tune import TrainTask, train_plain
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.fusion.group import GroupTrial
-from hydra_tune.fusion.key import fusion_key
-from hydra_tune.fusion.member import MemberTrial
-from hydra_tune.fusion.plans import GroupPlanFactory
-from hydra_tune.fusion.seat import GroupSlot
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
+from hydra_tune.fusion.group.group_trial import GroupTrial
+from hydra_tune.fusion.group.member import MemberTrial
+from hydra_tune.fusion.group.slot import GroupSlot
+from hydra_tune.fusion.matching.fusion_key import fusion_key
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary

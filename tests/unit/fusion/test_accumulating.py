@@ -150,7 +150,7 @@ def test_gradients_that_are_one_number_everywhere_add_up(step, limit):
 
 
 def test_a_step_that_is_not_traced_is_the_same(monkeypatch):
-    monkeypatch.setattr("hydra_tune.fusion.plans.trace_step", lambda *_: False)
+    monkeypatch.setattr("hydra_tune.fusion.compile.batched_plan_cache.trace_step", lambda *_: False)
     tasks = [small(seed=s, train=data(26 - 8 * s)) for s in range(2)]
     ran = []
     monkeypatch.setattr(JointTrace, "run", lambda *_, **__: ran.append(None))

@@ -5,7 +5,7 @@ import torch
 
 from hydra_tune.batched.batched_random import HoistedDraw, draw_all
 from hydra_tune.devices.own_generator import own_generator
-from hydra_tune.fusion.streams import GroupStreams
+from hydra_tune.fusion.group.group_rng import GroupStreams
 from hydra_tune.train.streams import RandomStreams
 from tests.support.turns import TurnsDevice
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.unit.fusion.test_plan import compare
+from tests.unit.fusion.compile.test_batched_plan import compare
 from tests.unit.shard.bench import bench, task_of
 
 _GENERATOR = torch.Generator().manual_seed(3)

@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import TensorDataset
 
 from hydra_tune import TrainTask
-from hydra_tune.fusion.plan import is_traced
+from hydra_tune.fusion.compile.batched_plan import is_traced
 from tests.unit.fusion.groups import Run, assert_as_plain
 
 _GENERATOR = torch.Generator().manual_seed(1)

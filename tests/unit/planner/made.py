@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hydra_tune.batched.batched_random import GroupGenerator
-from hydra_tune.fusion.plan import stacked_plan
+from hydra_tune.fusion.compile.batched_plan import stacked_plan
 from hydra_tune.planner.profile.output_layouts import as_laid_out
 from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import StepGraph, step_graph

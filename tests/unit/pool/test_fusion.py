@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import ConfigError, HydraTuneError
-from hydra_tune.fusion import choice, chooser
-from hydra_tune.fusion.group import GroupTrial
+from hydra_tune.fusion.group.group_trial import GroupTrial
+from hydra_tune.fusion.matching import group_size_chooser, group_size_policy
 from hydra_tune.observe.figures import run_figures
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
@@ -264,8 +264,8 @@ def test_a_task_that_cannot_be_built_fails_alone(sizes):
 def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_has_timed(
     sizes, caplog, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(choice, "COST_SHARE", 1e6)  # however slow the machine is, they are timed
-    monkeypatch.setattr(choice, "LEAST_GAIN", 1.0)  # they gain twice and more; what is timed may be off
+    monkeypatch.setattr(group_size_policy, "COST_SHARE", 1e6)  # however slow the machine is, they are timed
+    monkeypatch.setattr(group_size_policy, "LEAST_GAIN", 1.0)  # they gain twice and more; what is timed may be off
     tasks = [task(seed, epochs=40) for seed in range(8)]
     with running(fusion="on") as pool:
         expected = pool.run(tasks)
@@ -287,8 +287,8 @@ def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_
 
 def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plain_loop(sizes, monkeypatch):
     """Groups are timed, and none is good enough."""
-    monkeypatch.setattr(choice, "LEAST_GAIN", 1e6)
-    monkeypatch.setattr(choice, "COST_SHARE", 1e6)  # however slow the machine is, they are timed
+    monkeypatch.setattr(group_size_policy, "LEAST_GAIN", 1e6)
+    monkeypatch.setattr(group_size_policy, "COST_SHARE", 1e6)  # however slow the machine is, they are timed
     tasks = [task(seed, epochs=40) for seed in range(4)]
     with running(fusion="auto") as pool:
         found = pool.run(tasks)
@@ -320,7 +320,7 @@ def test_auto_captures_nothing_more_where_there_are_too_few_steps_to_find_out(mo
 
 
 def test_auto_leaves_trials_alone_whose_steps_are_arithmetic(caplog, monkeypatch):
-    monkeypatch.setattr(choice, "LEAST_GAIN", 4.0)  # they gain nothing; what is timed may be off by half
+    monkeypatch.setattr(group_size_policy, "LEAST_GAIN", 4.0)  # they gain nothing; what is timed may be off by half
 
     def wide():
         return nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 4))
@@ -350,10 +350,10 @@ def test_one_that_was_taken_and_is_left_again_can_be_pruned_meanwhile(monkeypatc
 
         def choose(self, *_):
             jobs[2].prune()
-            return chooser.GroupSizeChoice(size=2, why="so it is said")
+            return group_size_chooser.GroupSizeChoice(size=2, why="so it is said")
 
-        monkeypatch.setattr(chooser.GroupSizeChooser, "choose", choose)
-        monkeypatch.setattr(chooser, "_LEAST_STEPS", 0)
+        monkeypatch.setattr(group_size_chooser.GroupSizeChooser, "choose", choose)
+        monkeypatch.setattr(group_size_chooser, "_LEAST_STEPS", 0)
         events = pool.events()
         with together():
             jobs = [pool.submit(task(seed), None, events) for seed in range(3)]

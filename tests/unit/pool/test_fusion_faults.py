@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from hydra_tune.fusion import chooser
+from hydra_tune.fusion.matching import group_size_chooser
 from hydra_tune.pool import fusion_carriers
 from hydra_tune.pool.fusion_carriers import GroupJobLauncher
 from hydra_tune.pool.job import OVER, Reported
@@ -110,9 +110,9 @@ def test_trials_whose_timing_breaks_are_left_to_themselves(monkeypatch):
         asked.append(1)
         raise RuntimeError("the log is full")
 
-    monkeypatch.setattr(chooser, "_LEAST_STEPS", 0)
+    monkeypatch.setattr(group_size_chooser, "_LEAST_STEPS", 0)
     with running(fusion="auto", max_concurrent=1) as pool:
-        monkeypatch.setattr(chooser.GroupSizeChooser, "choose", choose)
+        monkeypatch.setattr(group_size_chooser.GroupSizeChooser, "choose", choose)
         with together():
             jobs = [pool.submit(task(seed)) for seed in range(3)]
         results = [job.result(PATIENCE_SECONDS) for job in jobs]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hydra_tune.fusion import planned_sizes
-from hydra_tune.fusion.planned_choice import PlannedSizeOption
+from hydra_tune.fusion.runtime import planned_group_size
+from hydra_tune.fusion.runtime.plan_report import PlannedSizeOption
 from hydra_tune.pool.job import OVER, Reported
 from tests.unit.planner.made import Transformer
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
@@ -52,14 +52,14 @@ TOKENS = TensorDataset(torch.randint(11, (24, 32), generator=torch.Generator().m
 def test_transformers_that_clip_have_the_bits_of_groups_that_have_room(steps, segments, monkeypatch, size, optimizer):
     """With gradients that lie otherwise than their parameters, and dropout: one group, and two in turn."""
     changes = {"model": Transformer, "train": TOKENS, "validate": None, "batch_size": 12, "optimizer": optimizer}
-    tried = planned_sizes._tried
+    tried = planned_group_size._tried
 
     def tried_as_wanted(planner, stacks):
         sizes = tuple(stack.updates.count for stack in stacks)
         wanted = sizes == ((4,) if size == 4 else (2, 2))
         return tried(planner, stacks) if wanted else PlannedSizeOption(name="", sizes=sizes, why_not="not wanted here")
 
-    monkeypatch.setattr(planned_sizes, "_tried", tried_as_wanted)
+    monkeypatch.setattr(planned_group_size, "_tried", tried_as_wanted)
     results = planned(tasks_of(**changes), "3MiB")
     assert {result.group_size for result in results} == {size}
     assert bool(segments) == (size == 2)

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from hydra_tune.errors import DeviceLostError
-from hydra_tune.fusion.pair_round import PairStepRunner
-from hydra_tune.fusion.planned_round import GroupStepRunner
+from hydra_tune.fusion.runtime.paired_unit import PairStepRunner
+from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
 from hydra_tune.pool.job import OVER, Reported
 from tests.support.losable import losable
 from tests.support.shortage import run_out

@@ -7,14 +7,15 @@ import time
 
 import pytest
 
-from hydra_tune.fusion import attendance, measured, planned_sizes
-from hydra_tune.fusion.member import MemberTrial
-from hydra_tune.fusion.pair_round import PairStepRunner
-from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_choice import PlannedSizeOption
-from hydra_tune.fusion.planned_round import GroupStepRunner
-from hydra_tune.fusion.probe import FusionBenchmark
-from hydra_tune.fusion.rounds import GroupRound
+from hydra_tune.fusion.group import membership
+from hydra_tune.fusion.group.member import MemberTrial
+from hydra_tune.fusion.group.multi_step_unit import GroupRound
+from hydra_tune.fusion.matching.group_timing import FusionBenchmark
+from hydra_tune.fusion.runtime import plan_autotuner, planned_group_size
+from hydra_tune.fusion.runtime.paired_unit import PairStepRunner
+from hydra_tune.fusion.runtime.plan_report import PlannedSizeOption
+from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
+from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.planner.run.interpreter import MergedGraphInterpreter
 from hydra_tune.pool import settings
 from hydra_tune.pool.job import OVER, Reported
@@ -60,7 +61,7 @@ def kind(request):
 @pytest.fixture(autouse=True)
 def chosen(kind, monkeypatch):
     """Plans are preferred to what fits, and few steps of them are timed; nothing else is planned than is wanted here."""
-    tried = planned_sizes._tried
+    tried = planned_group_size._tried
 
     def only(planner, stacks):
         sizes = tuple(one.updates.count for one in stacks)
@@ -68,11 +69,11 @@ def chosen(kind, monkeypatch):
             return tried(planner, stacks)
         return PlannedSizeOption(name="", sizes=sizes, why_not="not in this test")
 
-    monkeypatch.setattr(planned_sizes, "_tried", only)
-    monkeypatch.setattr(planned_sizes, "_COST_SHARE", float("inf"))
+    monkeypatch.setattr(planned_group_size, "_tried", only)
+    monkeypatch.setattr(planned_group_size, "_COST_SHARE", float("inf"))
     monkeypatch.setattr(StepPlanner, "kept_seconds", lambda _self, _stack: 10.0)
-    monkeypatch.setattr(measured, "_WARM_UPS", 0)
-    monkeypatch.setattr(measured, "_TURNS", 1)
+    monkeypatch.setattr(plan_autotuner, "_WARM_UPS", 0)
+    monkeypatch.setattr(plan_autotuner, "_TURNS", 1)
 
 
 @pytest.fixture
@@ -163,7 +164,7 @@ def test_slower_steps_are_given_up_and_no_step_is_lost_or_made_twice(
 ):
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
     monkeypatch.setattr(
-        attendance, "PATIENCE_SECONDS", float("inf")
+        membership, "PATIENCE_SECONDS", float("inf")
     )  # or a slow driver's members go on without each other
     borrowed, together = [], FusionBenchmark.together
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hydra_tune.errors import DeviceLostError, HydraTuneError, UnfusableError
-from hydra_tune.fusion.planned import StepPlanner
-from hydra_tune.fusion.planned_state import StepStateBinding
-from hydra_tune.fusion.stand import HOST
+from hydra_tune.fusion.runtime.profiling_device import HOST
+from hydra_tune.fusion.runtime.step_arguments import StepStateBinding
+from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.memory.pager import Pager
 from hydra_tune.planner.ir.plan_state import ScheduleSegment
 from hydra_tune.planner.run.interpreter import MergedGraphInterpreter

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion import measured
-from hydra_tune.fusion.pair_round import PairStepRunner
-from hydra_tune.fusion.planned import StepPlanner
+from hydra_tune.fusion.runtime import plan_autotuner
+from hydra_tune.fusion.runtime.paired_unit import PairStepRunner
+from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.pool.job import OVER, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
@@ -177,9 +177,9 @@ def test_groups_that_cannot_take_turns_make_their_steps_one_after_the_other(segm
 @pytest.mark.parametrize("memory", [MEMORY, "330KiB"])
 def test_steps_that_take_other_than_predicted_are_planned_once_more_with_the_same_bits(monkeypatch, tmp_path, memory):
     """Two groups in turn, and one group whose steps are planned."""
-    monkeypatch.setattr(measured, "TOLERANCE", -1.0)
-    monkeypatch.setattr(measured, "_WARM_UPS", 0)
-    monkeypatch.setattr(measured, "_TURNS", 1)
+    monkeypatch.setattr(plan_autotuner, "TOLERANCE", -1.0)
+    monkeypatch.setattr(plan_autotuner, "_WARM_UPS", 0)
+    monkeypatch.setattr(plan_autotuner, "_TURNS", 1)
     epochs = (12,) * 4
     with pool_of(device_memory=memory, event_log=tmp_path / "log.jsonl") as pool:
         results = pool.run(tasks_of(epochs=epochs))

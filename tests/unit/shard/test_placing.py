@@ -9,7 +9,7 @@ from torch.optim import SGD
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.fusion.stacking import StackedGraph
+from hydra_tune.fusion.batching.batched_graph import StackedGraph
 from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.placing import placed

@@ -1,0 +1,403 @@
+"""`StackedGraph`: run a captured graph on stacked members, with a single call per node for all of them.
+
+Every value is either stacked, with the members in front, or shared by all members (derived from constants alone). A
+node with only shared inputs runs unchanged. A node with stacked inputs runs by its own rule (`batching_rules.py` and
+others), by `drawing.drawn` if the node draws random numbers, or else under `torch.vmap`. An operator without any of
+these forms runs once for each member (`per_member_fallback.py`). Regions such as `torch.no_grad()` also run node by
+node.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from hydra_tune.batched.batched_random import drawn, masks
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.batching.batching_rules import RULES, elementwise, is_elementwise
+from hydra_tune.fusion.batching.embedding_rules import TABLES, embedding_bag
+from hydra_tune.fusion.batching.per_member_fallback import apart, has_batched_form
+from hydra_tune.fusion.batching.random_decomposition import recorded
+from hydra_tune.fusion.batching.rnn_rules import RECURRENT
+from hydra_tune.fusion.ragged.masked_loss import LOSS, MaskedReduction, counted_loss
+from hydra_tune.shard.placing import moved, names_a_device
+from hydra_tune.shard.stochastic import draws_random_numbers
+
+_CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])  # noqa: SLF001 - true for every batch of the kind
+_APART = frozenset(
+    # Composite operators that decompose into operators without a batching rule in `torch.vmap`.
+    f"aten::{name}"
+    for name in ("embedding_bag", "ctc_loss", "lstm", "gru", "rnn_tanh", "rnn_relu", "multilabel_margin_loss")
+)
+_ALL_RULES = RULES | RECURRENT | TABLES
+_DROPOUT = frozenset([torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default])
+"""Operators that draw masks by the dropout kernel of GPUs; dropout of channels and in-place dropout use another kernel."""
+_IS_DROPOUT = "is dropout"
+_OWN_DRAWS = frozenset(RECURRENT)  # rules that draw their own random numbers
+_Run = Callable[[int, Sequence[Any], dict[str, Any]], Any]
+"""Evaluates a node: (number of members, arguments, keywords) -> value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StackedCall:
+    """A node ready to run: its function, inputs, values to free afterwards, and whether an argument names a device."""
+
+    node: fx.Node
+    run: _Run
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    last_uses: tuple[fx.Node, ...]
+    is_placed: bool
+
+
+class StackedGraph:
+    """Runs a graph for all members at once.
+
+    Args:
+        module: the graph, captured for a single member.
+        is_stacked: for every argument, whether the argument has the members in front.
+        slots: names of dropout nodes with a separate probability for each member.
+
+    Raises:
+        UnfusableError: a node cannot run on stacked members; the message names the node.
+    """
+
+    def __init__(self, module: fx.GraphModule, is_stacked: Sequence[bool], slots: frozenset[str] = frozenset()) -> None:
+        self._module = module
+        self._stacked: set[fx.Node] = set()
+        self._arguments: list[fx.Node] = []
+        self._planned: list[tuple[fx.Node, _Run, tuple[Any, ...], dict[str, Any]]] = []
+        self._outputs: tuple[fx.Node, ...] = ()
+        self._bodies: dict[fx.Node, Any] = {}
+        self._slots = slots
+        self._gradients: bool | None = None  # grad mode of the region being added; None outside any region
+        flags = iter(is_stacked)
+        for node in module.graph.nodes:
+            self._add(node, flags)
+        self._first = list(is_stacked).index(True)
+        self._calls = self._with_last_uses()
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """Return the graph's outputs, all with the members in front."""
+        count, place = arguments[self._first].size(0), arguments[self._first].device
+        values: dict[fx.Node, Any] = dict(zip(self._arguments, arguments, strict=True))
+        for call in self._calls:
+            given = (call.arguments, call.keywords)
+            # Plans are captured on the CPU; a device named in the
+            # graph must become the device that the members are on.
+            if call.is_placed and place.type != "cpu":
+                given = moved(given, place)
+            found = [fx.node.map_arg(argument, values.__getitem__) for argument in given[0]]
+            keywords = {name: fx.node.map_arg(value, values.__getitem__) for name, value in given[1].items()}
+            values[call.node] = call.run(count, found, keywords)
+            # The list would keep values alive past their last use, and peak memory is planned without them.
+            found.clear()
+            for node in call.last_uses:
+                del values[node]
+        return tuple(
+            values[node] if node in self._stacked else _expanded(values[node], count) for node in self._outputs
+        )
+
+    def _add(self, node: fx.Node, flags: Any) -> None:
+        if node.op == "placeholder":
+            self._arguments.append(node)
+            if next(flags):
+                self._stacked.add(node)
+        elif node.op == "output":
+            (self._outputs,) = node.args  # type: ignore[assignment]
+        elif node.op == "get_attr":
+            self._bodies[node] = getattr(self._module, str(node.target))
+        elif node.op == "call_function" and node.target not in _CHECKS:
+            self._add_operation(node, {})
+
+    def _add_operation(self, node: fx.Node, placed: Mapping[fx.Node, Any]) -> None:
+        """Add a node of the graph, or of a region.
+
+        Args:
+            node: the node to add.
+            placed: for nodes of a region, the node or value that stands for each.
+        """
+        arguments: Any = fx.node.map_arg(node.args, lambda n: self._bodies.get(n, placed.get(n, n)))
+        keywords: Any = fx.node.map_arg(node.kwargs, lambda n: self._bodies.get(n, placed.get(n, n)))
+        draws = draws_random_numbers(node)
+        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            self._add_region(node, *arguments)
+        elif not draws or node.target in _OWN_DRAWS:
+            self._add_call(node, arguments, keywords)
+        elif (record := recorded(node) if isinstance(node.target, OpOverload) else None) is not None:
+            self._add_draw(node, record, [placed.get(given, given) for given in node.all_input_nodes])
+        else:
+            self._stacked.add(node)
+            self._check_overwritten(node, arguments)
+            run = _under(self._apart(node.target, arguments, keywords, draws=True), enabled=self._gradients)
+            self._planned.append((node, run, arguments, keywords))
+
+    def _add_draw(self, node: fx.Node, record: fx.Graph, inputs: Sequence[fx.Node]) -> None:
+        """Add a random operator as its recorded primitives."""
+        placed: dict[fx.Node, Any] = {}
+        given = iter(inputs)
+        for one in record.nodes:
+            if one.op == "placeholder":
+                placed[one] = None if one.name == "generator" else next(given)
+            elif one.op == "output":
+                self._alias(node, placed[one.args[0]])
+            elif node.name in self._slots and "generator" in one.kwargs:
+                placed[one] = one
+                self._stacked.add(one)
+                is_dropout = node.target in _DROPOUT
+                (like,) = fx.node.map_arg(one.args[:1], placed.__getitem__)
+                self._planned.append(
+                    (one, _masks(node.name, one.meta["val"].stride(), is_dropout, like in self._stacked), (like,), {})
+                )
+            elif node.name in self._slots and one.target is torch.ops.aten.div_.Scalar:
+                placed[one] = placed[one.args[0]]  # `drawing.masks` scales already, each member by its own probability
+            else:
+                arguments = fx.node.map_arg(one.args, placed.__getitem__)
+                keywords = {key: fx.node.map_arg(value, placed.__getitem__) for key, value in one.kwargs.items()}
+                placed[one] = one
+                one.meta[_IS_DROPOUT] = node.target in _DROPOUT
+                self._add_call(one, arguments, keywords)
+
+    def _add_region(self, node: fx.Node, enabled: bool, body: fx.GraphModule, *operands: fx.Node) -> None:
+        """Add a region written under `torch.no_grad()` or `torch.enable_grad()`."""
+        inner = fx.Graph()
+        result = inner.graph_copy(body.graph, {})  # fresh nodes, since a graph may call the same region twice
+        inner.owning_module = body
+        given, placed = iter(operands), {}
+        outer, self._gradients = self._gradients, enabled
+        for one in inner.nodes:
+            if one.op == "placeholder":
+                placed[one] = next(given)
+            elif one.op == "get_attr":
+                self._bodies[one] = getattr(body, str(one.target))
+            elif one.target not in _CHECKS:
+                self._add_operation(one, placed)
+        self._gradients = outer
+        values: Any = fx.node.map_arg(result, lambda n: placed.get(n, n))
+        stacked = [leaf in self._stacked for leaf in values]
+        if any(stacked):
+            self._stacked.add(node)
+
+        def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Any:
+            pairs = zip(found[0], stacked, strict=True)
+            return tuple(one if is_stacked or not any(stacked) else _expanded(one, count) for one, is_stacked in pairs)
+
+        self._planned.append((node, run, (tuple(values),), {}))
+
+    def _alias(self, node: fx.Node, value: fx.Node) -> None:
+        if value in self._stacked:
+            self._stacked.add(node)
+        self._planned.append((node, lambda _count, found, _keywords: found[0], (value,), {}))
+
+    def _add_call(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        target: Any = node.target
+        if target is operator.getitem:
+            if arguments[0] in self._stacked:
+                self._stacked.add(node)
+            self._planned.append((node, lambda _count, found, _keywords: found[0][found[1]], arguments, keywords))
+            return
+        if target is counted_loss:
+            self._stacked.add(node)
+            self._planned.append((node, _counting(node.meta[LOSS], self._stacked_leaves(arguments, {})), arguments, {}))
+            return
+        self._check_dense(node, arguments, keywords)
+        if "generator" in keywords:
+            keywords = {key: value for key, value in keywords.items() if key != "generator"}
+            self._stacked.add(node)
+            is_stacked = [self._is_stacked(argument) for argument in arguments]
+            is_dropout = node.meta.get(_IS_DROPOUT, False)
+            run = _drawing(target, is_stacked, node.meta["val"].stride(), is_dropout=is_dropout)
+        elif self._is_stacked((arguments, keywords)):
+            self._stacked.add(node)
+            self._check_overwritten(node, arguments)
+            run = self._for_all(node, arguments, keywords)
+        # A fresh shared tensor that a later node fills in place with
+        # members' values needs a separate copy for each member.
+        elif _is_made_to_be_overwritten(node):
+            self._stacked.add(node)
+            run = _once(target, expands=True)
+        else:
+            run = _once(target, expands=False)
+        self._planned.append((node, _under(run, enabled=self._gradients), arguments, keywords))
+
+    def _for_all(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Run:
+        target: Any = node.target
+        by_itself = self._apart(target, arguments, keywords, draws=False)
+        if not isinstance(target, OpOverload):
+            return by_itself
+        stacked = self._stacked_leaves(arguments, keywords)
+        rule = self._rule_of(node)
+        # A rule may decline by returning None, and `torch.vmap` may fail for some arguments. The
+        # order is rule, vmap, then each member alone; a failed vmap is not tried again for the node.
+        is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
+
+        def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
+            nonlocal is_batched
+            if rule is not None:
+                flags = iter(stacked)
+                wide = pytree.tree_map_only(
+                    Tensor, lambda t: t if next(flags) else _expanded(t, count), (tuple(found), given)
+                )
+                made = rule(*wide[0], **wide[1])
+                if made is not None:
+                    return made
+            if is_batched:
+                try:
+                    return _mapped(target, found, given, stacked)
+                except RuntimeError as error:
+                    # Running out of memory says nothing about batching
+                    # rules; the pager must see the error and retry the unit.
+                    if isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    is_batched = False
+            return by_itself(count, found, given)
+
+        return run
+
+    def _rule_of(self, node: fx.Node) -> Callable[..., Any] | None:
+        target: Any = node.target
+        if target in RECURRENT and node.name in self._slots:
+            return partial(RECURRENT[target], slot=node.name)
+        rule = _ALL_RULES.get(target)
+        if rule is embedding_bag and not _takes_first_only(node):
+            return None
+        return partial(elementwise, target) if rule is None and is_elementwise(target) else rule
+
+    def _apart(self, target: Any, arguments: Any, keywords: dict[str, Any], *, draws: bool) -> _Run:
+        stacked = self._stacked_leaves(arguments, keywords)
+        return lambda count, found, given: apart(target, found, given, stacked, count, draws=draws)
+
+    def _stacked_leaves(self, arguments: Any, keywords: dict[str, Any]) -> list[bool]:
+        leaves = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, fx.Node)]
+        return [leaf in self._stacked for leaf in leaves]
+
+    def _check_dense(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Refuse nodes with sparse gradients."""
+        target: Any = node.target
+        if not isinstance(target, OpOverload):
+            return
+        names = [argument.name for argument in target._schema.arguments]  # noqa: SLF001
+        if dict(zip(names, arguments, strict=False)).get("sparse") or keywords.get("sparse"):
+            raise UnfusableError(f"{_told(node)} has sparse gradients, which have no stacked form")
+
+    def _check_overwritten(self, node: fx.Node, arguments: tuple[Any, ...]) -> None:
+        """Refuse a node that writes members' values into a shared tensor."""
+        target: Any = node.target
+        if not isinstance(target, OpOverload):
+            return
+        for position, declared in enumerate(target._schema.arguments):  # noqa: SLF001
+            written = declared.alias_info is not None and declared.alias_info.is_write
+            if written and position < len(arguments) and not self._is_stacked(arguments[position]):
+                raise UnfusableError(f"{_told(node)} overwrites a tensor that does not depend on the trial")
+
+    def _is_stacked(self, value: Any) -> bool:
+        return any(leaf in self._stacked for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
+
+    def _with_last_uses(self) -> list[_StackedCall]:
+        last: dict[fx.Node, int] = {}
+        for position, (node, _, arguments, keywords) in enumerate(self._planned):
+            last[node] = position
+            for leaf in pytree.tree_leaves((arguments, keywords)):
+                if isinstance(leaf, fx.Node):
+                    last[leaf] = position
+        kept = set(self._outputs)
+        ends: dict[int, list[fx.Node]] = {}
+        for node, position in last.items():
+            if node not in kept:
+                ends.setdefault(position, []).append(node)
+        return [
+            _StackedCall(
+                node,
+                run,
+                tuple(arguments),
+                keywords,
+                tuple(ends.get(position, ())),
+                names_a_device((arguments, keywords)),
+            )
+            for position, (node, run, arguments, keywords) in enumerate(self._planned)
+        ]
+
+
+def _masks(slot: str, strides: Sequence[int], is_dropout: bool, is_stacked: bool) -> _Run:
+    def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Tensor:
+        return masks(slot, found[0] if is_stacked else _expanded(found[0], count), strides, is_dropout=is_dropout)
+
+    return run
+
+
+def _counting(loss: MaskedReduction, stacked: Sequence[bool]) -> _Run:
+    def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Tensor:
+        return loss(*(t if one else _expanded(t, count) for t, one in zip(found, stacked, strict=True)))
+
+    return run
+
+
+def _once(target: Any, *, expands: bool) -> _Run:
+    """Return a run of a node with only shared inputs."""
+
+    def run(count: int, found: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        made = target(*found, **keywords)
+        return _expanded(made, count).clone() if expands else made
+
+    return run
+
+
+def _under(run: _Run, *, enabled: bool | None) -> _Run:
+    """Return a run inside a region's grad mode."""
+    if enabled is None:
+        return run
+
+    def in_region(count: int, found: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        with torch.set_grad_enabled(enabled):
+            return run(count, found, keywords)
+
+    return in_region
+
+
+def _takes_first_only(node: fx.Node) -> bool:
+    """Return whether the graph uses only the first result of a node."""
+    return all(user.target is operator.getitem and (user.args[1] == 0 or not user.users) for user in node.users)
+
+
+def _drawing(target: Any, is_stacked: Sequence[bool], strides: Sequence[int], *, is_dropout: bool) -> _Run:
+    return lambda count, found, keywords: drawn(
+        target, tuple(found), keywords, is_stacked, count, strides, is_dropout=is_dropout
+    )
+
+
+def _mapped(target: Any, found: Sequence[Any], keywords: dict[str, Any], stacked: Sequence[bool]) -> Any:
+    """Run a node with stacked inputs under `torch.vmap`."""
+    leaves, spec = pytree.tree_flatten((tuple(found), keywords))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def run(*tensors: Tensor) -> Any:
+        own = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            own[place] = tensor
+        arguments, given = pytree.tree_unflatten(own, spec)
+        return target(*arguments, **given)
+
+    dimensions = tuple(0 if is_stacked else None for is_stacked in stacked)
+    return torch.vmap(run, in_dims=dimensions)(*(leaves[place] for place in places))
+
+
+def _is_made_to_be_overwritten(node: fx.Node) -> bool:
+    """Return whether a node creates a fresh tensor that a later node fills in place."""
+    return not node.all_input_nodes and any(
+        isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable  # noqa: SLF001
+        for user in node.users
+    )
+
+
+def _expanded(value: Tensor, count: int) -> Tensor:
+    return value.expand(count, *value.shape)
+
+
+def _told(node: fx.Node) -> str:
+    return str(node.target)

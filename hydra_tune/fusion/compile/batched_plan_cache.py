@@ -1,0 +1,293 @@
+"""`GroupPlanFactory`: make, compare, stack and trace the plans of groups.
+
+A member's plan for a kind of batch is stacked and traced once for all groups of the same size in a pool.
+"""
+
+import logging
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.compile.batched_plan import is_traced, stacked_plan, trace_step
+from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.matching.plan_diff import MemberDifferences, likeness
+from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
+from hydra_tune.fusion.ragged.masked_loss import MaskedReduction
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.shard.request import TrialStateLayout
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+CUDA_GRAPHS = "cudagraphs"
+"""Value of `backend` with which hydra-tune itself records steps as CUDA graphs (`cuda_graph_steps.py`)."""
+_MAX_KEPT = 64  # stacked plans of each kind of batch, and comparisons
+
+
+class GroupPlanFactory:
+    """Makes and caches the plans of groups for a pool.
+
+    Args:
+        library: provides the plans of single members.
+        backend: backend of `torch.compile` for traced steps; None: no compilation; `CUDA_GRAPHS`: record steps as CUDA
+            graphs on GPUs.
+
+    Attributes:
+        records: whether steps are recorded.
+    """
+
+    def __init__(self, library: PlanLibrary, backend: str | None = None) -> None:
+        self.records = backend == CUDA_GRAPHS
+        self._backend = None if self.records else backend
+        self._told: set[str] = set()
+        self._library = library
+        self._lock = threading.Lock()
+        self._alike: set[Hashable] = set()
+        self._unlike: dict[Hashable, str] = {}  # differences of pairs of architectures
+        self._likenesses: dict[tuple[PreparedPlan, ...], MemberDifferences] = {}  # by the plans of the members
+        self._stacked: WeakKeyDictionary[PreparedPlan, dict[Hashable, PreparedPlan]] = WeakKeyDictionary()
+
+    def of_member(
+        self, member: MemberTrial, wanted: MemberBatchRequest, like: TrialStateLayout | None = None
+    ) -> PreparedPlan:
+        """Return a member's plan for a request.
+
+        Args:
+            member: any built member of the group; only read.
+            wanted: the request.
+            like: how the group's state is cut, if there is a state.
+
+        Raises:
+            UnfusableError: the plan cannot be stacked; the message gives the reason.
+            HydraTuneError: as of `PlanLibrary.prepare`.
+        """
+        module, optimizer = member.built()
+        # Capturing runs the model's code, whose draws must not touch the random streams of the process.
+        with member.streams.everything():
+            prepared = self._library.prepare(member.task, module, optimizer, wanted.batch, wanted.mode, like)
+        module.train()
+        check_updates(prepared)
+        return prepared
+
+    def of_members(
+        self, members: Sequence[MemberTrial], wanted: MemberBatchRequest, like: TrialStateLayout | None = None
+    ) -> tuple[PreparedPlan, MemberDifferences]:
+        """Return the first member's plan, with the differences of the others: dropout probabilities and losses.
+
+        Args:
+            members: built members of a group, or candidates; only read.
+            wanted: a request of the first member.
+            like: as of `of_member`.
+
+        Returns:
+            The plan, and the differences between the members.
+
+        Raises:
+            UnfusableError: as of `of_member`, or the members differ in anything else.
+        """
+        known: dict[Hashable, PreparedPlan] = {}
+        own: list[PreparedPlan] = []
+        for member in members:
+            key = object() if member.architecture is None else member.architecture
+            if key not in known:
+                known[key] = self.of_member(member, wanted, like)
+            own.append(known[key])
+        found = self._likeness(own)
+        if found.rows is not None and any(one.guard is not None for one in own):
+            raise UnfusableError("its loss is another, and the step's Python asks for values of the batch")
+        return own[0], found
+
+    def _likeness(self, own: Sequence[PreparedPlan]) -> MemberDifferences:
+        key = tuple(own)
+        with self._lock:
+            known = self._likenesses.get(key)
+        if known is not None:
+            return known
+        # Comparing graphs is slow, so compare outside the lock; two
+        # threads may compare the same plans, with equal results.
+        found = likeness([one.plan for one in own])
+        with self._lock:
+            for other in self._likenesses.values():
+                found = _with_tails_of(found, other)
+            if len(self._likenesses) >= _MAX_KEPT:
+                self._likenesses.clear()
+            self._likenesses[key] = found
+        return found
+
+    def check_alike(self, first: MemberTrial, other: MemberTrial) -> None:
+        """Refuse two trials of equal family that still cannot share a group.
+
+        Args:
+            first: a built trial; only read.
+            other: a built trial; only read.
+
+        Raises:
+            UnfusableError: the trials differ; the message names the difference.
+        """
+        if first.architecture == other.architecture:
+            return
+        pair = (first.architecture, other.architecture)
+        if pair in self._alike:
+            return
+        if pair in self._unlike:
+            raise UnfusableError(self._unlike[pair])
+        try:
+            self._check_plans(first, other)
+        except UnfusableError as error:
+            self._unlike[pair] = str(error)
+            raise
+        self._alike.add(pair)
+
+    def are_known(self, first: Hashable, other: Hashable) -> bool:
+        """Return whether trials of two architectures are known to be alike."""
+        return first == other or (first, other) in self._alike
+
+    def _check_plans(self, first: MemberTrial, other: MemberTrial) -> None:
+        like: TrialStateLayout | None = None
+        for wanted in _compared(first, other):  # training first: its plan decides how the state is cut
+            prepared, found = self.of_members([first, other], wanted, like)
+            self.stacked(prepared, 2, slots=found.drops, rows=found.rows)
+            like = like or layout_of(prepared)
+
+    def stacked(
+        self,
+        prepared: PreparedPlan,
+        count: int,
+        slots: Iterable[str] = (),
+        rows: HeadAssignment | None = None,
+        counted: Mapping[str, MaskedReduction] | None = None,
+    ) -> PreparedPlan:
+        """Return a member's plan stacked for a group of `count` members.
+
+        Args:
+            prepared: the member's plan.
+            count: number of members.
+            slots: names of dropout nodes with a separate probability for each member.
+            rows: as of `stacked_plan`.
+            counted: as of `stacked_plan`.
+
+        Raises:
+            UnfusableError: the plan cannot be stacked; the message gives the reason.
+        """
+        own = frozenset(slots)
+        with self._lock:
+            known = self._stacked.setdefault(prepared, {})
+            key = (count, own, rows, counted is not None)
+            if key not in known:
+                if len(known) >= _MAX_KEPT:
+                    known.clear()
+                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, own, rows, counted))
+            return known[key]
+
+    def trace(
+        self,
+        prepared: PreparedPlan,
+        state: dict[str, Tensor],
+        inputs: tuple[Tensor, ...],
+        count: int,
+        *,
+        accumulate: int = 1,
+        may_compile: bool = True,
+        place: torch.device | None = None,
+    ) -> None:
+        """Trace a group's plan, unless there is a trace already; on GPUs only if steps are recorded.
+
+        Args:
+            prepared: the group's plan.
+            state: stacked parameters and buffers.
+            inputs: the stacked batch.
+            count: number of members.
+            accumulate: batches in a step.
+            may_compile: whether the step may be compiled; False for padded batches, because the check of the compiled
+                code fills the counts of samples with zeros.
+            place: the device to trace for; None: the CPU.
+        """
+        plan = prepared.plan
+        is_on_gpu = place is not None and place.type != "cpu"
+        if is_on_gpu != self.records:
+            self._tell(is_on_gpu=is_on_gpu)
+        if len(plan.shards) > 1 or is_traced(plan) or (is_on_gpu and not self.records):
+            return
+        # Torch's tracing state belongs to the whole process, so a trace holds the gate alone, as a capture does.
+        with GATE.exclusive():
+            try:
+                own = [state[name] for name in plan.shards[0].graph.state]
+                trace_step(plan, own, inputs, count, self._backend if may_compile else None, accumulate, place)
+            except Exception as error:  # noqa: BLE001 - an untraced step runs operator by operator
+                _LOGGER.info("a group's step is not traced: %s", error)
+
+    def _tell(self, *, is_on_gpu: bool) -> None:
+        """Warn once that the requested option is for other devices."""
+        why = ""
+        if self.records:
+            why = (
+                f"fusion_compile={CUDA_GRAPHS!r} is for GPUs: on CPU devices the steps of groups run as they are traced"
+            )
+        elif is_on_gpu and self._backend is not None:
+            why = f"fusion_compile={self._backend!r} is for CPU devices: on GPUs the steps of groups run operator by operator"
+        if why and why not in self._told:
+            self._told.add(why)
+            _LOGGER.warning("%s", why)
+
+
+def _compared(first: MemberTrial, other: MemberTrial) -> list[MemberBatchRequest]:
+    """Return the batches on which two trials are compared.
+
+    If metrics may differ, an evaluation is included even where neither trial validates, because a later member may.
+    """
+    found = other.peek() | first.peek()
+    found = {"train": found.pop("train"), **found}
+    if (first.task.loss, first.task.evaluate) != (other.task.loss, other.task.evaluate):
+        found.setdefault("evaluate", replace(found["train"], mode="evaluate"))
+    return list(found.values())
+
+
+def _with_tails_of(found: MemberDifferences, other: MemberDifferences) -> MemberDifferences:
+    """Return the likeness with the tails of an equal earlier likeness.
+
+    Sharing the same `Tails` object lets the caches of stacked plans find their entries again.
+    """
+    if found.rows is None or other.rows is None:
+        return found
+    own, known = found.rows.tails.plans, other.rows.tails.plans
+    if len(own) != len(known) or any(one is not two for one, two in zip(own, known, strict=True)):
+        return found
+    return replace(found, rows=replace(found.rows, tails=other.rows.tails))
+
+
+def check_updates(prepared: PreparedPlan) -> None:
+    """Refuse a plan whose updates no group supports.
+
+    Raises:
+        UnfusableError: the updates run on the host.
+    """
+    if prepared.plan.updates_on_host:
+        raise UnfusableError("its updates are made on the host (optimizer_placement), and a group's on the device")
+
+
+def room_for(prepared: PreparedPlan, budget_bytes: int, most: int, least: int = 2) -> int:
+    """Return the number of members that fit a device, at most `most`.
+
+    Args:
+        prepared: the plan of a single member.
+        budget_bytes: memory of a device.
+        most: largest size of a group.
+        least: smallest useful number of members.
+
+    Raises:
+        UnfusableError: fewer than `least` members fit.
+    """
+    room = min(most, budget_bytes // prepared.plan.peak_bytes)
+    if room < least:
+        raise UnfusableError("a device has no room for two of its kind at once")
+    return room
+
+
+def layout_of(prepared: PreparedPlan) -> TrialStateLayout:
+    """Return how the state of a trial is cut if the trial runs the given plan first."""
+    owners = {name: shards[0] for name, shards in prepared.plan.used_state().items() if len(shards) == 1}
+    return TrialStateLayout(plan=prepared.plan, owners=owners)

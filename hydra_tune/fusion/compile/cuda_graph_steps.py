@@ -1,0 +1,341 @@
+"""Record a group's traced step as a CUDA graph, and replay the graph while the group's state keeps its addresses.
+
+Note: contents of a graph. Forward and backward read parameters and buffers at fixed addresses, and read copies of the
+batch, the constants and the random numbers, which the group refreshes before each replay. Random numbers are drawn in
+advance, as for any traced step, so no generator is part of a graph. The optimizer's step stays outside: rates and step
+counts are read at every step, and no schedule is baked into a graph. Gradients and losses are copied out, because the
+next replay overwrites a graph's memory.
+
+Note: moving state. A spilled shard returns to another address, and a graph cannot follow. The step is recorded again
+once the state has kept its addresses for a step, and given up where the state moves too often (`GraphReplayPolicy`).
+
+Note: memory. A graph holds the memory of its step exclusively between replays. The device's ledger lists the memory as
+room that is released before any block is spilled (`Pager.hold`). A released step is recorded again later, in the same
+way.
+
+Note: verification. A fresh recording is replayed and compared with the traced step, from the same state. A recording
+that fails or computes something else is dropped, and the log gives the reason.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hydra_tune.batched.joint_graph import JointTrace
+from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor
+from hydra_tune.fusion.compile.torch_compile import difference
+from hydra_tune.memory.lease import Lease
+from hydra_tune.memory.pager import DeviceCacheReservation
+from hydra_tune.shard.capture import describe
+from hydra_tune.shard.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
+from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.steps import Objective, loss_itself
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+_STEADY_STEPS = 2  # steps at the same addresses before a step is recorded
+_MOST_RECORDINGS = 8  # recordings of a kind of step before giving up
+_NO_ROOM = "its device has no room for what a graph keeps for itself"
+_MOST_KINDS = 4  # kinds of steps kept recorded; each holds separate memory
+
+
+class DeviceGraphRecording(Protocol):
+    """A step that can be replayed.
+
+    Attributes:
+        outputs: tensors that a replay writes.
+        nbytes: memory that the recording holds exclusively, in bytes.
+    """
+
+    outputs: Sequence[Tensor]
+    nbytes: int
+
+    def replay(self) -> None:
+        """Run the step again, on the present contents of its operands."""
+
+    def drop(self) -> None:
+        """Release the memory."""
+
+
+class DeviceGraphRecorder(Protocol):
+    """Makes recordings."""
+
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> DeviceGraphRecording:
+        """Record the device work of a function; the function may run several times, and its results are not used."""
+
+
+class GraphReplayPolicy:
+    """Decides when a step is recorded, replayed or run plainly, from addresses alone."""
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._last: Hashable = None
+        self._stayed = 0
+        self._recorded: Hashable = None
+        self._count = 0
+
+    def next(self, addresses: Hashable) -> str:
+        """Return the action for the next step.
+
+        Args:
+            addresses: addresses of the tensors that the step reads in place.
+
+        Returns:
+            "run", "record" or "replay".
+        """
+        self._stayed = self._stayed + 1 if addresses == self._last else 1
+        self._last = addresses
+        if self.why:
+            return "run"
+        if self._recorded is not None and addresses == self._recorded:
+            return "replay"
+        if self._stayed < _STEADY_STEPS:
+            return "run"
+        if self._count >= _MOST_RECORDINGS:
+            self.give_up(f"its state was moved, or its memory wanted, after each of {self._count} recordings")
+            return "run"
+        return "record"
+
+    def recorded(self) -> None:
+        """Note that the last step was recorded."""
+        self._recorded = self._last
+        self._count += 1
+
+    def forget(self) -> None:
+        """Note that the recording is gone."""
+        self._recorded = None
+
+    def give_up(self, why: str) -> None:
+        """Stop recording the step, for the given reason."""
+        self.why = why
+        self._recorded = None
+        _LOGGER.warning("a group's step is not replayed as a CUDA graph: %s", why)
+
+
+@dataclass(slots=True)
+class _StepCaptureState:
+    """A kind of step: its trace, and its recording if there is one."""
+
+    trace: JointTrace
+    course: GraphReplayPolicy = field(default_factory=GraphReplayPolicy)
+    recording: DeviceGraphRecording | None = None
+    given: Sequence[Tensor] = ()
+    held: DeviceCacheReservation | None = None
+
+    def let_go(self) -> None:
+        """Drop the recording, which may be made again. The caller releases the room on the ledger."""
+        self.course.forget()
+        recording, self.recording, self.given = self.recording, None, ()
+        if recording is not None:
+            recording.drop()
+
+
+class GroupCaptureCache:
+    """The recorded steps of a group.
+
+    Args:
+        recorder: records on the group's devices.
+    """
+
+    def __init__(self, recorder: DeviceGraphRecorder) -> None:
+        self._recorder = recorder
+        self._kept: OrderedDict[tuple[int, str], _StepCaptureState] = OrderedDict()
+        self._plans: dict[int, tuple[ShardPlan, ShardPlan]] = {}
+
+    def of(self, plan: ShardPlan) -> ShardPlan:
+        """Return a group's plan in a form that runs recorded steps where possible; the same object for every call."""
+        found = self._plans.get(id(plan))
+        if found is None:
+            if len(self._plans) >= _MOST_KINDS:
+                self._plans.clear()
+            assert isinstance(plan.computing, StackedPlanExecutor), "not a group's plan"
+            found = self._plans[id(plan)] = plan, replace(plan, computing=CapturedPlanExecutor(plan, self))
+        return found[1]
+
+    def close(self) -> None:
+        """Drop all recordings and release their room."""
+        for kept in self._kept.values():
+            _part(kept)
+        self._kept.clear()
+        self._plans.clear()
+
+    def run(
+        self, trace: JointTrace, shard: ShardGraph, operands: ShardOperands, room_bytes: int, lease: Lease | None
+    ) -> ShardGradients:
+        """Run a step: replay, record or run plainly.
+
+        Args:
+            trace: trace of the step's forward and backward.
+            shard: the traced shard.
+            operands: operands of the shard.
+            room_bytes: bytes that the step computes with.
+            lease: the unit's lease.
+        """
+        place = operands.state[0].device
+        kept = self._kept_for(trace, str(place) if lease is None else lease.place)
+        # Draw before the decision: run, record and replay then use the same numbers and advance the streams equally.
+        noise = trace.draw(place)
+        what = kept.course.next(tuple([tensor.data_ptr() for tensor in operands.state]))
+        if what == "replay" and kept.recording is not None:
+            return _replayed(kept, kept.recording, [*operands.constants, *operands.inputs, *noise])
+        if kept.recording is not None and what != "replay":
+            _part(kept)  # the state has moved: the graph would read stale addresses
+        if what != "record" or lease is None:
+            return trace.run(operands, noise)
+        return self._recorded(kept, shard, operands, noise, room_bytes, lease)
+
+    def _kept_for(self, trace: JointTrace, place: str) -> _StepCaptureState:
+        key = (id(trace), place)
+        if key not in self._kept:
+            while len(self._kept) >= _MOST_KINDS:
+                _part(self._kept.popitem(last=False)[1])
+            self._kept[key] = _StepCaptureState(trace)
+        self._kept.move_to_end(key)
+        return self._kept[key]
+
+    def _recorded(
+        self,
+        kept: _StepCaptureState,
+        shard: ShardGraph,
+        operands: ShardOperands,
+        noise: list[Tensor],
+        room_bytes: int,
+        lease: Lease,
+    ) -> ShardGradients:
+        """Run a step plainly, and record the step alongside."""
+        given = [*operands.constants, *operands.inputs, *noise]
+        # Inputs exist twice beside the batch itself: as copies that
+        # the graph reads, and as originals for the comparison.
+        own_bytes = 2 * sum(tensor.nbytes for tensor in given)
+        kept.held = lease.hold(room_bytes + own_bytes, kept.let_go)
+        if kept.held is None:
+            kept.course.give_up(_NO_ROOM)
+            return kept.trace.run(operands, noise)
+        written = [operands.state[shard.state.index(name)].detach() for name in shard.written_state]
+        # Recording executes the step several times. Written buffers are
+        # restored after each run, so the net effect is a single step.
+        before = [tensor.clone() for tensor in written]
+        originals = [tensor.clone() for tensor in given]
+        kept.given = [tensor.clone() for tensor in given]
+        why = ""
+        try:
+            kept.recording = self._recorder.record(lambda: _flat(kept.trace, operands, kept.given))
+            needed_bytes = kept.recording.nbytes + own_bytes
+            if needed_bytes > kept.held.nbytes:  # the allocator gives a graph's pool whole segments
+                kept.held.release()
+                kept.held = lease.hold(needed_bytes, kept.let_go)
+                why = "" if kept.held is not None else f"{_NO_ROOM}: {needed_bytes} bytes"
+        except Exception as error:  # noqa: BLE001 - many things cannot be captured, and the step can do without
+            why = f"it cannot be recorded: {describe(error)}"
+        _put(written, before)
+        if kept.recording is None or why:
+            _part(kept)
+            kept.course.give_up(why)
+            return kept.trace.run(operands, noise)
+        replayed = _outputs(kept.trace, _replayed(kept, kept.recording, originals))
+        overwritten = [tensor.clone() for tensor in written]
+        _put(written, before)
+        made = kept.trace.run(operands, noise)
+        why = difference(_outputs(kept.trace, made), replayed) or difference(written, overwritten)
+        if why:
+            _part(kept)
+            kept.course.give_up(why)
+        else:
+            kept.course.recorded()
+            _LOGGER.info("the step of a group of %d is replayed as a CUDA graph", operands.state[0].size(0))
+        return made
+
+
+@dataclass(slots=True)
+class CapturedPlanExecutor:
+    """Runs a group's plan, with training steps recorded where possible.
+
+    Attributes:
+        plan: the group's plan.
+        captures: the group's recordings.
+        lease: lease of the running unit.
+    """
+
+    plan: ShardPlan
+    captures: GroupCaptureCache
+    lease: Lease | None = None
+
+    @property
+    def stacked(self) -> StackedPlanExecutor:
+        """The computing for steps that are not recorded."""
+        assert isinstance(self.plan.computing, StackedPlanExecutor), "not a group's plan"
+        return self.plan.computing
+
+    def forward(
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None
+    ) -> dict[str, Tensor]:
+        """As `compute.forward`."""
+        return self.stacked.forward(shard, operands, needs_gradient)
+
+    def taped_forward(
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]
+    ) -> tuple[dict[str, Tensor], ShardTape]:
+        """As `compute.taped_forward`."""
+        return self.stacked.taped_forward(shard, operands, needs_gradient)
+
+    def backward(
+        self,
+        shard: ShardGraph,
+        operands: ShardOperands,
+        *,
+        needs_gradient: frozenset[str],
+        incoming: IncomingGradients,
+        objective: Objective = loss_itself,
+    ) -> ShardGradients:
+        """As `compute.backward`."""
+        trace = self.stacked.trace_on(shard, operands)
+        if trace is None or trace.code is not None:
+            return self.stacked.backward(
+                shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective
+            )
+        (cost,) = [one.cost for one in self.plan.shards]
+        room_bytes = max(cost.forward_workspace, cost.backward_workspace) + cost.trained_bytes
+        return self.captures.run(trace, shard, operands, room_bytes, self.lease)
+
+
+def _flat(trace: JointTrace, operands: ShardOperands, given: Sequence[Tensor]) -> list[Tensor]:
+    """Return the outputs of a step on the given constants, inputs and noise."""
+    first, last = len(operands.constants), len(operands.constants) + len(operands.inputs)
+    own = replace(operands, constants=given[:first], inputs=given[first:last])
+    return _outputs(trace, trace.run(own, list(given[last:])))
+
+
+def _outputs(trace: JointTrace, made: ShardGradients) -> list[Tensor]:
+    return [made.outputs[trace.loss], *made.parameters.values()]
+
+
+def _replayed(kept: _StepCaptureState, recording: DeviceGraphRecording, given: Sequence[Tensor]) -> ShardGradients:
+    """Replay a step on the given constants, inputs and noise, and copy the results out."""
+    # The copies, the replay and the copies of the outputs are
+    # queued on the same stream, so no synchronization is needed.
+    _put(kept.given, given)
+    recording.replay()
+    found = [torch.empty_like(tensor) for tensor in recording.outputs]
+    _put(found, recording.outputs)
+    losses, *gradients = found
+    named: Mapping[str, Tensor] = dict(zip(kept.trace.trained, gradients, strict=True))
+    return ShardGradients(live_in={}, parameters=dict(named), outputs={kept.trace.loss: losses})
+
+
+def _put(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(list(targets), list(sources))
+
+
+def _part(kept: _StepCaptureState) -> None:
+    """Drop a recording and release its room on the ledger."""
+    kept.let_go()
+    held, kept.held = kept.held, None
+    if held is not None:
+        held.release()

@@ -1,0 +1,75 @@
+"""`BucketScheduler`: choose the members computed next, always members with the same kind of batch.
+
+Members run out of phase: a member at the end of its epoch wants a smaller last batch or its metrics, while the others
+are in the middle of an epoch. Such a batch takes as long for a single member as for all members, so the batch waits for
+others that will soon want the same kind. While the batch waits, the places of its members compute nothing useful. Both
+choices lose work, measured in places times steps, and the smaller loss is unknown in advance.
+
+The rule is the classic rent-or-buy strategy: a kind of batch runs as soon as its waiting members have lost as much as
+all others would lose by running the batch now. The total loss is at most twice the unavoidable loss, no member waits
+forever, and members that have met once end their epochs together.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+from hydra_tune.fusion.compile.group_plan_cache import wanted_of
+from hydra_tune.fusion.group.slot import GroupSlot
+
+
+class BucketScheduler:
+    """Chooses the bucket of members for every step of a group.
+
+    Attributes:
+        member_steps: computed batches, summed over members.
+        full_member_steps: computed batches in steps with every member that wanted a batch.
+        place_steps: computed places, occupied or vacant.
+    """
+
+    def __init__(self) -> None:
+        self.member_steps = 0
+        self.full_member_steps = 0
+        self.place_steps = 0
+        self._lost: dict[Hashable, int] = {}
+
+    def next(self, kinds: Mapping[Hashable, list[GroupSlot]]) -> list[GroupSlot]:
+        """Return the members to compute now.
+
+        Args:
+            kinds: members that want a batch, by kind of batch.
+        """
+        if len(kinds) == 1:
+            self._lost.clear()
+            return next(iter(kinds.values()))
+        total = sum(len(seats) for seats in kinds.values())
+        self._lost = {kind: self._lost.get(kind, 0) for kind in kinds}
+        usual = max(kinds, key=lambda kind: _rank(kinds[kind]))
+        due = [kind for kind in kinds if kind != usual and self._lost[kind] >= _loss(kinds[kind], total)]
+        chosen = max(due, key=self._lost.__getitem__, default=usual)
+        for kind, waiting in kinds.items():
+            if kind != chosen:
+                self._lost[kind] += len(waiting)
+        # A rare kind keeps its account until no member wants the kind, so its run of
+        # batches (an evaluation) is not interrupted. Only the usual kind starts again.
+        if chosen == usual:
+            self._lost[usual] = 0
+        return kinds[chosen]
+
+    def computed(self, count: int, wanting: int, places: int) -> None:
+        """Count a batch of `count` members out of `wanting`, computed in `places` places."""
+        self.member_steps += count
+        self.full_member_steps += count if count == wanting else 0
+        self.place_steps += places
+
+
+def _rank(seats: Sequence[GroupSlot]) -> tuple[int, bool, int]:
+    """Return the sort key of the usual kind: most members, then evaluations, then the members furthest behind."""
+    least = min(seat.member.progress.steps for seat in seats)
+    return len(seats), wanted_of(seats[0]).mode == "evaluate", -least
+
+
+def _loss(seats: Sequence[GroupSlot], total: int) -> int:
+    """Return the steps that the other members lose if the given kind runs now, to the end of a run of such batches."""
+    run = 1
+    if wanted_of(seats[0]).mode == "evaluate":
+        run = max(seat.member.progress.validation_batches or 1 for seat in seats)
+    return (total - len(seats)) * run

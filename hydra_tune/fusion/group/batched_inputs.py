@@ -1,0 +1,76 @@
+"""`StackedBatches`: the batches of a group's members as a single batch, with the members in front."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hydra_tune.fusion.group.member import MemberBatchRequest
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.train.gathering import GatherSource, UngatheredBatches
+
+_MOST = 16  # limit on batches stacked at once, since their indices take memory
+
+
+class StackedBatches:
+    """Batches of the same kind for all members: successive stacked batches, each with a batch of every member.
+
+    If all members pick from the same data, a stacked batch is a single gather, and several batches can follow each
+    other. Otherwise there is only one.
+
+    A smaller batch is padded with copies of its own first sample, so the padding is as finite as the real samples. An
+    additional tensor then holds the number of samples that count for every member.
+
+    Args:
+        wanted: the members' requests, by place.
+        like: the largest kind of batch, if sizes differ; None: all batches have the same size.
+    """
+
+    def __init__(self, wanted: Sequence[MemberBatchRequest], like: MemberBatchRequest | None = None) -> None:
+        self._like = (wanted[0] if like is None else like).leaves
+        self._samples = None if like is None else like.num_samples
+        self._wanted = wanted
+        self._source: GatherSource | None = None
+        self._length = 1
+        picks = [one.drawn for one in wanted if isinstance(one.drawn, UngatheredBatches)]
+        if len(picks) == len(wanted) and all(one.source.is_of(picks[0].source) for one in picks):
+            self._source = picks[0].source
+            self._length = min(_MOST, *(len(one) for one in picks))
+            self._indices = torch.stack(
+                [self._padded(one.indices[: self._length], 1) for one in picks], dim=1
+            )  # (batches, members, samples)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def leaves(self, number: int = 0) -> BatchLeaves:
+        """Return a stacked batch by its number."""
+        tensors = self._tensors(number)
+        if self._samples is not None:
+            tensors = (*tensors, torch.tensor([one.num_samples for one in self._wanted], device="cpu"))
+        return replace(self._like, tensors=tensors, copies=())
+
+    def _padded(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the tensor padded with copies of its first sample to the full number of samples."""
+        missing = 0 if self._samples is None else self._samples - tensor.size(dim)
+        if not missing:
+            return tensor
+        first = tensor.narrow(dim, 0, 1)
+        return torch.cat([tensor, first.expand(*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])], dim)
+
+    def _own(self, wanted: MemberBatchRequest) -> Iterator[Tensor]:
+        for tensor in wanted.tensors:
+            # A batch may also hold tensors without samples, such as class weights, which must not be padded.
+            has_samples = tensor.dim() > 0 and tensor.size(0) == wanted.num_samples
+            yield self._padded(tensor, 0) if has_samples else tensor
+
+    def _tensors(self, number: int) -> tuple[Tensor, ...]:
+        if self._source is None:
+            every = zip(*([*self._own(one)] for one in self._wanted), strict=True)
+            return tuple(torch.stack(same) for same in every)
+        indices = self._indices[number]
+        # A single gather over all members writes the samples straight
+        # into their stacked place, without a copy per member.
+        made = self._source.gather(indices.reshape(-1))
+        return tuple(tensor.view(*indices.shape, *tensor.shape[1:]) for tensor in made)

@@ -1,0 +1,240 @@
+"""`GroupExecutor`: compute the members' batches together as units on stacked tensors, and hand every member its results."""
+
+import math
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any
+
+from hydra_tune.batched.batched_optimizer import StackedOptimizer
+from hydra_tune.devices.device import Device
+from hydra_tune.fusion.compile.group_plan_cache import wanted_of
+from hydra_tune.fusion.group.batched_inputs import StackedBatches
+from hydra_tune.fusion.group.group_step import GroupEvaluation, GroupStep
+from hydra_tune.fusion.group.member import MemberBatchRequest
+from hydra_tune.fusion.group.membership import go_on
+from hydra_tune.fusion.group.multi_step_unit import GroupRound, RoundContext
+from hydra_tune.fusion.group.slot import GroupSlot
+from hydra_tune.fusion.group.slot_table import SlotTable
+from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
+from hydra_tune.fusion.runtime.paired_unit import PairRoundHalf
+from hydra_tune.fusion.runtime.plan_autotuner import StepPlanAutotuner
+from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner, PlannedRound
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.training_batch import BatchPart
+
+_UNKNOWN = 0  # number of batches in a step whose last batch is only known afterwards
+
+
+class GroupExecutor:
+    """Computes batches for the members of a group.
+
+    Args:
+        places: the group's places.
+        device: any device of the pool, for host memory.
+
+    Attributes:
+        rows: assignment of results to members for the running plan; None where all members have all results.
+        round: the round under way, if any.
+    """
+
+    def __init__(self, places: SlotTable, device: Device) -> None:
+        self._places = places
+        self._device = device
+        self.rows: HeadAssignment | None = None
+        self.round: GroupRound | None = None
+
+    def batches_of(self, bucket: Sequence[GroupSlot], like: MemberBatchRequest | None) -> StackedBatches:
+        """Return the members' batches; a resting member computes on another member's batch."""
+        wanted = {id(seat): wanted_of(seat) for seat in bucket}
+        first = wanted_of(bucket[0])
+        return StackedBatches([wanted.get(id(seat), first) for seat in self._places.seats], like)
+
+    def go_round(
+        self,
+        bucket: Sequence[GroupSlot],
+        part: BatchPart,
+        batches: StackedBatches,
+        resting: Collection[int],
+        like: MemberBatchRequest | None,
+        planned: StepPlanAutotuner[GroupStepRunner] | None = None,
+        *,
+        is_all: bool = True,
+    ) -> Generator[PendingUnit, None, int]:
+        """Run a unit of several steps, planned or not; return the number of steps.
+
+        If the bucket holds all members, the members advance inside the unit.
+        """
+        given = self._of_round(bucket, part, batches, resting, like, is_all=is_all)
+        self.round = going = GroupRound(*given) if planned is None else PlannedRound(*given, planned)
+        try:
+            yield going.unit()
+        finally:
+            self.round = None
+        return going.steps
+
+    def half(
+        self,
+        bucket: Sequence[GroupSlot],
+        part: BatchPart,
+        batches: StackedBatches,
+        resting: Collection[int],
+        *,
+        is_all: bool,
+    ) -> PairRoundHalf:
+        """Return the same steps prepared to run in turn with another group's steps."""
+        return PairRoundHalf(*self._of_round(bucket, part, batches, resting, None, is_all=is_all))
+
+    def _of_round(
+        self,
+        bucket: Sequence[GroupSlot],
+        part: BatchPart,
+        batches: StackedBatches,
+        resting: Collection[int],
+        like: MemberBatchRequest | None,
+        *,
+        is_all: bool,
+    ) -> tuple[
+        RoundContext, StackedBatches, BatchLeaves, Callable[[Sequence[Any]], None], Callable[[], StackedBatches | None]
+    ]:
+        """Return the arguments of a `GroupRound`."""
+        state = self._places.state
+        assert state is not None
+        alike = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
+        rules = RoundContext(
+            plan=part.plan,
+            times=part.times,
+            state=state,
+            streams=self._places.streams,
+            gradients=self._places.gradients,
+            resting=resting,
+        )
+
+        def next_batches() -> StackedBatches | None:
+            # Members outside the bucket also wait for the device, and a
+            # member that is to end or leave is served between units only.
+            if not is_all or any(seat.stop is not None or seat.is_paused for seat in bucket):
+                return None
+            for seat in bucket:
+                # Every member's code has advanced by now, even where the round must end because a member
+                # wants something else. `is_ahead` tells `Attendance.advance` not to advance again.
+                go_on(seat)
+                seat.is_ahead = True
+            if not all(any(_wants_alike(seat, one) for one in alike) for seat in bucket):
+                return None
+            for seat in bucket:
+                seat.is_ahead = False
+            return self.batches_of(bucket, like)
+
+        def settle(made: Sequence[Any]) -> None:
+            if part.plan.mode == "train":
+                self._take_losses(made, resting)
+            else:
+                self._take_values(made, resting)
+
+        return rules, batches, part.leaves, settle, next_batches
+
+    def step(self, part: BatchPart, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
+        """Run a step for the active members."""
+        step = GroupStep(1, state, self._places.streams, self._device, self._places.gradients)
+        step.resting = tuple(resting)
+        try:
+            yield from step.batch(part)
+            yield from step.finish()
+            self._take_losses([step.member_losses], resting)
+        finally:
+            step.close()
+
+    def accumulated(
+        self,
+        members: Sequence[GroupSlot],
+        prepare: Callable[[Sequence[GroupSlot]], tuple[Sequence[GroupSlot], BatchPart, Collection[int]]],
+        advance: Callable[[GroupSlot], None],
+    ) -> Generator[PendingUnit, None, None]:
+        """Run a step of several batches for each of some members, which begin the step together.
+
+        Between batches each member advances to its next batch, or ends. Members that then want another kind of batch
+        compute separately. The update runs when every member has had all its batches, or as many as its data had left.
+
+        Args:
+            members: members that want their first batch of the step.
+            prepare: takes the members that want a batch; returns the members computed next, the part, and the resting
+                places.
+            advance: advances a member.
+        """
+        places, step = self._places, None
+        left = {id(seat): seat.member.task.accumulate for seat in members}
+        try:
+            while going := [seat for seat in members if left[id(seat)] and isinstance(seat.wants, MemberBatchRequest)]:
+                together, part, resting = prepare(going)
+                if step is None:
+                    assert places.state is not None
+                    step = GroupStep(_UNKNOWN, places.state, places.streams, self._device, places.gradients)
+                holding = {id(seat) for seat in members if seat.status is None} - {id(seat) for seat in together}
+                step.resting = tuple(resting)
+                step.holding = [index for index, seat in enumerate(places.seats) if id(seat) in holding]
+                yield from step.batch(part)
+                self._take_losses([step.member_losses], resting)
+                for seat in together:
+                    left[id(seat)] -= 1
+                    if left[id(seat)]:
+                        advance(seat)
+            # A member with a loss that is not finite takes no update,
+            # so its parameters stay at their last good values.
+            good = [seat for seat in members if seat.status is None and all(map(math.isfinite, seat.member.results))]
+            if step is not None and good:
+                yield from self._updated(step, good)
+        finally:
+            if step is not None:
+                step.close()
+
+    def _updated(self, step: GroupStep, members: Sequence[GroupSlot]) -> Generator[PendingUnit, None, None]:
+        """Finish a step whose batches have run, for the given members."""
+        taking_part = {id(seat) for seat in members}
+        active = [id(seat) in taking_part for seat in self._places.seats]
+        state = self._places.state
+        assert state is not None
+        assert isinstance(state.optimizer, StackedOptimizer), "not a group's state"
+        self._places.streams.active = state.optimizer.active = active
+        yield from step.finish()
+
+    def evaluated(
+        self, part: BatchPart, state: ModelState, resting: Collection[int]
+    ) -> Generator[PendingUnit, None, None]:
+        """Evaluate a batch of every active member."""
+        evaluation = GroupEvaluation(part.plan, part.times, state, part.leaves, self._places.streams, self._device)
+        evaluation.resting = tuple(resting)
+        try:
+            yield from evaluation.units()
+        finally:
+            evaluation.close()
+        self._take_values([evaluation.values], resting)
+
+    def _take_losses(self, steps: Sequence[Sequence[float]], resting: Collection[int]) -> None:
+        for index, losses in enumerate(zip(*steps, strict=True)):
+            if index not in resting:
+                self._places.seats[index].member.results = losses
+
+    def _take_values(self, steps: Sequence[Mapping[str, Sequence[float]]], resting: Collection[int]) -> None:
+        for index, seat in enumerate(self._places.seats):
+            if index not in resting:
+                own = None if self.rows is None else self.rows.names(index)
+                seat.member.results = [
+                    {name: values[index] for name, values in step.items() if own is None or name in own}
+                    for step in steps
+                ]
+
+
+def are_padded(bucket: Sequence[GroupSlot]) -> bool:
+    """Return whether the batches of a bucket have several sizes."""
+    first = wanted_of(bucket[0]).leaves
+    now = (wanted_of(seat).leaves for seat in bucket)
+    return any(leaves is not first and leaves.signature != first.signature for leaves in now)
+
+
+def _wants_alike(seat: GroupSlot, first: MemberBatchRequest) -> bool:
+    """Return whether a member's next batch is of the same kind as `first`."""
+    now = seat.wants
+    if not isinstance(now, MemberBatchRequest) or now.mode != first.mode:
+        return False
+    return now.leaves is first.leaves or now.leaves.signature == first.leaves.signature

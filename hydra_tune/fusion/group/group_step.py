@@ -1,0 +1,199 @@
+"""Units of a group's batches: where a single trial has a number, such as a loss, a group has N."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hydra_tune.batched.batched_optimizer import StackedOptimizer
+from hydra_tune.batched.gradient_clipping import clip_, factors_of, norms_of
+from hydra_tune.devices.device import Device, RandomGenerator
+from hydra_tune.fusion.compile.cuda_graph_steps import CapturedPlanExecutor
+from hydra_tune.fusion.group.group_rng import GroupStreams
+from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
+from hydra_tune.shard.plan import Shard
+from hydra_tune.shard.steps import Objective, objective
+from hydra_tune.task import TrainTask
+from hydra_tune.train.gradients import GradientProcessor
+from hydra_tune.train.step import BatchUnits, EvaluationBatch, PendingUnit
+from hydra_tune.train.training import OptimizerStep
+from hydra_tune.train.training_batch import BatchPart, TrainingBatch
+
+
+class GroupGradients(GradientProcessor):
+    """Gradient rules of a group: a separate loss and a separate clipping norm for every member.
+
+    Args:
+        tasks: the members' tasks; a member without clipping keeps its gradients unchanged.
+    """
+
+    def __init__(self, tasks: Sequence[TrainTask]) -> None:
+        # The base class takes norms only for a task that clips, so
+        # pass any such task; `limits` holds the members' own norms.
+        super().__init__(next((task for task in tasks if task.max_grad_norm is not None), tasks[0]))
+        self._limits = [task.max_grad_norm for task in tasks]
+        self._member_norms: dict[str, Tensor] = {}
+
+    def replace(self, index: int, task: TrainTask) -> None:
+        """Give a place to another member's task."""
+        self._limits[index] = task.max_grad_norm
+        assert task.max_grad_norm is None or self._max_norm is not None, (
+            "a group that does not clip admits nobody who does"
+        )
+
+    @property
+    def limits(self) -> Tensor:
+        """Clipping norms of the members: (members,), float64, on the host; infinity for members without clipping."""
+        return torch.tensor(
+            [math.inf if limit is None else limit for limit in self._limits], dtype=torch.float64, device="cpu"
+        )
+
+    def objective(self, share: float) -> Objective:
+        """Return the sum of the members' losses, each divided by the batches of a step.
+
+        No operator mixes members, so the sum has each member's own gradients.
+        """
+        assert share == 1.0, "a group takes batches whole"
+        own = objective(self._accumulate, None)
+        return lambda losses: own(losses).sum()
+
+    def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
+        """As of `GradientProcessor`, separately for every member."""
+        if self._max_norm is None:
+            return
+        norms = [self._member_norms[name] for name in order if name in self._member_norms]
+        factors = factors_of(norms, self.limits)
+        for parameter in parameters:
+            assert parameter.grad is not None
+            clip_(parameter.grad, factors)
+
+    def next_step(self) -> None:
+        """Finish the step."""
+        super().next_step()
+        self._member_norms.clear()
+
+    def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
+        if not gradients:
+            return
+        norms = [norms_of(gradient) for gradient in gradients.values()]
+        for name, own in zip(gradients, torch.stack(norms).cpu(), strict=True):  # a single wait for a GPU
+            self._member_norms[name] = own
+
+
+def leave_out_bad(optimizer: Optimizer, losses: Sequence[float]) -> None:
+    """Exclude members without a finite loss from the step.
+
+    Args:
+        optimizer: the group's optimizer.
+        losses: losses of the members.
+    """
+    assert isinstance(optimizer, StackedOptimizer), "not a group's state"
+    finite = map(math.isfinite, losses)
+    optimizer.active = [active and good for active, good in zip(optimizer.active, finite, strict=True)]
+
+
+class _MaskedBatchUnits(BatchUnits):
+    """Units that leave the buffers of resting members unchanged."""
+
+    resting: Sequence[int] = ()
+
+    def _generator(self, device: Device) -> RandomGenerator:
+        assert isinstance(self._streams, GroupStreams), "not a group's streams"
+        return self._streams.generator_on(device)
+
+    def _shard_unit(self, kind: str, index: int, compute: Callable[[Device], None]) -> PendingUnit:
+        return super()._shard_unit(kind, index, partial(self._compute, index, compute))
+
+    def _compute(self, index: int, compute: Callable[[Device], None], device: Device) -> None:
+        with self._buffers_kept(index):
+            compute(device)
+
+    @contextmanager
+    def _buffers_kept(self, index: int) -> Iterator[None]:
+        names = self._plan.shards[index].graph.written_state if self.resting else ()
+        tensors = self._store.state(names)
+        rows = torch.tensor(list(self.resting))
+        # Indexing with a tensor copies the rows, so the saved rows are safe from in-place writes.
+        before = [tensor.detach()[rows.to(tensor.device)] for tensor in tensors]
+        yield
+        with torch.no_grad():
+            for tensor, kept in zip(tensors, before, strict=True):
+                tensor[rows.to(tensor.device)] = kept
+
+
+class GroupBatch(_MaskedBatchUnits, TrainingBatch):
+    """A batch of each member. After the units have run, `losses` holds the members' training losses."""
+
+    losses: list[float]
+    holding: Sequence[int] = ()
+
+    def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
+        """As of `BatchUnits`.
+
+        A recorded or replayed step takes the generator's turn, and waits for the turn before the capture gate.
+        """
+        stack = ExitStack()
+        if isinstance(self._plan.computing, CapturedPlanExecutor):
+            stack.enter_context(device.generator.in_turn())
+        stack.enter_context(super()._surroundings(shard, device, draws))
+        return stack
+
+    def _backward(self, index: int, completes: bool, device: Device) -> None:
+        """As of `TrainingBatch`; members in `holding` keep their gradients."""
+        computing = self._plan.computing
+        if isinstance(computing, CapturedPlanExecutor):
+            computing.lease = self._store.lease
+        names = self._plan.shards[index].trained if self.holding else ()
+        earlier = {name: self._store.get(earlier_gradient_key(name)) for name in names}
+        # The backward accumulates into the earlier gradients, also for places that computed
+        # on another member's batch. Indexing with a list copies the rows that must survive.
+        rows = list(self.holding)
+        before = {name: gradient[rows] for name, gradient in earlier.items() if gradient is not None}
+        super()._backward(index, completes, device)
+        for name in names:
+            gradient = self._store.get(parameter_gradient_key(name))
+            if gradient is not None:
+                gradient[rows] = before.get(name, gradient.new_zeros(()))
+                self._store.changed(parameter_gradient_key(name))
+
+    def _take_loss(self, loss: Tensor) -> None:
+        """Exclude members without a finite loss from the step."""
+        self.losses = loss.tolist()
+        self.loss = 0.0  # finite: a bad member fails in its own loop, not the whole group
+        leave_out_bad(self._state.optimizer, self.losses)
+
+
+class GroupEvaluation(_MaskedBatchUnits, EvaluationBatch):
+    """An evaluated batch of each member. After the units have run, `values` holds the members' values by metric."""
+
+    def _take_metric(self, metric: str, value: Tensor) -> None:
+        if not hasattr(self, "values"):
+            self.values: dict[str, list[float]] = {}
+        self.values[metric] = value.tolist()
+
+
+class GroupStep(OptimizerStep):
+    """An optimizer step of a group on its members' batches.
+
+    Attributes:
+        resting: places of members that take no part in the next batch.
+        holding: places of resting members that keep their gradients from earlier batches of the step, if any.
+    """
+
+    resting: Sequence[int] = ()
+    holding: Sequence[int] = ()
+
+    @property
+    def member_losses(self) -> list[float]:
+        """The training loss of each member; arbitrary for resting members."""
+        assert isinstance(self._batch, GroupBatch), "no batch has run"
+        return self._batch.losses
+
+    def _batch_of(self, part: BatchPart) -> TrainingBatch:
+        batch = GroupBatch(part, self._state, self._streams, self._device, self._gradients)
+        batch.resting, batch.holding = self.resting, self.holding
+        return batch

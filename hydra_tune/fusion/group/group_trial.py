@@ -1,0 +1,438 @@
+"""`GroupTrial`: several trials that the pool runs as a single trial.
+
+The group advances the members' own training loops (`membership.py`), picks the members whose batches run next
+(`batch_bucketing.py`), and yields a unit that computes all of them on stacked tensors (`group_executor.py`). A sweep
+of 32 small MLPs becomes a single job this way, instead of 32 jobs that compete for the device.
+"""
+
+from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
+
+from hydra_tune.batched.batched_optimizer import StackedOptimizer
+from hydra_tune.devices.cuda_graphs import CudaRecorder
+from hydra_tune.devices.device import Device
+from hydra_tune.fusion.compile.batched_plan import is_traced
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
+from hydra_tune.fusion.compile.cuda_graph_steps import GroupCaptureCache
+from hydra_tune.fusion.compile.group_plan_cache import GroupPlanCache, wanted_of
+from hydra_tune.fusion.group.batch_bucketing import BucketScheduler
+from hydra_tune.fusion.group.batched_inputs import StackedBatches
+from hydra_tune.fusion.group.group_executor import GroupExecutor, are_padded
+from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.group.membership import MemberCoordinator
+from hydra_tune.fusion.group.multi_step_unit import may_go_round
+from hydra_tune.fusion.group.resize_policy import GroupResizePolicy
+from hydra_tune.fusion.group.slot import GroupDelegate, GroupSlot
+from hydra_tune.fusion.group.slot_table import SlotTable
+from hydra_tune.fusion.group.stacked_state import StackedModule, adopt, stacked_optimizer
+from hydra_tune.fusion.matching.plan_diff import MemberDifferences
+from hydra_tune.fusion.runtime.pair_offer import PairingOffer
+from hydra_tune.fusion.runtime.planned_unit import PlannedStepCache
+from hydra_tune.fusion.runtime.step_planner import StepPlanner
+from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.train.shared_times import SharedUnitTimes
+from hydra_tune.train.spread import ParallelStep
+from hydra_tune.train.state import ModelState
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.training_batch import BatchPart
+from hydra_tune.train.trial import PendingReport, Trial
+
+_MAX_STACKED = 64  # stacked plans that a group remembers
+
+
+class GroupTrial(Trial):
+    """A running fused group.
+
+    Args:
+        seats: the members, already built, with equal fusion keys; members may have begun in another group.
+        plans: makes the group's plans.
+        library: provides plans of single members.
+        device: any device of the pool, for host memory.
+        desk: receives events about the places and answers questions, on the thread that advances the group.
+        host, tenant, times: as of `Trial`.
+        most: largest number of places; None: the present number.
+        planner: plans steps that exceed a device's memory; None: no such steps are planned.
+
+    Attributes:
+        buckets: chooses and counts the members computed together.
+        captures: the recorded steps, where the group records steps.
+        records: whether the group records steps.
+        hands_back: whether `close` hands unfinished members back, because another group will continue them.
+        goes_back: whether the group ends before its next step so that the members continue elsewhere; any thread may
+            set the flag.
+        takes_turns: whether the group offers its steps, to run in turn with the steps of another group.
+        offer: the steps of the due unit, offered to run in turn; None where the steps cannot run in turn.
+        beside: the other group of the same job; None where the group is alone.
+    """
+
+    hands_back = False
+    goes_back = False
+    takes_turns = False
+    offer: PairingOffer | None = None
+    beside: "GroupTrial | None" = None
+
+    def __init__(
+        self,
+        seats: Sequence[GroupSlot],
+        plans: GroupPlanFactory,
+        library: PlanLibrary,
+        device: Device,
+        desk: GroupDelegate,
+        host: HostTier | None = None,
+        tenant: TrialMemoryContext | None = None,
+        times: SharedUnitTimes | None = None,
+        most: int | None = None,
+        planner: StepPlanner | None = None,
+    ) -> None:
+        super().__init__(seats[0].member.task, library, device, None, host, tenant, times)
+        self.buckets = BucketScheduler()
+        self._desk = desk
+        self._sizes = GroupResizePolicy(len(seats) if most is None else most)
+        self._group_plans = plans
+        self._times = times or SharedUnitTimes()
+        self._kinds = GroupPlanCache(plans)
+        self._places = SlotTable(seats, device)
+        self._attendance = MemberCoordinator(self._places, desk, self._resize)
+        self._computing = GroupExecutor(self._places, device)
+        self.captures = GroupCaptureCache(CudaRecorder())
+        self.records = plans.records and device.torch_device.type == "cuda"
+        self._planned = None if planner is None else PlannedStepCache(planner, device, desk.measured)
+        self._units_done = 0  # of the current step
+        for seat in seats:
+            self._places.welcome(seat)
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Expected seconds of compute left, taken from the member with the most work left."""
+        steps = max((seat.member.progress.steps_left for seat in self._places.live), default=0)
+        evaluated = max((seat.member.progress.evaluated_batches_left for seat in self._places.live), default=0)
+        # The step under way counts in `_step_left`, so subtract it here.
+        ahead = max(0.0, steps * self._train_times.total - self._train_times.total)
+        return self._step_left + ahead + evaluated * self._evaluation_times.total
+
+    def admits(self, member: MemberTrial) -> bool:
+        """Return whether a new member would leave the bits of the present members unchanged."""
+        if member.task.max_grad_norm is not None and not self._places.gradients.has_two_phases:
+            return False  # the group did not reserve the memory that clipping needs
+        optimizer = None if self.state is None else self.state.optimizer
+        return not isinstance(optimizer, StackedOptimizer) or optimizer.admits(member.built()[1])
+
+    def knows(self, architecture: Hashable) -> bool:
+        """Return whether an architecture is already known to be like the members'.
+
+        `GroupPlanFactory.check_alike` compares unknown pairs.
+        """
+        return any(self._group_plans.are_known(seat.member.architecture, architecture) for seat in self.seats)
+
+    @property
+    def any_device(self) -> Device:
+        """Any device of the pool, for host memory."""
+        return self._device
+
+    @property
+    def most(self) -> int:
+        """Largest number of places."""
+        return self._sizes.most
+
+    @most.setter
+    def most(self, most: int) -> None:
+        self._sizes.most = most
+
+    @property
+    def units_planned(self) -> int | None:
+        """None: the number of units is unknown, since any member may be stopped early."""
+        return None
+
+    @property
+    def host_bytes(self) -> int:
+        """As of `Trial`, plus the host copies of swapped tensors."""
+        return super().host_bytes + (0 if self._planned is None else self._planned.host_bytes)
+
+    @property
+    def fixed_host_bytes(self) -> int:
+        """As of `Trial`; host copies of swapped tensors never move to disk."""
+        return super().fixed_host_bytes + (0 if self._planned is None else self._planned.host_bytes)
+
+    def finished(self, unit: PendingUnit, seconds: float) -> None:
+        """Account for a finished unit; the time is shared equally among the members that took part."""
+        super().finished(unit, seconds)
+        self._units_done += 1
+        units = 1
+        going = self._computing.round
+        if going is not None:
+            going.measured(seconds)
+            # A round packs several steps into a single unit; count the
+            # units that the same steps would have taken one by one.
+            units = going.steps * len(unit.times)
+            self.units_run += units - 1
+        taking_part = [s for s, active in zip(self.seats, self._places.streams.active, strict=True) if active]
+        for seat in taking_part:
+            seat.member.units_run += units
+            seat.member.compute_seconds += seconds / len(taking_part)
+
+    def close(self, *, keep: bool) -> None:
+        """End the group; hand back unfinished members if that is possible, and close the others."""
+        del keep
+        # Members can continue elsewhere only from the state between two steps. Once
+        # a unit of the current step has run, gradients or parameters are half-way.
+        live, is_whole = self._places.live, self.hands_back and not self._units_done and self._computing.round is None
+        try:
+            if is_whole:
+                for seat in live:
+                    self._places.hand_out(seat)
+        except RuntimeError:  # a lost device, or no memory for the copies
+            is_whole = False
+        # Recordings hold device memory and refer to the state's addresses, so they go before the state does.
+        self.captures.close()
+        super().close(keep=False)
+        if self._planned is not None:
+            self._planned.clear()
+        self._places.state = None
+        for seat in live:
+            seat.member.fetch, seat.is_handed_back = None, is_whole
+            if not is_whole:
+                seat.member.close(keep=False)
+
+    @property
+    def seats(self) -> list[GroupSlot]:
+        """The members, in the order of their places."""
+        return self._places.seats
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a waiting group has work to do; any thread may ask."""
+        return self._attendance.is_due
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the group will have work soon without any answer; never true for a single group."""
+        return False
+
+    def _train(self) -> Generator[PendingUnit | ParallelStep | PendingReport, None, None]:
+        while True:
+            yield from self._attendance.settled()
+            wanting = [seat for seat in self._places.live if isinstance(seat.wants, MemberBatchRequest)]
+            if not wanting or (self.goes_back and not self.takes_turns):
+                return
+            bucket, own = self._next(wanting, self.buckets.next)
+            if self.task.accumulate > 1 and wanted_of(bucket[0]).mode == "train":
+                yield from self._computing.accumulated(bucket, self._next_of_step, self._attendance.advance)
+            else:
+                steps = yield from self._compute(
+                    bucket, *self._prepared(own, are_padded(bucket)), is_all=len(bucket) == len(wanting)
+                )
+                self._count(bucket, len(wanting), steps)
+            self._units_done = 0
+            for seat in bucket:
+                if seat.status is None:
+                    self._attendance.advance(seat)
+
+    def _next(
+        self, wanting: Sequence[GroupSlot], choose: Callable[[Mapping[Hashable, list[GroupSlot]]], list[GroupSlot]]
+    ) -> tuple[list[GroupSlot], PreparedPlan]:
+        """Choose the members computed next, and return the plan that serves the choice.
+
+        The choice is made among members that want a batch.
+        """
+        for seat in self._kinds.lacking(wanting):
+            self._made(seat)
+        bucket = choose(self._kinds.of(wanting, [seat.member for seat in self.seats]))
+        own = self._kinds.found(wanted_of(bucket[0]))
+        if own is None:
+            own = self._made(bucket[0])
+            # A new plan can carry a guard on values of the batch, so only
+            # members whose batches pass the guard stay in the bucket.
+            bucket = self._kinds.served(own, bucket)
+        return bucket, own
+
+    def _next_of_step(self, going: Sequence[GroupSlot]) -> tuple[Sequence[GroupSlot], BatchPart, Collection[int]]:
+        """Prepare the next batch of an accumulated step; as of `GroupExecutor.accumulated`."""
+        bucket, own = self._next(going, lambda kinds: max(kinds.values(), key=len))
+        left = self._step_left
+        part, _, resting, _ = self._set_up(bucket, *self._prepared(own, are_padded(bucket)))
+        if self._units_done:  # the step has begun: `_set_up` must not restart its clock
+            self._step_left = left
+        self._count(bucket, len(going), 1)
+        return bucket, part, resting
+
+    def _count(self, bucket: Sequence[GroupSlot], wanting: int, batches: int) -> None:
+        """Count batches of the given members, chosen from `wanting` members that wanted a batch."""
+        for seat in bucket:
+            seat.most_together = max(seat.most_together, len(self._places.live))
+        for _ in range(batches):
+            self.buckets.computed(len(bucket), wanting, len(self.seats))
+            self._sizes.computed(len(self.seats), len(self._places.live))
+
+    def _resize(self) -> None:
+        """Change the number of places, if a change is due and its plans are ready."""
+        size = self._sizes.wanted(len(self.seats), len(self._places.live), self._desk.waiting())
+        if size == len(self.seats) or not self._desk.make_ready(size):
+            return
+        # Recorded steps and planned steps are made for the old size and hold its addresses.
+        self.captures.close()
+        self._places.resize(size)
+        if self._planned is not None:
+            self._planned.clear()
+        self._sizes.changed()
+        if self.state is not None:
+            assert self._kinds.first is not None
+            # `SlotTable.resize` has copied the old state to the members;
+            # the new stack is built from the members' own modules.
+            self._make_group_state(self._group_plans.stacked(self._kinds.first, size), self.state)
+
+    def make_ready(self, size: int) -> None:
+        """Make the plans for another number of places, for every kind of batch seen so far; any thread may call.
+
+        Args:
+            size: number of places.
+        """
+        if self.state is not None:
+            self._kinds.make_ready(size, self.state.tensors, self._device.torch_device)
+        if self._planned is not None and self._kinds.first is not None:
+            seats = self._places.live or self.seats
+            built = [seats[min(index, len(seats) - 1)].member.built() for index in range(size)]
+            is_clipped = any(seat.member.task.max_grad_norm is not None for seat in seats)
+            for prepared, inputs in self._kinds.stacked(size):
+                self._planned.make_ready(prepared, built, inputs, is_clipped=is_clipped)
+
+    def _compute(
+        self, bucket: Sequence[GroupSlot], prepared: PreparedPlan, likeness: MemberDifferences, *, is_all: bool
+    ) -> Generator[PendingUnit, None, int]:
+        """Run the wanted batches, plus further batches where several fit a unit; return the number run for each."""
+        part, batches, resting, like = self._set_up(bucket, prepared, likeness)
+        state = self.state
+        assert state is not None
+        if self.takes_turns and part.plan.mode == "train" and self._may_take_turns(prepared, likeness, like):
+            half = self._computing.half(bucket, part, batches, resting, is_all=is_all)
+            self.offer = PairingOffer(
+                half=half,
+                prepared=prepared,
+                wanted=wanted_of(bucket[0]),
+                state=state,
+                inputs=part.leaves.tensors,
+                gradients=self._places.gradients,
+                steps_done=min(seat.member.progress.steps for seat in bucket),
+            )
+            # The pair that owns this group either runs the offer in turn with the other group (`half.steps`
+            # > 0), or declines; a declined offer falls through to a step of this group alone.
+            yield half.unit()
+            self.offer, self._computing.round = None, None
+            if half.steps:
+                return half.steps
+        planned = None
+        if self._planned is not None:
+            planned = self._planned.steps(
+                prepared,
+                state,
+                part.leaves.tensors,
+                self._places.gradients,
+                wanted_of(bucket[0]),
+                is_one_loss=likeness.rows is None,
+            )
+        if planned is not None or (is_all and self._goes_round(prepared)):
+            return (yield from self._computing.go_round(bucket, part, batches, resting, like, planned, is_all=is_all))
+        if part.plan.mode == "train":
+            yield from self._computing.step(part, state, resting)
+        else:
+            yield from self._computing.evaluated(part, state, resting)
+        return 1
+
+    def _set_up(
+        self, bucket: Sequence[GroupSlot], prepared: PreparedPlan, likeness: MemberDifferences
+    ) -> tuple[BatchPart, StackedBatches, Collection[int], MemberBatchRequest | None]:
+        """Configure the group for the given members.
+
+        Return the part, the batches, the resting places and the largest batch.
+        """
+        first = wanted_of(bucket[0])  # `GroupPlanCache.of` puts the largest batch first
+        like = first if are_padded(bucket) else None
+        batches = self._computing.batches_of(bucket, like)
+        records = self.records and first.mode == "train" and self.task.accumulate == 1 and is_traced(prepared.plan)
+        plan = self.captures.of(prepared.plan) if records else prepared.plan
+        times = self._times.of(prepared, self.task.accumulate if first.mode == "train" else 1)
+        part = BatchPart(plan=plan, times=times, leaves=batches.leaves())
+        taking_part = {id(seat) for seat in bucket}
+        # Resting members must not draw: their streams would advance,
+        # and their later numbers would depend on the group's schedule.
+        self._places.streams.active = active = [id(seat) in taking_part for seat in self.seats]
+        resting = frozenset(index for index, one in enumerate(active) if not one)
+        self._places.streams.probabilities = likeness.drops
+        self._computing.rows = likeness.rows
+        state = self.state
+        assert state is not None
+        self._step_left = part.times.total
+        for seat in bucket:
+            seat.member.runs_at(part.times, first.mode)
+        if first.mode == "train":
+            assert isinstance(state.optimizer, StackedOptimizer)
+            state.optimizer.active = list(active)
+            self._train_times = part.times
+        else:
+            self._evaluation_times = part.times
+        return part, batches, resting, like
+
+    def takes_part(self, offer: PairingOffer) -> None:
+        """Accept that the offered steps are about to run in turn with another group's steps."""
+        self._computing.round = offer.half
+
+    def _may_take_turns(
+        self, prepared: PreparedPlan, likeness: MemberDifferences, like: MemberBatchRequest | None
+    ) -> bool:
+        """Return whether the planner supports steps of the given kind."""
+        is_whole = len(prepared.plan.shards) == 1 and prepared.guard is None and self.task.accumulate == 1
+        return is_whole and likeness.rows is None and like is None
+
+    def _goes_round(self, prepared: PreparedPlan) -> bool:
+        budget_bytes = self._plans.library.budget.budget_bytes
+        return prepared.guard is None and may_go_round(prepared.plan, self._device, budget_bytes)
+
+    def _made(self, seat: GroupSlot) -> PreparedPlan:
+        """Make the plan for a member's wanted batch.
+
+        The first training step also decides how the group's state is cut.
+        """
+        clipped = (one.member for one in self._places.live if one.member.task.max_grad_norm is not None)
+        # Plan for a member that clips, if there is any: such a step needs more memory.
+        own = self._kinds.made(seat, next(clipped, seat.member))
+        if self.state is None:
+            assert self._kinds.first is not None
+            self._make_group_state(self._group_plans.stacked(self._kinds.first, len(self.seats)))
+        return own
+
+    def _prepared(self, own: PreparedPlan, is_padded: bool) -> tuple[PreparedPlan, MemberDifferences]:
+        """Return a member's plan stacked for the present places, with the differences between the members."""
+        if (own, is_padded) not in self._places.stacked:
+            size = len(self.seats)
+            likeness = self._kinds.likeness(own, [seat.member for seat in self.seats])
+            counted = self._kinds.counted(own) if is_padded else None
+            found = self._group_plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
+            assert self.state is not None
+            self.state.adopt_state(list(found.plan.used_state()), self._device)
+            self._kinds.trace(own, size, self.state.tensors, self._device.torch_device, likeness, counted)
+            if len(self._places.stacked) > _MAX_STACKED:
+                self._places.stacked.clear()
+            self._places.stacked[own, is_padded] = found, likeness
+        return self._places.stacked[own, is_padded]
+
+    def _make_group_state(self, prepared: PreparedPlan, before: ModelState | None = None) -> None:
+        """Stack the members' own modules and optimizers.
+
+        Args:
+            prepared: the plan whose cuts the state follows.
+            before: the group's state at its previous size.
+        """
+        built = [seat.member.built() for seat in self.seats]
+        module = StackedModule([module for module, _ in built])
+        optimizer = stacked_optimizer([optimizer for _, optimizer in built], built[0][0], module)
+        self._share.check(prepared.plan)
+        if before is None and self.beside is not None:
+            before = self.beside.state
+        self.state = self._places.state = ModelState(
+            module, optimizer, prepared.plan, self._device, self._host, self._tenant, before
+        )
+        adopt(self.state, built, [seat.status is None for seat in self.seats], self._device)
+        self.num_shards = len(prepared.plan.shards)
+        for seat in self.seats:
+            seat.member.num_shards = self.num_shards
+        self.optimizer_placement = prepared.plan.optimizer_placement

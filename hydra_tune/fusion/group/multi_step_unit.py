@@ -1,0 +1,267 @@
+"""`GroupRound`: several steps of a group in a single unit, for models whose step is short beside the overhead of a unit.
+
+Note: contents of a round. A single lease holds parameters and optimizer state from the first step to the last. Between
+steps the members take their losses and advance to their next batches. A round ends when a member wants anything other
+than a batch of the same kind (a report, an evaluation, its end), when a member is to be stopped, and after some
+milliseconds. No other trial therefore waits longer for the device, and no member longer for its end, than for a unit of
+a larger model.
+
+Note: out of memory. The random numbers of a step are kept until the step is over, and overwritten buffers are restored.
+A repeated unit therefore resumes with the failed step.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_tune.batched.joint_graph import JointTrace
+from hydra_tune.devices.device import Device
+from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor
+from hydra_tune.fusion.group.batched_inputs import StackedBatches
+from hydra_tune.fusion.group.group_step import leave_out_bad
+from hydra_tune.memory.block import Block
+from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.pressure import not_repeatable
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.plan import Shard, ShardPlan
+from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.gradients import GradientProcessor
+from hydra_tune.train.state import STEP_BEGUN, ModelState
+from hydra_tune.train.step import PendingUnit, UpcomingUnit
+from hydra_tune.train.streams import RandomStreams
+
+SECONDS = 0.02  # age beyond which a round begins no further step
+_SHARE = 0.5  # limit on a round's share of device memory: a round holds more at once than the units of a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundContext:
+    """The fixed inputs of a round.
+
+    Args:
+        plan: the group's single-shard plan.
+        times: times of the plan's units.
+        state: the group's long-lived tensors.
+        streams: the members' random streams.
+        gradients: the group's gradient rules.
+        resting: places of members that take no part.
+    """
+
+    plan: ShardPlan
+    times: UnitTimes
+    state: ModelState
+    streams: RandomStreams
+    gradients: GradientProcessor
+    resting: Collection[int]
+
+    @property
+    def shard(self) -> Shard:
+        """The plan's only shard."""
+        (shard,) = self.plan.shards
+        return shard
+
+    @property
+    def trace(self) -> JointTrace | None:
+        """The trace of the shard's forward and backward, if any."""
+        computing = self.plan.computing
+        assert isinstance(computing, StackedPlanExecutor), "not a group's plan"
+        return computing.traces.get(self.shard.graph.first)
+
+    def workspace_bytes(self, leaves: BatchLeaves) -> int:
+        """Return the bytes of a step beside parameters, buffers and optimizer state.
+
+        The sum covers the batch, the gradients and the memory of the computation.
+        """
+        cost = self.shard.cost
+        inputs = sum(tensor.nbytes for tensor in (*leaves.tensors, *self.plan.constants.values()))
+        update = max(cost.update_workspace, cost.first_update_workspace)
+        return inputs + max(cost.forward_workspace, cost.backward_workspace) + cost.trained_bytes + update
+
+
+def may_go_round(plan: ShardPlan, device: Device, budget_bytes: int) -> bool:
+    """Return whether a unit may run several batches of a plan.
+
+    Args:
+        plan: a group's plan.
+        device: any device of the pool.
+        budget_bytes: memory of the smallest device.
+    """
+    if len(plan.shards) > 1 or device.torch_device.type != "cpu" or getattr(device, "link", None) is not None:
+        return False
+    (shard,) = plan.shards
+    assert isinstance(plan.computing, StackedPlanExecutor), "not a group's plan"
+    # A repeated unit must reuse the random numbers of the failed step. Only traced training steps draw
+    # their numbers in advance, so a stochastic evaluation or an untraced step cannot join a round.
+    if shard.graph.stochastic if plan.mode != "train" else shard.graph.first not in plan.computing.traces:
+        return False
+    cost = shard.cost
+    held = cost.state_bytes + cost.optimizer_bytes + cost.value_bytes + cost.trained_bytes
+    work = max(cost.forward_workspace, cost.backward_workspace) + cost.update_workspace
+    return held + work <= _SHARE * budget_bytes
+
+
+class GroupRound:
+    """Several steps in a unit.
+
+    Args:
+        rules: the fixed inputs.
+        batches: the members' first batches.
+        leaves: the first stacked batch.
+        settle: takes a list with the results of each computed batch: the losses, or the values by metric, of all
+            members.
+        go_on: advances the members; returns their next batches, or None to end the round.
+
+    Attributes:
+        steps: number of steps run so far.
+    """
+
+    def __init__(
+        self,
+        rules: RoundContext,
+        batches: StackedBatches,
+        leaves: BatchLeaves,
+        settle: Callable[[list[Any]], None],
+        go_on: Callable[[], StackedBatches | None],
+    ) -> None:
+        self.steps = 0
+        self._rules = rules
+        self._batches: StackedBatches | None = batches
+        self._made: list[Any] = []
+        self._settle = settle
+        self._go_on = go_on
+        self._noise: list[Tensor] | None = None
+        self._workspace_bytes = rules.workspace_bytes(leaves)
+
+    def unit(self) -> PendingUnit:
+        """Return the round as a unit; its expected time is that of a step or of a round, whichever is longer."""
+        rules = self._rules
+        kind = "backward" if rules.plan.mode == "train" else "evaluate"
+        seconds = max(rules.times.total, SECONDS)
+        expected = UpcomingUnit(
+            kind=kind, shard=0, seconds=seconds, blocks=self._blocks, workspace_bytes=self._workspace_bytes
+        )
+        return PendingUnit(
+            kind=kind,
+            shard=0,
+            seconds=seconds,
+            run=self._run,
+            times=rules.times,
+            key=("round", 0),
+            blocks=self._blocks,
+            workspace_bytes=self._workspace_bytes,
+            following=lambda: [expected],
+        )
+
+    def measured(self, seconds: float) -> None:
+        """Update the expected time of a step from the measured time of the unit."""
+        times, each = self._rules.times, seconds / max(1, self.steps)
+        if self._rules.plan.mode == "train":
+            times.measured(("backward", 0), max(0.0, each - times.of(("update", 0))))
+        else:
+            times.measured(("evaluate", 0), each)
+
+    def _blocks(self) -> list[Block]:
+        rules = self._rules
+        found: list[Block] = [*rules.state.groups(rules.shard.graph.state)]
+        if rules.plan.mode == "train":
+            found += rules.state.optimizer_groups(rules.shard.trained)
+        return found
+
+    def _run(self, device: Device, pager: Pager) -> float:
+        start = time.perf_counter()
+        blocks = self._blocks()
+        # Members draw their next batches inside the round, and a hanging loader must not hold a GPU's generator.
+        drawing = self._drawing(device) if device.shares_generator else nullcontext()
+        with pager.lease(list(blocks), self._workspace_bytes), drawing:
+            waited = time.perf_counter() - start
+            # Time spent waiting for memory does not shorten the round.
+            until = start + waited + SECONDS
+            while self._batches is not None:
+                goes_on = True
+                while goes_on and len(self._made) < len(self._batches):
+                    goes_on = self._compute(self._batches, device)
+                    # The first step creates optimizer state on the host; a new lease must load the state's blocks.
+                    goes_on = goes_on and time.perf_counter() < until and len(self._blocks()) == len(blocks)
+                made, self._made = self._made, []
+                self._settle(made)
+                self._batches = self._go_on() if goes_on else None
+        return waited
+
+    def _compute(self, batches: StackedBatches, device: Device) -> bool:
+        """Compute the next batch; return whether the round may continue, that is, all active losses are finite."""
+        with nullcontext() if device.shares_generator else self._drawing(device):
+            made = self._step(batches.leaves(len(self._made)), device)
+        self._made.append(made)
+        self._noise = None  # kept until here, so that a repeated unit reuses the numbers of a failed step
+        self.steps += 1
+        if self._rules.plan.mode != "train":
+            return True
+        return all(math.isfinite(loss) for index, loss in enumerate(made) if index not in self._rules.resting)
+
+    def _drawing(self, device: Device) -> AbstractContextManager[object]:
+        rules = self._rules
+        return rules.streams.drawing(device, keep=True) if rules.shard.graph.stochastic else nullcontext()
+
+    def _step(self, leaves: BatchLeaves, device: Device) -> Any:
+        rules = self._rules
+        graph = rules.shard.graph
+        operands = ShardOperands(
+            state=[rules.state.tensors[name] for name in graph.state],
+            constants=[rules.plan.constants[name] for name in graph.constants],
+            inputs=[leaves.tensors[index] for index in graph.inputs],
+            live_in=(),
+        )
+        with GATE.shared():
+            if rules.plan.mode == "train":
+                return self._trained(operands, device)
+            with self._buffers_kept():
+                outputs = rules.plan.computing.forward(graph, operands)
+            named = zip(rules.plan.names, rules.plan.outputs, strict=True)
+            return {metric: outputs[name].tolist() for metric, name in named}
+
+    def _trained(self, operands: ShardOperands, device: Device) -> list[float]:
+        """Run a training step; return the members' losses."""
+        rules, trace = self._rules, self._rules.trace
+        assert trace is not None
+        if self._noise is None:
+            self._noise = trace.draw(device.torch_device)
+        with self._buffers_kept():
+            noise = [one.clone() for one in self._noise]  # the graph may overwrite its arguments
+            made = trace.run(operands, noise, is_laid_out=True)
+            losses: list[float] = made.outputs[trace.loss].tolist()
+            gradients = made.parameters
+        rules.state.touched(rules.shard.graph.written_state)
+        leave_out_bad(rules.state.optimizer, losses)
+        names = tuple(gradients)
+        # Before this point the step leaves no trace and can be repeated. The update changes parameters in place.
+        with not_repeatable(STEP_BEGUN):
+            if rules.gradients.has_two_phases:
+                rules.gradients.complete(rules.state.optimized(gradients))
+            with rules.state.around_step(device):  # rounds run on CPU devices only, so no generator is waited for
+                rules.state.update(rules.shard.trained, gradients, rules.gradients)
+            rules.state.adopt_optimizer_state(names, device)
+            rules.gradients.next_step()
+        return losses
+
+    @contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        """Restore overwritten buffers after a step: for resting members always, for all members if the step fails."""
+        rules = self._rules
+        tensors = [rules.state.tensors[name] for name in rules.shard.graph.written_state]
+        before = [tensor.detach().clone() for tensor in tensors]
+        rows: Sequence[int] | slice = slice(None)
+        try:
+            yield
+            rows = list(rules.resting)
+        finally:
+            with torch.no_grad():
+                for tensor, kept in zip(tensors, before, strict=True) if rows else ():
+                    tensor[rows] = kept[rows]

@@ -1,0 +1,142 @@
+"""`GroupSlot`: a member's place in a group, and `GroupDelegate`: the interface through which a group reports on its places."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial, PartialStepRequest
+from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult
+from hydra_tune.train.trial import PendingReport
+
+
+class GroupSlot:
+    """A member's place in a group.
+
+    Args:
+        member: the trial at the place.
+        waits: whether the member's reports wait for an answer.
+
+    Attributes:
+        wants: the member's next request; None before the member has begun, and after the member has ended.
+        is_ahead: whether the member already advanced to `wants` inside a unit, and the group has yet to act on the
+            request.
+        waits_until: deadline, by the monotonic clock, until which answered members wait for the answer to this member's
+            report; None until the report is passed on.
+        is_answered: whether the current report has been answered.
+        most_together: largest number of members, including the member, in the group during any of the member's
+            computations.
+        is_paused: whether the member is to leave and return later; any thread may set the flag at any time.
+        is_handed_back: whether the group ended before the member did, so the member can continue elsewhere from its
+            present state.
+        stop: requested end, "pruned" or "cancelled"; None without a request; any thread may set the request at any
+            time.
+        status: how the member ended; None while the member runs.
+        error: the reason of a failure.
+        module, optimizer: set for a completed member, with its final weights and state.
+    """
+
+    def __init__(self, member: MemberTrial, *, waits: bool) -> None:
+        self.member = member
+        self.waits = waits
+        self.wants: MemberBatchRequest | PartialStepRequest | PendingReport | None = None
+        self.is_ahead = False
+        self.waits_until: float | None = None
+        self.is_answered = False
+        self.most_together = 1
+        self.is_paused = False
+        self.is_handed_back = False
+        self.stop: str | None = None
+        self.status: str | None = None
+        self.error: BaseException | None = None
+        self.module: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the member waits for an answer to a report."""
+        return (
+            self.status is None and self.stop is None and isinstance(self.wants, PendingReport) and not self.is_answered
+        )
+
+    def go_on(self) -> None:
+        """Run the member's own code up to its next request.
+
+        Raises:
+            BaseException: any error of the member's code.
+        """
+        self.wants, self.waits_until, self.is_answered = self.member.go_on(), None, False
+
+
+def vacant(like: GroupSlot) -> GroupSlot:
+    """Return a vacant place: computed like `like`, and masked."""
+    # The place still computes, so it needs a member for the stacked module, streams and rules.
+    seat = GroupSlot(like.member, waits=False)
+    seat.status = "vacant"
+    return seat
+
+
+class GroupDelegate(Protocol):
+    """Interface that a group calls about its places, on the thread that advances the group."""
+
+    def ended(self, seat: GroupSlot) -> None:
+        """A member has ended."""
+
+    def reported(self, seat: GroupSlot) -> None:
+        """A member has reported; the desk sets `is_answered`, now or later, on any thread."""
+
+    def left(self, seat: GroupSlot) -> None:
+        """A paused member has left with its state; the member may return to the same group or join another."""
+
+    def waiting(self) -> int:
+        """Return the number of members that would join if there were vacant places."""
+
+    def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
+        """Return members that join now.
+
+        Args:
+            free: number of vacant places.
+            ends: whether the group ends unless a member joins.
+        """
+
+    def make_ready(self, size: int) -> bool:
+        """Return whether the group's plans for another size are ready.
+
+        Otherwise start making the plans in the background.
+        """
+
+    def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None:
+        """Receive the measured time of planned steps, for batches like `like`."""
+
+
+class ClosedGroupDelegate(GroupDelegate):
+    """Desk of a group that no member joins and no observer watches."""
+
+    @override
+    def ended(self, seat: GroupSlot) -> None: ...
+
+    def reported(self, seat: GroupSlot) -> None:
+        """As of `GroupDelegate`; answers at once, so the group continues."""
+        seat.is_answered = True
+
+    @override
+    def left(self, seat: GroupSlot) -> None: ...
+
+    def waiting(self) -> int:
+        """Return 0: no member waits."""
+        return 0
+
+    def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
+        """Return no members."""
+        del free, ends
+        return ()
+
+    def make_ready(self, size: int) -> bool:
+        """Return False: the size never changes."""
+        del size
+        return False
+
+    @override
+    def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None: ...

@@ -1,0 +1,98 @@
+"""`SlotTable`: the places of a group, their occupants, and the stacked state.
+
+Note: joining and leaving. A group has a number of places. Between two steps a member that has ended or is paused gives
+its place to another member, which begins or continues its training while the others are in the middle of theirs
+(`put_in`). A vacant place is masked. A member joins and leaves by copying between the stack and its own module and
+optimizer. To change the number of places (`resize_policy.py`), all members leave and join a new stack.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from hydra_tune.devices.device import Device
+from hydra_tune.fusion.group.group_rng import GroupStreams
+from hydra_tune.fusion.group.group_step import GroupGradients
+from hydra_tune.fusion.group.slot import GroupSlot, vacant
+from hydra_tune.fusion.group.stacked_state import hand_out, put_in
+from hydra_tune.fusion.matching.plan_diff import MemberDifferences
+from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.train.state import ModelState
+
+
+class SlotTable:
+    """The places of a group.
+
+    Args:
+        seats: the members.
+        device: any device of the pool, for host memory.
+
+    Attributes:
+        seats: the seats, by place.
+        streams: the members' random streams.
+        gradients: the members' gradient rules.
+        state: the stacked state; None before the first step.
+        stacked: by a member's plan and whether batches are padded: the stacked plan, and the differences between the
+            present members.
+    """
+
+    def __init__(self, seats: Sequence[GroupSlot], device: Device) -> None:
+        self.state: ModelState | None = None
+        self.stacked: dict[tuple[PreparedPlan, bool], tuple[PreparedPlan, MemberDifferences]] = {}
+        self._device = device
+        self._sit(seats)
+
+    def _sit(self, seats: Sequence[GroupSlot]) -> None:
+        self.seats = list(seats)
+        self.streams = GroupStreams([seat.member.streams for seat in seats])
+        self.gradients = GroupGradients([seat.member.task for seat in seats])
+
+    @property
+    def live(self) -> list[GroupSlot]:
+        """Seats of members that have not ended."""
+        return [seat for seat in self.seats if seat.status is None]
+
+    @property
+    def vacant(self) -> list[int]:
+        """Indices of vacant places."""
+        return [index for index, seat in enumerate(self.seats) if seat.status is not None]
+
+    def welcome(self, seat: GroupSlot) -> None:
+        """Mark a member as part of the group, once its state is in the stack."""
+        seat.is_handed_back = False
+        seat.member.is_fused = True
+        seat.member.num_shards = 0 if self.state is None else len(self.state.layout.plan.shards)
+        seat.member.fetch = partial(self.hand_out, seat)
+
+    def give(self, index: int, seat: GroupSlot) -> None:
+        """Give a place to another member, without copying its state into the stack yet."""
+        self.seats[index] = seat
+        self.streams.replace(index, seat.member.streams)
+        self.gradients.replace(index, seat.member.task)
+        # Stacked plans depend on the members' dropout probabilities and losses.
+        self.stacked.clear()
+
+    def put_in(self, index: int) -> None:
+        """Copy a member's own module and optimizer into the stack."""
+        if self.state is not None:
+            put_in(self.state, index, *self.seats[index].member.built(), self._device)
+
+    def leave(self, seat: GroupSlot) -> None:
+        """Let a member leave with its state."""
+        self.hand_out(seat)
+        seat.member.fetch = None
+        self.seats[self.seats.index(seat)] = vacant(seat)
+
+    def hand_out(self, seat: GroupSlot) -> None:
+        """Copy a member's part of the stack to the member's own module and optimizer."""
+        if self.state is not None:
+            hand_out(self.state, self.seats.index(seat), *seat.member.built())
+
+    def resize(self, size: int) -> None:
+        """Change the number of places; the state moves to the members, and the old stack is dropped."""
+        live = self.live
+        if self.state is not None:
+            for seat in live:
+                self.hand_out(seat)
+            self.state.drop()
+        self._sit([*live, *(vacant(live[0]) for _ in range(size - len(live)))])
+        self.stacked.clear()

@@ -1,0 +1,159 @@
+"""Decide how many trials compute together, from measured step times. Plain numbers in, a choice out; no tensors.
+
+Note: order of the measurements. Timing a group costs a few steps of all its members: little if the group gains, and
+much if not. So no size is timed if its worst-case cost exceeds a small share of the remaining work. The largest
+admissible size is first. If the size gains, larger sizes follow, since their cost can now be predicted. If not, smaller
+sizes follow as long as they improve, and larger sizes if a line through the measurements predicts a gain.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LEAST_GAIN = 1.2
+"""Least speedup for which "auto" fuses trials."""
+
+COST_SHARE = 0.02
+"""Share of the remaining work that measurements may cost while nothing indicates a gain."""
+
+_HOPE_SHARE = 0.1  # share of the expected saving that measurements may cost in addition
+_PROBE_STEPS = 4  # steps that timing a group takes, see `group_timing.py`
+_WORST_GAIN = 0.6  # pessimistic gain of an untimed group
+_LARGE, _HOPELESS_GAIN = 8, 0.8  # if so large a group gains no more, no size will
+_TRACE_STEPS = 20  # cost of tracing a group, in untraced steps of the group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionStepTimes:
+    """Measured step times.
+
+    Attributes:
+        alone_seconds: a step of a single trial.
+        drawing_seconds: drawing a batch from a trial's own data, which every trial does separately in either case.
+        group_seconds: a step of a group with all its members, by number of members.
+    """
+
+    alone_seconds: float
+    drawing_seconds: float = 0.0
+    group_seconds: Mapping[int, float] = field(default_factory=dict)
+
+    def seconds(self, size: int) -> float | None:
+        """Return the seconds of a group's step: measured, or interpolated between two measured sizes; else None."""
+        if size in self.group_seconds:
+            return self.group_seconds[size]
+        below = max((known for known in self.group_seconds if known < size), default=None)
+        above = min((known for known in self.group_seconds if known > size), default=None)
+        if below is None or above is None:
+            return None
+        return self._on_line(below, above, size)
+
+    def gain(self, size: int) -> float | None:
+        """Return the speedup of a trial's step in a group of the given size; None without data."""
+        seconds = self.seconds(size)
+        return None if seconds is None else self._gain(size, seconds)
+
+    def expected_gain(self, size: int) -> float | None:
+        """Return the speedup extrapolated to a larger size, by a line through the largest two measured sizes."""
+        if len(self.group_seconds) < 2:  # noqa: PLR2004 - points of a line
+            return None
+        below, above = sorted(self.group_seconds)[-2:]
+        return self._gain(size, self._on_line(below, above, size))
+
+    def with_size(self, size: int, seconds: float) -> "FusionStepTimes":
+        """Return the timing extended by a group size."""
+        return FusionStepTimes(
+            alone_seconds=self.alone_seconds,
+            drawing_seconds=self.drawing_seconds,
+            group_seconds={**self.group_seconds, size: seconds},
+        )
+
+    def _gain(self, size: int, seconds: float) -> float:
+        return (self.alone_seconds + self.drawing_seconds) / (max(seconds, 1e-9) / size + self.drawing_seconds)
+
+    def _on_line(self, below: int, above: int, size: int) -> float:
+        first, last = self.group_seconds[below], self.group_seconds[above]
+        return first + (last - first) * (size - below) / (above - below)
+
+
+def sizes(most: int) -> list[int]:
+    """Return candidate group sizes, largest first: all trials, and smaller powers of two."""
+    return [most, *(2**power for power in range((most - 1).bit_length() - 1, 0, -1))] if most > 1 else []
+
+
+def chosen_size(timing: FusionStepTimes, most: int, num_steps: float) -> int:
+    """Return the largest number of trials that gain by computing together; 1 if no number gains.
+
+    Args:
+        timing: measured step times.
+        most: number of trials available, limited by memory.
+        num_steps: remaining optimizer steps of all trials together, which must pay for the start-up cost of a group.
+    """
+    for size in sizes(most):
+        gain, seconds = timing.gain(size), timing.seconds(size)
+        if gain is None or seconds is None or gain < LEAST_GAIN:
+            continue
+        saved = num_steps * (timing.alone_seconds + timing.drawing_seconds) * (1 - 1 / gain)
+        if saved > _TRACE_STEPS * seconds:
+            return size
+    return 1
+
+
+def next_size(timing: FusionStepTimes, most: int, total_seconds: float, spent_seconds: float = 0.0) -> int | None:
+    """Return the next size to time; None if the choice is clear, or timing would cost too much.
+
+    Args:
+        timing: measurements so far.
+        most: number of trials available, limited by memory.
+        total_seconds: time of all remaining work without fusion.
+        spent_seconds: time spent on measurements so far.
+    """
+    left = COST_SHARE * total_seconds - spent_seconds
+    known = [size for size in sizes(most) if timing.gain(size) is not None]
+    others = [size for size in sizes(most) if size not in known]
+    if not known:
+        return next((size for size in others if _worst_cost(timing, size) <= left), None)
+    largest, least = known[0], known[-1]
+    cost = _PROBE_STEPS * (timing.seconds(largest) or 0.0) / largest  # for each member
+    gains = [timing.gain(size) or 0.0 for size in known]
+    larger = [size for size in others if size > largest]
+    # A size that gains is known. Only a larger size can be better, and only if the largest known size still gains.
+    if max(gains) >= LEAST_GAIN:
+        hope = _hope(total_seconds, gains[0])
+        return next((size for size in larger if cost * size <= left + hope), None) if gains[0] >= LEAST_GAIN else None
+    if largest >= _LARGE and gains[0] < _HOPELESS_GAIN:
+        return None
+    if len(known) == 1 and largest < _LARGE and larger:
+        return larger[-1] if cost * larger[-1] <= left else None
+    smaller = next((size for size in others if size < least), None)
+    if smaller is not None and (len(known) == 1 or gains[-1] > gains[-2]):
+        return smaller if cost * smaller <= left else None
+    return next((size for size in larger if cost * size <= left + _expected_hope(timing, size, total_seconds)), None)
+
+
+def _expected_hope(timing: FusionStepTimes, size: int, total_seconds: float) -> float:
+    """Return `_hope` for an extrapolated gain; negative infinity, so that nothing is spent, if no gain is expected."""
+    gain = timing.expected_gain(size) or 0.0
+    return _hope(total_seconds, gain) if gain >= LEAST_GAIN else float("-inf")
+
+
+def _hope(total_seconds: float, gain: float) -> float:
+    """Return the seconds that measurements may take beyond the regular share, where a gain is expected."""
+    return _HOPE_SHARE * total_seconds * max(0.0, 1 - 1 / gain)
+
+
+def _worst_cost(timing: FusionStepTimes, size: int) -> float:
+    """Return the worst-case seconds of timing a size, assuming only that larger groups take longer."""
+    seconds = [known for count, known in timing.group_seconds.items() if count > size]
+    return _PROBE_STEPS * min(timing.alone_seconds / _WORST_GAIN * size, *seconds, float("inf"))
+
+
+def why(timing: FusionStepTimes, size: int, most: int) -> str:
+    """Describe a choice in words, with its numbers."""
+    seen = ", ".join(
+        f"{count} together {seconds / count * 1e3:.3g} ms each ({timing.gain(count):.2f}x)"
+        for count, seconds in sorted(timing.group_seconds.items())
+    )
+    alone = f"a step takes {timing.alone_seconds * 1e3:.3g} ms alone, {seen or 'and no group was timed'}"
+    drawn = f", beside {timing.drawing_seconds * 1e3:.3g} ms for drawing a batch"
+    if size > 1:
+        return f"{size} of {most} are computed together: {alone}{drawn}"
+    return f"computed together they would not gain {LEAST_GAIN}x: {alone}{drawn}"

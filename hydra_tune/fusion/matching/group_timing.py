@@ -1,0 +1,147 @@
+"""`FusionBenchmark`: time a step alone and stacked, by a few real steps on copies that are then discarded.
+
+Note: isolation. The timed trials are separate, with copies of a model and of a batch and with separate random streams.
+The requesting trial stays unchanged, and the pool's ledgers, times and figures do not see the probe. For the duration
+of the probe its memory comes on top of the ledgers.
+
+Note: clock. On a CPU device the clock is the CPU time of the calling thread, which excludes time taken by other
+threads. On a GPU the clock runs until the device is done.
+"""
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import HydraTuneError
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
+from hydra_tune.fusion.group.group_trial import GroupTrial
+from hydra_tune.fusion.group.member import MemberTrial
+from hydra_tune.fusion.group.slot import ClosedGroupDelegate, GroupSlot
+from hydra_tune.memory.pager import Pager
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.task import TrainTask
+from hydra_tune.train.feed import TrialDataFeed
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.trial import Trial, run_unit
+
+_WARM_STEPS = 1  # creates optimizer state
+_LEAST_STEPS, _MOST_STEPS = 2, 5  # timed steps
+_ENOUGH_SECONDS = 0.02
+_DRAWS = 4
+
+
+class FusionBenchmark:
+    """Times steps of a task on a device. Call from a single thread, which computes as a device's worker does.
+
+    Args:
+        task: the trial's task.
+        module: the model built by the task's `model=`; only read.
+        batch: the trial's first batch; only read.
+        library: provides the plan.
+        device: the device; its worker may be busy at the same time.
+    """
+
+    def __init__(self, task: TrainTask, module: nn.Module, batch: Any, library: PlanLibrary, device: Device) -> None:
+        self._original = task
+        own = batches.copied(batch)
+        self._task = replace(
+            task,
+            model=lambda: copy.deepcopy(module),
+            # An endless loader of a single batch: no epoch ends during the probe, and drawing costs nothing.
+            train=lambda: itertools.repeat(own),
+            batch_size=None,
+            validate=None,
+            evaluate=None,
+            metric="train_loss",
+            report_every="epoch",
+            epochs=1,
+        )
+        self._library = library
+        self._device = device
+
+    def now(self) -> float:
+        """Return the time in seconds, by the clock for the device."""
+        return time.thread_time() if self._device.torch_device.type == "cpu" else time.perf_counter()
+
+    def alone(self) -> float:
+        """Return the seconds of a step of a single trial.
+
+        Raises:
+            HydraTuneError: the trial cannot run.
+        """
+        trial = MemberTrial(self._task, self._library, self._device)
+        return self._steps(trial, lambda: trial.progress.steps)
+
+    def together(self, count: int, plans: GroupPlanFactory) -> float:
+        """Return the seconds of a step of `count` trials together.
+
+        Args:
+            count: number of trials.
+            plans: makes the group's plans.
+
+        Returns:
+            Seconds of a step for all trials together.
+
+        Raises:
+            HydraTuneError: the trials cannot be stacked, or cannot run.
+        """
+        seats = [GroupSlot(MemberTrial(self._task, self._library, self._device), waits=False) for _ in range(count)]
+        trial = GroupTrial(seats, plans, self._library, self._device, ClosedGroupDelegate())
+        return self._steps(trial, lambda: seats[0].member.progress.steps)
+
+    def drawing(self) -> float:
+        """Return the seconds in which a trial draws the batches of a step; 0 if worker processes of a loader draw."""
+        handle = self._original.train
+        if isinstance(handle, DataLoader) and handle.num_workers > 0:
+            return 0.0
+        streams = RandomStreams(self._original.seed)
+        feed = TrialDataFeed(self._original.batch_size, streams.everything, streams.moves)
+        feed.check(handle)
+        seen, before = [], self.now()
+        with closing(feed), closing(feed.draw(handle, shuffle=True)) as drawn:
+            for _ in itertools.islice(drawn, _DRAWS):
+                after = self.now()
+                seen.append(after - before)
+                before = after
+        return self._original.accumulate * min(seen, default=0.0)
+
+    def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:
+        """Return the fastest step after the warm-up, since interference only ever adds time."""
+        with self._device.worker(), _closing(trial):
+            found: list[float] = []
+            for seconds in self._timed(trial, steps_done):
+                # The first step creates optimizer state, so its time does not count.
+                found.append(seconds)
+                timed = found[_WARM_STEPS:]
+                if len(timed) == _MOST_STEPS or (len(timed) >= _LEAST_STEPS and sum(timed) > _ENOUGH_SECONDS):
+                    return min(timed)
+        raise HydraTuneError("its first steps do not run to their ends")
+
+    def _timed(self, trial: Trial, steps_done: Callable[[], int]) -> Iterator[float]:
+        pager = Pager(self._device)
+        done, began = 0, self.now()
+        while isinstance(unit := trial.advance(), PendingUnit):
+            if steps_done() > done:
+                before, done, ended = done, steps_done(), self.now()
+                yield (ended - began) / (done - before)  # a unit may have several
+                began = ended
+            trial.finished(unit, run_unit(unit, self._device, pager, None))
+
+
+@contextmanager
+def _closing(trial: Trial) -> Iterator[None]:
+    """Close the trial at the end of the context."""
+    try:
+        yield
+    finally:
+        trial.close(keep=False)

@@ -1,0 +1,296 @@
+"""Compare plans of several trials: they may differ only in dropout probabilities and in losses.
+
+Trials whose architecture keys differ only in numbers can still have equal graphs, because a dropout probability is just
+an argument of an operator. The comparison walks the captured graphs node by node and ignores the probabilities.
+
+Note: recognized probabilities. The operator's masks must be separable from the operator, and the graph must contain the
+operator in any case: `torch.dropout`, also of whole channels, dropout inside attention, and dropout between recurrent
+layers. A model that omits the operator at probability 0 has a different graph, and so does a model that uses the
+probability elsewhere as well.
+
+Note: losses and metrics. Graphs with a common beginning may have different ends (`fusion/ragged/loss_heads.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.batching.subgraph import arguments_of, operators_of, placeholders_of
+from hydra_tune.fusion.ragged.loss_heads import HeadAssignment, tails_of
+from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.stochastic import named_arguments
+
+aten: Any = torch.ops.aten
+_PROBABILITIES = {
+    aten.dropout.default: "p",
+    aten.feature_dropout.default: "p",
+    aten.scaled_dot_product_attention.default: "dropout_p",
+    aten.lstm.input: "dropout",
+    aten.gru.input: "dropout",
+    aten.rnn_tanh.input: "dropout",
+    aten.rnn_relu.input: "dropout",
+}
+_STAND_IN = 0.25  # any value between 0 and 1 does: operators special-case only 0 and 1
+
+Probabilities = dict[str, list[float]]
+"""Dropout probabilities, one for each member, by the name of the dropout node."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberDifferences:
+    """Differences between members that compute together.
+
+    Attributes:
+        drops: dropout probabilities.
+        rows: assignment of losses or metrics to members; None: all members have the same.
+    """
+
+    drops: Probabilities
+    rows: HeadAssignment | None = None
+
+
+def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModule:
+    """Return a graph in which the named nodes always drop, whatever their own probability.
+
+    Args:
+        code: a shard's graph.
+        slots: names of the nodes.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in code.graph.nodes:
+        if node.op == "output":
+            graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
+            continue
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        # An operator with probability 0 draws nothing, so a graph captured from
+        # such a member would lack the random primitive that the other members need.
+        if node.name in slots:
+            _set(copy, _STAND_IN)
+    return fx.GraphModule(code, graph)
+
+
+def probabilities(plans: Sequence[ShardPlan]) -> Probabilities:
+    """Return the dropout probabilities that differ between plans, one entry for each plan.
+
+    Raises:
+        UnfusableError: the plans differ in anything else, named in the message.
+    """
+    first, *others = plans
+    for other in others:
+        _check_plans(first, other)
+    return _differing(plans)
+
+
+def likeness(plans: Sequence[ShardPlan]) -> MemberDifferences:
+    """Return the differences between plans, one plan for each member, if the members may compute together.
+
+    Raises:
+        UnfusableError: the plans differ in anything else, named in the message.
+    """
+    kinds: list[ShardPlan] = []
+    own = [_kind_of(plan, kinds) for plan in plans]
+    rows = None
+    if len(kinds) > 1:
+        length = min(_common(kinds[0], kind) for kind in kinds[1:])
+        rows = HeadAssignment(tails_of(kinds, length), tuple(own))
+    return MemberDifferences(_differing(plans), rows)
+
+
+def _kind_of(plan: ShardPlan, kinds: list[ShardPlan]) -> int:
+    """Return the index of the first equal plan in `kinds`; append the plan if none is equal."""
+    for number, kind in enumerate(kinds):
+        try:
+            _check_plans(kind, plan)
+        except UnfusableError:
+            continue
+        return number
+    kinds.append(plan)
+    return len(kinds) - 1
+
+
+def _differing(plans: Sequence[ShardPlan]) -> Probabilities:
+    found: Probabilities = {}
+    every = [dict(_of_plan(plan)) for plan in plans]
+    for name, p in every[0].items():
+        own = [one.get(name, p) for one in every]
+        if any(value != p for value in own):
+            found[name] = own
+    return found
+
+
+def _of_plan(plan: ShardPlan) -> list[tuple[str, float]]:
+    return [
+        (node.name, float(p))
+        for shard in plan.shards
+        if shard.graph.code is not None
+        for node in shard.graph.code.graph.nodes
+        if (p := _probability(node)) is not None
+    ]
+
+
+def _probability(node: fx.Node) -> float | None:
+    """Return the probability of an active dropout node; None for other nodes and for dropout outside training."""
+    if node.op != "call_function" or node.target not in _PROBABILITIES:
+        return None
+    named = named_arguments(node)
+    if named.get("train") is False:
+        return None
+    p = named[_PROBABILITIES[node.target]]
+    return float(p) if isinstance(p, int | float) else None
+
+
+def _set(node: fx.Node, p: float) -> None:
+    wanted = _PROBABILITIES[node.target]
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]  # noqa: SLF001
+        if argument.name == wanted and position < len(node.args):
+            node.update_arg(position, p)
+            return
+    node.update_kwarg(wanted, p)
+
+
+def _check_plans(a: ShardPlan, b: ShardPlan) -> None:
+    if a is b:
+        return
+    if a.eager or b.eager:
+        raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
+    if len(a.shards) != len(b.shards) or a.outputs != b.outputs or a.mode != b.mode:
+        raise UnfusableError("its graph is cut otherwise, or has other results")
+    if a.constants.keys() != b.constants.keys() or not all(_same(a.constants[n], b.constants[n]) for n in a.constants):
+        raise UnfusableError("its graph has other constants")
+    for one, other in zip(a.shards, b.shards, strict=True):
+        _check_shards(one.graph, other.graph)
+
+
+def _common(a: ShardPlan, b: ShardPlan) -> int:
+    """Return the number of equal leading operators of two single-shard plans that differ only in their results."""
+    told = _told(a, b)
+    if a.eager or b.eager or a.mode != b.mode:
+        raise UnfusableError(told)
+    if max(len(a.shards), len(b.shards)) > 1:
+        raise UnfusableError(f"{told}; losses and metrics may be a member's own where a model is one shard")
+    names = ("trained", "shared_gradients", "has_backward")
+    of_graph = ("state", "written_state", "saved_state")
+    last, other = a.shards[-1], b.shards[-1]
+    alike = all(getattr(last, name) == getattr(other, name) for name in names)
+    if not alike or any(getattr(last.graph, name) != getattr(other.graph, name) for name in of_graph):
+        raise UnfusableError(told)
+    length = _equal_operators(a, b)
+    try:
+        tails_of([a, b], length)
+    except UnfusableError as error:
+        raise UnfusableError(f"{told}; {error}") from error
+    return length
+
+
+def _told(a: ShardPlan, b: ShardPlan) -> str:
+    """Describe the difference between two plans in words."""
+    try:
+        _check_plans(a, b)
+    except UnfusableError as error:
+        return str(error)
+    return "its graph is the same"
+
+
+def _equal_operators(a: ShardPlan, b: ShardPlan) -> int:
+    """Return the number of equal operators with which two shards begin."""
+    one, other = (plan.shards[-1].graph.code for plan in (a, b))
+    if one is None or other is None:
+        raise UnfusableError("its graph is compiled")
+    numbers = _begun(a, one, {}) | _begun(b, other, a.constants)
+    for node in (*one.graph.nodes, *other.graph.nodes):
+        if node.op == "get_attr":
+            numbers[node] = _attribute(node, one, other)
+    length = 0
+    for own, two in zip(operators_of(one), operators_of(other), strict=False):
+        alike = own.op == two.op and own.target == two.target and own.name == two.name
+        if not alike or _key(own, numbers, is_outer=True) != _key(two, numbers, is_outer=True):
+            break
+        # Equal operators receive the same number, so the keys of later
+        # operators compare arguments by position instead of by identity.
+        numbers[own] = numbers[two] = length
+        length += 1
+    return length
+
+
+def _begun(plan: ShardPlan, code: fx.GraphModule, others: Mapping[str, Tensor]) -> dict[fx.Node, object]:
+    """Return an identity for every argument of a shard; equal arguments of two plans have equal identities."""
+    found: dict[fx.Node, object] = {}
+    for node, (kind, name) in zip(placeholders_of(code), arguments_of(plan.shards[-1].graph), strict=True):
+        is_other = (
+            kind == "constant" and str(name) in others and not _same(plan.constants[str(name)], others[str(name)])
+        )
+        found[node] = (kind, name, is_other)
+    return found
+
+
+def _attribute(node: fx.Node, one: fx.GraphModule, other: fx.GraphModule) -> object:
+    name = str(node.target)
+    try:
+        _check_attributes(getattr(one, name, None), getattr(other, name, None))
+    except UnfusableError:
+        # Attributes with different values get an identity that no other graph
+        # shares, so operators that use such an attribute compare as different.
+        return id(node.graph), name
+    return name
+
+
+def _check_shards(a: ShardGraph, b: ShardGraph) -> None:
+    names = ("state", "constants", "inputs", "live_in", "live_out", "written_state", "saved_state", "cloned")
+    if any(getattr(a, name) != getattr(b, name) for name in names) or a.code is None or b.code is None:
+        raise UnfusableError("its graph is cut otherwise, or uses other parameters")
+    _check_graphs(a.code, b.code, is_outer=True)
+
+
+def _check_graphs(a: fx.GraphModule, b: fx.GraphModule, *, is_outer: bool) -> None:
+    own, other = list(a.graph.nodes), list(b.graph.nodes)
+    numbers: dict[fx.Node, object] = {node: number for nodes in (own, other) for number, node in enumerate(nodes)}
+    if len(own) != len(other):
+        raise UnfusableError(f"its graph has {len(other)} operators, and the others' {len(own)}")
+    for one, two in zip(own, other, strict=True):
+        if one.op == two.op == "get_attr":
+            _check_attributes(getattr(a, str(one.target)), getattr(b, str(two.target)))
+            continue
+        alike = one.op == two.op and (one.op in ("placeholder", "output") or one.target == two.target)
+        if not alike or one.name != two.name or _key(one, numbers, is_outer) != _key(two, numbers, is_outer):
+            raise UnfusableError(f"its graph has {two.target} ({two.name}) with other arguments than the others'")
+
+
+def _check_attributes(one: object, two: object) -> None:
+    if isinstance(one, fx.GraphModule) and isinstance(two, fx.GraphModule):
+        _check_graphs(one, two, is_outer=False)
+    elif not (isinstance(one, Tensor) and isinstance(two, Tensor) and _same(one, two)):
+        raise UnfusableError("its graph holds other values")
+
+
+def _key(node: fx.Node, numbers: Mapping[fx.Node, object], is_outer: bool) -> str:
+    """Return a printable key of a node: its arguments, and the geometry of its value."""
+    left_out = _PROBABILITIES.get(node.target) if is_outer and node.op == "call_function" else None
+    if left_out is not None:
+        arguments: Any = {name: value for name, value in named_arguments(node).items() if name != left_out}
+    else:
+        arguments = (node.args, dict(node.kwargs))
+    numbered: Any = lambda n: _NodeIdentity(numbers[n])  # noqa: E731
+    mapped = fx.node.map_arg(arguments, numbered)
+    made = node.meta.get("val")
+    geometry = (tuple(made.shape), made.dtype, made.stride()) if isinstance(made, Tensor) else None
+    return repr((mapped, geometry))
+
+
+class _NodeIdentity:
+    """Stand-in for a node, printed as the node's position in the graph."""
+
+    def __init__(self, number: object) -> None:
+        self._number = number
+
+    def __repr__(self) -> str:
+        return f"%{self._number}"
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    return one.dtype == two.dtype and one.shape == two.shape and torch.equal(one, two)

@@ -1,0 +1,200 @@
+"""Run a stacked graph with tails: the beginning for all members, every tail on the rows of its members."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, fx
+
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.batching.batched_graph import StackedGraph
+from hydra_tune.fusion.batching.subgraph import arguments_of, operators_of, part_of, placeholders_of, value_of
+from hydra_tune.fusion.ragged.loss_heads import HeadAssignment, LossHead
+from hydra_tune.shard.pilot import ShardCost
+from hydra_tune.shard.plan import Shard, ShardPlan
+from hydra_tune.shard.split import ShardGraph
+
+_RESULT = "result:"
+
+
+def with_tails(shard: Shard, rows: HeadAssignment, prefix: "StackedPrefix") -> Shard:
+    """Return the shard of a group whose members have different tails.
+
+    Args:
+        shard: the first plan's shard, for a single member.
+        rows: assignment of tails to members.
+        prefix: the common beginning.
+    """
+    used = [tail for number, tail in enumerate(rows.tails.tails) if number in rows.of]
+    graph = shard.graph
+    constants = (*prefix.constants, *(name for tail in used for name in tail.constants))
+    inputs = tuple(sorted({*prefix.inputs, *(index for tail in used for index in tail.inputs)}))
+    names = results_of(rows)
+    places: list[tuple[str, str | int]] = [
+        *(("state", name) for name in graph.state),
+        *(("constant", name) for name in constants),
+        *(("input", index) for index in inputs),
+    ]
+    module = _MultiHeadGraph(prefix, rows, names, {what: number for number, what in enumerate(places)})
+    live_out = tuple(_RESULT + name for name in names)
+    graph = replace(graph, module=module, constants=constants, inputs=inputs, live_out=live_out)
+    is_training = rows.tails.plans[0].mode == "train"
+    return replace(
+        shard,
+        graph=graph,
+        cost=_cost(rows, prefix.made_bytes),
+        losses=live_out,
+        gradient_outputs=live_out if is_training else (),
+    )
+
+
+def results_of(rows: HeadAssignment) -> list[str]:
+    """Return the names of all results of any member."""
+    return list(dict.fromkeys(name for number in sorted(set(rows.of)) for name in rows.tails.tails[number].results))
+
+
+def with_results(plan: ShardPlan, rows: HeadAssignment) -> ShardPlan:
+    """Return the plan adapted to a shard made by `with_tails`."""
+    names = tuple(results_of(rows))
+    outputs = tuple(_RESULT + name for name in names)
+    own = {name: value for number in set(rows.of) for name, value in rows.tails.tails[number].constants.items()}
+    kept = {name for shard in plan.shards for name in shard.graph.constants}
+    constants = {name: value for name, value in (plan.constants | own).items() if name in kept}
+    birth = {name: index for name, index in plan.birth.items() if name not in plan.outputs}
+    return replace(
+        plan,
+        names=names,
+        outputs=outputs,
+        constants=constants,
+        birth=birth | dict.fromkeys(outputs, 0),
+    )
+
+
+class StackedPrefix:
+    """The common beginning of plans with tails, on stacked members.
+
+    Args:
+        graph: the first plan's shard.
+        code: the shard's code, or similar code with stand-ins.
+        rows: assignment of tails to members.
+        slots: as of `stacked_plan`.
+
+    Attributes:
+        constants: names of the constants that the beginning takes.
+        inputs: indices of the batch's tensors that the beginning takes.
+        made: indices of the operators whose values the beginning returns.
+        made_bytes: bytes of the returned values, for a single member.
+    """
+
+    def __init__(self, graph: ShardGraph, code: fx.GraphModule, rows: HeadAssignment, slots: frozenset[str]) -> None:
+        tails = rows.tails
+        used = [tail for number, tail in enumerate(tails.tails) if number in rows.of]
+        self.made = tuple(sorted({number for tail in used for number in tail.made}))
+        operators = operators_of(code)
+        wanted = [operators[number] for number in self.made]
+        own = dict(zip(placeholders_of(code), arguments_of(graph), strict=True))
+        taken = {given for node in operators[: tails.length] for given in node.all_input_nodes}
+        self.takes = [what for node, what in own.items() if node in taken or what[0] == "state"]
+        self.constants = tuple(str(name) for kind, name in self.takes if kind == "constant")
+        self.inputs = tuple(int(index) for kind, index in self.takes if kind == "input")
+        self.made_bytes = sum(value_of(node).nbytes for node in wanted)
+        begins = [node for node, what in own.items() if what in self.takes]
+        part = part_of(code, begins, operators[: tails.length], wanted)
+        is_stacked = [kind != "constant" for kind, _ in self.takes]
+        if not any(is_stacked):
+            raise UnfusableError("one of its shards depends on nothing of the trial")
+        self.run = StackedGraph(part, is_stacked, slots)
+
+
+class _MultiHeadGraph:
+    """Runs the beginning for all members and every tail for its members."""
+
+    def __init__(
+        self,
+        prefix: StackedPrefix,
+        rows: HeadAssignment,
+        names: Sequence[str],
+        places: dict[tuple[str, str | int], int],
+    ) -> None:
+        self._prefix = prefix
+        self._takes = [places[what] for what in prefix.takes]
+        self._names = names
+        self._branches = [
+            _StackedHead(tail, [index for index, own in enumerate(rows.of) if own == number], prefix.made, places)
+            for number, tail in enumerate(rows.tails.tails)
+            if number in rows.of
+        ]
+        # Concatenated results are ordered by tail; the inverse permutation restores the order of the members.
+        order = [index for branch in self._branches for index in branch.rows]
+        self._inverse = [order.index(index) for index in range(len(order))]
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """Return the results, with the members in front; results that a member does not have are NaN."""
+        made = self._prefix.run(*(arguments[place] for place in self._takes))
+        parts = [branch(made, arguments) for branch in self._branches]
+        return tuple(self._together([part.get(name) for part in parts]) for name in self._names)
+
+    def _together(self, parts: Sequence[Tensor | None]) -> Tensor:
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts) or len({part.dtype for part in found}) > 1:
+            # Tails may return different dtypes; float64 holds float32 losses and ordinary counts exactly.
+            wide = [None if part is None else part.to(torch.float64) for part in parts]
+            like = next(part for part in wide if part is not None)
+            found = [
+                like.new_full((len(branch.rows),), torch.nan) if part is None else part
+                for branch, part in zip(self._branches, wide, strict=True)
+            ]
+        return _picked(torch.cat(found), self._inverse)
+
+
+class _StackedHead:
+    """A tail with its rows."""
+
+    def __init__(
+        self,
+        tail: LossHead,
+        rows: list[int],
+        made: Sequence[int],
+        places: dict[tuple[str, str | int], int],
+    ) -> None:
+        self.rows = rows
+        self._results = tail.results
+        self._made = [made.index(number) for number in tail.made]
+        given: list[tuple[tuple[str, str | int], bool]] = [
+            *((("input", index), True) for index in tail.inputs),
+            *((("constant", name), False) for name in tail.constants),
+        ]
+        self._given = [(places[what], is_stacked) for what, is_stacked in given]
+        self._run = StackedGraph(tail.code, [*[True] * len(tail.made), *(is_stacked for _, is_stacked in given)])
+
+    def __call__(self, made: Sequence[Tensor], arguments: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the tail's results by name, each a vector with an element per row."""
+        own = [_picked(made[place], self.rows) for place in self._made]
+        given = [
+            _picked(arguments[place], self.rows) if is_stacked else arguments[place]
+            for place, is_stacked in self._given
+        ]
+        outputs = self._run(*own, *given)
+        return {name: outputs[place].reshape(len(self.rows)) for name, place in self._results.items()}
+
+
+def _picked(value: Tensor, rows: list[int]) -> Tensor:
+    """Return the given rows of a stacked value."""
+    # Selecting all rows in order would only copy.
+    if rows == list(range(value.size(0))):
+        return value
+    return value.index_select(0, torch.tensor(rows, device=value.device))
+
+
+def _cost(rows: HeadAssignment, made_bytes: int) -> ShardCost:
+    """Return the cost for a single member: the maximum over the tails, plus room for the rows and their gradients."""
+    costs = [rows.tails.plans[number].shards[-1].cost for number in sorted(set(rows.of))]
+    most = {
+        name: max(getattr(cost, name) for cost in costs)
+        for name in ShardCost.__dataclass_fields__
+        if name.endswith(("_bytes", "_workspace"))
+    }
+    for name in ("forward_workspace", "backward_workspace", "recompute_workspace"):
+        if most[name]:
+            most[name] += (len(costs) + 2) * made_bytes
+    return replace(costs[0], **most)

@@ -1,0 +1,95 @@
+"""`PairSide`: a group of a pair, with a desk that forwards to the pair's desk."""
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from typing_extensions import override
+
+from hydra_tune.fusion.group.group_trial import GroupTrial
+from hydra_tune.fusion.group.member import MemberBatchRequest
+from hydra_tune.fusion.group.membership import PATIENCE_SECONDS
+from hydra_tune.fusion.group.slot import GroupDelegate, GroupSlot
+from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.trial import PendingReport
+
+
+class PairDelegate(GroupDelegate, Protocol):
+    """Desk of both groups."""
+
+    def stays(self, size: int, why: str) -> None:
+        """Limit the number of places to `size` from now on, for the given reason."""
+
+
+class PairSide(GroupDelegate):
+    """A group of a pair, and its desk.
+
+    Args:
+        desk: the desk of both groups.
+
+    Attributes:
+        group: the group, once made.
+        other: the other side.
+        pending: the due unit.
+        waits_until: deadline, by the monotonic clock, until which the other group waits for answers to this group; None
+            while no answer is outstanding.
+        is_over: whether the group has ended.
+    """
+
+    group: GroupTrial
+    other: "PairSide"
+
+    def __init__(self, desk: PairDelegate) -> None:
+        self.pending: PendingUnit | None = None
+        self.waits_until: float | None = None
+        self.is_over = False
+        self._desk = desk
+
+    def go_on(self) -> None:
+        """Advance the group to its next unit, if possible."""
+        if self.pending is not None or self.is_over:
+            return
+        step = self.group.advance()
+        if isinstance(step, PendingReport):
+            if self.waits_until is None:
+                self.waits_until = time.monotonic() + PATIENCE_SECONDS
+            return
+        assert step is None or isinstance(step, PendingUnit), "groups take batches whole"
+        self.waits_until, self.pending, self.is_over = None, step, step is None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the group waits for answers."""
+        return self.waits_until is not None and not self.is_over
+
+    # Desk of the group.
+
+    @override
+    def ended(self, seat: GroupSlot) -> None:
+        self._desk.ended(seat)
+
+    @override
+    def reported(self, seat: GroupSlot) -> None:
+        self._desk.reported(seat)
+
+    @override
+    def left(self, seat: GroupSlot) -> None:
+        self._desk.left(seat)
+
+    @override
+    def waiting(self) -> int:
+        return self._desk.waiting()
+
+    @override
+    def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
+        # A group with no members ends the job only if the other group has ended too.
+        return self._desk.joining(free, ends=ends and self.other.is_over)
+
+    def make_ready(self, size: int) -> bool:
+        """As of `GroupDelegate`; while both groups run, each keeps its size."""
+        return self.other.is_over and self._desk.make_ready(size)
+
+    @override
+    def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None:
+        self._desk.measured(found, like)

@@ -1,0 +1,338 @@
+"""`PairTrial`: two groups of the same kind as a single trial, whose planned steps run in turn, merged by the planner.
+
+Each of the two groups is an ordinary group, with its own places, state, plans and evaluations; members report, are
+stopped and saved, leave and join there. `PairTrial` advances both groups. When both are about to make training steps on
+the same kind of batch, the steps form a single unit (`paired_unit.py`). All other work runs separately, so every member
+gets the same bits as in its group alone.
+
+Note: staying together. A group that is about to train waits while the other has other work to do. While the other waits
+for answers to reports, the group waits no longer than members of a group wait for each other. If the groups want
+batches of different kinds, the group that is behind goes first.
+
+Note: end of a group. When a group has ended, its state is released, and the other group continues alone.
+
+Note: going back. A pair that must end before its members do ends at a moment when both groups are about to make steps
+in turn and neither has begun.
+"""
+
+import logging
+import time
+from collections.abc import Hashable
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import BudgetError, UnfusableError
+from hydra_tune.fusion.group.group_trial import GroupTrial
+from hydra_tune.fusion.group.member import MemberTrial
+from hydra_tune.fusion.group.slot import GroupSlot
+from hydra_tune.fusion.runtime.pair_side import PairDelegate, PairSide
+from hydra_tune.fusion.runtime.paired_unit import PairRound, PairStepRunner
+from hydra_tune.fusion.runtime.plan_autotuner import StepPlanAutotuner
+from hydra_tune.fusion.runtime.step_planner import StepPlanner
+from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.trial import PendingReport, Trial
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+
+
+class PairTrial(Trial):
+    """Two running groups.
+
+    Args:
+        sides: both sides; the first group is at least as large as the second.
+        groups: the groups of the sides.
+        library: provides plans of single members.
+        device: any device of the pool, for host memory.
+        desk: the desk of both groups.
+        planner: plans the merged steps.
+        host, tenant: as of `Trial`.
+
+    Attributes:
+        hands_back, goes_back: as of `GroupTrial`.
+    """
+
+    hands_back = False
+    goes_back = False
+
+    def __init__(
+        self,
+        sides: tuple[PairSide, PairSide],
+        groups: tuple[GroupTrial, GroupTrial],
+        library: PlanLibrary,
+        device: Device,
+        desk: PairDelegate,
+        planner: StepPlanner,
+        host: HostTier | None = None,
+        tenant: TrialMemoryContext | None = None,
+    ) -> None:
+        super().__init__(groups[0].task, library, device, None, host, tenant)
+        self._sides = first, second = sides
+        first.group, second.group = groups
+        first.other, second.other = second, first
+        second.group.beside = first.group
+        for group in groups:
+            group.takes_turns = True
+        self._desk = desk
+        self._planner = planner
+        self._known: dict[tuple[PreparedPlan, PreparedPlan], StepPlanAutotuner[PairStepRunner]] = {}
+        self._unplanned: set[Hashable] = set()
+        self._running: list[tuple[PairSide, PendingUnit]] = []
+        self._round: PairRound | None = None
+        self._waits = 0
+
+    # Interface to the pool.
+
+    def advance(self) -> PendingUnit | PendingReport | None:
+        """As of `Trial`."""
+        self._running, self._round = [], None
+        going = self._live
+        for side in going:
+            side.group.goes_back = self.goes_back  # takes effect only in a group that runs alone
+            side.go_on()
+        for side in going:
+            if side.is_over:
+                self._end(side)
+        self._show()
+        return self._next()
+
+    def _next(self) -> PendingUnit | PendingReport | None:
+        due = [side for side in self._live if side.pending is not None]
+        if not self._live:
+            return None
+        alone = next((side for side in due if side.group.offer is None), None)
+        # Work that cannot run in turn (evaluations, steps of another
+        # kind) goes first; the other group keeps its offer meanwhile.
+        if alone is not None:
+            return self._due(alone)
+        if len(due) == len(self._live) == 2:  # noqa: PLR2004 - both
+            return None if self.goes_back else self._both()
+        if not due or self._is_patient:
+            self._waits += 1
+            return PendingReport(step=self._waits, metrics={})
+        return self._by_itself(due[0])
+
+    def _both(self) -> PendingUnit:
+        """Return the unit of both groups, which are both about to make steps."""
+        sides = self._sides
+        first, second = (side.group.offer for side in sides)
+        assert first is not None
+        assert second is not None
+        if first.kind != second.kind:
+            return self._by_itself(min(sides, key=_steps_done))
+        steps = self._steps()
+        if steps is None:
+            return self._by_itself(min(sides, key=_steps_done))
+        for side, offer in zip(sides, (first, second), strict=True):
+            side.group.takes_part(offer)
+            assert side.pending is not None
+            self._running.append((side, side.pending))
+            side.pending = None
+        self._round = PairRound((first.half, second.half), steps)
+        return self._round.unit()
+
+    def _steps(self) -> StepPlanAutotuner[PairStepRunner] | None:
+        """Return the merged steps that both groups offer; None where the steps cannot run in turn."""
+        first, second = (side.group.offer for side in self._sides)
+        assert first is not None
+        assert second is not None
+        key, like = (first.prepared, second.prepared), first.wanted
+        if key in self._unplanned:
+            return None
+        if key not in self._known:
+            try:
+                planned = self._planner.planned(first.stack, second.stack)
+            except (UnfusableError, BudgetError) as error:
+                _LOGGER.info("two groups of trials make their steps one after the other, not in turn: %s", error)
+                self._unplanned.add(key)
+                return None
+            states = first.state_of(planned, 0, self._device), second.state_of(planned, 1, self._device)
+            self._known[key] = StepPlanAutotuner(
+                planned,
+                lambda one: PairStepRunner(one, states),
+                self._planner.replanned,
+                lambda found: self._desk.measured(found, like),
+            )
+        return self._known[key]
+
+    def _due(self, side: PairSide) -> PendingUnit:
+        unit, side.pending = side.pending, None
+        assert unit is not None
+        self._running = [(side, unit)]
+        return unit
+
+    def _by_itself(self, side: PairSide) -> PendingUnit:
+        """Return a unit with the steps of a single group."""
+        side.pending = None
+        side.go_on()  # the group sees that its offer was not run, and yields an ordinary unit
+        return self._due(side)
+
+    def finished(self, unit: PendingUnit, seconds: float) -> None:
+        """As of `Trial`; divides the time of a merged unit between the groups."""
+        del unit
+        with self._lock:
+            self.compute_seconds += seconds
+            self.units_run += 1
+        shares = (1.0,) if self._round is None else self._round.shares
+        for (side, own), share in zip(self._running, shares, strict=True):
+            side.group.finished(own, seconds * share)
+        if self._round is not None:
+            self._round.measured()
+
+    def close(self, *, keep: bool) -> None:
+        """As of `Trial`; hands unfinished members back, or closes them."""
+        self.state = None
+        self._let_go_of_steps()
+        for side in self._live:
+            side.group.hands_back = self.hands_back
+            side.group.close(keep=False)
+        super().close(keep=keep)
+
+    # Groups and places.
+
+    @property
+    def _live(self) -> list[PairSide]:
+        return [side for side in self._sides if not side.is_over]
+
+    @property
+    def _is_patient(self) -> bool:
+        """Whether a group that could continue still waits for the other group."""
+        waiting = [side.waits_until for side in self._live if side.is_waiting and side.waits_until is not None]
+        return bool(waiting) and time.monotonic() < min(waiting)
+
+    def _end(self, side: PairSide) -> None:
+        """Close a group that has ended; the other continues alone."""
+        self._let_go_of_steps()
+        watcher = None if side.group.state is None else side.group.state.watcher
+        side.group.close(keep=False)
+        if side.other.is_over:
+            return
+        left = side.other.group
+        left.takes_turns = False
+        if left.state is not None:
+            # Observers watch the state of the first group, so hand the watcher over.
+            if watcher is not None and left.state.watcher is None:
+                left.state.watch(watcher)
+            self._share.change([left.state.layout.plan])
+        # The pending unit only makes sense in turn with the ended
+        # group, so ask the remaining group for an ordinary unit.
+        if side.other.pending is not None and left.offer is not None:
+            side.other.pending = None
+            side.other.go_on()
+        self._desk.stays(len(left.seats), "the group that took turns with it has ended")
+        _LOGGER.info("a group of %d trials goes on by itself: the other of its pair has ended", len(left.seats))
+
+    def _let_go_of_steps(self) -> None:
+        for ways in self._known.values():
+            ways.close()
+        self._known.clear()
+
+    def _show(self) -> None:
+        """Expose state and figures of the first remaining group to readers of the trial."""
+        shown = next((side.group for side in self._live), None)
+        self.state = None if shown is None else shown.state
+        if shown is not None:
+            self.num_shards, self.optimizer_placement = shown.num_shards, shown.optimizer_placement
+
+    @property
+    def groups(self) -> list[GroupTrial]:
+        """The groups that have not ended."""
+        return [side.group for side in self._live]
+
+    @property
+    def seats(self) -> list[GroupSlot]:
+        """The members, by place, first group first."""
+        return [seat for group in self.groups for seat in group.seats]
+
+    @property
+    def any_device(self) -> Device:
+        """Any device of the pool, for host memory."""
+        return self._device
+
+    @property
+    def most(self) -> int:
+        """Largest number of places."""
+        return sum(group.most for group in self.groups)
+
+    @most.setter
+    def most(self, most: int) -> None:
+        for group in self.groups:
+            group.most = min(group.most, most)
+
+    @property
+    def is_due(self) -> bool:
+        """As of `GroupTrial`.
+
+        If both groups wait, or if one could continue, the groups continue together, unless the other takes too long.
+        """
+        waiting = [side for side in self._live if side.is_waiting]
+        due = [side for side in waiting if side.group.is_due]
+        if len(due) == len(waiting):
+            return True
+        return (bool(due) or self.is_held) and not self._is_patient
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a group could continue but waits for the other."""
+        return any(side.pending is not None for side in self._live)
+
+    def admits(self, member: MemberTrial) -> bool:
+        """Return whether a new member would leave the bits of the present members unchanged."""
+        return all(group.admits(member) for group in self.groups)
+
+    def knows(self, architecture: Hashable) -> bool:
+        """As of `GroupTrial`."""
+        return all(group.knows(architecture) for group in self.groups)
+
+    def make_ready(self, size: int) -> None:
+        """As of `GroupTrial`; while both groups run, each keeps its size."""
+        if len(self.groups) == 1:
+            self.groups[0].make_ready(size)
+
+    # Figures for the scheduler and the host tier.
+
+    @property
+    def remaining_seconds(self) -> float:
+        """Expected seconds of compute left, summed over the groups, because their steps alternate."""
+        return sum(group.remaining_seconds for group in self.groups)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of each group."""
+        return sum(group.step_seconds for group in self.groups)
+
+    @property
+    def alike(self) -> str | None:
+        """As of `Trial`."""
+        names = [group.alike for group in self.groups]
+        return None if None in names else " and ".join(str(name) for name in names)
+
+    @property
+    def units_planned(self) -> int | None:
+        """None: unknown, as of `GroupTrial`."""
+        return None
+
+    @property
+    def host_bytes(self) -> int:
+        """As of `Trial`, plus the host copies of swapped tensors."""
+        return sum(group.host_bytes for group in self.groups) + self._swapped_bytes
+
+    @property
+    def fixed_host_bytes(self) -> int:
+        """As of `Trial`; host copies of swapped tensors never move to disk."""
+        return sum(group.fixed_host_bytes for group in self.groups) + self._swapped_bytes
+
+    @property
+    def largest_host_bytes(self) -> int:
+        """As of `Trial`."""
+        return max((group.largest_host_bytes for group in self.groups), default=0)
+
+    @property
+    def _swapped_bytes(self) -> int:
+        return sum(ways.host_bytes for ways in self._known.values())
+
+
+def _steps_done(side: PairSide) -> int:
+    assert side.group.offer is not None
+    return side.group.offer.steps_done

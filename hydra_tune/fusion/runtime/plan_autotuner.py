@@ -1,0 +1,207 @@
+"""`StepPlanAutotuner`: measure planned steps during ordinary training, and keep the fastest way to run them.
+
+All ways to run a step compute the same graphs with the same bits, so training can switch between ways at any unit. The
+way with the best prediction runs first and is timed. If the prediction is off by more than `TOLERANCE`, the measurement
+corrects the profiles, the steps are planned again, and the new ways run in turn with the first way; the fastest stays
+(`planner/search/autotune.py`). If even the fastest takes longer than first predicted, the receiver of the measurement
+compares with groups that need no plan (`pool/fusion_group.py`).
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from hydra_tune.fusion.runtime.step_planner import PlannedStep
+from hydra_tune.planner.search.autotune import TOLERANCE
+from hydra_tune.planner.search.tournament import SpeedTournament
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+_WARM_UPS, _TURNS = 2, 5
+"""Untimed and timed units of each way."""
+
+
+class PlannedStepRunner(Protocol):
+    """Runs the steps of a way."""
+
+    @property
+    def planned(self) -> PlannedStep:
+        """The planned step."""
+
+    def close(self) -> None:
+        """Release the steps' resources; no further step runs."""
+
+
+S = TypeVar("S", bound=PlannedStepRunner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutotuneCandidate:
+    """A timed way.
+
+    Attributes:
+        how: the planner's strategy, by name in the portfolio.
+        predicted_seconds: predicted seconds of a step of all members; from corrected profiles after replanning.
+        seconds: measured seconds.
+        is_chosen: whether the way stays.
+    """
+
+    how: str
+    predicted_seconds: float
+    seconds: float
+    is_chosen: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutotuneResult:
+    """Measured times of planned steps.
+
+    Attributes:
+        sizes: members of each group.
+        predicted_seconds: first prediction for a step of all members.
+        seconds: measured seconds of the first way.
+        is_replanned: whether the prediction was off far enough to plan again.
+        ways: all timed ways, the first way first.
+    """
+
+    sizes: tuple[int, ...]
+    predicted_seconds: float
+    seconds: float
+    is_replanned: bool
+    ways: tuple[AutotuneCandidate, ...]
+
+    @property
+    def seconds_each(self) -> float:
+        """Seconds of a step of the chosen way, per member."""
+        return self._chosen.seconds / sum(self.sizes)
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the chosen way takes longer than first predicted, beyond the tolerance."""
+        return self._chosen.seconds > (1 + TOLERANCE) * self.predicted_seconds
+
+    @property
+    def _chosen(self) -> AutotuneCandidate:
+        return next(way for way in self.ways if way.is_chosen)
+
+    @property
+    def told(self) -> str:
+        """A description in words, with the numbers."""
+        sizes = " + ".join(map(str, self.sizes))
+        found = (
+            f"a planned step of {sizes} takes {self.seconds * 1e3:.3g} ms, where {self.predicted_seconds * 1e3:.3g} ms were "
+            "predicted"
+        )
+        if not self.is_replanned:
+            return found
+        ways = ", ".join(
+            f"{way.how} {way.seconds * 1e3:.3g} ms{' (chosen)' if way.is_chosen else ''}" for way in self.ways
+        )
+        return f"{found}; planned once more, and run in turn: {ways}"
+
+
+class StepPlanAutotuner(Generic[S]):
+    """The ways of a group's or pair's planned steps; a single way runs at a time.
+
+    Args:
+        planned: the steps, in the way predicted to be fastest.
+        make: makes the runner of a way.
+        replan: takes `planned` and the measured seconds of a step; returns `planned` with a corrected prediction,
+            followed by other ways that fit.
+        tell: receives the measurement, once.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedStep,
+        make: Callable[[PlannedStep], S],
+        replan: Callable[[PlannedStep, float], Sequence[PlannedStep]],
+        tell: Callable[[AutotuneResult], None],
+    ) -> None:
+        self._first = planned
+        self._make, self._replan, self._tell = make, replan, tell
+        self._made = [make(planned)]
+        self._predicted = [planned.part.times.seconds]
+        self._seconds = 0.0
+        self._race: SpeedTournament[int] | None = SpeedTournament([0], warm_ups=_WARM_UPS, turns=_TURNS)
+        self._chosen = 0
+
+    @property
+    def current(self) -> S:
+        """The runner of the next steps."""
+        now = None if self._race is None else self._race.next
+        return self._made[self._chosen if now is None else now]
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for swapped tensors, in bytes."""
+        return sum(one.planned.host_bytes for one in self._made)
+
+    def took(self, seconds: float) -> None:
+        """Take the measured seconds of a step of `current`."""
+        race = self._race
+        if race is None:
+            return
+        race.took(seconds)
+        if race.next is not None:
+            return
+        if len(self._made) > 1:
+            self._end(race)
+            return
+        self._seconds = race.seconds[0]
+        predicted = self._first.part.times.seconds
+        if abs(self._seconds / predicted - 1) <= TOLERANCE:
+            self._race = None
+            self._told({0: self._seconds}, is_replanned=False)
+            return
+        try:
+            again, *others = self._replan(self._first, self._seconds)
+            for other in others:  # append one at a time, so a failure below can close the runners made so far
+                self._made.append(self._make(other))
+            self._predicted = [one.part.times.seconds for one in (again, *others)]
+        except Exception:  # training continues with the first way
+            _LOGGER.info("steps cannot be planned once more", exc_info=True)
+            for one in self._made[1:]:
+                one.close()
+            del self._made[1:]
+        if len(self._made) > 1:
+            self._race = SpeedTournament(range(len(self._made)), warm_ups=_WARM_UPS, turns=_TURNS)
+        else:
+            self._race = None
+            self._told({0: self._seconds}, is_replanned=True)
+
+    def close(self) -> None:
+        """Release all runners."""
+        for one in self._made:
+            one.close()
+
+    def _end(self, race: SpeedTournament[int]) -> None:
+        """Keep the fastest way, and release the others."""
+        self._race, self._chosen = None, race.best
+        # Report before closing: the report looks up every way by its position in the race.
+        self._told(race.seconds, is_replanned=True)
+        best = self._made[self._chosen]
+        for one in self._made:
+            if one is not best:
+                one.close()
+        self._made, self._chosen = [best], 0
+
+    def _told(self, seconds: dict[int, float], *, is_replanned: bool) -> None:
+        ways = tuple(
+            AutotuneCandidate(
+                how=self._made[place].planned.part.way,
+                predicted_seconds=self._predicted[place],
+                seconds=found,
+                is_chosen=place == self._chosen,
+            )
+            for place, found in seconds.items()
+        )
+        self._tell(
+            AutotuneResult(
+                sizes=self._first.part.sizes,
+                predicted_seconds=self._first.part.times.seconds,
+                seconds=self._seconds,
+                is_replanned=is_replanned,
+                ways=ways,
+            )
+        )

@@ -1,0 +1,91 @@
+"""`DeviceStepRunner`: run a planned step on the device of the current unit, which may change from unit to unit."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import OutOfMemoryError
+from hydra_tune.fusion.runtime.step_planner import PlannedStep
+from hydra_tune.planner.passes.graph_rewrite import rewritten
+from hydra_tune.planner.run.runner import MergedGraphRunner
+
+
+class DeviceStepRunner:
+    """Runs a planned step.
+
+    Host memory and streams for swapping belong to the device of the last unit. Between two units nothing of a step
+    stays on the device, so the next unit may run elsewhere.
+
+    Args:
+        planned: the step.
+        arguments: for every group's graph, returns the present arguments.
+        draw: takes a group's side and a noise number; returns random numbers.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedStep,
+        arguments: Sequence[Callable[[], Mapping[str, Tensor]]],
+        draw: Callable[[int, int], Tensor],
+    ) -> None:
+        self.planned = planned
+        self._arguments = [lambda _number, give=give: give() for give in arguments]
+        self._draw = draw
+        self._merged = rewritten(planned.part.schedule, planned.graphs)
+        self._place: torch.device | None = None
+        self._run: MergedGraphRunner | None = None
+        self._seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Total seconds that the steps have taken."""
+        return self._seconds + (0.0 if self._run is None else self._run.seconds)
+
+    def on(self, device: Device) -> None:
+        """Run the steps on the given device from now on.
+
+        Args:
+            device: the unit's device; the unit's lease covers everything that the step needs.
+
+        Raises:
+            OutOfMemoryError: the step was planned for another kind of device.
+        """
+        if self._place != device.torch_device:
+            self._check(device)
+            self.close()
+            self._place = device.torch_device
+
+    @property
+    def place(self) -> torch.device:
+        """The torch device of the steps."""
+        assert self._place is not None, "a unit runs on a device"
+        return self._place
+
+    @property
+    def run(self) -> MergedGraphRunner:
+        """The runner of the steps on the present device."""
+        if self._run is None:
+            graphs, schedule = self.planned.graphs, self.planned.part.schedule
+            self._run = MergedGraphRunner(schedule, graphs, self.place, self._arguments, self._draw, self._merged)
+        return self._run
+
+    def close(self) -> None:
+        """Stop copying, and release host memory."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        with suppress(RuntimeError):  # a lost device answers nothing, not even its event times
+            self._seconds += run.seconds
+        run.close()
+
+    def _check(self, device: Device) -> None:
+        planned = next(iter(self.planned.graphs[0].geometry.values())).device.type
+        if device.torch_device.type != planned:
+            raise OutOfMemoryError(
+                f"steps of a group were planned for devices of the kind {planned!r}, and {device.name} is none; its trials go "
+                "on in smaller groups",
+                enough_bytes=None,
+            )

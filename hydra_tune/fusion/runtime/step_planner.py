@@ -1,0 +1,415 @@
+"""`StepPlanner`: plan group steps that exceed a device's memory; the planner chooses swap and recompute of activations.
+
+The module knows groups' plans and the geometry of tensors. `planned_unit.py` executes the planned steps. More fused
+CNNs, for example, then train together than fit a plain step.
+"""
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
+from hydra_tune.fusion.runtime.profiling_device import HOST, ProfilingDevice
+from hydra_tune.fusion.runtime.task_profiles import check_plannable
+from hydra_tune.planner.cost.peak_memory import simulated
+from hydra_tune.planner.ir.step_profile import SubArrayProfile
+from hydra_tune.planner.profile.allocator_rounding import allocated, on_all
+from hydra_tune.planner.profile.output_layouts import as_laid_out
+from hydra_tune.planner.profile.profiler import CpuClock, CudaClock, SubArrayProfiler
+from hydra_tune.planner.profile.profiling_interpreter import ProfilingClock
+from hydra_tune.planner.search.autotune import MeasuredPlan as Ran
+from hydra_tune.planner.search.autotune import fitted, key_of
+from hydra_tune.planner.search.portfolio import MARGIN, Planner, PortfolioPlan, SubArrayPlan, limit_for
+from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
+from hydra_tune.planner.trace.step_graph import StepGraph, step_graph
+from hydra_tune.quantities import format_bytes
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.task import TrainTask
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+OWN_LOSSES = "their losses are not the same, for which no steps are planned"
+_MAX_KEPT = 8  # plans of each stacked step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackedStepSpec:
+    """Tensors that a group computes on; only the geometry counts.
+
+    Attributes:
+        prepared: the group's plan.
+        state: stacked parameters and buffers, by name.
+        inputs: the stacked batch.
+        groups: parameter group number of every trained parameter, by name.
+        updates: traces the update of the members' optimizers.
+        is_clipped: whether any member clips gradients by their global norm.
+    """
+
+    prepared: PreparedPlan
+    state: Mapping[str, Tensor]
+    inputs: Sequence[Tensor]
+    groups: Mapping[str, int]
+    updates: UpdateTracer
+    is_clipped: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """Hashable key; stacks of the same plan with equal keys have the same step."""
+        tensors = (*self.state.values(), *self.inputs)
+        geometry = tuple((one.dtype, one.shape, one.stride(), one.requires_grad) for one in tensors)
+        return geometry, tuple(self.groups.items()), self.updates.key, self.is_clipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlannedStep:
+    """A planned step of a group, or of two groups that take turns, within a device's memory.
+
+    Attributes:
+        graphs: the step graph of every group.
+        part: how the step runs.
+        limit_bytes: memory limit of the plan, as of `Planner`.
+    """
+
+    graphs: tuple[StepGraph, ...]
+    part: SubArrayPlan
+    limit_bytes: int
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for swapped tensors, in bytes."""
+        schedule = self.part.schedule
+        each = zip(schedule.arrays, schedule.decisions, strict=True)
+        return sum(array.sizes[name] for array, decisions in each for name in decisions.swaps)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory of the step, in bytes, including first forwards and last backwards."""
+        schedule = self.part.schedule
+        return max(self.part.peak_bytes, *(simulated(schedule, one).peak_bytes for one in schedule.ends))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory beside parameters, buffers and optimizer state, in bytes, including the batches."""
+        held = [(graph, name) for graph in self.graphs for name in (*graph.state.values(), *graph.moments.values())]
+        spare = int(MARGIN * self.limit_bytes)
+        return self.peak_bytes + spare - sum(graph.geometry[name].nbytes for graph, name in held)
+
+    def __str__(self) -> str:
+        decided = self.part.schedule.decisions
+        swaps, again = sum(len(one.swaps) for one in decided), sum(len(one.recomputes) for one in decided)
+        sizes = " and ".join(map(str, self.part.sizes))
+        return (
+            f"a step of {sizes} {'together' if len(self.graphs) == 1 else 'in turn'} takes "
+            f"{self.part.times.seconds * 1e3:.3g} ms and "
+            f"{format_bytes(self.peak_bytes)} at once, with {swaps} activations swapped and {again} computed again"
+        )
+
+
+class StepPlanner:
+    """Plans steps for the devices of a pool and caches the plans. Thread-safe.
+
+    Args:
+        budget_bytes: memory of the smallest device.
+        alignment: bytes to which the devices align allocations.
+        stands: returns the present devices to profile on, one for each kind; the first stand's times count.
+    """
+
+    def __init__(
+        self, budget_bytes: int, alignment: int, stands: Callable[[], Sequence[ProfilingDevice]] = lambda: (HOST,)
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self._alignment = alignment
+        self._stands = stands
+        self._lock = threading.Lock()
+        self._making = threading.Lock()  # a single plan at a time, because concurrent profiles would disturb each other
+        self._graphs: WeakKeyDictionary[PreparedPlan, dict[Hashable, StepGraph]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[PreparedPlan, dict[Hashable, PlannedStep | Exception]] = WeakKeyDictionary()
+        self._profiles = SubArrayProfiler(clock_of)
+
+    def fits(self, prepared: PreparedPlan) -> bool:
+        """Return whether a group's step fits a device without a plan."""
+        return prepared.plan.peak_bytes <= self.budget_bytes
+
+    def planned(self, *stacks: StackedStepSpec) -> PlannedStep:
+        """Plan the step of a group, or of two groups that take turns, for the memory of a device.
+
+        Args:
+            stacks: the group, or two groups with the larger first.
+
+        Raises:
+            UnfusableError: the step cannot be planned; the message gives the reason.
+            BudgetError: no plan fits the memory.
+        """
+        with self._making:
+            first = stacks[0].prepared
+            # `first` is the weak key of the cache entry, and a value
+            # that refers to its own key would keep the entry alive.
+            others = tuple(one.prepared for one in stacks[1:] if one.prepared is not first)
+            known, key = self._known.setdefault(first, {}), (others, tuple(one.key for one in stacks))
+            if key not in known:
+                if len(known) >= _MAX_KEPT:
+                    known.clear()
+                # Refusals are cached like plans, because finding out takes as long.
+                try:
+                    known[key] = self._planned(stacks)
+                except (UnfusableError, BudgetError) as error:
+                    known[key] = error
+                except HydraTuneError as error:  # no free device to profile on; do not cache
+                    raise UnfusableError(f"its step was not profiled: {error}") from error
+                except Exception as error:  # planning is optional, and must not fail a trial that can run unplanned
+                    _LOGGER.info("a step cannot be planned", exc_info=True)
+                    traceback.clear_frames(error.__traceback__)  # frees a profile's device tensors
+                    known[key] = UnfusableError(f"planning has failed with {type(error).__name__}: {error}")
+            found = known[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def kept_seconds(self, stack: StackedStepSpec) -> float:
+        """Return the predicted seconds of a step that needs no plan.
+
+        Raises:
+            UnfusableError: the step cannot be traced the way planned steps are.
+        """
+        with self._making:
+            _, planner, _ = self._planner([self._graph(stack)])
+            return planner.kept(stack.updates.count).times.seconds
+
+    def _planned(self, stacks: Sequence[StackedStepSpec]) -> PlannedStep:
+        graphs = tuple(self._graph(stack) for stack in stacks)
+        counts = tuple(stack.updates.count for stack in stacks)
+        arrays, planner, limit_bytes = self._planner(graphs)
+        part = planner.best(planner.ways(counts, arrays))
+        found = PlannedStep(graphs=graphs, part=part, limit_bytes=limit_bytes)
+        if found.peak_bytes > limit_bytes * (1 - MARGIN):
+            how = "fused trials" if len(counts) == 1 else f"trials in two groups of {counts[0]} and {counts[1]}"
+            raise BudgetError(
+                f"no plan of {sum(counts)} {how} needs less than {format_bytes(found.peak_bytes)} at once, and "
+                f"a device has {format_bytes(limit_bytes)} for them; give it more memory, or fuse fewer",
+                enough_bytes=limit_for(found.peak_bytes) + self.budget_bytes - limit_bytes,
+            )
+        _LOGGER.debug("planned: %s", found)
+        return found
+
+    def replanned(self, step: PlannedStep, seconds: float) -> list[PlannedStep]:
+        """Plan a step again, corrected by its measured time.
+
+        Args:
+            step: the step as first planned.
+            seconds: measured seconds of a step of all members.
+
+        Returns:
+            The step with a corrected prediction, followed by all different ways to run the step that fit.
+        """
+        with self._making:
+            correction = fitted([Ran(member=_member(step), seconds=seconds)])
+            each = zip(step.part.sizes, step.part.schedule.arrays, strict=True)
+            arrays = tuple(correction.array(size, array) for size, array in each)
+            planner = replace(self._planner(step.graphs)[1], array=lambda _: arrays[0])
+            again = planner.timed(step.part, arrays)
+            found = {key_of(_member(step)): replace(step, part=again)}
+            for part in planner.ways(step.part.sizes, arrays).values():
+                one = replace(step, part=part)
+                if one.peak_bytes <= step.limit_bytes * (1 - MARGIN):
+                    found.setdefault(key_of(_member(one)), one)
+        return list(found.values())
+
+    def _planner(self, graphs: Sequence[StepGraph]) -> tuple[tuple[SubArrayProfile, ...], Planner, int]:
+        """Return the graphs' profiles, a planner for the first graph, and the memory limit for all graphs together."""
+        stands = self._stands()
+        each = [self._profiled(stand, graphs) for stand in stands]
+        known = {id(graph): on_all([arrays[id(graph)] for arrays in each]) for graph in graphs}
+        arrays = tuple(known[id(graph)] for graph in graphs)
+        # Every tensor of the groups' state is a separate allocation, and each may waste up to the alignment.
+        slack = self._alignment * sum(len(graph.state) + len(graph.moments) for graph in graphs)
+        limit_bytes = max(0, self.budget_bytes - slack)
+        is_duplex = stands[0].place.type != "cpu"
+        planner = Planner(array=lambda _: arrays[0], limit_bytes=limit_bytes, is_duplex=is_duplex)
+        return arrays, planner, limit_bytes
+
+    def _profiled(self, stand: ProfilingDevice, graphs: Sequence[StepGraph]) -> dict[int, SubArrayProfile]:
+        """Return the graphs' profiles on a kind of device, by identity of the graph; measure on the first call."""
+        is_known = all(self._profiles.knows(graph, stand.place) for graph in graphs)
+        threads = torch.get_num_threads()
+        with nullcontext() if is_known else stand.borrowed():
+            torch.set_num_threads(1)  # devices compute with a single thread each, so profile the same way
+            try:
+                with GATE.shared():
+                    found = {id(graph): self._profiles.array("group", graph, stand.place) for graph in graphs}
+            finally:
+                torch.set_num_threads(threads)
+        return {id(graph): allocated(found[id(graph)], graph, stand.rounding) for graph in graphs}
+
+    def _graph(self, stack: StackedStepSpec) -> StepGraph:
+        known, key = self._graphs.setdefault(stack.prepared, {}), stack.key
+        # Tracing a step and laying it out is slow, and pairs and replanning ask for the same graphs again.
+        if key not in known:
+            if len(known) >= _MAX_KEPT:
+                known.clear()
+            known[key] = self._traced(stack)
+        return known[key]
+
+    def _traced(self, stack: StackedStepSpec) -> StepGraph:
+        plan = stack.prepared.plan
+        if plan.mode != "train" or len(plan.shards) > 1:
+            raise UnfusableError("steps of several shards are not planned; it runs unplanned")
+        graph = plan.shards[0].graph
+        operands = ShardOperands(
+            state=[stack.state[name] for name in graph.state],
+            constants=[plan.constants[name] for name in graph.constants],
+            inputs=[stack.inputs[index] for index in graph.inputs],
+            live_in=(),
+        )
+        trains = [tensor.requires_grad for tensor in operands.state]
+        stand = self._stands()[0]
+        place = None if stand.place.type == "cpu" else stand.place
+        with GATE.exclusive():
+            try:
+                found = step_graph(
+                    graph.module,
+                    graph.state,
+                    operands,
+                    trains,
+                    stack.updates.count,
+                    stack.updates,
+                    dict(stack.groups),
+                    place,
+                    is_clipped=stack.is_clipped,
+                )
+            except UnfusableError:
+                raise
+            except Exception as error:
+                raise UnfusableError(
+                    f"its step cannot be traced as one graph ({type(error).__name__}: {error}); it runs unplanned"
+                ) from error
+        if not updated(found) <= stack.groups.keys():
+            raise UnfusableError("it overwrites buffers after its loss; it runs unplanned")
+        if stand is not HOST:
+            self._check_static(found)
+        # Laying out runs operators on the device, which otherwise belongs to the pool.
+        with stand.borrowed():
+            return as_laid_out(found, stand.place)
+
+    def _check_static(self, graph: StepGraph) -> None:
+        """Refuse a step too large even for profiling on a device."""
+        needed = sum(graph.seen.sizes[name] for name in graph.geometry)
+        if needed > self.budget_bytes:
+            raise BudgetError(
+                f"parameters, optimizer state and batch of the trials of a step take {format_bytes(needed)}, and a device has "
+                f"{format_bytes(self.budget_bytes)} for them; give it more memory, or fuse fewer",
+                enough_bytes=needed,
+            )
+
+
+def clock_of(device: torch.device) -> ProfilingClock:
+    """Return the clock of a device; on the CPU the thread's CPU time, which excludes time taken by other threads.
+
+    Args:
+        device: the device of the profile.
+    """
+    return CudaClock(device) if device.type == "cuda" else CpuClock(time.thread_time)
+
+
+def stack_of(
+    prepared: PreparedPlan,
+    built: Sequence[tuple[nn.Module, Optimizer]],
+    inputs: Sequence[Tensor],
+    *,
+    is_clipped: bool,
+) -> StackedStepSpec:
+    """Return the stack that a group of trials would compute on.
+
+    Args:
+        prepared: the group's plan.
+        built: modules and optimizers of the members; only read.
+        inputs: a member's batch.
+        is_clipped: whether any member clips gradients.
+
+    Raises:
+        UnfusableError: the optimizers have no form for all members at once.
+    """
+    first, optimizer = built[0]
+    size = len(built)
+    return StackedStepSpec(
+        prepared=prepared,
+        state={name: _stacked(tensor, size) for name, tensor in named_state(first)},
+        inputs=[_stacked(tensor, size) for tensor in inputs],
+        groups=groups_of(first, optimizer),
+        updates=UpdateTracer([own for _, own in built]),
+        is_clipped=is_clipped,
+    )
+
+
+def check_planned(task: TrainTask, prepared: PreparedPlan) -> None:
+    """Refuse a task whose kind no planned group supports.
+
+    Args:
+        task: a task of the kind.
+        prepared: the task's plan.
+
+    Raises:
+        UnfusableError: the task is refused; the message gives the reason.
+    """
+    check_plannable(task, prepared)
+    check_values(prepared)
+
+
+def check_values(prepared: PreparedPlan) -> None:
+    """Refuse a plan that is valid only for some batches.
+
+    A planned unit makes several steps at once, and no check of the batches runs between the steps.
+
+    Args:
+        prepared: the plan.
+
+    Raises:
+        UnfusableError: the plan depends on values of the batch.
+    """
+    if prepared.guard is not None:
+        raise UnfusableError(
+            "the step's Python asks for values of the batch, and a planned step is made for all batches of a kind; it runs "
+            "unplanned"
+        )
+
+
+def _member(step: PlannedStep) -> PortfolioPlan:
+    return PortfolioPlan(step.part.way, (step.part,), step.limit_bytes)
+
+
+def updated(graph: StepGraph) -> frozenset[str]:
+    """Return the parameters and buffers that a step overwrites after its losses: the trained parameters.
+
+    Args:
+        graph: the step's graph.
+    """
+    names = {argument: name for name, argument in graph.state.items()}
+    written = {storage for node in graph.ops[graph.num_forward :] for storage in graph.seen.writes[node.name]}
+    return frozenset(names[storage] for storage in written if storage in names)
+
+
+def groups_of(module: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """Return the parameter group number of every parameter of an optimizer.
+
+    Args:
+        module: owner of the parameters.
+        optimizer: optimizer of the parameters.
+    """
+    names = {id(tensor): name for name, tensor in named_state(module)}
+    return {names[id(p)]: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+
+
+def _stacked(tensor: Tensor, size: int) -> Tensor:
+    """Return an uninitialized tensor with the geometry of a stacked tensor."""
+    made = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)

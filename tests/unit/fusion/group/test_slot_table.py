@@ -1,0 +1,148 @@
+"""Members that come late, go early, or go and come back, leave all others as they were."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.optim import SGD, Adagrad, AdamW, RMSprop, lr_scheduler
+from torch.utils.data import TensorDataset
+
+from hydra_tune.fusion.group import multi_step_unit
+from hydra_tune.fusion.group.member import MemberTrial
+from tests.unit.fusion.group.test_group_trial import X, Y, small
+from tests.unit.fusion.groups import Run, assert_as_plain
+
+pytestmark = pytest.mark.usefixtures("captured_once")
+
+OPTIMIZERS = {
+    "SGD": partial(SGD, lr=0.05, momentum=0.9),
+    "AdamW": partial(AdamW, lr=1e-2),
+    "RMSprop": partial(RMSprop, lr=1e-3, momentum=0.5),
+    "Adagrad": partial(Adagrad, lr=1e-2, initial_accumulator_value=0.1),
+}
+
+
+def by(*in_every_run):
+    marks = {name: () if name in in_every_run else pytest.mark.slow for name in OPTIMIZERS}
+    return pytest.mark.parametrize("optimizer", [pytest.param(name, marks=marks[name]) for name in OPTIMIZERS])
+
+
+@pytest.fixture(autouse=True)
+def step_by_step(monkeypatch):
+    """Who comes and goes is counted in units, of which each step has two here."""
+    monkeypatch.setattr(multi_step_unit, "_SHARE", 0.0)
+
+
+def assert_bits(run, other, indices):
+    for index in indices:
+        for name, tensor in other.weights(index).items():
+            assert torch.equal(tensor, run.weights(index)[name]), (index, name)
+
+
+@by("AdamW", "RMSprop")
+def test_a_member_that_comes_late_has_a_free_place_and_changes_nobody(optimizer):
+    """The first ends early; the one in its place begins while the others are in the middle of their second epoch."""
+    optimizer = OPTIMIZERS[optimizer]
+    tasks = [small(seed=s, epochs=1 if s == 0 else 4, optimizer=optimizer) for s in range(3)]
+    late = small(seed=7, epochs=2, optimizer=optimizer)
+    without, run = Run(tasks), Run(tasks, later=[(12, late)])
+    assert set(run.sizes) == {3}
+    assert run.trial.seats[0] is run.seats[3]
+    for index, task in enumerate([*tasks, late]):
+        assert_as_plain(run, index, task)
+    assert_bits(run, without, range(3))
+
+
+def test_members_that_come_while_another_is_out_of_step_have_its_place_one_after_the_other():
+    tasks = [small(seed=s, epochs=8 if s else 1) for s in range(2)]
+    later = [(0, small(seed=9, epochs=1, train=TensorDataset(X[:21], Y[:21]))), (0, small(seed=5, epochs=2))]
+    run = Run(tasks, later=later)
+    assert run.sizes[:24] == [2] * 24
+    for index, task in enumerate([*tasks, *(task for _, task in later)]):
+        assert_as_plain(run, index, task)
+
+
+def test_a_member_that_comes_late_and_fails_leaves_the_others_bits():
+    class Broken(TensorDataset):
+        def __getitem__(self, index):
+            raise RuntimeError("unreadable")
+
+    tasks = [small(seed=s, epochs=1 if s == 0 else 4) for s in range(3)]
+    without = Run(tasks)
+    stepping = partial(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 1 / (1 - epoch))
+    for changes in ({"train": Broken(X, Y)}, {"scheduler": stepping}, {"validate": Broken(X, Y)}):
+        run = Run(tasks, later=[(9, small(seed=7, **changes))])
+        assert [seat.status for seat in run.seats] == ["completed"] * 3 + ["failed"]
+        assert_bits(run, without, range(3))
+
+
+def test_a_stack_shrinks_and_grows_and_members_are_as_alone():
+    """Four members, of which one is left; then five come."""
+    tasks = [small(seed=s, epochs=20 if s == 2 else 1) for s in range(4)]
+    later = [(70 + s, small(seed=5 + s, epochs=3)) for s in range(5)]
+    run = Run(tasks, later=later, most=8)
+    changes = [size for size, before in zip(run.sizes, [0, *run.sizes], strict=False) if size != before]
+    assert changes[:3] == [4, 1, 2]
+    assert 8 in changes
+    for index, task in enumerate([*tasks, *(task for _, task in later)]):
+        assert_as_plain(run, index, task)
+
+
+def test_a_vacant_place_is_kept_for_some_steps_before_the_stack_shrinks():
+    tasks = [small(seed=s, epochs=20 if s == 0 else 1) for s in range(2)]
+    run = Run(tasks, later=[(20, small(seed=5, epochs=1))])
+    first = run.sizes.index(1)
+    assert run.trial.seats[0].status == "completed"
+    assert run.sizes[:first] == [2] * first
+    assert first > 2 * 16
+
+
+@by("SGD", "Adagrad")
+def test_a_member_that_leaves_and_comes_back_is_as_if_it_had_never_paused(optimizer):
+    def before(run, unit):
+        if len(run.units) == 7:
+            run.seats[1].is_paused = True
+
+    tasks = [small(seed=s, epochs=3 if s == 1 else 5, optimizer=OPTIMIZERS[optimizer]) for s in range(3)]
+    run = Run(tasks, before=before, back=25)
+    healthy = Run(tasks)
+    assert set(run.sizes[:25]) == {3}
+    for index, task in enumerate(tasks):
+        assert_as_plain(run, index, task)
+    assert_bits(run, healthy, range(3))
+
+
+class Odd(AdamW):
+    """Has no form for all members at once."""
+
+
+def test_members_that_step_by_their_own_optimizers_come_and_go():
+    """Stacked, each member's optimizer is its own; one comes late, one leaves and comes back, and the stack shrinks."""
+
+    def before(run, unit):
+        if len(run.units) == 7:
+            run.seats[1].is_paused = True
+
+    tasks = [small(seed=s, epochs=(1, 3, 24, 2)[s], optimizer=partial(Odd, lr=1e-2)) for s in range(4)]
+    late = small(seed=7, epochs=2, optimizer=partial(Odd, lr=1e-2))
+    run = Run(tasks, before=before, back=30, later=[(12, late)])
+    assert {4, 1} <= set(run.sizes)
+    for index, task in enumerate([*tasks, late]):
+        assert_as_plain(run, index, task)
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_a_member_that_would_change_how_the_others_round_is_not_admitted(kind):
+    """Operators of one number for all do not round as those of another for each."""
+    seen = []
+
+    def before(run, unit):
+        if unit.kind == "evaluate" and not seen:
+            library, device = run.library, run.device
+            for decay in (0.1, 0.2):
+                member = MemberTrial(small(optimizer=partial(kind, lr=1e-2, weight_decay=decay)), library, device)
+                seen.append(run.trial.admits(member))
+                member.close(keep=False)
+
+    Run([small(seed=s, optimizer=partial(kind, lr=1e-2 * (s + 1), weight_decay=0.1)) for s in range(2)], before=before)
+    assert seen == [True, False]
