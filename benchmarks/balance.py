@@ -35,7 +35,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - the package needs the path above
 from hydra_tune.pool.stats import DeviceStats  # noqa: E402
-from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED  # noqa: E402
+from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, PIPELINED  # noqa: E402
 
 WIDTH, LAYERS, SHARDS, TRIALS, STEPS = 96, 8, 4, 8, 12
 STATE_BYTES = 3 * 4 * LAYERS * (WIDTH * WIDTH + WIDTH)  # of one trial: parameters, and two moments of each

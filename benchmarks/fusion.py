@@ -23,7 +23,7 @@ from hydra_tune.fusion.group.stacked_state import StackedModule, stacked_optimiz
 from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.train.state import ModelState
+from hydra_tune.train.state.model_state import ModelState
 
 ROUNDS, STEPS = 7, 10
 

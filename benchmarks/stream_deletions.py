@@ -37,7 +37,7 @@ TESTS = {
     "planner/run/copy_engine.py": PLANS,
     "planner/profile/profiler.py": CLOCKS,
     "memory/pager.py": DEVICES,
-    "train/state.py": POOLS,
+    "train/state/model_state.py": POOLS,
     "train/trial.py": POOLS,
 }
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow")

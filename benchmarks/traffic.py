@@ -52,9 +52,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - the package needs the path above
 from hydra_tune.memory.block import Block  # noqa: E402
 from hydra_tune.memory.pager import Pager  # noqa: E402
-from hydra_tune.train import grouped  # noqa: E402
-from hydra_tune.train.gradients import GradientProcessor  # noqa: E402
-from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED  # noqa: E402
+from hydra_tune.train.loop.gradient_rules import GradientProcessor  # noqa: E402
+from hydra_tune.train.parallel import batch_grouping  # noqa: E402
+from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, PIPELINED  # noqa: E402
 
 WIDTH, LAYERS, STEPS = 96, 48, 3
 MEMORY = "272KiB"
@@ -91,7 +91,7 @@ def without(row: str) -> Iterator[None]:
 
     with ExitStack() as stack:
         if depth >= ROWS.index("no groups"):
-            stack.enter_context(mock.patch.object(grouped, "is_worth_it", return_value=False))
+            stack.enter_context(mock.patch.object(batch_grouping, "is_worth_it", return_value=False))
         if depth >= ROWS.index("no updates in time"):
             stack.enter_context(mock.patch.object(GradientProcessor, "has_two_phases", True))
         if depth >= ROWS.index("no dropping"):

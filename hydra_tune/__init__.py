@@ -22,8 +22,8 @@ _HOMES = {
     "ShapesOnly": "hydra_tune.shapes_only",
     "TrainTask": "hydra_tune.task",
     "TrialsFailed": "hydra_tune.errors",
-    "load_module": "hydra_tune.train.weights",
-    "train_plain": "hydra_tune.train.plain",
+    "load_module": "hydra_tune.train.checkpoint.weights",
+    "train_plain": "hydra_tune.train.loop.reference_loop",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604 - the keys are names

@@ -8,6 +8,6 @@ from hydra_tune.pool.job import Reported as Reported
 from hydra_tune.pool.job import Result as Result
 from hydra_tune.shapes_only import ShapesOnly as ShapesOnly
 from hydra_tune.task import TrainTask as TrainTask
-from hydra_tune.train.plain import train_plain as train_plain
+from hydra_tune.train.loop.reference_loop import train_plain as train_plain
 
 __version__: str

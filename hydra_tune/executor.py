@@ -45,7 +45,7 @@ from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.partition import NumShards
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
-from hydra_tune.train import workers
+from hydra_tune.train.data import loader_workers
 
 _HOST_SHARE = 0.8  # share of the free host memory, where host_memory is not given
 _MOST_PROFILED = 8  # trials, where profile=True gives no number
@@ -174,7 +174,7 @@ class HydraExecutor:
         fusion_planner: Literal["off", "on", "auto"] = "auto",
         isolate: bool = False,
     ) -> None:
-        if workers.is_worker_starting():
+        if loader_workers.is_worker_starting():
             raise ConfigError(
                 "HydraExecutor is made while a new process imports the main script, as a DataLoader's workers do; put what "
                 "the script does under if __name__ == '__main__':"
@@ -767,7 +767,7 @@ class HydraExecutor:
         if self._isolated is not None:
             self._isolated.shutdown()
         # Last: the jobs' loader workers have ended with the pool.
-        workers.leave(self)
+        loader_workers.leave(self)
 
     def __enter__(self) -> Self:
         self._signals.enter_context(ends_in_order())
@@ -796,7 +796,7 @@ class HydraExecutor:
     def _prepare_workers(self, tasks: Iterable[object]) -> None:
         handles = [handle for task in tasks if isinstance(task, TrainTask) for handle in (task.train, task.validate)]
         if not self._is_shut_down and self._isolated is None:
-            workers.prepare(self, *handles)
+            loader_workers.prepare(self, *handles)
 
     def _check_is_up(self) -> None:
         if self._is_shut_down:

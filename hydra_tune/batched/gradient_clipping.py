@@ -1,7 +1,7 @@
 """Clip by the global norm of each member's gradients, for plain steps (`group_step.py`) and planned steps of groups alike.
 
-Note: the norm. As in `train/gradients.py`, each tensor has its own norm, and the norm of these norms is the global
-norm.
+Note: the norm. As in `train/loop/gradient_rules.py`, each tensor has its own norm, and the norm of these norms is the
+global norm.
 """
 
 from collections.abc import Sequence

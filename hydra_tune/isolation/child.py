@@ -20,7 +20,7 @@ from hydra_tune.isolation.sending import packed_error, packed_result, unpickled
 from hydra_tune.pool.job import EventStream, Job, Reported, Result
 from hydra_tune.supervision.marks import at_work, marked_as
 from hydra_tune.supervision.supervisor import RestartContext
-from hydra_tune.train.worker_server import SERVERS
+from hydra_tune.train.data.worker_server import SERVERS
 
 _FAILED = 1
 

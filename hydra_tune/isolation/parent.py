@@ -30,8 +30,8 @@ from hydra_tune.pool.job import OVER, EventStream, Failed, Finished, Job, JobPro
 from hydra_tune.pool.record import ReportCursor
 from hydra_tune.supervision.supervisor import RestartContext, dies_with, supervise
 from hydra_tune.task import TrainTask
+from hydra_tune.train.data.worker_server import is_quiet
 from hydra_tune.train.trial import PendingReport
-from hydra_tune.train.worker_server import is_quiet
 
 _LOGGER = logging.getLogger("hydra_tune.isolation")
 # Largest message of the supervisor.

@@ -16,7 +16,7 @@ from typing import Any
 from hydra_tune.errors import ConfigError, HydraTuneError, first_line
 from hydra_tune.pool.job import Result
 from hydra_tune.task import TrainTask
-from hydra_tune.train.weights import weights_of, with_weights
+from hydra_tune.train.checkpoint.weights import weights_of, with_weights
 
 _NOT_SENT = ("_module", "_optimizer", "error")
 _BY_PLACE = (TrainTask, FunctionType, type)

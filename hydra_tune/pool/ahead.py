@@ -11,7 +11,7 @@ from typing import Protocol
 
 from hydra_tune.memory.prefetch import UnitMemoryNeeds
 from hydra_tune.schedule import Command, Event, JobView, NextJobPredictor, Policy, Release, Run, Scheduler, Unit
-from hydra_tune.train.step import PendingUnit, UpcomingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
 
 
 class PredictedJob(Protocol):

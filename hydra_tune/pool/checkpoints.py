@@ -32,8 +32,8 @@ from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.memory.host import HostTier
-from hydra_tune.train.capture import StartCheckpoint
-from hydra_tune.train.snapshot import SnapshotSource
+from hydra_tune.train.checkpoint.snapshot import SnapshotSource
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
 _ROOM_SHARE = 0.5  # of the free host memory: the most that a copy may take

@@ -43,7 +43,7 @@ from hydra_tune.schedule import (
     UnitFailed,
     UnitFinished,
 )
-from hydra_tune.train.drawing import DrawClock
+from hydra_tune.train.data.loader_clock import DrawClock
 from hydra_tune.train.trial import PendingReport
 
 

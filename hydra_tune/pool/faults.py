@@ -25,7 +25,7 @@ from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.pool.checkpoints import PoolCheckpointWriter, TrialCheckpointer
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.pool.record import JobState
-from hydra_tune.train.capture import StartCheckpoint
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
 # A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
 # warnings into errors.

@@ -1,8 +1,8 @@
 """Forecast of tasks before training: device memory, and traffic between devices and host.
 
-Each task's model is built, captured, cut and checked as in the pool, and some steps are timed (`train/timing.py`). Then
-the scheduler and the pagers of a run rehearse some steps on tensors without bytes (`train/rehearsal.py`), and the
-forecast counts the bytes moved and taken.
+Each task's model is built, captured, cut and checked as in the pool, and some steps are timed
+(`train/timing/step_timing.py`). Then the scheduler and the pagers of a run rehearse some steps on tensors without
+bytes (`train/timing/fake_trial.py`), and the forecast counts the bytes moved and taken.
 """
 
 import statistics
@@ -37,8 +37,8 @@ from hydra_tune.shard.stage import RehearsalFakeMode
 from hydra_tune.shard.unbuilt import BuildLimitError, BuildLimitTracker, LargeTensorFakeMode
 from hydra_tune.shard.whole import uncaptured
 from hydra_tune.task import TrainTask
-from hydra_tune.train.rehearsal import TrialRehearsal
-from hydra_tune.train.timing import timed_steps
+from hydra_tune.train.timing.fake_trial import TrialRehearsal
+from hydra_tune.train.timing.step_timing import timed_steps
 from hydra_tune.train.trial import Trial
 
 _WARM_STEPS = 2  # the first creates optimizer state, the second is the first to load the state

@@ -9,7 +9,7 @@ from typing import Any
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.lock import is_locked
 from hydra_tune.errors import CheckpointError, HydraTuneError
-from hydra_tune.train.capture import decoded
+from hydra_tune.train.checkpoint.trial_checkpoint import decoded
 
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
 

@@ -38,8 +38,8 @@ from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.task import TrainTask
-from hydra_tune.train.helpers import DeviceLender
-from hydra_tune.train.shared_times import SharedUnitTimes
+from hydra_tune.train.parallel.pool_offers import DeviceLender
+from hydra_tune.train.timing.shared_times import SharedUnitTimes
 from hydra_tune.train.trial import Trial
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")

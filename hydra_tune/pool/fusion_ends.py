@@ -19,7 +19,7 @@ from hydra_tune.pool.fusion_group import GroupMemberListener, LiveGroup, tell
 from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.job import PoolEvent, Reported, Result
 from hydra_tune.pool.record import forget_locals
-from hydra_tune.train.capture import StartCheckpoint
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune.train.trial import PendingReport
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")

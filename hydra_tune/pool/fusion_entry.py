@@ -8,7 +8,7 @@ from hydra_tune.fusion.group.slot import GroupSlot
 from hydra_tune.pool.checkpoints import TrialCheckpointer
 from hydra_tune.pool.job import OVER, EventStream, Job, PoolEvent, Result
 from hydra_tune.pool.record import ReportCursor
-from hydra_tune.train.capture import StartCheckpoint
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
 
 class FusedJob:

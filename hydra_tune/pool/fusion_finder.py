@@ -18,7 +18,7 @@ from hydra_tune.pool.fusion_entry import FusedJob
 from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.lifecycle import log_fusion, log_plan
 from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.train.drawing import LoaderInterrupt
+from hydra_tune.train.data.loader_clock import LoaderInterrupt
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _SETTLED_SECONDS = 0.05  # time without a submission before a group is closed

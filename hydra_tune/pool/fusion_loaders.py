@@ -16,7 +16,7 @@ from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.pool.loaders import DrawingMember, MemberLoaderSource
 from hydra_tune.pool.record import JobState
-from hydra_tune.train.drawing import DrawClock
+from hydra_tune.train.data.loader_clock import DrawClock
 
 
 class JoinerSearcher(Protocol):

@@ -10,7 +10,7 @@ from hydra_tune.pool.fusion_group import LiveGroup
 from hydra_tune.pool.job import Failed, Finished, Result
 from hydra_tune.pool.later import BackgroundCallQueue
 from hydra_tune.pool.pool import Pool
-from hydra_tune.train.drawing import LoaderInterrupt
+from hydra_tune.train.data.loader_clock import LoaderInterrupt
 
 
 class FusedJobTable:

@@ -9,7 +9,7 @@ from hydra_tune.memory.meter import bytes_per_second
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.record import JobState
 from hydra_tune.schedule import Scheduler
-from hydra_tune.train.ways import ONE_DEVICE, DeviceOffer
+from hydra_tune.train.parallel.cost_model import ONE_DEVICE, DeviceOffer
 
 
 class PoolDeviceLender:
@@ -84,7 +84,7 @@ class PoolDeviceLender:
 
 
 class JobDeviceLender:
-    """The lender as seen by a single job; see `train/helpers.py`."""
+    """The lender as seen by a single job; see `train/parallel/pool_offers.py`."""
 
     def __init__(self, lender: PoolDeviceLender, record: JobState) -> None:
         self._lender = lender

@@ -4,8 +4,9 @@ Note: three steps. A trial that waits longer than a moment for a batch leaves it
 thread keeps waiting, and the device gets a new worker (for first batches, the pool gets a new preparer). When the batch
 arrives, the trial continues wherever there is room. After `warning_seconds`, a warning names the loader and the line
 where it hangs; the warning is repeated whenever the wait has doubled. After `timeout_seconds`, the trial fails: the
-watch interrupts the loader and, if the loader does not return a moment later, abandons its thread (`train/drawing.py`).
-For a trial that is already over, for example pruned, the watch gives up at the time of the warning.
+watch interrupts the loader and, if the loader does not return a moment later, abandons its thread
+(`train/data/loader_clock.py`). For a trial that is already over, for example pruned, the watch gives up at the time of
+the warning.
 
 A loader without worker processes draws in this process, inside the gate of captures (`shard/gate.py`). A capture waits
 for such a loader, and computations behind the capture wait too, until the watch gives up on the loader.
@@ -25,7 +26,7 @@ from hydra_tune.pool.job import Job
 from hydra_tune.pool.record import JobState
 from hydra_tune.quantities import format_seconds, parse_seconds
 from hydra_tune.schedule.record import JobPhase
-from hydra_tune.train.drawing import DrawClock
+from hydra_tune.train.data.loader_clock import DrawClock
 
 # A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
 # warnings into errors.

@@ -12,8 +12,8 @@ from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.simulate.model import PROFILE_FORMAT
 from hydra_tune.task import TrainTask
-from hydra_tune.train import grouped
-from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.parallel import batch_grouping
+from hydra_tune.train.timing.unit_times import UnitTimes
 from hydra_tune.train.trial import Trial
 
 
@@ -60,7 +60,7 @@ def _planned_trial(
             raise ConfigError(f"how many steps {name} takes is not known before its data has been seen; give steps=")
         parts = trial.task.accumulate * trial.task.num_pieces
         counted = library.budget.counts_draws or not plan.is_stochastic
-        together = parts if counted and plan.may_be_pipelined and grouped.is_worth_it(plan) else 1
+        together = parts if counted and plan.may_be_pipelined and batch_grouping.is_worth_it(plan) else 1
         sizes = [
             shard.cost.state_bytes + (0 if shard.cost.updates_on_host else shard.cost.optimizer_bytes)
             for shard in plan.shards

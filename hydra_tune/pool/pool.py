@@ -60,7 +60,7 @@ from hydra_tune.schedule import (
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.simulate.recording import Recording
 from hydra_tune.task import TrainTask
-from hydra_tune.train.capture import StartCheckpoint
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune.train.trial import Trial
 
 T = TypeVar("T")

@@ -18,8 +18,8 @@ from hydra_tune.pool.room import has_room
 from hydra_tune.schedule import JobAdmitted, JobRejected
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.supervision.marks import at_work
-from hydra_tune.train.shared_times import SharedUnitTimes
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.timing.shared_times import SharedUnitTimes
 
 
 class JobPreparer:

@@ -2,9 +2,9 @@
 
 The ledger had room, or the unit would not have begun. So the device has less memory than configured, or cannot give the
 memory in one piece. The worker evicts every block that the unit does not need, returns the allocator's cache to the
-system, and repeats the unit where a repeat is bitwise equal (`train/undo.py`). After a successful repeat, the device's
-ledger is lowered. If the repeat fails or is impossible, the unit's trial fails with an error that names it. Other
-trials lose only their residency on the device.
+system, and repeats the unit where a repeat is bitwise equal (`train/loop/unit_rollback.py`). After a successful
+repeat, the device's ledger is lowered. If the repeat fails or is impossible, the unit's trial fails with an error that
+names it. Other trials lose only their residency on the device.
 """
 
 import gc
@@ -17,8 +17,8 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import NotRepeatableError, is_out_of_memory
 from hydra_tune.pool.record import forget_locals
 from hydra_tune.quantities import format_bytes
-from hydra_tune.train.burst import BURST
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.burst import BURST
 
 # A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
 # warnings into errors.

@@ -16,11 +16,11 @@ from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool.checkpoints import TrialCheckpointer
 from hydra_tune.pool.job import OVER, Job, JobProgress, Result
 from hydra_tune.schedule import Unit
-from hydra_tune.train.burst import BURST
-from hydra_tune.train.capture import StartCheckpoint
-from hydra_tune.train.drawing import LoaderInterrupt
-from hydra_tune.train.spread import ParallelStep, ParallelUnit
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+from hydra_tune.train.data.loader_clock import LoaderInterrupt
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.burst import BURST
+from hydra_tune.train.parallel.parallel_step import ParallelStep, ParallelUnit
 from hydra_tune.train.trial import PendingReport, Trial
 
 _MOST_REPORTS = 64  # that are handed out of a job under way

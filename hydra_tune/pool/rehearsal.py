@@ -1,8 +1,8 @@
 """Rehearsal of the steps of several trials on several devices: places and moves of all blocks, without training.
 
 Scheduler, pagers, prefetch and steps are the same code as in a run. The devices copy nothing. On a virtual clock, units
-and copies take their measured times (`train/timing.py`), so a unit waits for the same copies as in a run. Without
-measured times, a unit takes its pilot's estimate, and a copy beside a unit ends with the unit.
+and copies take their measured times (`train/timing/step_timing.py`), so a unit waits for the same copies as in a run.
+Without measured times, a unit takes its pilot's estimate, and a copy beside a unit ends with the unit.
 """
 
 import heapq
@@ -34,8 +34,8 @@ from hydra_tune.schedule import (
     UnitFinished,
 )
 from hydra_tune.shard.stage import RehearsalFakeMode
-from hydra_tune.train.rehearsal import TrialRehearsal
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.timing.fake_trial import TrialRehearsal
 
 _LEAST_SECONDS = 1e-6  # the least time of a unit, for units of unknown time
 

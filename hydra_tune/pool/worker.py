@@ -26,8 +26,8 @@ from hydra_tune.pool.recorder import PoolRecorder
 from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.schedule import Unit, UnitFailed, UnitFinished
 from hydra_tune.supervision.marks import at_work
-from hydra_tune.train.burst import BURST
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.burst import BURST
 from hydra_tune.train.trial import PendingReport, Trial, run_unit
 
 Instrument = Callable[[], AbstractContextManager[Any]]

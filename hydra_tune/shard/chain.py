@@ -9,7 +9,7 @@ buffers, and its own changes of buffers are thrown away, so BatchNorm counts onc
 
 Note: undo. The inputs of a unit stay unchanged until the unit has all its results (`ChainStore.settle`), except
 storages kept by a graph and freed during the backward. A unit that fails earlier can therefore be run again
-(`train/undo.py`), a backward unit by recomputing.
+(`train/loop/unit_rollback.py`), a backward unit by recomputing.
 
 Note: kept, and yet recomputed. An autograd graph belongs to the device of its forward; on another GPU the graph's nodes
 would refuse their operands. The scheduler is free to place the backward unit on another device, because binding the

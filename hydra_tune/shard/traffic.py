@@ -2,9 +2,9 @@
 
 The module simulates a trial alone on its device for a few steps: the blocks needed by each unit, the victims spilled in
 the pager's order, and the blocks sent ahead meanwhile. Several batches of a step go through each shard together or one
-after the other, as in training (`train/grouped.py`). The simulation moves whole shards, so a prediction takes
-milliseconds, whereas a rehearsal (`train/rehearsal.py`) takes seconds, and the prediction also works for cuts not yet
-made.
+after the other, as in training (`train/parallel/batch_grouping.py`). The simulation moves whole shards, so a
+prediction takes milliseconds, whereas a rehearsal (`train/timing/fake_trial.py`) takes seconds, and the prediction
+also works for cuts not yet made.
 
 Note: the orders copy `memory/pager.py` and `memory/prefetch.py`, which this module must not import; a change there
 needs a change here. `tests/integration/test_packing.py` compares the prediction with a rehearsal.

@@ -35,33 +35,40 @@ from hydra_tune.shard.plan import ShardPlan
 from hydra_tune.shard.unbuilt import is_unbuilt
 from hydra_tune.shard.whole import uncaptured
 from hydra_tune.task import TrainTask, check_reported, reported_names
-from hydra_tune.train.arrange import arrange
 from hydra_tune.train.building import build_model, build_optimizer
-from hydra_tune.train.burst import BURST, BurstMark, BurstRunner, nobody_asks
-from hydra_tune.train.capture import DataPosition, StartCheckpoint, TrialObjects, decoded, encoded, place_after
+from hydra_tune.train.checkpoint.compatibility import copied, is_of_the_pass
+from hydra_tune.train.checkpoint.snapshot import SnapshotSaver, TrialStateSnapshot
+from hydra_tune.train.checkpoint.trial_checkpoint import (
+    DataPosition,
+    StartCheckpoint,
+    TrialObjects,
+    decoded,
+    encoded,
+    place_after,
+)
 from hydra_tune.train.claims import TrialClaim
-from hydra_tune.train.clock import TrialProgressCounts, UnitTimes, step_guess
-from hydra_tune.train.data import no_batch, num_batches, num_samples, refuse_empty
-from hydra_tune.train.described import copied, is_of_the_pass
-from hydra_tune.train.direct import WholeModelRunner
-from hydra_tune.train.drawing import DrawClock
-from hydra_tune.train.feed import SkippedBatches, TrialDataFeed
-from hydra_tune.train.gradients import GradientProcessor
-from hydra_tune.train.helpers import DeviceLender, StepStrategy, drawn_bytes
+from hydra_tune.train.data.data_feed import SkippedBatches, TrialDataFeed
+from hydra_tune.train.data.handles import no_batch, num_batches, num_samples, refuse_empty
+from hydra_tune.train.data.loader_clock import DrawClock
 from hydra_tune.train.hooks import refuse_gradient_hooks
-from hydra_tune.train.host_share import HostMemoryQuota, fixed_bytes, largest_bytes
+from hydra_tune.train.loop.batch_units import EvaluationBatch, PendingUnit
+from hydra_tune.train.loop.burst import BURST, BurstMark, BurstRunner, nobody_asks
+from hydra_tune.train.loop.direct import WholeModelRunner
+from hydra_tune.train.loop.gradient_rules import GradientProcessor
+from hydra_tune.train.loop.microbatch_choice import piece_count
+from hydra_tune.train.loop.microbatches import MicroBatch, check_pieces, pieces, refuse_batch_norm
+from hydra_tune.train.loop.optimizer_step import OptimizerStep
+from hydra_tune.train.loop.plan_cache import CachedPlan, TrialPlanCache
+from hydra_tune.train.loop.training_batch import BatchPart
 from hydra_tune.train.mean import WeightedMean
-from hydra_tune.train.piece_choice import piece_count
-from hydra_tune.train.pieces import MicroBatch, check_pieces, pieces, refuse_batch_norm
-from hydra_tune.train.plans import CachedPlan, TrialPlanCache
-from hydra_tune.train.shared_times import SharedUnitTimes
-from hydra_tune.train.snapshot import SnapshotSaver, TrialStateSnapshot
-from hydra_tune.train.spread import ParallelStep
-from hydra_tune.train.state import ModelState, check_optimizer
-from hydra_tune.train.step import EvaluationBatch, PendingUnit
-from hydra_tune.train.streams import RandomStreams
-from hydra_tune.train.training import OptimizerStep
-from hydra_tune.train.training_batch import BatchPart
+from hydra_tune.train.parallel.parallel_step import ParallelStep
+from hydra_tune.train.parallel.pool_offers import DeviceLender, StepStrategy, drawn_bytes
+from hydra_tune.train.parallel.step_strategy import arrange
+from hydra_tune.train.rng.rng_streams import RandomStreams
+from hydra_tune.train.state.host_quota import HostMemoryQuota, fixed_bytes, largest_bytes
+from hydra_tune.train.state.model_state import ModelState, check_optimizer
+from hydra_tune.train.timing.shared_times import SharedUnitTimes
+from hydra_tune.train.timing.unit_times import TrialProgressCounts, UnitTimes, step_guess
 
 _NOTHING = nullcontext()
 _END = object()

@@ -21,7 +21,7 @@ from torch import nn
 from hydra_tune import TrainTask
 from hydra_tune.checkpoint.best import BestWeights, Values, kept_trials, weights_file
 from hydra_tune.errors import ConfigError, WeightsError
-from hydra_tune.train.weights import load_module as load_task_module
+from hydra_tune.train.checkpoint.weights import load_module as load_task_module
 from hydra_tune_optuna import private
 
 KeepBest = int | Literal["pareto"]

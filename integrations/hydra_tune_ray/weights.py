@@ -24,7 +24,7 @@ def load_module(build: Build, result: Result, checkpoint: Checkpoint | None = No
         CheckpointError: Ray has no checkpoint of the trial, or the checkpoint is damaged.
         WeightsError: `build` makes another model.
     """
-    from hydra_tune.train.weights import load_module as load_task_module  # noqa: PLC0415 - imports torch
+    from hydra_tune.train.checkpoint.weights import load_module as load_task_module  # noqa: PLC0415 - imports torch
 
     found = checkpoint or result.checkpoint
     if found is None or result.config is None:

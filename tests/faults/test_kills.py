@@ -22,8 +22,8 @@ LATEST_SECONDS = 3.0
 
 # Where, when, and at which of so many calls at most.
 MOMENTS = (
-    ("hydra_tune.train.state:ModelState._step", "before", 40),  # in an update unit
-    ("hydra_tune.train.state:ModelState._step", "after", 40),
+    ("hydra_tune.train.state.model_state:ModelState._step", "before", 40),  # in an update unit
+    ("hydra_tune.train.state.model_state:ModelState._step", "after", 40),
     ("hydra_tune.shard.compute:_run_backward", "before", 40),  # in a backward unit
     ("hydra_tune.pool.worker:run_unit", "before", 90),
     ("hydra_tune.memory.disk:SpillDisk._write_piece", "within", 6),  # in a spill
@@ -37,7 +37,7 @@ MOMENTS = (
     ("hydra_tune.checkpoint.files:_flush_folder", "before", 18),
     ("hydra_tune.checkpoint.folder:remove_file", "before", 9),  # the new generation is whole, an old one half removed
     ("hydra_tune.checkpoint.folder:remove_file", "after", 9),
-    ("hydra_tune.train.snapshot:TrialStateSnapshot.copied", "after", 6),  # copied, and not written
+    ("hydra_tune.train.checkpoint.snapshot:TrialStateSnapshot.copied", "after", 6),  # copied, and not written
 )
 SEQUENCES = 10
 

@@ -18,10 +18,10 @@ from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.home import bring_home
 from hydra_tune.memory.pager import Pager
-from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, GROUPED, PIPELINED
+from hydra_tune.train.timing.unit_times import UnitTimes
 from hydra_tune.train.trial import run_unit
-from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, PIPELINED
 from tests.support.parallel import PARALLEL
 
 if not torch.cuda.is_available():

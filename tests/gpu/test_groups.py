@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.batched.batched_random import HoistedDraw, TurnTakingGenerator, draw_all, dropout_mask
 from hydra_tune.devices.cuda import CudaGenerator
-from hydra_tune.train.plain import PlainResult
+from hydra_tune.train.loop.reference_loop import PlainResult
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GENERATOR = torch.Generator().manual_seed(4)

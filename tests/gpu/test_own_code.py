@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
 from hydra_tune.pool.job import OVER
-from hydra_tune.train import burst
+from hydra_tune.train.loop import burst
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

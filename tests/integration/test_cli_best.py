@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hydra_tune import load_module
 from hydra_tune.checkpoint.tensors import load_tensors
 from hydra_tune.cli.root import main
-from hydra_tune.train.plain import train_plain
+from hydra_tune.train.loop.reference_loop import train_plain
 from tests.support.cli_project import Project
 
 

@@ -12,7 +12,7 @@ from hydra_tune import HydraExecutor, Job, Reported
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.pool.job import OVER
-from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
+from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, PIPELINED
 from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 

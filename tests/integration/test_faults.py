@@ -270,7 +270,7 @@ CUT, FITS, FUSED = {"num_shards": 3}, {"num_shards": None}, {"fusion": "on", "fu
         ({"validate": ends_badly}, CUT, "chain.py"),
         (BAD | {"accumulate": 2}, CUT, "chain.py"),
         (UPDATES, CUT, "training_batch.py"),
-        (UPDATES, CUT | {"optimizer_placement": "host"}, "host_updates.py"),
+        (UPDATES, CUT | {"optimizer_placement": "host"}, "host_optimizer.py"),
         (BAD, FITS, "burst.py"),
         ({"loss": None, "step": step_that_fails_in_backward}, FITS, "burst.py"),
         (BAD, FUSED, "multi_step_unit.py"),

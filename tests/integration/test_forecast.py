@@ -14,7 +14,7 @@ from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.devices.copying import BackgroundCopyThread
 from hydra_tune.errors import BudgetError, ConfigError, TaskError
 from hydra_tune.shard import compute
-from hydra_tune.train.rehearsal import TrialRehearsal
+from hydra_tune.train.timing.fake_trial import TrialRehearsal
 from tests.support.forked import forked, run_code
 from tests.unit.pool.tasks import running, task
 
@@ -331,7 +331,7 @@ def test_what_is_remembered_is_what_is_run(monkeypatch, case):
     task = make(5, optimizer=partial(torch.optim.AdamW, lr=0.1))
     with running(**options) as pool:
         quick = pool.plan([task, task])
-    monkeypatch.setattr("hydra_tune.train.rehearsal.MemoizedShardExecutor", lambda: compute)
+    monkeypatch.setattr("hydra_tune.train.timing.fake_trial.MemoizedShardExecutor", lambda: compute)
     for module in ("hydra_tune.shard.stage", "hydra_tune.shard.update_pilot"):
         monkeypatch.setattr(f"{module}.overwritten", lambda func, args: None)
     with running(**options) as pool:

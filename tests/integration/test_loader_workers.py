@@ -425,8 +425,8 @@ def test_a_server_keeps_no_pipe_of_the_program_open():
 
 
 def test_slow_starts_are_told_once_with_what_helps(caplog, monkeypatch):
-    monkeypatch.setattr("hydra_tune.train.workers._SLOW_SECONDS", 0.0)
-    monkeypatch.setattr("hydra_tune.train.workers._WorkerStart.is_told", False)
+    monkeypatch.setattr("hydra_tune.train.data.loader_workers._SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("hydra_tune.train.data.loader_workers._WorkerStart.is_told", False)
     train = DataLoader(Augmented(), 8, num_workers=1)
     with running() as pool:
         for _ in range(2):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hydra_tune import HydraExecutor, Reported, TrainTask
-from hydra_tune.train import burst
+from hydra_tune.train.loop import burst
 from tests.parity.observe import watched_ways
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain

@@ -13,8 +13,8 @@ from hydra_tune.errors import BudgetError, TaskError
 from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.packing import CHOICES
-from hydra_tune.train.capture import StartCheckpoint
-from hydra_tune.train.piece_choice import piece_count
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+from hydra_tune.train.loop.microbatch_choice import piece_count
 from tests.parity.exact import differences
 from tests.parity.test_splitting import Shaped
 from tests.support import checkpointed

@@ -14,8 +14,8 @@ from hydra_tune.devices import cpu
 from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.pool.worker import Worker
 from hydra_tune.schedule.machine import Scheduler
-from hydra_tune.train import grouped
-from hydra_tune.train.ways import DATA_PARALLEL, PIPELINED
+from hydra_tune.train.parallel import batch_grouping
+from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, PIPELINED
 from tests.support.parallel import PARALLEL
 from tests.unit.pool.tasks import against_plain, running, task
 
@@ -62,7 +62,7 @@ def test_a_step_moves_three_times_the_parameters_however_many_batches_it_has(acc
 
 
 def test_without_groups_it_moves_them_for_each_batch(monkeypatch):
-    monkeypatch.setattr(grouped, "is_worth_it", lambda plan: False)
+    monkeypatch.setattr(batch_grouping, "is_worth_it", lambda plan: False)
     assert moved(4)["parameters"] > 2 * 3 * PARAMETER_BYTES
 
 

@@ -16,7 +16,7 @@ from hydra_tune.errors import CaptureError
 from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.shard import library
 from hydra_tune.task import TrainTask
-from hydra_tune.train.direct import WholeModelRunner
+from hydra_tune.train.loop.direct import WholeModelRunner
 from tests.parity import reference
 from tests.parity.exact import differences, without_seconds
 from tests.parity.registry import Spec, build

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hydra_tune.task import TrainTask
-from hydra_tune.train.plain import train_plain
+from hydra_tune.train.loop.reference_loop import train_plain
 from tests.parity import models
 from tests.parity.exact import without_seconds
 

@@ -17,7 +17,7 @@ from hydra_tune import train_plain
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, TaskError
 from hydra_tune.task import TrainTask
-from hydra_tune.train.capture import StartCheckpoint
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from tests.parity.exact import differences
 from tests.parity.features import Samples
 from tests.parity.observe import reference_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hydra_tune import Result, TrainTask
-from hydra_tune.train import grouped
+from hydra_tune.train.parallel import batch_grouping
 from tests.parity import models
 from tests.parity.test_splitting import (
     Noise,
@@ -105,7 +105,7 @@ OF_OTHERS = {"adamw", "clipped", "left over", "pieces", "gpt2", "convolutions", 
     ],
 )
 def test_a_trial_whose_batches_go_through_shards_together_is_bitwise(name, cut, monkeypatch):
-    monkeypatch.setattr(grouped, "is_worth_it", lambda plan: len(plan.shards) > 1)
+    monkeypatch.setattr(batch_grouping, "is_worth_it", lambda plan: len(plan.shards) > 1)
     described = GROUPED[name]()
     result, units, _ = run(described, num_shards=cut)
     assert against_plain(described, result) == []

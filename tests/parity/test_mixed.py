@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 
 from hydra_tune import HydraExecutor
-from hydra_tune.train import burst
+from hydra_tune.train.loop import burst
 from tests.parity.features import FEATURES, fits
 from tests.parity.observe import Seen, difference, reference_of, watched_ways
 from tests.parity.optimizers import OPTIMIZERS

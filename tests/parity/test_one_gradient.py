@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hydra_tune.train import grouped
+from hydra_tune.train.parallel import batch_grouping
 from tests.parity.test_splitting import accumulating
 from tests.unit.pool.tasks import against_plain, train
 
@@ -49,7 +49,7 @@ TASKS = {
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("name", TASKS)
 def test_a_gradient_in_memory_that_others_use(name, between, monkeypatch):
-    monkeypatch.setattr(grouped, "is_worth_it", lambda plan: len(plan.shards) > 1)
+    monkeypatch.setattr(batch_grouping, "is_worth_it", lambda plan: len(plan.shards) > 1)
     for cut in (3, 4):
         described = accumulating(model=partial(OneGradient, between=between), batch_size=6, **TASKS[name])
         assert against_plain(described, train(described, num_shards=cut)) == []

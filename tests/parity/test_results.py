@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from hydra_tune import HydraExecutor, TrainTask, load_module, train_plain
 from hydra_tune.errors import CaptureError
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
-from hydra_tune.train import burst
+from hydra_tune.train.loop import burst
 from hydra_tune.train.trained import TrainingOutcome
 from tests.parity.features import BATCHES, EPOCHS
 from tests.parity.observe import Way, reference_of, run, watched_ways

@@ -17,10 +17,11 @@ from torch.nn import functional
 
 from hydra_tune import Result, TrainTask, train_plain
 from hydra_tune.pool.job import EventStream, Failed, Finished, Job, Reported
-from hydra_tune.train import training, ways
-from hydra_tune.train.queues import QueuedParallelStep
-from hydra_tune.train.spread import ParallelUnit
-from hydra_tune.train.ways import DATA_PARALLEL, ONE_DEVICE, PIPELINED
+from hydra_tune.train.loop import optimizer_step
+from hydra_tune.train.parallel import cost_model
+from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, ONE_DEVICE, PIPELINED
+from hydra_tune.train.parallel.ordered_queues import QueuedParallelStep
+from hydra_tune.train.parallel.parallel_step import ParallelUnit
 from tests.parity import models
 from tests.support.parallel import PARALLEL
 from tests.support.tracker import StorageTracker
@@ -212,10 +213,10 @@ def test_a_pipelined_trial_is_bitwise(name, devices, cut):
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_TEAMS)) for name in SPLIT]
 )
 def test_a_trial_whose_batches_go_through_each_shard_in_teams_is_bitwise(monkeypatch, name):
-    monkeypatch.setattr(ways, "fits", lambda *_: False)
-    monkeypatch.setattr(ways, "_SHARDS_FOR_EACH", 1)
-    made = mock.Mock(wraps=training.GroupedDataParallelStep)
-    monkeypatch.setattr(training, "GroupedDataParallelStep", made)
+    monkeypatch.setattr(cost_model, "fits", lambda *_: False)
+    monkeypatch.setattr(cost_model, "_SHARDS_FOR_EACH", 1)
+    made = mock.Mock(wraps=optimizer_step.GroupedDataParallelStep)
+    monkeypatch.setattr(optimizer_step, "GroupedDataParallelStep", made)
     described = SPLIT[name]()
     result, count = run(described, DATA_PARALLEL, devices="cpu:2", num_shards="layer")
     assert against_plain(described, result) == []
@@ -375,8 +376,8 @@ def test_an_update_finds_no_gradients_of_what_runs_at_the_same_time():
 def test_units_in_queues_give_the_same_bits_wherever_they_run(way, name, monkeypatch):
     """What is due is exact by itself: no order comes from which device is free when."""
     if way == DATA_PARALLEL:
-        monkeypatch.setattr(ways, "fits", lambda *_: False)
-        monkeypatch.setattr(ways, "_SHARDS_FOR_EACH", 1)
+        monkeypatch.setattr(cost_model, "fits", lambda *_: False)
+        monkeypatch.setattr(cost_model, "_SHARDS_FOR_EACH", 1)
     due, stream = QueuedParallelStep._due, random.Random(4)
 
     def anywhere(self: QueuedParallelStep, home: str) -> ParallelUnit | None:

@@ -8,8 +8,8 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
 from hydra_tune.task import TrainTask
-from hydra_tune.train.capture import StartCheckpoint
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.trial import Trial, run_unit
 
 

@@ -33,9 +33,9 @@ from torch.utils.data import (
 
 from hydra_tune import TrainTask
 from hydra_tune.task import DataHandle
-from hydra_tune.train.data import make_loader
-from hydra_tune.train.own import TrialLoaderCopies
-from hydra_tune.train.plain import train_plain
+from hydra_tune.train.data.handles import make_loader
+from hydra_tune.train.data.loader_copies import TrialLoaderCopies
+from hydra_tune.train.loop.reference_loop import train_plain
 from tests.parity.exact import without_seconds
 
 Pair = namedtuple("Pair", ["features", "label"])  # noqa: PYI024 - as users write it

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hydra_tune.train.drawing import DrawClock
+from hydra_tune.train.data.loader_clock import DrawClock
 
 _threads: set[int] = set()
 

@@ -19,7 +19,7 @@ from random import random as uniform
 import numpy as np
 from numpy.random import get_bit_generator, get_state, randn, set_bit_generator, set_state
 
-from hydra_tune.train import own_numpy, own_python
+from hydra_tune.train.rng import own_numpy, own_python
 
 
 class Holder:

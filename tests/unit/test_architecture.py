@@ -38,7 +38,7 @@ def test_links_between_pages_lead_somewhere():
 ASKS = re.compile(
     r"""\.type [!=]= (?!"meta")|\.type != device\.|\bshares_generator\b|\bis_host\b|cuda\.is_(available|initialized)"""
 )
-TELLS_NOTHING = {"train/worker_parts.py"}  # of tensors that processes may share
+TELLS_NOTHING = {"train/data/worker_parts.py"}  # of tensors that processes may share
 
 
 def test_every_place_where_gpus_differ_is_on_their_page():

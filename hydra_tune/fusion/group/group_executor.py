@@ -19,9 +19,9 @@ from hydra_tune.fusion.runtime.paired_unit import PairRoundHalf
 from hydra_tune.fusion.runtime.plan_autotuner import StepPlanAutotuner
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner, PlannedRound
 from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.train.state import ModelState
-from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.training_batch import BatchPart
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.training_batch import BatchPart
+from hydra_tune.train.state.model_state import ModelState
 
 _UNKNOWN = 0  # number of batches in a step whose last batch is only known afterwards
 

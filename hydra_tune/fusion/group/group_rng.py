@@ -11,7 +11,7 @@ from typing_extensions import override
 from hydra_tune.batched.batched_random import GroupGenerator, TurnTakingGenerator
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.devices.own_generator import drawing_from
-from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.rng.rng_streams import RandomStreams
 
 
 class GroupStreams(RandomStreams):

@@ -18,10 +18,10 @@ from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.plan import Shard
 from hydra_tune.shard.steps import Objective, objective
 from hydra_tune.task import TrainTask
-from hydra_tune.train.gradients import GradientProcessor
-from hydra_tune.train.step import BatchUnits, EvaluationBatch, PendingUnit
-from hydra_tune.train.training import OptimizerStep
-from hydra_tune.train.training_batch import BatchPart, TrainingBatch
+from hydra_tune.train.loop.batch_units import BatchUnits, EvaluationBatch, PendingUnit
+from hydra_tune.train.loop.gradient_rules import GradientProcessor
+from hydra_tune.train.loop.optimizer_step import OptimizerStep
+from hydra_tune.train.loop.training_batch import BatchPart, TrainingBatch
 
 
 class GroupGradients(GradientProcessor):

@@ -31,11 +31,11 @@ from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import TrialMemoryContext
 from hydra_tune.shard.library import PlanLibrary, PreparedPlan
-from hydra_tune.train.shared_times import SharedUnitTimes
-from hydra_tune.train.spread import ParallelStep
-from hydra_tune.train.state import ModelState
-from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.training_batch import BatchPart
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.training_batch import BatchPart
+from hydra_tune.train.parallel.parallel_step import ParallelStep
+from hydra_tune.train.state.model_state import ModelState
+from hydra_tune.train.timing.shared_times import SharedUnitTimes
 from hydra_tune.train.trial import PendingReport, Trial
 
 _MAX_STACKED = 64  # stacked plans that a group remembers

@@ -17,13 +17,13 @@ from hydra_tune.errors import BadLossError
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.task import Batch
-from hydra_tune.train.capture import DataPosition
-from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.data import no_batch, num_samples, refuse_empty
-from hydra_tune.train.gathering import UngatheredBatches
+from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
+from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition
+from hydra_tune.train.data.handles import no_batch, num_samples, refuse_empty
+from hydra_tune.train.data.index_gather import UngatheredBatches
 from hydra_tune.train.mean import WeightedMean
-from hydra_tune.train.snapshot import TrialStateSnapshot
-from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.rng.rng_streams import RandomStreams
+from hydra_tune.train.timing.unit_times import UnitTimes
 from hydra_tune.train.trial import PendingReport, Trial
 
 

@@ -32,11 +32,11 @@ from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.gate import GATE
 from hydra_tune.shard.plan import Shard, ShardPlan
-from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.gradients import GradientProcessor
-from hydra_tune.train.state import STEP_BEGUN, ModelState
-from hydra_tune.train.step import PendingUnit, UpcomingUnit
-from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
+from hydra_tune.train.loop.gradient_rules import GradientProcessor
+from hydra_tune.train.rng.rng_streams import RandomStreams
+from hydra_tune.train.state.model_state import STEP_BEGUN, ModelState
+from hydra_tune.train.timing.unit_times import UnitTimes
 
 SECONDS = 0.02  # age beyond which a round begins no further step
 _SHARE = 0.5  # limit on a round's share of device memory: a round holds more at once than the units of a step

@@ -15,7 +15,7 @@ from hydra_tune.batched.batched_optimizer import StackedOptimizer
 from hydra_tune.batched.per_member_optimizer import group_optimizer
 from hydra_tune.devices.device import Device
 from hydra_tune.shard.capture import named_state
-from hydra_tune.train.state import ModelState
+from hydra_tune.train.state.model_state import ModelState
 
 
 class StackedModule(nn.Module):

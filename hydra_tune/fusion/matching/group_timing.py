@@ -29,9 +29,9 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.shard import batch as batches
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.task import TrainTask
-from hydra_tune.train.feed import TrialDataFeed
-from hydra_tune.train.step import PendingUnit
-from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.data.data_feed import TrialDataFeed
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.trial import Trial, run_unit
 
 _WARM_STEPS = 1  # creates optimizer state

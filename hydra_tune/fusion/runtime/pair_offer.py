@@ -12,7 +12,7 @@ from hydra_tune.fusion.runtime.paired_unit import PairRoundHalf
 from hydra_tune.fusion.runtime.step_arguments import StepStateBinding, stack_now
 from hydra_tune.fusion.runtime.step_planner import PlannedStep, StackedStepSpec
 from hydra_tune.shard.library import PreparedPlan
-from hydra_tune.train.state import ModelState
+from hydra_tune.train.state.model_state import ModelState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,7 +11,7 @@ from hydra_tune.fusion.group.member import MemberBatchRequest
 from hydra_tune.fusion.group.membership import PATIENCE_SECONDS
 from hydra_tune.fusion.group.slot import GroupDelegate, GroupSlot
 from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.trial import PendingReport
 
 

@@ -30,9 +30,9 @@ from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.planner.ir.plan_state import ScheduleSegment
 from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.gate import GATE
-from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.state import STEP_BEGUN
-from hydra_tune.train.step import PendingUnit, UpcomingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
+from hydra_tune.train.state.model_state import STEP_BEGUN
+from hydra_tune.train.timing.unit_times import UnitTimes
 
 _LEAST_STEPS = 4  # steps of each group in a unit, unless its members stop earlier
 

@@ -24,7 +24,7 @@ from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.batch import BatchLeaves
 from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.library import PreparedPlan
-from hydra_tune.train.state import STEP_BEGUN, ModelState
+from hydra_tune.train.state.model_state import STEP_BEGUN, ModelState
 
 
 class GroupStepRunner:

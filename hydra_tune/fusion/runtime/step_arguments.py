@@ -26,7 +26,7 @@ from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import StepGraph
 from hydra_tune.shard.compute import ShardOperands
 from hydra_tune.shard.library import PreparedPlan
-from hydra_tune.train.state import ModelState
+from hydra_tune.train.state.model_state import ModelState
 
 
 class StepStateBinding:

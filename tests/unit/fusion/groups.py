@@ -17,7 +17,7 @@ from hydra_tune.fusion.matching.fusion_key import fusion_key
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.trial import PendingReport, run_unit
 from tests.parity.models import CNN, GPT2, MLP, ViT, build
 

@@ -14,7 +14,7 @@ from hydra_tune.batched.batched_random import HoistedDraw, TurnTakingGenerator, 
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.trial import Trial, run_unit
 from tests.support.turns import OneGenerator, TurnsDevice
 from tests.unit.fusion.groups import Run

@@ -6,7 +6,7 @@ import torch
 from hydra_tune.batched.batched_random import HoistedDraw, draw_all
 from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.fusion.group.group_rng import GroupStreams
-from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.rng.rng_streams import RandomStreams
 from tests.support.turns import TurnsDevice
 
 NOISE = [HoistedDraw(torch.ops.aten.bernoulli_.float, torch.Size((64,)), (1,), torch.float32, (0.5,))]

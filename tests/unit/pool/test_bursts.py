@@ -8,7 +8,7 @@ import pytest
 from torch.nn import functional
 
 from hydra_tune.observe.runlog import read_log
-from hydra_tune.train import burst
+from hydra_tune.train.loop import burst
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
 
 pytestmark = pytest.mark.timeout(120)

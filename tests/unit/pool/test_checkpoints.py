@@ -16,8 +16,8 @@ from hydra_tune.checkpoint.every import CheckpointInterval, parse_every
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, ConfigError
-from hydra_tune.train.capture import decoded
-from hydra_tune.train.snapshot import TrialStateSnapshot
+from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
+from hydra_tune.train.checkpoint.trial_checkpoint import decoded
 from tests.parity.exact import differences
 from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, X, Y, against_plain, running, task, until
 

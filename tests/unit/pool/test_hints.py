@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hydra_tune.pool import hints
-from hydra_tune.train.clock import UnitTimes
+from hydra_tune.train.timing.unit_times import UnitTimes
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, running, task
 
 pytestmark = pytest.mark.timeout(120)

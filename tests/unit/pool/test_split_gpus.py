@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional
 
 from hydra_tune.pool import settings
-from hydra_tune.train import grouped
-from hydra_tune.train.ways import DATA_PARALLEL, GROUPED, ONE_DEVICE, PIPELINED
+from hydra_tune.train.parallel import batch_grouping
+from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, GROUPED, ONE_DEVICE, PIPELINED
 from tests.parity.exact import differences, without_seconds
 from tests.parity.test_splitting import accumulating, noisy, normed_and_dropped
 from tests.support.parallel import PARALLEL
@@ -49,7 +49,7 @@ def trained(described, way, cut, **options):
 def in_order(name, cut):
     with pytest.MonkeyPatch.context() as patch:
         opening(patch, [StandInGpu])
-        patch.setattr(grouped, "is_worth_it", lambda _: False)
+        patch.setattr(batch_grouping, "is_worth_it", lambda _: False)
         found, ways, _ = trained(TASKS[name](), None, cut)
     assert ways == {ONE_DEVICE}
     return found
@@ -62,7 +62,7 @@ def in_order(name, cut):
 def test_a_split_step_draws_what_it_draws_batch_after_batch(way, name, monkeypatch):
     count, cut = POOLS[way]
     opening(monkeypatch, [StandInGpu] * count)
-    monkeypatch.setattr(grouped, "is_worth_it", lambda plan: way == GROUPED and len(plan.shards) > 1)
+    monkeypatch.setattr(batch_grouping, "is_worth_it", lambda plan: way == GROUPED and len(plan.shards) > 1)
     found, ways, used = trained(TASKS[name](), way, cut)
     assert way in ways
     assert used == count
@@ -76,7 +76,7 @@ class OtherGpu(StandInGpu):
 def test_among_devices_of_several_kinds_they_run_in_order(monkeypatch):
     """How far a batch moves the stream depends on the kind."""
     opening(monkeypatch, [StandInGpu, OtherGpu])
-    monkeypatch.setattr(grouped, "is_worth_it", lambda plan: len(plan.shards) > 1)
+    monkeypatch.setattr(batch_grouping, "is_worth_it", lambda plan: len(plan.shards) > 1)
     found, ways, _ = trained(TASKS["dropout"](), None, 3)
     assert ways <= {ONE_DEVICE}
     assert list(differences(in_order("dropout", 3), found)) == []

@@ -8,7 +8,7 @@ import pytest
 from hydra_tune.observe.eventlog import EventLog
 from hydra_tune.pool import settings, worker
 from hydra_tune.schedule import UnitFinished
-from hydra_tune.train.step import BatchUnits
+from hydra_tune.train.loop.batch_units import BatchUnits
 from tests.support.stand_in_gpu import StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running, short
 

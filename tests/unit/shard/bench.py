@@ -20,7 +20,7 @@ from hydra_tune.shard.pilot import ShardPilot
 from hydra_tune.shard.plan import ShardPlan, build_plan
 from hydra_tune.shard.update_pilot import optimizer_pilot
 from hydra_tune.task import TrainTask
-from hydra_tune.train.data import make_loader
+from hydra_tune.train.data.handles import make_loader
 from tests.parity.models import build
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -14,7 +14,7 @@ from hydra_tune.shard.budget import ShardPlanConstraints
 from hydra_tune.shard.library import PlanLibrary
 from hydra_tune.shard.placing import placed
 from hydra_tune.shard.split import compiled
-from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.rng.rng_streams import RandomStreams
 
 BATCH = (torch.arange(20).view(4, 5) % 16, torch.arange(4))
 

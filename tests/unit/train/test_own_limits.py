@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import BudgetError, OutOfMemoryError, TaskError
-from hydra_tune.train import burst, direct
+from hydra_tune.train.loop import burst, direct
 from tests.unit.pool.tasks import against_plain, running
 
 pytestmark = pytest.mark.timeout(120)

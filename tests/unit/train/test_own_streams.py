@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from hydra_tune.errors import TaskError
-from hydra_tune.train import own_numpy
-from hydra_tune.train.streams import RandomStreams
+from hydra_tune.train.rng import own_numpy
+from hydra_tune.train.rng.rng_streams import RandomStreams
 
 ROOT = Path(__file__).parents[3]
 NUMPY_CALLS = [

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.train import burst
+from hydra_tune.train.loop import burst
 from tests.unit.pool.tasks import against_plain
 
 WIDTH = 32

@@ -9,8 +9,8 @@ from hydra_tune.errors import BudgetError
 from hydra_tune.fusion.group.membership import PATIENCE_SECONDS
 from hydra_tune.fusion.runtime.pair_side import PairSide
 from hydra_tune.fusion.runtime.pair_trial import PairTrial
-from hydra_tune.train.clock import UnitTimes
-from hydra_tune.train.step import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.timing.unit_times import UnitTimes
 from hydra_tune.train.trial import PendingReport
 from tests.unit.pool.test_planned_steps import task
 

@@ -1,0 +1,173 @@
+"""Description of a checkpoint's origin: the task and the objects of its factories, as comparable values.
+
+A checkpoint serves the same task again, and differences are reported by name. Most differences are refused unless the
+caller allows changes; parts that the state itself depends on (parameters, buffers, the optimizer's class) must never
+differ.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hydra_tune.checkpoint.values import decode, encode
+from hydra_tune.errors import CheckpointError
+from hydra_tune.shard.capture import named_state
+from hydra_tune.task import DataHandle, TrainTask, length_of
+from hydra_tune.train.checkpoint.attribute_diff import same_value
+
+_TASK = (
+    "epochs", "batch_size", "accumulate", "split_batches", "split_operators", "max_grad_norm", "precision", "compile",
+    "scheduler_interval", "report_every", "seed",
+)  # fmt: skip
+# Settings that decide the order of samples: a change makes the position in a pass meaningless.
+_OF_THE_PASS = ("task.train", "task.batch_size", "task.seed")
+# Settings that the saved tensors depend on: no state can be restored after a change.
+_ESSENTIAL = ("parameters", "buffers", "optimizer", "members", "task.split_operators")
+_MISSING = "nothing"
+
+Change = tuple[str, Any, Any]
+"""The name of a difference, the old value, and the new value."""
+
+
+def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler: Any) -> dict[str, Any]:
+    """Describe a task and the objects built by its factories, before training; plain values and tensors.
+
+    Args:
+        task: the task.
+        module: the module, just built by its factory, like the other objects.
+        optimizer: see `module`.
+        scheduler: see `module`; None if there is none.
+    """
+    named = dict(named_state(module))
+    names = {id(tensor): name for name, tensor in module.named_parameters()}
+    return {
+        "torch": torch.__version__.partition("+")[0],
+        "task": {
+            **{name: _plain(getattr(task, name)) for name in _TASK},
+            "train": _data(task.train),
+            "validate": _data(task.validate),
+        },
+        "parameters": {name: _kind(tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)},
+        "buffers": {name: _kind(tensor) for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)},
+        "trained": [name for name, tensor in named.items() if tensor.requires_grad],
+        "optimizer": _class(optimizer),
+        "members": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+        "groups": [copied(hyperparameters(group)) for group in optimizer.param_groups],
+        "scheduler": None if scheduler is None else _class(scheduler),
+        "schedule": None if scheduler is None else copied(schedule_of(scheduler)),
+    }
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters; tensors are copied, because training changes them in place."""
+    return {
+        key: value.detach().clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def copied(value: Any) -> Any:
+    """Copy a value, down to the parts that a checkpoint can hold; other parts are shared."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        found = encode(value, "", tensors)
+    except CheckpointError:
+        return {key: copied(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return decode(found, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
+def schedule_of(scheduler: Any) -> dict[str, Any]:
+    """Return the state of a scheduler, without functions, which the factory recreates."""
+    state: Mapping[str, Any] = scheduler.state_dict()
+    return {key: value for key, value in state.items() if not callable(value)}
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return the differences between two descriptions."""
+    return list(_changes("", saved, now))
+
+
+def is_essential(change: Change) -> bool:
+    """Whether the change makes the saved state unusable."""
+    return _is_part_of(change, _ESSENTIAL)
+
+
+def is_of_the_pass(change: Change) -> bool:
+    """Whether the change forces a pass under way to begin again."""
+    return _is_part_of(change, _OF_THE_PASS)
+
+
+def in_words(found: list[Change]) -> str:
+    """Return changes as a text."""
+    shown = [f"{what}: {old!r} when it was saved, {new!r} now" for what, old, new in found[:6]]
+    return "; ".join(shown) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")  # noqa: PLR2004 - a few are enough
+
+
+def merged(saved: Any, built: Any, now: Any) -> Any:
+    """Return a saved value, or the new value where the factories now build another initial value.
+
+    Args:
+        saved: the value when it was saved.
+        built: the value from the factories at that time, before any training.
+        now: the value from the factories now.
+    """
+    if isinstance(saved, dict) and isinstance(built, dict) and isinstance(now, dict):
+        return {
+            key: merged(value, built[key], now[key]) if key in built and key in now else value
+            for key, value in saved.items()
+        }
+    if isinstance(saved, list) and isinstance(built, list) and isinstance(now, list):
+        if len(saved) == len(built) == len(now):
+            return [merged(*each) for each in zip(saved, built, now, strict=True)]
+        # Lists of another length cannot be matched item by item; the task's new list wins if the task has changed it.
+        return now if len(built) != len(now) else saved
+    return saved if same_value(built, now) else now
+
+
+def _changes(path: str, saved: Any, now: Any) -> Iterator[Change]:
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys((*saved, *now)):
+            yield from _changes(f"{path}.{key}".lstrip("."), saved.get(key, _MISSING), now.get(key, _MISSING))
+    elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
+        for index, (old, new) in enumerate(zip(saved, now, strict=True)):
+            yield from _changes(f"{path}.{index}", old, new)
+    elif not same_value(saved, now):
+        yield path, saved, now
+
+
+def _is_part_of(change: Change, parts: tuple[str, ...]) -> bool:
+    return any(change[0] == part or change[0].startswith(f"{part}.") for part in parts)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _class(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _data(handle: DataHandle | None) -> Any:
+    """Describe data without drawing any."""
+    if handle is None:
+        return None
+    if isinstance(handle, DataLoader):
+        order = type(handle.sampler if handle.batch_sampler is None else handle.batch_sampler).__name__
+        inner = type(handle.sampler).__name__
+        return {
+            "of": _data(handle.dataset),
+            "batch_size": handle.batch_size,
+            "order": [order, inner],
+            "workers": handle.num_workers,
+        }
+    name = getattr(handle, "__qualname__", None) if not hasattr(handle, "__getitem__") else None
+    return {"is": type(handle).__name__ if name is None else "a callable", "samples": length_of(handle)}

@@ -1,0 +1,94 @@
+"""`TrialStateSnapshot`: a trial's state between two steps, in place, and two ways to preserve the present state."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hydra_tune.checkpoint.saved import CheckpointContent
+from hydra_tune.memory.block import lay_out
+from hydra_tune.train.state.model_state import ModelState
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialStateSnapshot:
+    """A trial's state, to be saved before any code of the trial runs again.
+
+    Attributes:
+        facts: all parts of the state other than tensors.
+        tensors: tensors by name: the live objects, wherever their bytes are now.
+        state: owner of the groups with most of the tensors; None before the first step.
+    """
+
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    state: ModelState | None
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory for a copy, in bytes."""
+        return lay_out(list(self.tensors.values()), _ALIGNMENT)[1]
+
+    def copied(self, labels: Mapping[str, Any], buffer: Tensor | None = None) -> CheckpointContent:
+        """Copy the state to the host; the trial may go on afterwards.
+
+        Args:
+            labels: labels of the checkpoint.
+            buffer: destination of the copy, uint8; None: new memory.
+        """
+        slots, size = lay_out(list(self.tensors.values()), _ALIGNMENT)
+        flat = torch.empty(size, dtype=torch.uint8) if buffer is None else buffer[:size]
+        copies = {name: slot.view(flat) for name, slot in zip(self.tensors, slots, strict=True)}
+        targets = {id(tensor): copies[name] for name, tensor in self.tensors.items()}
+        held = set() if self.state is None else set(self.state.aliases())
+        if self.state is not None:
+            self.state.copy_out(targets)
+        for tensor in self.tensors.values():
+            if id(tensor) not in held:
+                targets[id(tensor)].copy_(tensor.detach())
+        # By `id`, so a tensor with two names is copied once.
+        return CheckpointContent(
+            facts=self.facts, tensors={n: targets[id(t)] for n, t in self.tensors.items()}, labels=labels
+        )
+
+    def in_place(self, labels: Mapping[str, Any]) -> CheckpointContent:
+        """Return the state in place, without a copy; valid only until the trial goes on."""
+        held = {} if self.state is None else self.state.aliases()
+        tensors = {name: held.get(id(tensor), tensor.detach()) for name, tensor in self.tensors.items()}
+        return CheckpointContent(facts=self.facts, tensors=tensors, labels=labels)
+
+
+class SnapshotSource(Protocol):
+    """A trial between two of its steps, as seen by its keeper."""
+
+    def snapshot(self) -> TrialStateSnapshot:
+        """Return the present state.
+
+        Raises:
+            CheckpointError: the state has a value that no checkpoint can hold.
+        """
+
+
+class SnapshotSaver(Protocol):
+    """Interface of the part that saves a trial."""
+
+    @property
+    def every_steps(self) -> int | None:
+        """Optimizer steps between two checkpoints; None if checkpoints do not depend on steps."""
+
+    def reached(self, trial: SnapshotSource, *, steps: int, at_report: bool, is_last: bool) -> None:
+        """Save the trial if due; the trial is between two steps and goes on when this returns.
+
+        Args:
+            trial: the trial.
+            steps: optimizer steps done so far.
+            at_report: whether the trial has just made a report that has not been delivered yet.
+            is_last: whether the trial is finished after this.
+
+        Raises:
+            CheckpointError: the trial has a value that no checkpoint can hold.
+        """

@@ -1,0 +1,265 @@
+"""A trial's state between two steps: saved as values and tensors, and restored into a newly built trial.
+
+Note: contents of a checkpoint. Parameters and buffers, non-persistent buffers included; the optimizer's state and the
+options of its groups, by parameter name; the scheduler; the loss scale; all random streams; the positions of the data's
+samplers and generators, now and at the beginning of the present pass; reports and counts; and changed attributes of
+model and optimizer. Classes are not saved: the factories of the resumed task build model and optimizer.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hydra_tune.checkpoint.saved import CheckpointContent
+from hydra_tune.checkpoint.values import decode, encode
+from hydra_tune.errors import CheckpointError
+from hydra_tune.shard.capture import named_state
+from hydra_tune.task import TrainTask
+from hydra_tune.train.checkpoint.attribute_diff import AttributeTracker
+from hydra_tune.train.checkpoint.compatibility import (
+    Change,
+    changes,
+    describe,
+    hyperparameters,
+    in_words,
+    is_essential,
+    is_of_the_pass,
+    merged,
+    schedule_of,
+)
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+_OPTIMIZER_INTERNALS = frozenset(
+    {"state", "param_groups", "defaults", "step"}
+)  # "step": a scheduler replaces the method
+_WEIGHT = "model."
+"""Prefix of the names of parameters and buffers in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataPosition:
+    """Position of a trial in its data.
+
+    Attributes:
+        epoch: the present pass.
+        batches: batches of the pass already trained on.
+        is_over: whether the pass is over and reported, but the epoch's scheduler has not stepped.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartCheckpoint:
+    """Checkpoint from which a trial begins.
+
+    Attributes:
+        saved: the checkpoint.
+        allows_changes: whether the task may differ from the saved task; changed settings take their present values.
+        only_weights: whether only parameters and buffers are restored, and training starts from scratch.
+    """
+
+    saved: CheckpointContent
+    allows_changes: bool = False
+    only_weights: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class TrialObjects:
+    """The objects that a trial's factories have built, to be saved and restored.
+
+    Args:
+        task, module, optimizer, scheduler: the trial's objects, just after the factories built them.
+    """
+
+    task: TrainTask
+    module: nn.Module
+    optimizer: Optimizer
+    scheduler: Any
+    _description: dict[str, Any] = field(init=False)
+    _module_attributes: AttributeTracker = field(init=False)
+    _optimizer_attributes: AttributeTracker = field(init=False)
+
+    def __post_init__(self) -> None:
+        tied = [tensor for _, tensor in named_state(self.module)]
+        self._description = describe(self.task, self.module, self.optimizer, self.scheduler)
+        self._module_attributes = AttributeTracker("model", self.module.named_modules, _MODULE_INTERNALS, tied)
+        # A lambda over `self` would be a reference cycle and keep the weights alive until the garbage collector runs.
+        optimizer = self.optimizer
+        self._optimizer_attributes = AttributeTracker(
+            "optimizer", lambda: [("", optimizer)], _OPTIMIZER_INTERNALS, tied
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of all objects, without parameters and buffers; its tensors are the live tensors.
+
+        Raises:
+            CheckpointError: an attribute has a value that no checkpoint can hold.
+        """
+        named = dict(named_state(self.module))
+        names = {id(tensor): name for name, tensor in named.items()}
+        # An empty entry is an artefact of the optimizer's defaultdict and not state.
+        states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
+        return {
+            "made_for": self._description,
+            "trained": [name for name, tensor in named.items() if tensor.requires_grad],
+            "extra": {path: one.get_extra_state() for path, one in with_extra_state(self.module)},
+            "attributes": self._module_attributes.changed(),
+            "optimizer": {names[id(p)]: value for p, value in states if isinstance(p, Tensor)},
+            "optimizer_other": {key: value for key, value in states if not isinstance(key, Tensor)},
+            "groups": [hyperparameters(group) for group in self.optimizer.param_groups],
+            "optimizer_attributes": self._optimizer_attributes.changed(),
+            "schedule": None if self.scheduler is None else schedule_of(self.scheduler),
+        }
+
+    def compare(self, state: Mapping[str, Any], *, allows_changes: bool) -> list[Change]:
+        """Return the differences between the saved task and the present task.
+
+        Raises:
+            CheckpointError: the tasks differ without permission, or in a part that the saved state depends on.
+        """
+        found = changes(state["made_for"], self._description)
+        essential = [change for change in found if is_essential(change)]
+        if essential:
+            raise CheckpointError(
+                f"the checkpoint is of another model or optimizer: {in_words(essential)}; go on with the task it was saved "
+                "from, or begin another from its weights (warm_start)"
+            )
+        if found and not allows_changes:
+            raise CheckpointError(
+                f"the checkpoint is of another task: {in_words(found)}; go on with the task it was saved from, or allow what "
+                "has changed with resume='allow-changes'"
+            )
+        return found
+
+    def restore_weights(self, state: Mapping[str, Any]) -> None:
+        """Restore parameters and buffers only.
+
+        Raises:
+            CheckpointError: the saved weights do not match the model.
+        """
+        parts = ("parameters", "buffers")
+        found = changes({p: state["made_for"][p] for p in parts}, {p: self._description[p] for p in parts})
+        if found:
+            raise CheckpointError(f"the checkpoint has the weights of another model: {in_words(found)}")
+        self._copy_weights(state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore everything that needs no plan; the optimizer's per-parameter state and frozen parameters follow later."""
+        self._copy_weights(state)
+        for path, one in with_extra_state(self.module):
+            if path in state["extra"]:
+                one.set_extra_state(state["extra"][path])
+        self._module_attributes.restore(state["attributes"])
+        self._restore_schedule(state)
+        for index, group in enumerate(self.optimizer.param_groups):
+            self._restore_group(group, state["groups"][index], state["made_for"]["groups"][index])
+        self.optimizer.state.update(state["optimizer_other"])
+        self._optimizer_attributes.restore(state["optimizer_attributes"])
+
+    def restore_frozen(self, state: Mapping[str, Any]) -> None:
+        """Freeze the parameters frozen in the saved state.
+
+        The trial restores the flags only once there is a plan, because memory is planned for the parameters that train
+        at the beginning. Nothing is frozen if the task now trains other parameters from the beginning.
+        """
+        if state["made_for"]["trained"] == self._description["trained"]:
+            self._train_only(state["trained"])
+
+    @contextmanager
+    def frozen(self, state: dict[str, Any]) -> Iterator[None]:
+        """Freeze the saved parameters inside the context, before there is a plan.
+
+        On leaving, the present flags are recorded in the state, and the parameters train again as at the beginning.
+        """
+        self.restore_frozen(state)
+        yield
+        state["trained"] = [name for name, tensor in self.module.named_parameters() if tensor.requires_grad]
+        # Memory is still planned for the parameters trained at the beginning, so all of them train until then.
+        self._train_only(self._description["trained"])
+
+    def _train_only(self, names: Iterable[str]) -> None:
+        trained = set(names)
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(name in trained)
+
+    def _copy_weights(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, tensor in named_state(self.module):
+                tensor.copy_(state["model"][name])
+
+    def _restore_schedule(self, state: Mapping[str, Any]) -> None:
+        built = state["made_for"]["schedule"]
+        if self.scheduler is None or state["made_for"]["scheduler"] != self._description["scheduler"]:
+            # Another class of scheduler starts from its beginning.
+            return
+        fresh = self.scheduler.state_dict()
+        self.scheduler.load_state_dict(fresh | merged(state["schedule"], built, schedule_of(self.scheduler)))
+
+    @staticmethod
+    def _restore_group(group: dict[str, Any], saved: Mapping[str, Any], built: Mapping[str, Any]) -> None:
+        """Restore the options of a group; an option changed by the task keeps the new value.
+
+        A changed learning rate is scaled by the scheduler's factor so far.
+        """
+        now = hyperparameters(group)
+        found: dict[str, Any] = merged(dict(saved), dict(built), now)
+        if not isinstance(found.get("lr"), Tensor) and now.get("lr") != built.get("lr") and built.get("lr"):
+            found["lr"] = now["lr"] if saved["lr"] == built["lr"] else now["lr"] * (saved["lr"] / built["lr"])
+        for key, value in found.items():
+            present = group.get(key)
+            if isinstance(value, Tensor) and isinstance(present, Tensor) and value.shape == present.shape:
+                # In place, because a scheduler may hold the very tensor.
+                present.copy_(value)
+            else:
+                group[key] = value
+
+
+def encoded(module: nn.Module, parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Encode a trial's state as JSON values, and its tensors by name; the tensors are the live tensors.
+
+    Args:
+        module: module whose parameters and buffers are among the tensors.
+        parts: the rest of the state.
+
+    Raises:
+        CheckpointError: a value that no checkpoint can hold; the message names the value.
+    """
+    tensors = {_WEIGHT + name: tensor for name, tensor in named_state(module)}
+    return {name: encode(value, name, tensors) for name, value in parts.items()}, tensors
+
+
+def decoded(saved: CheckpointContent) -> dict[str, Any]:
+    """Decode a trial's state from a checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is not a checkpoint of a trial.
+    """
+    parts: dict[str, Any] = decode(dict(saved.facts), saved.tensors)
+    parts["model"] = {n.removeprefix(_WEIGHT): tensor for n, tensor in saved.tensors.items() if n.startswith(_WEIGHT)}
+    missing = {"made_for", "optimizer", "streams", "place"} - parts.keys()
+    if missing:
+        raise CheckpointError(f"the checkpoint has no {min(missing)!r}, and is none of a trial")
+    return parts
+
+
+def place_after(state: Mapping[str, Any], found: list[Change]) -> DataPosition:
+    """Return the place where a trial resumes; a pass under way restarts if a change affects the pass."""
+    place = DataPosition(**state["place"])
+    if place.batches and not place.is_over and any(is_of_the_pass(change) for change in found):
+        return DataPosition(epoch=place.epoch)
+    return place
+
+
+def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield path and module wherever `get_extra_state` is overridden."""
+    for path, one in module.named_modules():
+        if type(one).get_extra_state is not nn.Module.get_extra_state:
+            yield path, one

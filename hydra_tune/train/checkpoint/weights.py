@@ -1,0 +1,121 @@
+"""A task's model with weights from a file, a checkpoint or another process."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hydra_tune.checkpoint.folder import load_checkpoint
+from hydra_tune.checkpoint.tensors import load_tensors
+from hydra_tune.errors import WeightsError
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.gate import GATE
+from hydra_tune.task import TrainTask
+from hydra_tune.train.checkpoint.trial_checkpoint import decoded, with_extra_state
+from hydra_tune.train.rng.rng_streams import RandomStreams
+
+_NUM_NAMED = 3
+
+
+def load_module(task: TrainTask, path: str | Path) -> nn.Module:
+    """Build the task's model anew, and load weights from a safetensors file.
+
+    The model is built from the task's seed, as for training; the process's own random generators stay unchanged.
+
+    Args:
+        task: builds the model.
+        path: path of a file from `Result.save`, or of any other safetensors of a `state_dict()`; or the folder of a
+            trial's checkpoints.
+
+    Returns:
+        The module on the host, in the mode in which its factory leaves the module, for most modules training mode; call
+        `.eval()`.
+
+    Raises:
+        FileError: the file cannot be read, or is damaged.
+        CheckpointError: the folder has no complete checkpoint.
+        WeightsError: the model has other tensors, or tensors of other shapes or dtypes; the first few are named.
+        Exception: any error of the task's `model`.
+    """
+    if Path(path).is_dir():
+        return _from_checkpoint(task, Path(path))
+    state, _ = load_tensors(Path(path))
+    with RandomStreams(task.seed).everything(), GATE.shared():
+        module = task.model()
+        # Checked here, because `load_state_dict` would silently convert dtypes.
+        differing = _differences(module.state_dict(), state)
+        if differing:
+            shown = "; ".join(differing[:_NUM_NAMED])
+            more = f"; and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
+            raise WeightsError(
+                f"the weights in {str(path)!r} do not fit the task's model: {shown}{more}; build the model as it was when they "
+                f"were trained"
+            )
+        try:
+            module.load_state_dict(state)
+        except RuntimeError as error:
+            raise WeightsError(
+                f"the model refuses the weights in {str(path)!r}: {error}; build it as it was when they were trained"
+            ) from error
+    return module
+
+
+def _from_checkpoint(task: TrainTask, path: Path) -> nn.Module:
+    state = decoded(load_checkpoint(path))
+    return with_weights(task, state["model"], state["extra"], what=f"the checkpoint in {str(path)!r}")
+
+
+def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the arguments of `with_weights`: parameters and buffers by name, and extra states of modules by path."""
+    tensors = {name: tensor.detach() for name, tensor in named_state(module)}
+    return tensors, {path: one.get_extra_state() for path, one in with_extra_state(module)}
+
+
+def with_weights(
+    task: TrainTask, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], *, what: str = "what was trained"
+) -> nn.Module:
+    """Build the task's model anew, as `load_module` does, and set all parameters and buffers.
+
+    Args:
+        task: builds the model.
+        tensors: tensors from `weights_of` or a checkpoint.
+        extra: extra states from the same source.
+        what: name of the weights in messages.
+
+    Raises:
+        WeightsError: the model has other tensors.
+        Exception: any error of the task's `model`.
+    """
+    with RandomStreams(task.seed).everything(), GATE.shared(), torch.no_grad():
+        module = task.model()
+        named = dict(named_state(module))
+        differing = _differences(named, dict(tensors))
+        if differing:
+            raise WeightsError(
+                f"{what} does not fit the task's model: {'; '.join(differing[:_NUM_NAMED])}; build "
+                "the model as it was when it was trained, without split_operators"
+            )
+        for name, tensor in named.items():
+            tensor.copy_(tensors[name])
+        for name, one in with_extra_state(module):
+            if name in extra:
+                one.set_extra_state(extra[name])
+    return module
+
+
+def _differences(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
+    """List the differences, in the order of the model, then of the file."""
+    lines = []
+    for name, tensor in wanted.items():
+        if name not in found:
+            lines.append(f"{name!r} of the model is not in the file")
+        elif not is_lazy(tensor) and _kind(tensor) != _kind(found[name]):
+            lines.append(f"{name!r} is {_kind(tensor)} in the model and {_kind(found[name])} in the file")
+    return lines + [f"{name!r} of the file is not in the model" for name in found if name not in wanted]
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"

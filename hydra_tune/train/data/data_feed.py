@@ -1,0 +1,310 @@
+"""`TrialDataFeed`: the batches of one trial, drawn as a plain loop in its own process would, whatever other trials draw.
+
+This module knows nothing of models, shards or devices.
+
+Note: skipping. When a trial was saved during a pass, the resumed trial begins the pass again from the positions that
+all streams and samplers had at its beginning, and draws and drops the batches that the trial has trained on. Where a
+loader's indices alone determine the next batches, only the indices are drawn. The repeated draws are not interleaved
+with the trial's training, so draws that depend on the training's random numbers differ. A pass can therefore be saved
+only at its end where the next batches depend on earlier draws by more than the order of torch's samplers, as in a
+generator that draws.
+"""
+
+import weakref
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from hydra_tune.errors import TaskError
+from hydra_tune.task import Batch, DataHandle
+from hydra_tune.train.data import loader_workers
+from hydra_tune.train.data.index_gather import GatherPass, UngatheredBatches, source_of
+from hydra_tune.train.data.loader_clock import DrawClock
+from hydra_tune.train.data.loader_copies import TrialLoaderCopies
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedBatches:
+    """Batches that a pass skips.
+
+    Args:
+        count: number of batches to skip.
+        then: called after the skipped batches, before the next batch is drawn.
+    """
+
+    count: int
+    then: Callable[[], None]
+
+
+class TrialDataFeed:
+    """Draws a trial's batches.
+
+    Args:
+        batch_size: samples per batch, for a handle that is a `Dataset`.
+        own_code: returns the context manager for the user's code, with the trial's own random streams.
+        mark: returns another value whenever the streams have moved.
+        waiting: returns the context manager for the wait for a loader's workers.
+
+    Attributes:
+        may_skip: whether another pass may skip the batches that the last pass has drawn so far.
+        gives_picks: whether batches that are a gather are yielded as `UngatheredBatches`, for the caller to gather.
+        clock: clock of the wait for the loader.
+    """
+
+    def __init__(
+        self,
+        batch_size: int | None,
+        own_code: Callable[[], AbstractContextManager[object]],
+        mark: Callable[[], Hashable] = int,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.may_skip = True
+        self.gives_picks = False
+        self.clock = DrawClock()
+        self._mark = mark
+        self._batch_size = batch_size
+        self._own_code = own_code
+        self._waiting = waiting
+        self._own = TrialLoaderCopies()
+        # Iterators whose workers may still run.
+        self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._persistent: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
+
+    def check(self, handle: DataHandle | None) -> None:
+        """Refuse data before training that could not be drawn later; copy the loader's present state.
+
+        Raises:
+            TaskError: a loader cannot be copied, or its workers cannot be started.
+        """
+        if isinstance(handle, DataLoader):
+            loader_workers.ready(self._own.loader(handle))
+        elif isinstance(handle, Dataset):
+            self._own.stream_in(handle)
+
+    def states(self) -> list[Any]:
+        """Return the positions of the trial's own copies of samplers and generators, for `restore`."""
+        return self._own.states()
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Set the copies to the positions from `states` of another feed of the same task."""
+        self._own.restore(states)
+
+    def draw(
+        self, handle: DataHandle, *, shuffle: bool, skip: SkippedBatches | None = None
+    ) -> Generator[Batch, None, None]:
+        """Draw the batches of one pass, each with the trial's own streams and not before the batch is needed.
+
+        Args:
+            handle: a data handle of the task.
+            shuffle: whether a `Dataset` is read in random order.
+            skip: batches of the pass to skip.
+
+        Raises:
+            TaskError: data that cannot be iterated, workers that cannot be started, or fewer batches than there are to
+                skip.
+        """
+        self.may_skip = True
+        with self._drawing(handle, in_process=True):
+            batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
+            known = self._begun(batches, skip)
+        if known is not None:
+            yield from self._gathered(known, skip)
+            return
+        if isinstance(batches, DataLoader) and batches.num_workers > 0:
+            yield from self._draw_from_workers(handle, batches, skip)
+            return
+        with self._drawing(handle, in_process=True):
+            iterator = iter(batches)
+        # With torch's own samplers the indices alone tell the next batches, so skipping need not load samples.
+        by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
+        if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
+            self._skip(_BatchIndexIterator(iterator), self._drawing(handle, in_process=True), skip)
+            skip = None
+        yield from self._rest(iterator, self._drawing(handle, in_process=True), skip, watched=not by_index)
+
+    def close(self) -> None:
+        """End the workers of every pass that has not ended, and persistent workers."""
+        for iterator in list(self._with_workers):
+            loader_workers.end(iterator)
+        for ready in self._persistent.values():
+            loader_workers.end(ready._iterator)  # noqa: SLF001 - torch's own, behind a generator of the user's
+        self._persistent.clear()
+
+    def _drawing(self, handle: DataHandle, *, in_process: bool) -> "_DrawContext":
+        """Return the context of a draw; the clock is innermost, so a wait for a capture is not counted."""
+        outer = self._own_code if in_process else self._waiting
+        return _DrawContext(outer, self.clock, handle, in_process=in_process)
+
+    @staticmethod
+    def _begun(batches: Iterable[Batch], skip: SkippedBatches | None) -> GatherPass | None:
+        """Begin a pass over a known loader, with its first index; return None for any other loader."""
+        source = source_of(batches) if isinstance(batches, DataLoader) else None
+        if source is None:
+            return None
+        iterator = iter(batches)
+        assert type(iterator) is _SingleProcessDataLoaderIter, "it has no workers"
+        known = GatherPass(source, iterator)
+        if skip is None:
+            known.look()
+        return known
+
+    def _gathered(self, known: GatherPass, skip: SkippedBatches | None) -> Iterator[Batch | UngatheredBatches]:
+        """Yield the batches of a known loader; only the first index is drawn with the trial's streams."""
+        if skip is not None:
+            with self._own_code():
+                number = known.skip(skip.count)
+            if number < skip.count:
+                raise _fewer_than(skip, number)
+            skip.then()
+        while True:
+            with self._own_code() if known.draws else nullcontext():
+                picks = next(known, None)
+            if picks is None:
+                return
+            if self.gives_picks:
+                yield picks
+            else:
+                yield from map(picks.batch, range(len(picks)))
+
+    def _draw_from_workers(
+        self, handle: DataHandle, loader: DataLoader[Any], skip: SkippedBatches | None
+    ) -> Iterator[Batch]:
+        iterator = self._start(handle, loader)
+        # Waiting for a worker must not keep other trials from their captures. But a subclass of the user's may return a
+        # generator, which draws from the streams as late as its first batch.
+        at_start = type(iterator) is _MultiProcessingDataLoaderIter and _draws_at_its_start_only(loader)
+        around = self._drawing(handle, in_process=not at_start)
+        try:
+            with loader_workers.death_explained():
+                for number, batch in enumerate(self._rest(iterator, around, skip, watched=not at_start)):
+                    if number == 0:
+                        loader_workers.warn_if_slow(iterator)
+                    yield batch
+        finally:
+            if not loader.persistent_workers:
+                loader_workers.end(iterator)
+
+    def _start(self, handle: DataHandle, loader: DataLoader[Any]) -> Iterator[Batch]:
+        around = self._drawing(handle, in_process=True)
+        ready = self._persistent.get(loader)
+        if ready is not None:
+            with around:
+                return iter(ready)
+        ready = loader_workers.ready(loader)
+        with loader_workers.failed_start_explained(), around:
+            iterator = iter(ready)
+        self._with_workers.add(iterator)
+        if loader.persistent_workers:
+            self._persistent[loader] = ready
+        return iterator
+
+    def _rest(
+        self,
+        iterator: Iterator[Batch],
+        around: AbstractContextManager[object],
+        skip: SkippedBatches | None,
+        *,
+        watched: bool,
+    ) -> Iterator[Batch]:
+        if skip is not None:
+            self._skip(iterator, around, skip)
+        before = self._mark() if watched else 0
+        while True:
+            with around:
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            if watched:
+                # A draw from the trial's streams gives other numbers when repeated without the training in between.
+                self.may_skip = watched = self._mark() == before
+            yield batch
+            before = self._mark() if watched else 0
+
+    @staticmethod
+    def _skip(iterator: Iterator[Any], around: AbstractContextManager[object], skip: SkippedBatches) -> None:
+        for number in range(skip.count):
+            with around:
+                try:
+                    next(iterator)
+                except StopIteration:
+                    raise _fewer_than(skip, number) from None
+        skip.then()
+
+
+class _DrawContext:
+    """Context of repeated draws: the context of the user's code or of the wait for workers, and the clock inside.
+
+    A class, because a context is entered for every batch, and a generator takes twice as long.
+    """
+
+    __slots__ = ("_clock", "_handle", "_in_process", "_outer", "_surroundings")
+
+    def __init__(
+        self,
+        surroundings: Callable[[], AbstractContextManager[object]],
+        clock: DrawClock,
+        handle: DataHandle,
+        *,
+        in_process: bool,
+    ) -> None:
+        self._surroundings, self._clock = surroundings, clock
+        self._handle, self._in_process = handle, in_process
+        self._outer: AbstractContextManager[object] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._outer = self._surroundings()
+        self._outer.__enter__()
+        self._clock.drawing(self._handle, in_process=self._in_process).__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._clock.__exit__(kind, error, trace)
+        except BaseException as given_up:
+            # The clock may raise `GivenUp` here, and the outer context must still be left.
+            self._outer.__exit__(type(given_up), given_up, given_up.__traceback__)
+            raise
+        self._outer.__exit__(kind, error, trace)
+
+
+def _fewer_than(skip: SkippedBatches, number: int) -> TaskError:
+    return TaskError(
+        f"the trial was saved after batch {skip.count} of a pass over train, and now the pass has {number}: "
+        "the data is not what it was"
+    )
+
+
+class _BatchIndexIterator:
+    """Iterator over the indices of a loader's next batches, in place of the batches."""
+
+    def __init__(self, iterator: _SingleProcessDataLoaderIter) -> None:
+        self._iterator = iterator
+
+    def __iter__(self) -> "_BatchIndexIterator":
+        return self
+
+    def __next__(self) -> Any:
+        self._iterator._num_yielded += 1  # noqa: SLF001 - as its own next() does
+        return self._iterator._next_index()  # type: ignore[no-untyped-call]  # noqa: SLF001 - moves the sampler
+
+
+def _has_plain_order(loader: DataLoader[Any]) -> bool:
+    """Whether the order of samples depends only on the position in the pass."""
+    return not isinstance(loader.dataset, IterableDataset) and _draws_at_its_start_only(loader)
+
+
+def _draws_at_its_start_only(loader: DataLoader[Any]) -> bool:
+    """Whether a pass with workers draws from the process's random streams in `iter()` and never later."""
+    if isinstance(loader.dataset, IterableDataset):
+        return not isinstance(loader.dataset, IterDataPipe)
+    samplers = [loader.sampler] if loader.batch_sampler is None else [loader.batch_sampler, loader.sampler]
+    samplers += [sampler.sampler for sampler in samplers if isinstance(sampler, BatchSampler)]
+    # Torch's own samplers draw before their first index, and workers are given theirs by `iter()`.
+    return all(type(sampler).__module__ == Sampler.__module__ for sampler in samplers)

@@ -1,0 +1,200 @@
+"""A trial's own copies of objects that change while data is drawn.
+
+A `DataLoader`, the sampler and the generator are the user's objects, may belong to several trials, and change with each
+iteration. A trial draws from copies in the state left by the user; the originals never change. The data itself is never
+copied.
+"""
+
+import copy
+import random
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, MapDataPipe, Sampler
+
+from hydra_tune.errors import TaskError
+from hydra_tune.task import Batch, DataHandle
+from hydra_tune.train.data.handles import make_loader
+from hydra_tune.train.data.loader_state import give_state, state_of
+
+_PLAIN = (bool, int, float, str)
+
+
+class TrialLoaderCopies:
+    """The copies of a trial, one for each original: parts shared by originals are shared by the copies."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[object, Any]] = {}
+        # Plain attributes of the originals, as last copied.
+        self._plain: dict[int, dict[str, Any]] = {}
+        # Restored states for copies that do not exist yet.
+        self._waiting: deque[Any] = deque()
+
+    def states(self) -> list[Any]:
+        """Return the positions of the live copies, in the order of their creation."""
+        copies = [(_resolved(held), own) for held, own in list(self._copies.values())]
+        known = {id(own) for _, own in copies}
+        return [state_of(original, own, known) for original, own in copies]
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Set copies to positions from `states`, in the order of their creation; copies created later follow on creation."""
+        self._waiting = deque(states)
+        for _, own in list(self._copies.values()):
+            if self._waiting:
+                give_state(own, self._waiting.popleft())
+
+    def batches(self, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Iterable[Batch]:
+        """Return the batches of one pass over a handle, as `make_loader` does, but from copies.
+
+        Args:
+            handle: a data handle of the trial's task.
+            batch_size: samples per batch, for a `Dataset`.
+            shuffle: whether a `Dataset` is read in random order.
+
+        Raises:
+            TaskError: the data cannot be iterated, or a loader cannot be copied.
+        """
+        if isinstance(handle, Dataset):
+            self._take_over_changes()
+            return make_loader(self.stream_in(handle), batch_size, shuffle)
+        batches = make_loader(handle, batch_size, shuffle)
+        self._take_over_changes()
+        return self.loader(batches) if isinstance(batches, DataLoader) else batches
+
+    def _take_over_changes(self) -> None:
+        """Copy numbers and texts set by the user on the originals since, as `sampler.set_epoch(n)` does."""
+        for key, (held, own) in list(self._copies.items()):
+            before, now = self._plain.get(key, {}), _plain_attributes(_resolved(held))
+            changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
+            if changed:
+                vars(own).update(changed)
+                self._plain[key] = now
+
+    def loader(self, original: DataLoader[Any]) -> DataLoader[Any]:
+        """Return the trial's copy of a loader; always the same copy.
+
+        Raises:
+            TaskError: the loader's sampler cannot be copied, or the loader keeps an iterator of its own.
+        """
+        known: DataLoader[Any] | None = self._known(original)
+        if known is not None:
+            return known
+        own = copy.copy(original)
+        parts = vars(own)
+        for name, value in parts.items():
+            if name != "_iterator" and hasattr(value, "_next_data"):
+                raise TaskError(
+                    f"{type(original).__name__} keeps an iterator in {name!r}, which trials would share; give a plain "
+                    "DataLoader, with persistent_workers=True to keep its workers"
+                )
+        parts |= {name: self.stream_in(parts[name]) for name in ("dataset", "generator", "collate_fn")}
+        # Without these the copy would share the original's persistent workers and its length warning.
+        parts |= {"_iterator": None, "_IterableDataset_len_called": None}
+        for name in ("sampler", "batch_sampler"):
+            parts[name] = self._sampler(parts[name], original.dataset)
+        self._remember(original, own)
+        return own
+
+    def stream_in(self, original: Any) -> Any:
+        """Return the object, or a shallow copy in which the trial's own random streams replace the object's."""
+        known = self._known(original)
+        if known is not None:
+            return known
+        if _is_stream(original):
+            return self._remember(original, copy.deepcopy(original))
+        if isinstance(original, IterDataPipe | MapDataPipe) or not hasattr(original, "__dict__") or _is_code(original):
+            return original
+        held = {
+            name: value for name, value in vars(original).items() if _is_stream(value) or isinstance(value, Dataset)
+        }
+        changed = {name: own for name, value in held.items() if (own := self.stream_in(value)) is not value}
+        # An `IterableDataset` may keep its position in itself, so it is copied in any case.
+        if not changed and not isinstance(original, IterableDataset):
+            return original
+        own = copy.copy(original)
+        vars(own).update(changed)
+        return self._remember(original, own)
+
+    def _sampler(self, original: Any, dataset: Dataset[Any]) -> Any:
+        if original is None or isinstance(original, list | tuple | range):
+            return original
+        known = self._known(original)
+        if known is not None:
+            return known
+        if type(original).__module__ == Sampler.__module__:
+            own = copy.copy(original)
+            for name, value in vars(original).items():
+                if isinstance(value, torch.Generator):
+                    vars(own)[name] = self.stream_in(value)
+                elif name == "sampler":
+                    vars(own)[name] = self._sampler(value, dataset)
+            return self._remember(original, own)
+        return self._remember(original, self._deep(original, dataset))
+
+    def _deep(self, original: Any, dataset: Dataset[Any]) -> Any:
+        """Return a deep copy of a user-defined sampler; the copy shares the data."""
+        memo: dict[int, Any] = {}
+        for value in _data_of(dataset):
+            memo[id(value)] = self.stream_in(value) if _is_stream(value) or isinstance(value, Dataset) else value
+        for value in getattr(original, "__dict__", {}).values():
+            if _is_stream(value):
+                memo[id(value)] = self.stream_in(value)
+            elif isinstance(value, Sampler):
+                memo[id(value)] = self._sampler(value, dataset)
+        try:
+            return copy.deepcopy(original, memo)
+        except Exception as error:
+            raise TaskError(
+                f"the sampler {type(original).__name__} cannot be copied: {error}. Each trial draws from its own copy; keep "
+                "what cannot be copied out of the sampler, or give it a __deepcopy__ (which may return self if it has no state)"
+            ) from error
+
+    def _known(self, original: object) -> Any:
+        return self._copies.get(id(original), (None, None))[1]
+
+    def _forget(self, key: int) -> None:
+        self._copies.pop(key, None)
+        self._plain.pop(key, None)
+
+    def _remember(self, original: object, own: Any) -> Any:
+        key = id(original)
+        try:
+            # A weak reference, because a callable may create a new loader and new data for each pass.
+            held: object = weakref.ref(original, lambda _: self._forget(key))
+        except TypeError:
+            held = original
+        self._copies[key], self._plain[key] = (held, own), _plain_attributes(original)
+        if self._waiting:
+            give_state(own, self._waiting.popleft())
+        return own
+
+
+def _plain_attributes(original: object) -> dict[str, Any]:
+    attributes = getattr(original, "__dict__", {})
+    return {name: value for name, value in attributes.items() if type(value) in _PLAIN and not name.startswith("__")}
+
+
+def _resolved(held: object) -> object:
+    return held() if isinstance(held, weakref.ref) else held
+
+
+def _is_stream(value: object) -> bool:
+    return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
+
+
+def _is_code(value: object) -> bool:
+    """Whether the value is a function or a class: both have attributes but no state to copy."""
+    return isinstance(value, type) or hasattr(value, "__code__")
+
+
+def _data_of(dataset: object) -> Iterator[object]:
+    """Yield a dataset and its attributes, wrapped datasets included."""
+    yield dataset
+    for value in getattr(dataset, "__dict__", {}).values():
+        if isinstance(value, Dataset):
+            yield from _data_of(value)
+        else:
+            yield value

@@ -1,0 +1,74 @@
+"""Positions of a trial's own copies of samplers, generators and datasets, as values for a checkpoint."""
+
+import random
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hydra_tune.train.checkpoint.attribute_diff import same_value
+
+
+def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
+    """Return the position of a copy.
+
+    Args:
+        original: original of the copy; never changes.
+        own: the copy.
+        known: ids of all copies; these have positions of their own.
+    """
+    if isinstance(own, torch.Generator | random.Random):
+        return own.get_state() if isinstance(own, torch.Generator) else own.getstate()
+    if type(own).__module__.startswith("numpy.random"):
+        return _numpy_state(own)
+    if _keeps_its_state(own):
+        return own.state_dict()
+    if isinstance(own, DataLoader):
+        return None
+    # An object without attributes is refused when the checkpoint is written.
+    return _moved(original, own, known) if hasattr(own, "__dict__") else own
+
+
+def give_state(own: Any, state: Any) -> None:
+    """Set a copy to the position of another copy of the same kind."""
+    if isinstance(own, torch.Generator):
+        # A clone, because torch reads past the start of a view.
+        own.set_state(state.clone())
+    elif isinstance(own, random.Random):
+        own.setstate(state)
+    elif type(own).__module__.startswith("numpy.random"):
+        _set_numpy_state(own, state)
+    elif _keeps_its_state(own):
+        own.load_state_dict(state)
+    elif not isinstance(own, DataLoader):
+        vars(own).update(state)
+
+
+def _keeps_its_state(own: Any) -> bool:
+    return callable(getattr(own, "state_dict", None)) and callable(getattr(own, "load_state_dict", None))
+
+
+def _moved(original: object, own: object, known: AbstractSet[int]) -> dict[str, Any]:
+    """Return the attributes that differ from the original's."""
+    before, moved = getattr(original, "__dict__", {}), {}
+    for name, value in getattr(own, "__dict__", {}).items():
+        if id(value) in known or (name in before and (value is before[name] or same_value(value, before[name]))):
+            continue
+        moved[name] = value
+    return moved
+
+
+def _numpy_state(own: Any) -> Any:
+    if hasattr(own, "bit_generator"):
+        return own.bit_generator.state
+    return own.get_state() if hasattr(own, "get_state") else getattr(own, "state", None)
+
+
+def _set_numpy_state(own: Any, state: Any) -> None:
+    if hasattr(own, "bit_generator"):
+        own.bit_generator.state = state
+    elif hasattr(own, "set_state"):
+        own.set_state(state)
+    elif state is not None:
+        own.state = state

@@ -1,0 +1,352 @@
+"""A batch as units for the pool to run in turn on any device: the part common to training and evaluation.
+
+`EvaluationBatch`, the evaluation of a batch, is here as well; training is in `training_batch.py`.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from hydra_tune.devices.device import Device, RandomGenerator
+from hydra_tune.memory.block import Block
+from hydra_tune.memory.home import bring_home
+from hydra_tune.memory.lease import Lease
+from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.pressure import not_repeatable
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.chain import ShardChain
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.shard.pilot import ShardCost
+from hydra_tune.shard.plan import Shard, ShardPlan
+from hydra_tune.shard.steps import Objective, loss_itself
+from hydra_tune.shard.whole import EagerStep
+from hydra_tune.train.loop.unit_rollback import UnitRollback
+from hydra_tune.train.loop.workspace_tracker import WorkspaceTracker
+from hydra_tune.train.rng.rng_streams import RandomStreams
+from hydra_tune.train.state.block_store import BlockStore
+from hydra_tune.train.state.model_state import ModelState
+from hydra_tune.train.timing.unit_times import UnitTimes, update_guess
+
+# Use of the trial's random stream by a unit: moves the stream on, draws the same numbers again, or draws none.
+_KEPT, _REPLAYED, _NONE = "kept", "replayed", "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpcomingUnit:
+    """An expected unit, as far as known beforehand.
+
+    Attributes:
+        kind, shard, seconds: as of `PendingUnit`.
+        blocks: returns the present blocks without which the unit cannot begin. May be called from any thread at any
+            time: for a unit that is over meanwhile, the answer is out of date and harmless.
+        workspace_bytes: room needed beside the blocks.
+    """
+
+    kind: str
+    shard: int
+    seconds: float
+    blocks: Callable[[], list[Block]]
+    workspace_bytes: int
+
+
+def nothing_known() -> list[UpcomingUnit]:
+    """Return no units, for a unit with unknown successors."""
+    return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PendingUnit:
+    """A due unit.
+
+    Attributes:
+        kind: "forward", "backward", "sum", "complete", "update", "evaluate" or "burst".
+        shard: index of the shard.
+        seconds: expected seconds.
+        run: runs the unit on a device's worker; returns seconds spent waiting for bytes and for other trials' code.
+        times: record of the measured seconds, under `key`.
+        blocks, workspace_bytes: as of `UpcomingUnit`.
+        following: returns the next units of the trial, in order and as far as known: an update of the shard, run along
+            with the unit, and the next unit.
+    """
+
+    kind: str
+    shard: int
+    seconds: float
+    run: Callable[[Device, Pager], float]
+    times: UnitTimes
+    key: tuple[str, int]
+    blocks: Callable[[], list[Block]] = list
+    workspace_bytes: int = 0
+    following: Callable[[], list[UpcomingUnit]] = nothing_known
+
+
+def unit_times(prepared: PreparedPlan, accumulate: int = 1, name: str | None = None) -> UnitTimes:
+    """Return first estimates of the seconds of a plan's units in a step of `accumulate` batches.
+
+    Args:
+        prepared: the plan, and the pilot's measured seconds, if any.
+        accumulate: batches of a step.
+        name: name under which trials share measured times; None: the trial measures alone.
+    """
+    plan, seconds = prepared.plan, prepared.seconds
+    times: dict[Hashable, float] = {}
+    for index, shard in enumerate(plan.shards):
+        if plan.mode != "train":
+            times["evaluate", index] = 0.0 if seconds is None else seconds.forward[index]
+            continue
+        if index < len(plan.shards) - 1:
+            times["forward", index] = 0.0 if seconds is None else seconds.forward[index]
+        if shard.has_backward:
+            times["backward", index] = 0.0 if seconds is None else seconds.backward[index]
+        if shard.trained:
+            cost = shard.cost
+            times["update", index] = update_guess(cost.trained_bytes * 2 + cost.optimizer_bytes)
+    repeated = ((kind, index) for kind in ("forward", "backward") for index in range(len(plan.shards)))
+    return UnitTimes(times, dict.fromkeys(repeated, accumulate), name)
+
+
+def _workspace(cost: ShardCost, *, backward: bool, recompute: bool) -> int:
+    """Return the room needed by a unit beyond the given blocks, in bytes."""
+    if recompute and cost.recompute_workspace:
+        return cost.recompute_workspace
+    return cost.backward_workspace if backward else cost.forward_workspace
+
+
+class BatchUnits:
+    """A batch, run shard by shard on a device.
+
+    Args:
+        plan: cut of the step for this kind of batch.
+        times: times of the plan's units.
+        state: the trial's long-lived tensors.
+        leaves: the batch.
+        streams: the trial's random streams.
+        device: any device of the pool, for host memory.
+        objective: derives the root of the backward from the loss.
+    """
+
+    def __init__(
+        self,
+        plan: ShardPlan,
+        times: UnitTimes,
+        state: ModelState,
+        leaves: BatchLeaves,
+        streams: RandomStreams,
+        device: Device,
+        objective: Objective = loss_itself,
+    ) -> None:
+        self._plan = plan
+        self._times = times
+        self._state = state
+        self._streams = streams
+        self._leaves = leaves
+        self._store = BlockStore(state, plan, leaves.tensors, device)
+        self._chain = ShardChain(plan, self._store, objective, state.recomputed)
+
+    def close(self) -> None:
+        """Give up all values of the step."""
+        if self._plan.eager:
+            # The user's own code may have changed the batch in place, and must see the change when the same batch is
+            # drawn again.
+            self._store.bring_inputs_home()
+            self._leaves.hand_back()
+        self.clear()
+
+    def clear(self) -> None:
+        """Give up all values, and leave the batch alone."""
+        self._chain.close()
+        self._store.clear()
+
+    def _unit(
+        self,
+        kind: str,
+        index: int,
+        run: Callable[[Device, Pager], float],
+        blocks: Callable[[], list[Block]] = list,
+        workspace: int = 0,
+        following: Callable[[], list[UpcomingUnit]] | None = None,
+    ) -> PendingUnit:
+        key = (kind, index)
+        return PendingUnit(
+            kind=kind,
+            shard=index,
+            seconds=self._times.of(key),
+            run=run,
+            times=self._times,
+            key=key,
+            blocks=blocks,
+            workspace_bytes=workspace,
+            following=following or partial(self._following, kind, index),
+        )
+
+    def _following(self, kind: str, index: int) -> list[UpcomingUnit]:
+        """Return the units after a unit."""
+        del kind, index
+        return []
+
+    def _expected(self, kind: str, index: int) -> UpcomingUnit:
+        """Return the expectation of a unit of this batch that runs a shard's graph."""
+        return UpcomingUnit(
+            kind=kind,
+            shard=index,
+            seconds=self._times.of((kind, index)),
+            blocks=partial(self._blocks, kind, index),
+            workspace_bytes=self._workspace(kind, index),
+        )
+
+    def _expected_batch(self, kind: str) -> UpcomingUnit:
+        """Return the expectation of the next batch's first unit: the batch is not drawn yet, but its parameters are known."""
+        return UpcomingUnit(
+            kind=kind,
+            shard=0,
+            seconds=self._times.of((kind, 0)),
+            blocks=lambda: list[Block](self._state.groups(self._plan.shards[0].graph.state)),
+            workspace_bytes=self._workspace(kind, 0),
+        )
+
+    def _workspace(self, kind: str, index: int) -> int:
+        return _workspace(self._plan.shards[index].cost, backward=kind == "backward", recompute=False)
+
+    def _blocks(self, kind: str, index: int) -> list[Block]:
+        """Return the blocks needed on the device by a unit with a shard's graph, the parameters first."""
+        graph = self._plan.shards[index].graph
+        return [*self._state.groups(graph.state), *self._graph_blocks(kind, index)]
+
+    def _graph_blocks(self, kind: str, index: int) -> list[Block]:
+        """Return the same blocks without parameters and buffers."""
+        graph = self._plan.shards[index].graph
+        keys = self._chain.keys("backward" if kind == "backward" else "forward", index)
+        return self._store.blocks(keys, graph.constants, graph.inputs)
+
+    def _shard_unit(self, kind: str, index: int, compute: Callable[[Device], None]) -> PendingUnit:
+        """Return a unit that runs a shard's graph, forward or backward."""
+        run = partial(self._run_shard, kind, index, compute)
+        return self._unit(kind, index, run, partial(self._blocks, kind, index), self._workspace(kind, index))
+
+    def _run_shard(
+        self, kind: str, index: int, compute: Callable[[Device], None], device: Device, pager: Pager
+    ) -> float:
+        shard, backward = self._plan.shards[index], kind == "backward"
+        graph = shard.graph
+        # A graph that was kept on another device cannot be used on this one: then the backward recomputes its shard.
+        played = backward and self._chain.is_kept(index, device.torch_device)
+        if backward and not played:
+            self._chain.let_go(index)
+        first = not backward or not self._chain.has_forward(index)
+        workspace = _workspace(shard.cost, backward=backward, recompute=not (first or played))
+        blocks = self._graph_blocks(kind, index)
+        draws = _KEPT if first else _NONE if played else _REPLAYED
+        start = time.perf_counter()
+        with self._lease(pager, graph.state, blocks, workspace) as lease:
+            with (
+                self._undo(index, is_first=first),
+                self._surroundings(shard, device, draws),
+                self._room(shard, lease, workspace, device),
+            ):
+                waited = time.perf_counter() - start
+                self._leased(lease, partial(compute, device))
+                if self._plan.eager:
+                    self._state.check()
+            if first:
+                self._state.touched(graph.written_state)
+                if self._plan.eager:
+                    self._state.touched(graph.state)
+                    self._store.touched_inputs()
+        return waited + (
+            0.0
+            if backward or shard.activations != "spill" or not self._chain.keeps(index)
+            else self._spill(index, device)
+        )
+
+    def _generator(self, device: Device) -> RandomGenerator:
+        """Return the generator whose state a recompute starts from; valid while a unit runs."""
+        return device.generator
+
+    def _undo(self, index: int, *, is_first: bool) -> UnitRollback:
+        graph, eager = self._plan.shards[index].graph, self._plan.eager
+        return UnitRollback(graph, index, self._chain, self._store, self._streams, is_first=is_first, is_own_code=eager)
+
+    def _spill(self, index: int, device: Device) -> float:
+        """Spill the values kept by a forward unit; return the seconds after the end of the unit's compute."""
+        watch = device.stopwatch()
+        with watch.running(), not_repeatable("its activations were being spilled"):
+            for block in self._store.blocks(self._chain.kept_keys(index), (), ()):
+                bring_home(block)
+        return watch.seconds
+
+    def _lease(
+        self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int
+    ) -> AbstractContextManager[Lease]:
+        """Lease parameters and buffers, other blocks, and workspace."""
+        return pager.lease([*self._state.groups(names), *blocks], workspace)
+
+    def _room(self, shard: Shard, lease: Lease, workspace: int, device: Device) -> AbstractContextManager[object]:
+        """Return the context that accounts for memory of the user's own code; for a graph, the pilot already has."""
+        stack = ExitStack()
+        module = shard.graph.module
+        if isinstance(module, EagerStep) and module.precision == "float32":
+            # Under autocast, kernels that call others inside (the fused transformer layer) round differently if followed.
+            tracker = WorkspaceTracker(lease, workspace, device.alignment)
+            tracker.know(*lease.data)
+            stack.enter_context(tracker)
+        if self._plan.eager and shard.cost.spilled_bytes:
+            stack.enter_context(lease.spilling_activations())
+        return stack
+
+    def _leased(self, lease: Lease, compute: Callable[[], None]) -> None:
+        self._store.lease = lease
+        try:
+            compute()
+        finally:
+            self._store.lease = None
+
+    def _surroundings(self, shard: Shard, device: Device, draws: str) -> AbstractContextManager[object]:
+        """Return the context of a unit: random streams for the code, and no concurrent capture.
+
+        Eager code gets all of the trial's streams, a captured graph only the stream of the device.
+        """
+        stack = ExitStack()
+        if self._plan.eager:
+            stack.enter_context(self._streams.everything())
+        if draws != _NONE and shard.graph.stochastic and not (self._plan.eager and device.shares_generator):
+            stack.enter_context(self._streams.drawing(device, keep=draws == _KEPT))
+        # Lock order: a GPU's generator before the gate.
+        stack.enter_context(GATE.shared())
+        return stack
+
+
+class EvaluationBatch(BatchUnits):
+    """An evaluated batch; after the units have run, `metrics` holds the values."""
+
+    metrics: dict[str, float]
+
+    def units(self) -> Iterator[PendingUnit]:
+        """Yield a forward-only unit for each shard."""
+        self.metrics = {}
+        for index in range(len(self._plan.shards)):
+            yield self._shard_unit("evaluate", index, partial(self._forward, index))
+
+    def _following(self, kind: str, index: int) -> list[UpcomingUnit]:
+        if index + 1 < len(self._plan.shards):
+            return [self._expected(kind, index + 1)]
+        return [self._expected_batch(kind)]
+
+    def _forward(self, index: int, device: Device) -> None:
+        self._chain.forward(index, self._generator(device))
+        for metric, name in zip(self._plan.names, self._plan.outputs, strict=True):
+            if self._plan.birth[name] == index:
+                value = self._store.get(name)
+                assert value is not None
+                self._take_metric(metric, value)
+        for name in set(self._plan.outputs):
+            # An output that later shards also use goes with its last use.
+            if self._plan.birth[name] == index and name not in self._plan.last_use:
+                self._store.drop(name)
+
+    def _take_metric(self, metric: str, value: Tensor) -> None:
+        self.metrics[metric] = float(value.item())

@@ -1,0 +1,530 @@
+"""Steps of a trial that fits its device whole: the user's own module and step, run as in a plain loop.
+
+Nothing is captured, so nothing about the user's code is frozen. This module knows nothing of bursts, of other trials or
+of the schedule.
+
+Note: memory. The activations of a step are known only once the step has run, so the first step of each kind is
+*followed*: a mode sees each operator of the step and takes room on the device's ledger for the operator's results
+(`workspace_tracker.py`). Where the room is used up, tensors saved by autograd so far go to the host, and tensors saved
+later go there at once: the step completes and counts, and the trial is cut from its next step on. Later steps of the
+kind get the room of the first step, and are not followed. The shapes of a batch define the kind: a batch that is no
+larger in any dimension needs no more room.
+
+Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the
+optimizer steps, only buffers, gradients and random streams of the trial have changed: `undo` restores all three, and
+the batches of the step run once more, cut. Only in this case does the user's step run twice, and the alternative would
+be a failed trial. A module that changes its own Python state cannot be captured, so in this case the trial fails.
+"""
+
+import datetime as dt
+import enum
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import TaskError
+from hydra_tune.memory.block import BlockKind
+from hydra_tune.memory.lease import Lease
+from hydra_tune.memory.saved import LazySavedTensorSpiller
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.pilot import aligned
+from hydra_tune.shard.precision import eager_autocast
+from hydra_tune.shard.steps import evaluation_metrics, training_loss
+from hydra_tune.task import Batch, TrainTask, backward_called, returned
+from hydra_tune.train.data.handles import moved, tensors_of
+from hydra_tune.train.loop.gradient_rules import GradientProcessor
+from hydra_tune.train.loop.workspace_tracker import WorkspaceTracker
+from hydra_tune.train.rng.rng_streams import RandomStreams
+from hydra_tune.train.state.model_state import optimizer_tensors
+
+_MOST_SEEN = 1024
+# Py_TPFLAGS_HEAPTYPE: set for classes created by Python code.
+_HEAP_TYPE = 1 << 9
+
+
+class _OpaqueError(Exception):
+    """Raised when a batch has parts of unknown size."""
+
+
+class WholeModelRunner:
+    """Runs the steps of one trial while the caller holds a lease on all of the trial's state.
+
+    Args:
+        task: description of the step.
+        module, optimizer: the trial's own.
+        gradients: the trial's rules for gradients.
+        streams: the trial's random streams.
+        always_sheds: as of the attribute.
+
+    Attributes:
+        workspace_bytes: largest room beside the state needed by the steps so far.
+        has_shed: whether a step fit only because its activations went to the host, or the next step will not fit.
+        always_sheds: whether activations go to the host in every step, because the model can be cut no finer.
+    """
+
+    def __init__(
+        self,
+        task: TrainTask,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        gradients: GradientProcessor,
+        streams: RandomStreams,
+        *,
+        always_sheds: bool = False,
+    ) -> None:
+        self.workspace_bytes = 0
+        self.has_shed = False
+        self.always_sheds = always_sheds
+        self._task = task
+        self._module = module
+        self._optimizer = optimizer
+        self._gradients = gradients
+        self._streams = streams
+        self._loss = training_loss(task)
+        self._argument = "loss" if task.step is None else "step"
+        self._known: dict[Hashable, list[tuple[int, ...]]] = {}
+        # Quick keys of known kinds, so that most batches skip the structural comparison.
+        self._seen: set[Hashable] = set()
+        self._following: _TrackedStep | None = None
+        # Kinds of the batches in the followed step.
+        self._fresh: list[tuple[Hashable, tuple[int, ...]]] = []
+        self._has_followed = False
+        # State before the followed step, if its first batch was followed.
+        self._before: _StepBackup | None = None
+        self._lease: Lease | None = None
+        self._device: Device | None = None
+        self._is_plain = task.precision == "float32" and gradients.is_plain
+        # Number of entries in the optimizer's state after the last step.
+        self._state_entries = 0
+        # Whether no batch has been trained on yet.
+        self._is_first = True
+
+    @contextmanager
+    def held(self, lease: Lease, device: Device) -> Iterator[None]:
+        """Set the lease and the device under which the steps inside the context run."""
+        self._lease, self._device = lease, device
+        try:
+            yield
+        finally:
+            self._lease = self._device = None
+
+    def train(self, batch: Batch, share: float) -> tuple[float, Callable[[], None]]:
+        """Run the forward of a batch or of a piece of a batch.
+
+        Args:
+            batch: the batch as the user's data returned it.
+            share: the fraction of the batch's samples in the piece.
+
+        Returns:
+            The training loss, and a function that runs the backward.
+
+        Raises:
+            TaskError: the loss is not a scalar tensor, or the first batch's step has computed gradients itself.
+            BudgetError: the step does not fit the device, even with its activations on the host.
+        """
+        batch = self._placed("train", batch)
+        is_checked, self._is_first = self._is_first and not self._has_gradients, False
+        if self._following is None and self._task.precision == "float32":
+            loss = self._loss(self._module, batch)
+        else:
+            with self._surroundings():
+                loss = self._loss(self._module, batch)
+        # A `step=` that calls backward() itself would count its gradients twice.
+        if is_checked and self._has_gradients:
+            raise backward_called()
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise TaskError(f"{self._argument}= must return a scalar tensor, not {returned(loss)}")
+        return float(loss.item()), partial(self._backward, loss, share)
+
+    def _backward(self, loss: Tensor, share: float) -> None:
+        following = self._following
+        with nullcontext() if following is None else following.differentiating(self._trained_parameters()):
+            self._gradients.objective(share)(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        """Take the optimizer's step, once all batches of the step have run."""
+        following, self._before = self._following, None
+        with nullcontext() if following is None else following.updating(self._trained_parameters()):
+            if self._is_plain:
+                self._gradients.clip_plainly(self._optimizer)
+                self._optimizer.step()
+            else:
+                self._scaled_step()
+            self._optimizer.zero_grad()
+        made = sum(map(len, self._optimizer.state.values()))
+        if following is not None:
+            self._followed(following)
+        elif made != self._state_entries:
+            self._made_state_late()
+        self._state_entries = made
+
+    def evaluate(self, batch: Batch) -> dict[str, float]:
+        """Return the metrics of one validation batch; the caller has switched off training mode and gradients.
+
+        Raises:
+            MetricError: a metric is not a scalar.
+            BudgetError: the batch does not fit the device.
+        """
+        batch = self._placed("evaluate", batch)
+        with self._surroundings():
+            values = evaluation_metrics(self._task, self._module, batch)
+        following = self._following
+        if following is not None:
+            self._followed(following)
+        return values
+
+    def has_followed(self) -> bool:
+        """Whether a step was followed since the last call."""
+        found, self._has_followed = self._has_followed, False
+        return found
+
+    def close(self) -> None:
+        """Release an unfinished step."""
+        self._following = self._before = None
+        self._fresh.clear()
+
+    def undo(self) -> bool:
+        """Restore the state before the batches of a step that does not fit; return False if the state is unknown."""
+        before, self._before = self._before, None
+        if before is None:
+            return False
+        before.restore()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        return True
+
+    def _trained_parameters(self) -> list[Tensor]:
+        """Return all parameters that may get a gradient."""
+        own = list(self._module.parameters())
+        others = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for p in dict.fromkeys([*own, *others]) if p.requires_grad and p.is_leaf]
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether a batch of the step has left gradients."""
+        return any(p.grad is not None for group in self._optimizer.param_groups for p in group["params"])
+
+    @property
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._module.parameters())
+
+    def _placed(self, mode: str, batch: Batch) -> Batch:
+        """Move the batch to the device of the step; follow the step if no step of its kind has been followed."""
+        assert self._device is not None
+        if not self._device.is_host:
+            batch = moved(batch, self._device.torch_device)
+        # With accumulation, a later batch of the step may be of a new kind and need an undo that covers the earlier
+        # batches.
+        if mode == "train" and self._task.accumulate > 1 and self._before is None and not self._has_begun:
+            self._before = _StepBackup(self._module, self._streams, self._device)
+        quick = _quick_key(mode, batch)
+        if quick in self._seen:
+            return batch
+        kind, found = _kind_of(mode, batch)
+        known = None if self.always_sheds or kind is None else self._known.get(kind)
+        if known is None or not any(_covers(other, found) for other in known):
+            if kind is not None:
+                self._fresh.append((kind, found))
+            if self._following is None:
+                self._following = self._follow()
+                if mode == "train" and self._before is None and not self._has_begun:
+                    self._before = _StepBackup(self._module, self._streams, self._device)
+            self._following.add(batch)
+        # Bounded, because data with ever-new shapes would grow the set for ever.
+        elif quick is not None and len(self._seen) < _MOST_SEEN:
+            self._seen.add(quick)
+        return batch
+
+    def _follow(self) -> "_TrackedStep":
+        assert self._lease is not None
+        assert self._device is not None
+        device = self._device
+        named = dict(named_state(self._module))
+        state = [*named.values(), *optimizer_tensors(self._optimizer, device)]
+        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        following = _TrackedStep(self._lease, device, self.workspace_bytes, state, gradients, self._task.precision)
+        following.optimizer_bytes = self._optimizer_bytes()
+        if self.always_sheds:
+            following.shed()
+        return following
+
+    def _optimizer_bytes(self) -> int:
+        """Return the bytes of the optimizer's state; in mixed precision, no mode follows how the state is created."""
+        assert self._device is not None
+        found = optimizer_tensors(self._optimizer, self._device)
+        return sum(aligned(t.numel() * t.element_size(), self._device.alignment) for t in found)
+
+    def _surroundings(self) -> ExitStack:
+        stack = ExitStack()
+        if self._following is not None:
+            stack.enter_context(self._following.saving())
+        if self._task.precision != "float32":
+            assert self._device is not None
+            stack.enter_context(eager_autocast(self._task.precision, self._device.torch_device.type))
+        return stack
+
+    def _followed(self, following: "_TrackedStep") -> None:
+        """Record the needs of a followed step at the end of the step."""
+        self._following, self._has_followed = None, True
+        self.workspace_bytes = max(self.workspace_bytes, following.workspace_bytes)
+        assert self._lease is not None
+        following.kept_bytes = max(following.kept_bytes, self._optimizer_bytes() - following.optimizer_bytes)
+        # The first step creates the optimizer's state after its activations are gone; the next step has both at once.
+        fits = self._lease.would_fit(self.workspace_bytes + following.kept_bytes)
+        self.has_shed = self.has_shed or following.has_shed or not fits
+        for kind, sizes in self._fresh:
+            known = self._known.setdefault(kind, [])
+            # A larger kind covers all smaller ones, so only maximal sizes are kept.
+            known[:] = [other for other in known if not _covers(sizes, other)]
+            known.append(sizes)
+        self._fresh.clear()
+
+    def _made_state_late(self) -> None:
+        """Account for state created or released by the optimizer in a step that was not followed."""
+        # The caller then refreshes the groups, as after a followed step.
+        self._has_followed = True
+        assert self._lease is not None
+        assert self._device is not None
+        tensors = optimizer_tensors(self._optimizer, self._device)
+        new = [tensor for tensor in tensors if not self._lease.owns(tensor, (BlockKind.OPTIMIZER,))]
+        nbytes = sum(aligned(t.untyped_storage().nbytes(), self._device.alignment) for t in new)
+        self.has_shed = self.has_shed or not self._lease.would_fit(self.workspace_bytes + nbytes)
+
+    def _scaled_step(self) -> None:
+        named = {name: p for name, p in self._module.named_parameters() if p.grad is not None}
+        order = {id(p): None for group in self._optimizer.param_groups for p in group["params"]}
+        names = {id(p): name for name, p in named.items()}
+        wanted = [names[key] for key in order if key in names]
+        gradients = self._gradients
+        gradients.complete({name: named[name].grad for name in wanted})  # type: ignore[misc]  # those with gradients
+        if not gradients.skips_update:
+            if wanted:
+                gradients.clip([named[name] for name in wanted], wanted)
+            self._optimizer.step()
+        gradients.next_step()
+
+
+class _StepBackup:
+    """State of a trial that the batches of a step may change, saved on the host because the device may have no room.
+
+    Args:
+        module: module whose buffers the batches may overwrite.
+        streams: streams that the batches may draw from.
+        device: device of the buffers.
+    """
+
+    def __init__(self, module: nn.Module, streams: RandomStreams, device: Device) -> None:
+        self._device = device
+        self._buffers = [
+            (each, name, buffer)
+            for each in module.modules()
+            for name, buffer in each.named_buffers(recurse=False)
+            if not is_lazy(buffer)
+        ]
+        self._copies: list[Tensor] = []
+        if self._buffers:
+            self._copies = device.on_host(lambda: [torch.empty_like(b, device="cpu") for _, _, b in self._buffers])
+            device.spill(list(zip(self._present(), self._copies, strict=True)))
+        self._streams, self._position = streams, streams.state()
+
+    def restore(self) -> None:
+        """Restore buffers and streams."""
+        for module, name, buffer in self._buffers:
+            # The forward may have replaced the buffer by another tensor.
+            setattr(module, name, buffer)
+        if self._buffers:
+            self._device.load(list(zip(self._copies, self._present(), strict=True)))
+        self._streams.restore(self._position)
+
+    def _present(self) -> list[Tensor]:
+        """Return the buffers where they are now; a stored list would keep their memory alive after a move."""
+        return [buffer.detach() for _, _, buffer in self._buffers]
+
+
+class _TrackedStep:
+    """A followed step.
+
+    Attributes:
+        kept_bytes: lasting bytes created by the step, such as the optimizer's state.
+        optimizer_bytes: bytes of the optimizer's state before the step.
+
+    Args:
+        lease: source of room.
+        device: device of the step.
+        granted_bytes: initial room of the step.
+        state: tensors with room on the lease already.
+        gradients: gradients left by earlier batches of the step.
+        precision: precision of the step.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        device: Device,
+        granted_bytes: int,
+        state: Iterable[Tensor],
+        gradients: Iterable[Tensor],
+        precision: str,
+    ) -> None:
+        state = list(state)
+        storages = {tensor.untyped_storage()._cdata for tensor in state}  # noqa: SLF001 - the storage's identity
+        # In mixed precision and in compiled code, where no mode follows the operators, tensors become known when
+        # autograd saves them.
+        self._saved = LazySavedTensorSpiller(
+            device,
+            lambda t: t.untyped_storage()._cdata in storages,  # noqa: SLF001
+            lambda t: self._tracker.follow(t.detach()),
+        )
+        self._tracker = WorkspaceTracker(lease, granted_bytes, device.alignment, self._saved.shed)
+        self._tracker.know(*state)
+        self._tracker.follow(*gradients)
+        # Under autocast, kernels that call others inside (the fused transformer layer) round differently where a mode follows.
+        self._is_tracked = precision == "float32"
+        self._alignment = device.alignment
+        self._lease = lease
+        self._before_update = 0
+        self.kept_bytes = self.optimizer_bytes = 0
+
+    @property
+    def has_shed(self) -> bool:
+        """Whether activations went to the host."""
+        return self._saved.is_shedding
+
+    def shed(self) -> None:
+        """Send activations to the host from now on."""
+        self._saved.shed()
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Room beside the state that another such step needs, in bytes."""
+        tracker = self._tracker
+        return max(self._before_update, tracker.given_bytes + tracker.peak_bytes - self.kept_bytes)
+
+    def add(self, batch: Batch) -> None:
+        """Count another batch of the step, on the device."""
+        # Sizes and not storages: a slice of a data set counts only its own bytes.
+        tensors = list(tensors_of(batch))
+        self._tracker.know(*tensors)
+        self._tracker.given_bytes += sum(aligned(t.numel() * t.element_size(), self._alignment) for t in tensors)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Follow a forward or a backward inside the context."""
+        with self._tracked(), self._saved.hooks():
+            yield
+
+    @contextmanager
+    def differentiating(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Follow a backward inside the context, and the gradients created for the given parameters."""
+        with ExitStack() as stack:
+            for parameter in parameters:
+                hook = parameter.register_post_accumulate_grad_hook(self._made_gradient)  # type: ignore[no-untyped-call]
+                stack.callback(hook.remove)
+            with self.saving():
+                yield
+
+    def _made_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._tracker.follow(parameter.grad)
+
+    @contextmanager
+    def updating(self, parameters: Iterable[Tensor]) -> Iterator[None]:
+        """Follow the optimizer's step inside the context, in mixed precision too: the step may create state that stays."""
+        tracker = self._tracker
+        tracker.follow(*(p.grad for p in parameters if p.grad is not None))
+        self._before_update = tracker.peak_bytes + tracker.given_bytes
+        # The peak of forward and backward has been noted; from here on only lasting state counts.
+        tracker.forget_peak()
+        with tracker:
+            yield
+        self.kept_bytes = tracker.current_bytes
+        if self.has_shed:
+            self._lease.count(self._saved)
+
+    def _tracked(self) -> Any:
+        return self._tracker if self._is_tracked else nullcontext()
+
+
+def _quick_key(mode: str, batch: Any) -> Hashable:
+    """Return a cheap key of a batch's kind and sizes, for plain pairs or lists of tensors; None for other batches."""
+    if type(batch) not in (tuple, list):
+        return None
+    key: list[Hashable] = [mode]
+    for item in batch:
+        if type(item) is not Tensor:
+            return None
+        key += (item.dtype, item.shape)
+    return tuple(key)
+
+
+_PLAIN = (type(None), int, float, complex, enum.Enum, torch.dtype, torch.device, torch.Generator, dt.date)
+_WITHOUT_DATA = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, weakref.ref, dt.timedelta)
+_SIZED = (str, bytes, bytearray, range, set, frozenset)
+
+
+def _structure(value: Any, sizes: list[int], inside: tuple[int, ...] = ()) -> Hashable:  # noqa: PLR0911 - a case each
+    """Return the structure of a batch; append the sizes of its tensors, arrays and texts to a list.
+
+    Raises:
+        _OpaqueError: a part of the batch cannot be inspected.
+    """
+    if isinstance(value, Tensor):
+        sizes.extend(value.shape)
+        return value.dtype, value.dim()
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, _PLAIN + _WITHOUT_DATA):
+        return kind
+    if isinstance(value, _SIZED):
+        sizes.append(len(value))
+        return kind
+    if isinstance(getattr(value, "shape", None), tuple) and hasattr(
+        value, "dtype"
+    ):  # an array of numpy's, or one like it
+        sizes.extend(value.shape)
+        return kind, str(value.dtype), len(value.shape)
+    # A reference to an enclosing container is named by its depth, so cyclic batches end.
+    if id(value) in inside:
+        return kind, inside.index(id(value))
+    inside = (*inside, id(value))
+    if isinstance(value, list | tuple | deque):
+        return kind, tuple(_structure(item, sizes, inside) for item in value)
+    parts = value if isinstance(value, Mapping) else _attributes(value)
+    return kind, tuple((key, _structure(part, sizes, inside)) for key, part in parts.items())
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return all attributes of an object whose class is written in Python; objects of other classes may hide more."""
+    kinds = [kind for kind in type(value).__mro__ if kind is not object]
+    if isinstance(value, nn.Module) or not all(kind.__flags__ & _HEAP_TYPE for kind in kinds):
+        raise _OpaqueError
+    slots = [name for kind in kinds for name in _names(vars(kind).get("__slots__", ())) if hasattr(value, name)]
+    return {name: getattr(value, name) for name in slots if not name.startswith("__")} | getattr(value, "__dict__", {})
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _kind_of(mode: str, batch: Any) -> tuple[Hashable | None, tuple[int, ...]]:
+    """Return the kind of a batch, None if unknown, and the sizes in which batches of the kind differ."""
+    sizes: list[int] = []
+    try:
+        kind = (mode, _structure(batch, sizes))
+        hash(kind)
+    except (_OpaqueError, TypeError, RecursionError):
+        return None, ()
+    return kind, tuple(sizes)
+
+
+def _covers(known: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    return len(known) == len(sizes) and all(a >= b for a, b in zip(known, sizes, strict=True))

@@ -1,0 +1,85 @@
+"""Choice of `split_batches="auto"`: a task's batches are cut into the number of pieces that suits the pool best.
+
+`shard/piece_count.py` makes the choice. This module supplies the pieces to be examined, and remembers results: similar
+trials get the same number from a single search.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.shard import batch as batches
+from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.piece_count import PieceCountChoice, StepCostEstimate, choose_count
+from hydra_tune.shard.request import ShardPlanRequest, key_of
+from hydra_tune.task import Batch, TrainTask
+from hydra_tune.train.data.handles import num_samples
+from hydra_tune.train.loop.microbatches import MicroBatch, pieces
+
+
+def piece_count(
+    task: TrainTask, library: PlanLibrary, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+) -> PieceCountChoice:
+    """Choose the number of pieces for the batches of a task. Call this inside the trial's own random streams.
+
+    Args:
+        task: the trial's task, with `split_batches="auto"`.
+        library: makes plans for the devices that decide.
+        module: the trial's module; only read, and in training mode again afterwards.
+        optimizer: the trial's optimizer; only read.
+        batch: the first batch; only read.
+
+    Raises:
+        BudgetError: not even pieces of one sample fit.
+        TaskError: the step is invalid.
+    """
+    whole = replace(task, split_batches=1)
+    request = ShardPlanRequest(
+        task=whole,
+        model=module,
+        optimizer=optimizer,
+        leaves=batches.flatten(batch),
+        batch=batch,
+        mode="train",
+        like=None,
+    )
+    key = key_of(request)
+    known = None if key is None else library.piece_counts.get(key)
+    if known is not None:
+        return known
+
+    def probe(count: int) -> StepCostEstimate | None:
+        piece = next(pieces(batch, count))
+        return library.foresee(replace(task, split_batches=count), module, optimizer, piece.batch)
+
+    found = choose_count(num_samples(batch), probe)
+    module.train()
+    if not found.fits:
+        _refuse(
+            replace(task, split_batches=found.count),
+            found,
+            library,
+            module,
+            optimizer,
+            next(pieces(batch, found.count)),
+        )
+    if key is not None and all(one is None or one.holds_for_all for _, one in found.tried):
+        library.piece_counts[key] = found
+    return found
+
+
+def _refuse(
+    task: TrainTask,
+    found: PieceCountChoice,
+    library: PlanLibrary,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    piece: MicroBatch,
+) -> None:
+    """Raise a `BudgetError` that names the shortage and a sufficient budget, found by preparing the smallest piece."""
+    try:
+        library.prepare(task, module, optimizer, piece.batch, "train")
+    except BudgetError as error:
+        raise BudgetError(f"split_batches='auto': {found.reason}; {error}", enough_bytes=error.enough_bytes) from error

@@ -1,0 +1,164 @@
+"""The plans of one trial: a plan for each kind of batch, made when the first batch of the kind arrives.
+
+Note: limits. Each kind of batch needs a capture, and data with ever-new shapes would be captured for ever. So after
+some captures further kinds run whole where the model fits, and only the most recently used plans are kept.
+"""
+
+from collections import Counter, OrderedDict
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_tune.devices.device import Device
+from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.verify import plain_attributes
+from hydra_tune.task import Batch, TrainTask
+from hydra_tune.train.rng.rng_streams import RandomStreams
+from hydra_tune.train.state.host_quota import HostMemoryQuota
+from hydra_tune.train.state.model_state import ModelState
+from hydra_tune.train.timing.shared_times import SharedUnitTimes
+from hydra_tune.train.timing.unit_times import UnitTimes
+
+# Kinds of batches that are captured in a trial; further kinds run whole where the model fits.
+_MAX_CAPTURES = 8
+_MAX_PLANS = 128
+
+
+@dataclass(slots=True, kw_only=True)
+class CachedPlan:
+    """A plan, the times of its units, and the model's attributes when the plan was made.
+
+    `draws` is the number of draws by which a batch moves the torch stream; None if unknown. The number is determined
+    once. `ways` lists the ways in which batches of the plan may run together; None until first needed.
+    """
+
+    prepared: PreparedPlan
+    times: UnitTimes
+    attributes: dict[str, Any]
+    draws: int | None = None
+    is_counted: bool = False
+    ways: list[str] | None = None
+
+    @property
+    def plan(self) -> ShardPlan:
+        """Cut of the step."""
+        return self.prepared.plan
+
+
+class TrialPlanCache:
+    """Makes and keeps a trial's plans.
+
+    Args:
+        task: task to train; may be replaced before the first plan is made.
+        library: source of plans.
+        streams: the trial's random streams; a capture runs the user's code.
+        device: any device of the pool, for host memory.
+        share: the trial's share of host memory; a further plan may need more.
+        times: times of the units of plans, measured together by all trials of a pool.
+    """
+
+    def __init__(
+        self,
+        task: TrainTask,
+        library: PlanLibrary,
+        streams: RandomStreams,
+        device: Device,
+        share: HostMemoryQuota,
+        times: SharedUnitTimes,
+    ) -> None:
+        self._share = share
+        self._times = times
+        self.task = task
+        self.library = library
+        self._streams = streams
+        self._device = device
+        # Least recently used first.
+        self._kept: OrderedDict[Any, list[CachedPlan]] = OrderedDict()
+        self._captures: Counter[str] = Counter()
+
+    def find(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: ModelState | None,
+        batch: Batch,
+        leaves: BatchLeaves,
+        mode: str,
+    ) -> CachedPlan:
+        """Return a plan that serves a batch; make a new plan if none does.
+
+        Args:
+            module: the trial's module.
+            optimizer: the trial's optimizer.
+            state: tensors of module and optimizer, once the first plan has been made.
+            batch: the batch as the user's code returned it.
+            leaves: tensors of the batch.
+            mode: "train" or "evaluate".
+
+        Raises:
+            HydraTuneError: as `PlanLibrary.prepare`.
+        """
+        key = (mode, leaves.signature)
+        plans = self._kept.setdefault(key, [])
+        self._kept.move_to_end(key)
+        # A graph bakes in the model's attributes, so a plan with outdated attributes no longer serves.
+        plans[:] = [kept for kept in plans if not self._is_outdated(kept, module)]
+        # A guard computes on the batch, and whatever computes passes the capture gate.
+        asks = any(kept.prepared.guard is not None for kept in plans)
+        with GATE.shared() if asks else nullcontext():
+            found = next((kept for kept in plans if kept.prepared.serves(leaves.tensors)), None)
+        if found is None:
+            found = self._make(module, optimizer, state, batch, mode)
+            plans.append(found)
+            del plans[:-_MAX_PLANS]
+            while len(self._kept) > _MAX_PLANS:
+                self._kept.popitem(last=False)
+        return found
+
+    @property
+    def all(self) -> list[ShardPlan]:
+        """The plans kept."""
+        return [kept.plan for found in self._kept.values() for kept in found]
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._kept.clear()
+
+    def _make(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, state: ModelState | None, batch: Batch, mode: str
+    ) -> CachedPlan:
+        task = self.task
+        self._captures[mode] += 1
+        # A capture copies the model, so all parameters have to be on the host meanwhile.
+        with nullcontext() if state is None else state.whole(), self._streams.everything():
+            prepared = self.library.prepare(
+                task,
+                module,
+                optimizer,
+                batch,
+                mode,
+                None if state is None else state.layout,
+                prefer_whole=self._captures[mode] > _MAX_CAPTURES,
+            )
+        if state is not None:
+            self._share.require([state.layout.plan, *self.all], prepared.plan)
+            state.adopt_state(list(prepared.plan.used_state()), self._device)
+        module.train()
+        times = self._times.of(prepared, task.accumulate * task.num_pieces if mode == "train" else 1)
+        # The draws of a stochastic plan are counted when the plan first runs.
+        draws = None if prepared.plan.is_stochastic else 0
+        return CachedPlan(
+            prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
+        )
+
+    def _is_outdated(self, kept: CachedPlan, module: nn.Module) -> bool:
+        """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
+        if kept.plan.eager or not any(one.plan.eager for plans in self._kept.values() for one in plans):
+            return False
+        return kept.attributes != plain_attributes(module)

@@ -1,0 +1,80 @@
+"""Requests of a trial to the pool for idle devices.
+
+Before each optimizer step a trial asks for devices to help, and for the number of batches under way at once.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.train.parallel.cost_model import GROUPED, PIPELINED, DeviceOffer
+
+# Batches drawn for each batch under way: between two rounds devices wait for each other, so rounds should be long.
+AHEAD = 4
+
+
+class DeviceLender(Protocol):
+    """Interface of the pool for a trial with steps to split."""
+
+    def offer(self) -> DeviceOffer | None:
+        """Return the devices for the next step; None if no device could help."""
+
+    def ask(self, way: str, nbytes: int, most: int) -> int:
+        """Grant a number of batches under way at once in the next step, limited by room on the host.
+
+        Args:
+            way: intended way of the step.
+            nbytes: host memory for each batch beyond the first, in bytes.
+            most: largest useful number of batches.
+        """
+
+    def leave(self) -> None:
+        """Give back the grant: the step's batches have run."""
+
+    def decline(self, way: str) -> None:
+        """Decline the way, after `leave` and before any unit: the step runs on a single device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStrategy:
+    """Arrangement of the batches of an optimizer step.
+
+    Attributes:
+        way: one of `ways.WAYS`.
+        width: largest number of batches under way at once; 1: one after the other.
+        plan: plan of the arranged batches.
+        homes: the device of each shard, where the step is pipelined.
+        is_dealt: whether a device of a pipelined step stays with its present shard.
+        teams: for a data-parallel step, the number of teams that go through each shard together; 0: each batch runs by
+            itself.
+    """
+
+    way: str
+    width: int
+    plan: ShardPlan
+    homes: tuple[str, ...] = ()
+    is_dealt: bool = False
+    teams: int = 0
+
+    @property
+    def drawn_for_each(self) -> int:
+        """Batches drawn for each batch under way."""
+        return 1 if self.way == GROUPED or self.teams or self.is_dealt else AHEAD
+
+
+def lane_bytes(plan: ShardPlan, way: str, *, together: bool = False) -> int:
+    """Return the host memory for another batch under way, in bytes: values between units, and batches drawn ahead.
+
+    In a pipeline, in teams and in a group, all batches share a single set of gradients of parameters. Batches going
+    through each shard `together`, as in a group, are the only batches drawn.
+    """
+    costs = [shard.cost for shard in plan.shards]
+    is_together = way == GROUPED or together
+    drawn = 0 if is_together else drawn_bytes(plan, AHEAD)
+    gradients = 0 if way == PIPELINED or is_together else sum(cost.trained_bytes for cost in costs)
+    return sum(cost.value_bytes + cost.handed_bytes + cost.kept_bytes for cost in costs) + gradients + drawn
+
+
+def drawn_bytes(plan: ShardPlan, for_each: int) -> int:
+    """Return the part of `lane_bytes` for batches drawn ahead; these stay on the host."""
+    return for_each * max(shard.cost.value_bytes for shard in plan.shards)

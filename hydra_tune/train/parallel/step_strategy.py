@@ -1,0 +1,54 @@
+"""Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer."""
+
+from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.task import Parallel
+from hydra_tune.train.loop.plan_cache import CachedPlan
+from hydra_tune.train.parallel import batch_grouping
+from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, GROUPED, ONE_DEVICE, PIPELINED, fastest, shard_facts
+from hydra_tune.train.parallel.pipeline_parallel import may_pipeline
+from hydra_tune.train.parallel.pool_offers import DeviceLender, StepStrategy, lane_bytes
+from hydra_tune.train.state.model_state import ModelState
+
+
+def arrange(
+    kept: CachedPlan, state: ModelState, helpers: DeviceLender, count: int, parallel: Parallel
+) -> StepStrategy | None:
+    """Arrange how batches of a plan run together; None: one after the other.
+
+    Args:
+        kept: the plan; `draws` is known.
+        state: the trial's long-lived tensors.
+        helpers: grants devices and host memory.
+        count: batches of the step, pieces counted as batches.
+        parallel: the task's choice among the ways.
+    """
+    plan = kept.plan
+    if kept.ways is None:
+        kept.ways = _ways(plan, state)
+    offer = helpers.offer() if parallel != "none" and set(kept.ways) - {GROUPED} else None
+    if offer is not None:
+        best = fastest(shard_facts(plan, kept.times), count, offer, kept.ways, parallel)
+        if best.way != ONE_DEVICE:
+            most = offer.most_devices if best.way == DATA_PARALLEL else 2 * len(offer.devices)
+            together = best.is_dealt or best.teams > 0
+            if together:
+                # All batches at once: fewer would load each shard again for every few batches.
+                most = count
+            width = helpers.ask(best.way, lane_bytes(plan, best.way, together=together), min(count, most))
+            how = StepStrategy(
+                way=best.way, width=width, plan=plan, homes=best.homes, is_dealt=best.is_dealt, teams=best.teams
+            )
+            return how if width > 1 else None
+    way = GROUPED if GROUPED in kept.ways else ONE_DEVICE
+    width = helpers.ask(way, lane_bytes(plan, way), count if way == GROUPED else 1)
+    return StepStrategy(way=way, width=width, plan=plan) if width > 1 else None
+
+
+def _ways(plan: ShardPlan, state: ModelState) -> list[str]:
+    """Return the exact ways for a plan; groups only where they save bytes."""
+    ways = [DATA_PARALLEL] if plan.may_run_beside else []
+    if may_pipeline(plan, state):
+        ways.append(PIPELINED)
+    if plan.may_be_pipelined and batch_grouping.is_worth_it(plan):
+        ways.append(GROUPED)
+    return ways

@@ -1,0 +1,210 @@
+"""A trial's own random streams, in place of the process's streams for all code of the trial.
+
+Torch's operators on CPU, the functions of `random` and the functions of `numpy.random` look up the stream of the
+calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's
+streams without any waiting, and no other thread draws from or seeds the streams. Threads started by the code draw from
+the process's streams. Each GPU has a separate generator, used by the device's worker only.
+"""
+
+import copy
+import importlib
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hydra_tune.devices import own_generator
+from hydra_tune.devices.device import Device, RandomGenerator
+from hydra_tune.devices.own_generator import ThreadGenerator, drawing_from
+from hydra_tune.train.rng import own_python
+from hydra_tune.train.rng.own_python import PythonStream
+
+_LOCK = threading.Lock()
+
+
+def _own_numpy() -> Any:
+    """Return the module of numpy's streams; None without numpy."""
+    return importlib.import_module("hydra_tune.train.rng.own_numpy") if importlib.util.find_spec("numpy") else None
+
+
+def _install(own_numpy: Any) -> None:
+    """Route all drawing functions to the calling thread's streams; once for the process."""
+    with _LOCK:
+        own_generator.install()
+        replaced = own_python.install()
+        if own_numpy is not None:
+            replaced |= own_numpy.install()
+        own_python.replace_everywhere(replaced)
+
+
+class RandomStreams:
+    """The random streams of a trial, from a seed on.
+
+    Args:
+        seed: the seed that a plain loop would give to `torch.manual_seed`, `numpy.random.seed` and `random.seed`.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        own_numpy = _own_numpy()
+        _install(own_numpy)
+        self._torch = ThreadGenerator()
+        self._torch.manual_seed(seed)
+        self._python = PythonStream(seed)
+        self._numpy: Any = None if own_numpy is None else own_numpy.NumpyStream.of_seed(seed)
+        self._host_streams: list[Any] = [self._torch, self._python] + ([] if self._numpy is None else [self._numpy])
+        self._gpu_state: Tensor | None = None
+        # A GPU's generator, while it moves this trial's stream.
+        self._drawn_from: RandomGenerator | None = None
+
+    def fork(self) -> "RandomStreams":
+        """Return independent torch streams at the present position, for captured units.
+
+        Draws from a fork do not move the original, nor the other way round.
+        """
+        other = copy.copy(self)
+        apart = ThreadGenerator()
+        apart.set_state(self._torch.get_state())
+        vars(other).update(_torch=apart, _python=None, _numpy=None, _host_streams=[], _drawn_from=None)
+        return other
+
+    @property
+    def generator(self) -> torch.Generator:
+        """Generator of captured units on CPU devices."""
+        return self._torch
+
+    def position(self, device: Device) -> Tensor:
+        """Return the position of the stream of captured units on such a device."""
+        return self._torch.get_state() if device.shares_generator else self.gpu_state(device)
+
+    def gpu_state(self, device: Device) -> Tensor:
+        """Return the position of the stream of captured units on GPUs, as a state of a GPU's default generator."""
+        if self._gpu_state is None:
+            self._gpu_state = torch.Generator(device.torch_device).manual_seed(self._seed).get_state()
+        return self._gpu_state
+
+    def keep_gpu_state(self, state: Tensor) -> None:
+        """Set the position of the stream of captured units on GPUs."""
+        self._gpu_state = state
+
+    def mark(self) -> Any:
+        """Return the positions of the streams of captured units, for `go_back`."""
+        return self._torch.get_state(), self._gpu_position()
+
+    def go_back(self, mark: Any) -> None:
+        """Set the streams back to the positions from `mark`; on the thread that draws, if any does."""
+        self._torch.set_state(mark[0])
+        self._set_gpu_position(mark[1])
+
+    def skip(self, count: int, device: Device) -> None:
+        """Advance the stream of captured units by a number of draws, as the device's generator counts draws.
+
+        No unit may draw from the stream meanwhile.
+        """
+        moved = device.generator.moved(self.position(device), count)
+        if device.shares_generator:
+            self._torch.set_state(moved)
+        else:
+            self._gpu_state = moved
+
+    def state(self) -> dict[str, Any]:
+        """Return the positions of all streams, for `restore`, as plain values and tensors."""
+        return {
+            "torch": self._torch.get_state(),
+            "python": self._python.getstate(),
+            "numpy": None if self._numpy is None else self._numpy.state(),
+            "gpu": self._gpu_position(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the streams to positions from `state`; on the thread that draws, if any does."""
+        # A clone, because torch reads past the start of a view.
+        self._torch.set_state(state["torch"].clone())
+        self._python.setstate(state["python"])
+        if self._numpy is not None and state["numpy"] is not None:
+            self._numpy.restore(state["numpy"])
+        self._set_gpu_position(state["gpu"])
+
+    def _gpu_position(self) -> Tensor | None:
+        return self._gpu_state if self._drawn_from is None else self._drawn_from.get_state()
+
+    def _set_gpu_position(self, state: Tensor | None) -> None:
+        self._gpu_state = state
+        # A running unit would overwrite `_gpu_state` at its end with the generator's position.
+        if self._drawn_from is not None and state is not None:
+            self._drawn_from.set_state(state)
+
+    def moves(self) -> int:
+        """Return how often the trial's code has drawn from or set the host streams."""
+        moves = 0
+        # A loop, because this runs several times a step and `sum` takes three times as long.
+        for stream in self._host_streams:
+            moves += stream.moves
+        return moves
+
+    def everything(self) -> AbstractContextManager[None]:
+        """Make the torch CPU, numpy and Python streams of this thread the trial's inside the context.
+
+        The thread's earlier streams return on leaving.
+        """
+        assert self._host_streams, "a fork of streams is for captured units, which draw from torch's alone"
+        return _RandomStreamContext(self._host_streams)
+
+    def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
+        """Make the device's generator the trial's inside the context, for a captured unit that draws, or an update.
+
+        Args:
+            device: device of the unit; None: on the host, beside a device.
+            keep: whether the stream moves on; a recompute draws the same numbers again and leaves the stream.
+        """
+        if device is None or device.shares_generator:
+            return self._drawing_on_host(keep=keep)
+        return self._drawing_on_gpu(device, keep=keep)
+
+    @contextmanager
+    def _drawing_on_host(self, *, keep: bool) -> Iterator[None]:
+        before = None if keep else self._torch.get_state()
+        with drawing_from(self._torch):
+            try:
+                yield
+            finally:
+                if before is not None:
+                    self._torch.set_state(before)
+
+    @contextmanager
+    def _drawing_on_gpu(self, device: Device, *, keep: bool) -> Iterator[None]:
+        state = self.gpu_state(device)
+        with device.generator.in_turn():
+            device.generator.set_state(state)
+            # While the unit runs, the GPU's generator holds the present position of a stream that moves, and not
+            # `_gpu_state`.
+            before, self._drawn_from = self._drawn_from, device.generator if keep else None
+            try:
+                yield
+            finally:
+                self._drawn_from = before
+                if keep:
+                    self._gpu_state = device.generator.get_state()
+
+
+class _RandomStreamContext:
+    """Context of code that draws from the given streams."""
+
+    __slots__ = ("_streams", "_tokens")
+
+    def __init__(self, streams: Sequence[Any]) -> None:
+        self._streams = streams
+
+    def __enter__(self) -> None:
+        self._tokens = [stream.become_own() for stream in self._streams]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for token in self._tokens:
+            token.var.reset(token)

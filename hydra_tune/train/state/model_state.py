@@ -1,0 +1,631 @@
+"""A trial's long-lived tensors as groups: parameters, buffers and optimizer state of each shard.
+
+Note: ownership. A parameter or buffer used by a single shard lies in the group of the shard. A parameter or buffer
+shared by several shards has a separate group, so a unit loads no unneeded tensors. Parameters and buffers lie in
+separate groups: a forward unit overwrites buffers only, so clean parameters need no write-back. Optimizer state is
+grouped by the shard whose unit updates the parameters, and exists from the first update of the unit on. Unused tensors
+stay on the host.
+
+Note: the user's own code. Where units run the user's own step, parameters, buffers and optimizer state form a group
+each. The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so after each
+burst of steps `refresh` checks whether the groups still hold the present tensors. Where the device computes with the
+host's own tensors, the groups are loose (`memory/block.py`): none of the user's tensors moves before something else
+needs the room.
+"""
+
+import functools
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import TaskError
+from hydra_tune.memory.block import Block, BlockKind, TensorBlock, lay_out, storage_identity
+from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.lease import Lease
+from hydra_tune.memory.pressure import not_repeatable
+from hydra_tune.memory.readers import TrialTensorReaders
+from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.own_state import check_state, check_still_frozen
+from hydra_tune.shard.plan import Shard, ShardPlan
+from hydra_tune.shard.request import TrialStateLayout
+from hydra_tune.shard.split import ShardGraph
+from hydra_tune.train.loop.gradient_rules import GradientProcessor
+from hydra_tune.train.state.host_optimizer import HostUpdateQueue
+
+_NUMBERS = itertools.count()
+# Key of the optimizer state's single group, where units run the user's own code.
+_ALL = ("all",)
+
+STEP_BEGUN = "the optimizer's step had begun, which changes parameters and state in place"
+"""The reason for not repeating an update."""
+
+
+class ModelState:
+    """Parameters, buffers and optimizer state of a trial.
+
+    Args:
+        module: the trial's module, on the host.
+        optimizer: the trial's optimizer.
+        plan: decides the groups; later plans of the trial use the same groups.
+        device: any device of the pool, for host memory and alignment.
+        host: counts the groups' host copies; None: the host has room for all.
+        tenant: the trial, for `host`.
+        before: the trial's earlier state, replaced by this state; its number and watcher carry over.
+        runs_own_code: whether units run the user's own step on the module; `refresh` then follows the changes.
+
+    Attributes:
+        number: number of the trial, for its blocks.
+        recomputed: graphs of shards whose activations are no longer kept, because memory has run out.
+        readers: readers of parameters, buffers and optimizer state between units.
+        watcher: as of `watch`.
+        around_step: returns the context manager entered around each step of the optimizer; called with the device of
+            the step, None on the host.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: ShardPlan,
+        device: Device,
+        host: HostTier | None = None,
+        tenant: TrialMemoryContext | None = None,
+        before: "ModelState | None" = None,
+        *,
+        runs_own_code: bool = False,
+    ) -> None:
+        self._host = host
+        self._runs_own_code = runs_own_code
+        self._is_loose = runs_own_code and device.keeps_tensors
+        self.tenant = tenant
+        self.number: int = next(_NUMBERS) if before is None else before.number
+        self.watcher: Callable[[int, str | None], None] | None = None
+        self.recomputed: list[ShardGraph] = []
+        self.readers = TrialTensorReaders()
+        self.around_step: Callable[[Device | None], AbstractContextManager[object]] = nullcontext
+        self.module = module
+        self.optimizer = optimizer
+        self.tensors: dict[str, Tensor] = dict(named_state(module))
+        owners = {name: shards[0] for name, shards in plan.used_state().items() if len(shards) == 1}
+        self.layout = TrialStateLayout(plan=plan, owners=owners)
+        self._frozen = {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        }
+        self._names = names = {id(tensor): name for name, tensor in self.tensors.items()}
+        in_order = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        # Lazy parameters have no name yet.
+        self._optimized = tuple(names[key] for key in in_order if key in names)
+        self._group_of: dict[str, TensorBlock] = {}
+        self._optimizer_groups: dict[tuple[str, ...], list[TensorBlock]] = {}
+        self._adopted: dict[tuple[str, str], Tensor] = {}
+        self._host_updates = HostUpdateQueue()
+        # Tensors in common may lie in another trial's buffer, so a shared storage is no mistake there.
+        common = self.readers.in_common(list(self.tensors.values()))
+        own = {name: tensor for name, tensor in self.tensors.items() if id(tensor) not in common}
+        _check_storages(own, may_share=self._is_loose)
+        try:
+            self._build(plan, device)
+        except BaseException:
+            # The groups built so far already count on the host's ledger.
+            self.drop()
+            raise
+        if before is not None and before.watcher is not None:
+            self.watch(before.watcher)
+
+    def activations_of(self, shard: Shard) -> str:
+        """Return how the activations of a shard are handled now: as planned, or "recompute" once memory has run out."""
+        return "recompute" if any(graph is shard.graph for graph in self.recomputed) else shard.activations
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the name of a parameter or buffer."""
+        return self._names[id(tensor)]
+
+    def groups(self, names: Iterable[str]) -> list[TensorBlock]:
+        """Return the groups of the named parameters and buffers."""
+        return list(dict.fromkeys(self._group_of[name] for name in names))
+
+    def optimizer_groups(self, names: tuple[str, ...]) -> list[TensorBlock]:
+        """Return the groups of the named parameters' optimizer state; none before the first update."""
+        found: list[TensorBlock] = []
+        # A copy of the items: a prefetch asks for the blocks of coming units from another thread while an update adds a
+        # group.
+        for members, groups in list(self._optimizer_groups.items()):
+            if not set(members).isdisjoint(names):
+                found += groups
+        return found
+
+    def touched(self, names: Iterable[str]) -> None:
+        """Mark the groups of the named parameters and buffers as dirty, because the device copies have changed."""
+        for group in self.groups(names):
+            group.dirty = True
+
+    def optimized(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Select the values of the parameters that the optimizer updates, in the optimizer's order."""
+        return {name: values[name] for name in self._optimized if name in values}
+
+    def check(self) -> None:
+        """Check the module after the user's own code has run.
+
+        Raises:
+            TaskError: the code has added, removed or replaced parameters or buffers, or trains a frozen parameter.
+        """
+        check_state(self.tensors, self.module)
+        self._collect(self._blocks(), "the model's forward")
+        self.check_frozen()
+
+    def check_frozen(self) -> None:
+        """Refuse a step if a frozen parameter has become trainable.
+
+        Raises:
+            TaskError: the step would train a parameter frozen at the beginning of the trial.
+        """
+        check_still_frozen(self._frozen)
+
+    def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: GradientProcessor) -> None:
+        """Take one optimizer step for some parameters; the optimizer skips all others, which have no gradient.
+
+        For every optimizer with a per-parameter update, the result equals, to the last bit, a single step over all
+        parameters. The optimizer is the user's own, so schedulers, parameter groups and `state_dict` behave as in a
+        plain loop.
+        """
+        self._step(gradients, rules)
+        self.touched(name for name in names if name in gradients)
+        for group in self.optimizer_groups(names):
+            group.dirty = True
+
+    def _step(self, gradients: dict[str, Tensor], rules: GradientProcessor) -> None:
+        for name, gradient in gradients.items():
+            self.tensors[name].grad = gradient
+        try:
+            if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
+                rules.clip(clipped, self._optimized)
+            self.optimizer.step()
+            self._collect([*self.groups(gradients), *self.optimizer_groups(tuple(gradients))], "the optimizer's step")
+        finally:
+            for name in gradients:
+                # Even after an error: a left-over gradient would be applied by the next shard's update.
+                self.tensors[name].grad = None
+
+    def _collect(self, groups: Iterable[TensorBlock], whose: str) -> None:
+        """Copy tensors back into the groups, where the user's code has given tensors other memory (`p.data = ...`).
+
+        Raises:
+            TaskError: a tensor has another shape or dtype now.
+        """
+        for group in groups:
+            for tensor in group.collect():
+                name = self._names.get(id(tensor))
+                what = "a tensor of its state" if name is None else repr(name)
+                raise TaskError(
+                    f"{whose} has given {what} another shape or dtype ({tuple(tensor.shape)}, {tensor.dtype}), which the "
+                    "memory plan of a trial that is cut cannot follow; keep both as they are when model= returns, and convert "
+                    "the result instead"
+                )
+
+    def update_on_host(
+        self,
+        names: tuple[str, ...],
+        gradients: dict[str, Tensor],
+        rules: GradientProcessor,
+        device: Device,
+        over: Callable[[int, int], None],
+    ) -> None:
+        """Start an update on the host, for parameters with optimizer state that never leaves the host.
+
+        The device copies of the parameters are given up. The update runs beside the device's next units; see
+        `HostUpdateQueue`.
+
+        Args:
+            names: the parameters.
+            gradients: gradients of the parameters, on the host; emptied when the update is over.
+            rules: rules for the gradients.
+            device: the device beside which the update runs.
+            over: as of `HostUpdateQueue.start`.
+        """
+        step = functools.partial(self._step_on_host, gradients, rules)
+        self._host_updates.start(device, self.groups(names), step, over)
+
+    def _step_on_host(self, gradients: dict[str, Tensor], rules: GradientProcessor) -> None:
+        try:
+            with not_repeatable(STEP_BEGUN), self.around_step(None):
+                self._step(gradients, rules)
+        finally:
+            gradients.clear()
+
+    def stand_ins(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors to compute with in place of the trainable ones among the named parameters, in the same memory.
+
+        A backward leaves gradients on the stand-ins and not on the trial's own parameters, so no step of the optimizer
+        picks them up.
+        """
+        tensors = {name: self.tensors[name] for name in names}
+        return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
+
+    def settle(self) -> None:
+        """Wait until all updates on the host are over; raise the error of a failed update."""
+        self._host_updates.wait()
+
+    def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
+        """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread."""
+        fresh: dict[tuple[str, str], Tensor] = {}
+        for name in names:
+            entries = self.optimizer.state.get(self.tensors[name], {})
+            for key, value in entries.items():
+                old = self._adopted.get((name, key))
+                # The cheapest test first: it holds at every step but the first.
+                if old is value:
+                    continue
+                if not isinstance(value, Tensor) or value.device.type != device.torch_device.type:
+                    # Plain numbers, and the host-side step counters of GPU optimizers.
+                    continue
+                if old is not None and _alike(old, value):
+                    # An optimizer that makes new state at each step: its place in the group is taken already.
+                    old.copy_(value)
+                    entries[key] = old
+                else:
+                    fresh[name, key] = value
+        if not fresh:
+            return
+        # The new tensors are copied on another thread, so the kernels that fill them must have ended.
+        device.synchronize()
+        fresh = _by_key(fresh)
+        group = self._new_group(BlockKind.OPTIMIZER, list(fresh.values()), device)
+        self._adopted.update(fresh)
+        self._optimizer_groups.setdefault(names, []).append(group)
+
+    def adopt_saved(self, saved: Mapping[str, Mapping[str, Any]], device: Device) -> None:
+        """Adopt optimizer state from a checkpoint, in groups on the host unless the state never leaves the host.
+
+        Args:
+            saved: state by parameter name and key, on the host.
+            device: any device of the pool.
+        """
+        for name, entries in saved.items():
+            self.optimizer.state[self.tensors[name]] = {**self.optimizer.state.get(self.tensors[name], {}), **entries}
+        if self._runs_own_code:
+            self._group_saved_state(saved, device)
+            return
+        shards = [shard for shard in self.layout.plan.shards if shard.trained]
+        on_devices = [shard.trained for shard in shards if not shard.cost.updates_on_host]
+        rest = tuple(name for name in saved if not any(name in shard.trained for shard in shards))
+        for names in (*on_devices, rest):
+            found = {
+                (name, key): value
+                for name in names
+                for key, value in self.optimizer.state.get(self.tensors[name], {}).items()
+                if isinstance(value, Tensor)
+                and (name, key) not in self._adopted
+                and (device.torch_device.type == "cpu" or not self._stays_on_host(name, key))
+            }
+            if found:
+                found = _by_key(found)
+                group = self._new_group(BlockKind.OPTIMIZER, list(found.values()), device)
+                self._adopted.update(found)
+                self._optimizer_groups.setdefault(names, []).append(group)
+
+    def adopt_made(self, device: Device) -> None:
+        """Adopt optimizer state that a constructor has created (Adagrad's, up to torch 2.11).
+
+        The constructor puts such state beside the parameters, on the host. A CPU device computes with the state in
+        place, and `adopt_optimizer_state` groups the state after a step.
+        """
+        if device.torch_device.type != "cpu":
+            self.adopt_saved({name: made for name, made in self.optimizer_state().items() if made}, device)
+
+    def _stays_on_host(self, name: str, key: str) -> bool:
+        """Whether a state tensor stays on the host, as in `Optimizer.load_state_dict`.
+
+        Step counters stay on the host beside a GPU, unless kernels of the GPU read the counters (`capturable`,
+        `fused`).
+        """
+        tensor = self.tensors[name]
+        group = next(g for g in self.optimizer.param_groups if any(p is tensor for p in g["params"]))
+        return key == "step" and not (group.get("capturable") or group.get("fused"))
+
+    def _group_saved_state(self, names: Iterable[str], device: Device) -> None:
+        """Move optimizer state on the host into the single group maintained by `refresh`."""
+        by_key: dict[str, list[Tensor]] = {}
+        for name in names:
+            for key, value in self.optimizer.state[self.tensors[name]].items():
+                is_moved = device.torch_device.type == "cpu" or not self._stays_on_host(name, key)
+                if isinstance(value, Tensor) and is_moved:
+                    by_key.setdefault(key, []).append(value)
+        tensors = [tensor for tensors in by_key.values() for tensor in tensors]
+        if tensors:
+            self._optimizer_groups = {_ALL: [self._new_group(BlockKind.OPTIMIZER, tensors, device)]}
+
+    def refresh(self, lease: Lease, device: Device) -> None:
+        """Make the groups hold the present tensors, after the user's own code has run under a lease on all groups.
+
+        Args:
+            lease: lease of the unit that ran the code; new groups join the lease.
+            device: the device where the code ran, and where new tensors lie.
+
+        Raises:
+            BudgetError: the present tensors do not fit the device.
+        """
+        self.tensors = dict(named_state(self.module))
+        self._names = {id(tensor): name for name, tensor in self.tensors.items()}
+        parts: dict[BlockKind, list[Tensor]] = {BlockKind.PARAMETERS: [], BlockKind.BUFFERS: []}
+        for tensor in self.tensors.values():
+            parts[BlockKind.PARAMETERS if isinstance(tensor, nn.Parameter) else BlockKind.BUFFERS].append(tensor)
+        present = dict.fromkeys(self._group_of.values())
+        for kind, tensors in parts.items():
+            group = next((group for group in present if group.kind is kind), None)
+            renewed = self._renewed(group, kind, tensors, lease, device)
+            if renewed is not None:
+                renewed.dirty = True
+                self._group_of = {name: other for name, other in self._group_of.items() if other is not group}
+                self._group_of.update({self._names[id(tensor)]: renewed for tensor in tensors})
+        groups = self._optimizer_groups.get(_ALL)
+        state = self._renewed(
+            groups[0] if groups else None, BlockKind.OPTIMIZER, optimizer_tensors(self.optimizer, device), lease, device
+        )
+        if state is not None:
+            state.dirty = True
+            self._optimizer_groups = {_ALL: [state]}
+
+    def _renewed(
+        self, group: TensorBlock | None, kind: BlockKind, tensors: list[Tensor], lease: Lease, device: Device
+    ) -> TensorBlock | None:
+        """Return a group of exactly the given tensors: the present group if unchanged, else a new group instead."""
+        if group is None and not tensors:
+            return None
+        is_same = (
+            group is not None and len(group.tensors) == len(tensors) and all(map(operator.is_, group.tensors, tensors))
+        )
+        if group is not None and is_same:
+            strays = group.strays()
+            if not strays or (not self._is_loose and not group.collect()):
+                return group
+        if self._is_loose:
+            if group is not None and not group.is_loose:
+                # The buffer of the old group goes with the group, so tensors that lie in the buffer first get memory of
+                # their own.
+                known = set(map(id, group.tensors)) - set(map(id, group.strays()))
+                kept = [tensor for tensor in tensors if id(tensor) in known]
+                self.readers.point(kept, [tensor.detach().clone() for tensor in kept])
+            fresh = TensorBlock(kind, tensors, device, self.readers, is_loose=True)
+            fresh.owner, fresh.tenant = self.number, self.tenant
+        else:
+            device.synchronize()
+            fresh = self._new_group(kind, tensors, device)
+        # The next step of the same unit needs the new group on the device.
+        lease.exchange(group, fresh)
+        if kind is BlockKind.PARAMETERS:
+            # A trial with its own code has a single shard.
+            fresh.shard = 0
+            fresh.on_moved = None if group is None else group.on_moved
+        return fresh
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """Return the optimizer's state by parameter name, for `adopt_saved`."""
+        named = {id(tensor): name for name, tensor in named_state(self.module)}
+        return {named[id(p)]: dict(entries) for p, entries in self.optimizer.state.items() if id(p) in named}
+
+    def own_code_blocks(self) -> list[Block]:
+        """Return the blocks needed on the device by a unit with the user's own code."""
+        return list(self._blocks())
+
+    def rewrite(self, write: Callable[[Tensor], None]) -> None:
+        """Change tensors of the state on the host, group by group; no unit of the trial may run meanwhile.
+
+        Args:
+            write: called with each parameter, buffer and tensor of the optimizer's state; changes the tensor in place,
+                or leaves it.
+        """
+        self.settle()
+        seen: set[int] = set()
+        with torch.no_grad():
+            for block in self._blocks():
+                with block.lock:
+                    bring_home(block)
+                    for tensor in block.tensors:
+                        write(tensor)
+                        seen.add(id(tensor))
+                    if block.tier is not None:
+                        block.tier.written(block)
+            # Tensors that no shard uses are in no block.
+            for tensor in self.tensors.values():
+                if id(tensor) not in seen:
+                    write(tensor)
+
+    def copy_out(self, targets: Mapping[int, Tensor]) -> None:
+        """Copy tensors of the state to the host from wherever they are; no unit of the trial may run meanwhile.
+
+        Args:
+            targets: destination by `id` of a tensor; `id`s of tensors outside the state are ignored.
+        """
+        for block in self._blocks():
+            # One lock at a time: devices may take the room of all other groups while a group is copied.
+            with block.lock:
+                for tensor in block.tensors:
+                    if id(tensor) in targets:
+                        targets[id(tensor)].copy_(tensor.detach())
+
+    def aliases(self) -> dict[int, Tensor]:
+        """Return an alias of each tensor of the state, by `id`; the aliased bytes do not change until a unit runs."""
+        found: dict[int, Tensor] = {}
+        for block in self._blocks():
+            with block.lock:
+                found |= {id(tensor): tensor.detach() for tensor in block.tensors}
+        return found
+
+    def bring_home(self) -> None:
+        """Bring all groups to the host."""
+        self.settle()
+        for block in self._blocks():
+            bring_home(block)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Keep all groups on the host inside the context, even beyond the host's budget."""
+        self.settle()
+        blocks = self._blocks()
+        with nullcontext() if self._host is None else self._host.whole(blocks):
+            self.bring_home()
+            yield
+
+    def hand_over(self, *, is_result: bool = False) -> None:
+        """Bring all groups to the host and give each tensor memory of its own; the caller owns the tensors from now on.
+
+        Groups are handed over in turn, so the host never holds more than a single group twice.
+
+        Args:
+            is_result: whether the trial is over. Otherwise shared memory stays shared, so the next `ModelState` can
+                refuse the tensors.
+        """
+        self.settle()
+        storages = Counter(
+            storage_identity(tensor) for block in self._blocks() if block.is_loose for tensor in block.tensors
+        )
+        shared = {storage for storage, count in storages.items() if count > 1}
+        for block in self._blocks():
+            # Tensors of a loose block have memory of their own already, except for those that share memory.
+            if block.is_loose:
+                if is_result:
+                    with block.lock:
+                        block.own_memory(shared)
+                drop(block)
+                continue
+            with nullcontext() if self._host is None else self._host.whole([block]), block.lock:
+                bring_home(block)
+                block.let_go()
+                drop(block)
+
+    def drop(self) -> None:
+        """Give up all device and host copies; the module must not be used afterwards."""
+        self._host_updates.wait_quietly()
+        for block in self._blocks():
+            drop(block)
+
+    def watch(self, moved: Callable[[int, str | None], None]) -> None:
+        """Call `moved(shard, device)` when parameters of a shard reach a device, or leave their device (None)."""
+        self.watcher = moved
+        for group in dict.fromkeys(self._group_of.values()):
+            if group.shard is not None:
+                group.on_moved = functools.partial(moved, group.shard)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all groups, as they lie on the host."""
+        return sum(block.nbytes for block in self._blocks())
+
+    def _blocks(self) -> list[TensorBlock]:
+        optimizer = [group for groups in self._optimizer_groups.values() for group in groups]
+        return [*dict.fromkeys(self._group_of.values()), *optimizer]
+
+    def _new_group(self, kind: BlockKind, tensors: Sequence[Tensor], device: Device) -> TensorBlock:
+        nbytes = lay_out(tensors, device.alignment)[1]
+        # A host tier counts a loose group only from its first move on.
+        if self._host is None or self._is_loose:
+            is_loose = self._is_loose
+            group = device.on_host(
+                functools.partial(TensorBlock, kind, tensors, device, self.readers, is_loose=is_loose)
+            )
+            group.owner, group.tenant = self.number, self.tenant
+            return group
+        self._host.take(nbytes)
+        try:
+            group = device.on_host(functools.partial(TensorBlock, kind, tensors, device, self.readers))
+        except BaseException:
+            # The room was taken above, and no group will ever give it back.
+            self._host.ledger.give_back(nbytes)
+            raise
+        group.owner, group.tenant = self.number, self.tenant
+        self._host.enter(group)
+        return group
+
+    def _build(self, plan: ShardPlan, device: Device) -> None:
+        members: dict[tuple[BlockKind, object], list[str]] = {}
+        for name in plan.used_state():
+            kind = BlockKind.PARAMETERS if isinstance(self.tensors[name], nn.Parameter) else BlockKind.BUFFERS
+            members.setdefault((kind, self.layout.owners.get(name, name)), []).append(name)
+        for (kind, owner), names in members.items():
+            group = self._new_group(kind, [self.tensors[name] for name in names], device)
+            if kind is BlockKind.PARAMETERS and isinstance(owner, int):
+                group.shard = owner
+            self._group_of.update(dict.fromkeys(names, group))
+
+    def adopt_state(self, names: Sequence[str], device: Device) -> None:
+        """Group parameters and buffers that the first plan did not use and a later plan does."""
+        new = [name for name in names if name not in self._group_of]
+        for kind, members in (
+            (BlockKind.PARAMETERS, [n for n in new if isinstance(self.tensors[n], nn.Parameter)]),
+            (BlockKind.BUFFERS, [n for n in new if not isinstance(self.tensors[n], nn.Parameter)]),
+        ):
+            if members:
+                tensors = [self.tensors[name] for name in members]
+                group = self._new_group(kind, tensors, device)
+                self._group_of.update(dict.fromkeys(members, group))
+
+
+def optimizer_tensors(optimizer: Optimizer, device: Device) -> list[Tensor]:
+    """Return the tensors of an optimizer's state on the device's kind of memory, ordered key by key."""
+    kind = device.torch_device.type
+    by_key: dict[object, list[Tensor]] = {}
+    for entries in optimizer.state.values():
+        for key, value in entries.items() if isinstance(entries, Mapping) else ():
+            if isinstance(value, Tensor) and value.device.type == kind and value.layout is torch.strided:
+                by_key.setdefault(key, []).append(value)
+    return [tensor for tensors in by_key.values() for tensor in tensors]
+
+
+def _by_key(state: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
+    """Order state tensors key by key, parallel to the parameters: some optimizers then treat the tensors of a key as one."""
+    return dict(sorted(state.items(), key=lambda item: item[0][1]))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+
+
+def _check_storages(tensors: dict[str, Tensor], *, may_share: bool) -> None:
+    """Refuse distinct tensors that share memory, unless sharing is allowed: flat blocks would tear the tensors apart."""
+    names: dict[int, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise TaskError(
+                f"{name!r} of the model is sparse, which cannot be spilled; keep it dense, and make it sparse in forward"
+            )
+        if may_share or not tensor.numel():
+            continue
+        other = names.setdefault(tensor.untyped_storage()._cdata, name)  # noqa: SLF001 - the storage's identity
+        if other != name:
+            raise TaskError(
+                f"{other!r} and {name!r} of the model share memory but are different tensors; to tie them, let both names "
+                "hold the same Parameter, otherwise .clone() one"
+            )
+
+
+def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer that cannot be stepped shard by shard, or has tensors outside the module.
+
+    Raises:
+        TaskError: the optimizer is LBFGS, or holds a parameter that is not the module's.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TaskError(
+            "LBFGS evaluates the model several times within a step and couples all parameters, so it cannot be stepped "
+            "shard by shard; use an optimizer whose update is per parameter"
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                raise TaskError(
+                    f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
+                    "module that model= builds; build it inside the module"
+                )

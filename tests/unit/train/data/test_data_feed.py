@@ -1,0 +1,122 @@
+"""A trial draws from copies of its own, and says why where it cannot have them."""
+
+import contextlib
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
+
+from hydra_tune.errors import TaskError
+from hydra_tune.train.data.data_feed import TrialDataFeed
+from hydra_tune.train.data.loader_copies import TrialLoaderCopies
+from tests.unit.pool.tasks import X, against_plain, one_batch, short, task, train
+
+ROWS = TensorDataset(torch.arange(10))
+
+
+def feed(batch_size=None) -> TrialDataFeed:
+    return TrialDataFeed(batch_size, contextlib.nullcontext)
+
+
+def rows(batches: Any) -> list[list[int]]:
+    return [batch[0].tolist() for batch in batches]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+def test_the_users_loader_sampler_and_generator_stay_as_they_were():
+    stream = seeded()
+    loader = DataLoader(ROWS, 4, sampler=RandomSampler(ROWS, generator=stream), generator=stream)
+    before = dict(vars(loader)), stream.get_state()
+    drawn = feed()
+    passes = [rows(drawn.draw(loader, shuffle=True)) for _ in range(2)]
+    assert dict(vars(loader)) == before[0]
+    assert torch.equal(stream.get_state(), before[1])
+    assert passes == [rows(loader), rows(loader)]
+
+
+def test_what_two_loaders_share_their_copies_share():
+    own, stream = TrialLoaderCopies(), seeded()
+    one = own.loader(DataLoader(ROWS, 4, shuffle=True, generator=stream))
+    other = own.loader(DataLoader(ROWS, 2, sampler=RandomSampler(ROWS, generator=stream)))
+    assert one.generator is other.sampler.generator is not stream
+    assert one.batch_sampler.sampler is one.sampler
+    assert one.dataset is other.dataset is other.sampler.data_source is ROWS
+
+
+def test_a_copy_lives_no_longer_than_its_original():
+    own, loader = TrialLoaderCopies(), DataLoader(ROWS, 4, shuffle=True)
+    assert own.loader(loader) is own.loader(loader)
+    del loader
+    assert own._copies == {}
+
+
+class HoldsData(Sampler[int]):
+    def __init__(self, data: Dataset[Any], **more: Any) -> None:
+        self.data, self.order, self.more = data, [0, 1, 2], more
+
+    def __iter__(self):
+        self.order.append(self.order.pop(0))
+        return iter(self.order)
+
+
+def test_a_sampler_of_the_users_own_is_copied_down_to_the_data():
+    loader = DataLoader(ROWS, 4, sampler=HoldsData(ROWS, table=ROWS.tensors))
+    drawn = feed()
+    assert [rows(drawn.draw(loader, shuffle=True)) for _ in range(2)] == [[[1, 2, 0]], [[2, 0, 1]]]
+    assert loader.sampler.order == [0, 1, 2]
+    copied = TrialLoaderCopies().loader(loader).sampler
+    assert copied.data is ROWS
+    assert copied.more["table"] is ROWS.tensors
+
+
+def test_a_sampler_that_cannot_be_copied_is_refused_before_training():
+    loader = DataLoader(ROWS, 4, sampler=HoldsData(ROWS, lock=threading.Lock()))
+    with pytest.raises(TaskError, match=r"sampler HoldsData cannot be copied: .*lock.*__deepcopy__"):
+        feed().check(loader)
+
+
+def test_a_loader_that_keeps_an_iterator_is_refused():
+    loader = DataLoader(ROWS, 4)
+    loader.kept = iter(loader)
+    with pytest.raises(TaskError, match=r"keeps an iterator in 'kept'.*persistent_workers=True"):
+        feed().check(loader)
+
+
+def test_a_used_up_iterator_is_named():
+    batches = iter(one_batch())
+    result = train(short(train=lambda: batches, epochs=2))
+    assert isinstance(result.error, TaskError)
+    assert "train yielded no batch in epoch 1" in str(result.error)
+    assert "not an iterator that an earlier pass, or another trial, has used up" in str(result.error)
+
+
+class Lengthless(Sampler[int]):
+    def __iter__(self):
+        return iter(range(16))
+
+
+class OfWrongLength(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self):
+        return iter([(row, 1) for row in X])
+
+    def __len__(self):
+        return 3
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(TensorDataset(X, torch.ones(24, dtype=torch.int64)), 8, sampler=Lengthless()),
+        DataLoader(OfWrongLength(), 8),
+    ],
+    ids=["none", "wrong"],
+)
+def test_a_length_that_is_unknown_or_wrong_breaks_no_figure(loader):
+    described = task(train=loader, epochs=3, report_every=2)
+    assert against_plain(described, train(described)) == []

@@ -1,0 +1,85 @@
+"""The parts of a loader that are sent to workers: the same there, and large data without a copy for each."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from hydra_tune.train.data import loader_workers
+from hydra_tune.train.data.worker_parts import LoaderWorkerPayload, packed
+
+LARGE = 1 << 19  # numbers of four bytes: enough to be sent beside the pickle
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, rows: Any, count: int = 4) -> None:
+        self.rows, self.count = rows, count
+
+    def __getitem__(self, index: int) -> Any:
+        self.rows.reshape(-1)[:2] += 1  # a worker's own, where it may write at all
+        return torch.tensor([float(value) for value in self.rows.reshape(-1)[[0, 1, -1]]])
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class ReadOnly(Rows):
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(value) for value in self.rows.reshape(-1)[[0, 1, -1]]])
+
+
+def drawn(dataset: Dataset[Any]) -> list[Any]:
+    iterator = iter(loader_workers.ready(DataLoader(dataset, num_workers=2)))
+    try:
+        return [batch.flatten().tolist() for batch in iterator]
+    finally:
+        loader_workers.end(iterator)
+
+
+def test_a_worker_that_writes_to_a_large_array_changes_its_own():
+    rows = np.arange(LARGE, dtype=np.float32)
+    for _ in range(2):
+        # Two workers draw two samples each, by turns.
+        assert drawn(Rows(rows)) == [[1, 2, LARGE - 1], [1, 2, LARGE - 1], [2, 3, LARGE - 1], [2, 3, LARGE - 1]]
+    assert rows[0] == 0
+
+
+def test_a_large_array_is_not_in_the_pickle_and_is_as_it_is_when_workers_start():
+    rows = np.zeros(LARGE, dtype=np.float32)
+    part = packed("dataset", ReadOnly(rows), "spawn", None)
+    assert isinstance(part, LoaderWorkerPayload)
+    assert part.num_bytes < 1000
+    rows[:] = 7
+    assert drawn(ReadOnly(rows, count=1)) == [[7, 7, 7]]
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(100, None), slice(None, None, 2)])
+def test_an_array_mapped_from_a_file_is_the_same_in_workers(tmp_path, part):
+    path = tmp_path / "rows.bin"
+    np.arange(LARGE + 3, dtype=np.int32).tofile(path)
+    rows = np.memmap(path, dtype=np.int32, mode="r", offset=12)[part]
+    expected = [float(value) for value in rows[[0, 1, -1]]]
+    assert drawn(ReadOnly(rows, count=1)) == [expected]
+
+
+def test_an_array_mapped_from_a_file_is_not_copied(tmp_path):
+    path = tmp_path / "rows.bin"
+    np.arange(LARGE, dtype=np.int32).tofile(path)
+    for mode in ("r", "r+"):
+        rows = np.memmap(path, dtype=np.int32, mode=mode)[10:]
+        part = packed("dataset", ReadOnly(rows), "spawn", None)
+        assert part.num_bytes < 1000
+        found = pickle.loads(pickle.dumps(part)).rows
+        assert type(found) is np.memmap
+        assert (found[0], found.mode, len(found)) == (10, mode, LARGE - 10)
+
+
+def test_an_array_changed_beside_its_file_is_sent_as_it_is(tmp_path):
+    path = tmp_path / "rows.bin"
+    np.zeros(LARGE, dtype=np.int32).tofile(path)
+    rows = np.memmap(path, dtype=np.int32, mode="c")
+    rows[0] = 5
+    assert drawn(ReadOnly(rows, count=1)) == [[5, 0, 0]]
