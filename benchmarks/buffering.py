@@ -34,7 +34,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.pool import Pool
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import make_policy
-from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
 
 WIDTH = 1024
 PARAMETER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

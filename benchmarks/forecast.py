@@ -37,7 +37,7 @@ import transformer  # noqa: E402
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain  # noqa: E402 - needs the path above
 from hydra_tune.pool.forecast import PoolForecast  # noqa: E402
-from hydra_tune.shard.pilot import StorageTracker  # noqa: E402
+from hydra_tune.shard.cost.pilot import StorageTracker  # noqa: E402
 
 VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH, BATCH_SIZE = 512, 64, 4, 5, 32, 4
 WARM_STEPS = 2

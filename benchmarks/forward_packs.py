@@ -3,10 +3,10 @@
     python benchmarks/forward_packs.py               # some seconds
     python benchmarks/forward_packs.py --rows 256    # of a batch; 64 by default
 
-Counts, not times: a step is played through as for `num_shards="tuned"` (`hydra_tune/shard/traffic.py`), for 24 equal layers of
-width 192, a shard each, with AdamW and activations recomputed, alone on a device that holds a part of all weights, gradients
-and optimizer state. Harmony's tuner chooses packs for forward and backward separately; this is what larger ones for the
-forward would save under a pager that lets parameters stay.
+Counts, not times: a step is played through as for `num_shards="tuned"` (`hydra_tune/shard/cost/traffic_model.py`), for
+24 equal layers of width 192, a shard each, with AdamW and activations recomputed, alone on a device that holds a part
+of all weights, gradients and optimizer state. Harmony's tuner chooses packs for forward and backward separately; this
+is what larger ones for the forward would save under a pager that lets parameters stay.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import TrainTask
-from hydra_tune.shard import traffic
-from hydra_tune.shard.budget import ShardPlanConstraints
-from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.pilot import ShardCost
+from hydra_tune.shard.cost import traffic_model
+from hydra_tune.shard.cost.pilot import ShardCost
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 
 WIDTH, DEPTH = 192, 24
 SHARES = (60, 40, 25, 15)  # percent of all weights, gradients and optimizer state
@@ -48,8 +48,8 @@ def costs(rows: int) -> list[ShardCost]:
 
 
 def packed(
-    units: Sequence[traffic.TrafficUnit], sizes: dict[traffic.PlayedBlock, int], count: int
-) -> Iterator[traffic.TrafficUnit]:
+    units: Sequence[traffic_model.TrafficUnit], sizes: dict[traffic_model.PlayedBlock, int], count: int
+) -> Iterator[traffic_model.TrafficUnit]:
     """The same units, with so many forward units in a row as one."""
     forward = units[: DEPTH - 1]
     for start in range(0, len(forward), count):
@@ -60,7 +60,7 @@ def packed(
             workspace = max(workspace, kept + unit.workspace_bytes)
             kept += sum(sizes.get(block, 0) for block in unit.makes)
         needs = tuple(block for unit in group for block in unit.needs if block not in made)
-        yield traffic.TrafficUnit(needs=needs, workspace_bytes=workspace, makes=tuple(made))
+        yield traffic_model.TrafficUnit(needs=needs, workspace_bytes=workspace, makes=tuple(made))
     yield from units[DEPTH - 1 :]
 
 
@@ -68,14 +68,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64, help="of a batch  [64]")
     torch.set_num_threads(1)
-    found, habits = costs(parser.parse_args().rows), traffic.StepAccessPattern()
-    sizes = traffic.sizes_of(found, 1)
-    units = list(traffic.units_of(found, habits))
+    found, habits = costs(parser.parse_args().rows), traffic_model.StepAccessPattern()
+    sizes = traffic_model.sizes_of(found, 1)
+    units = list(traffic_model.units_of(found, habits))
     state = sum(cost.state_bytes + cost.trained_bytes + cost.optimizer_bytes for cost in found)
     table = Table("device", *(f"{count} a unit" for count in PACKS), "most saved", title="MiB a step")
     for share in SHARES:
         moved = [
-            traffic.played(list(packed(units, sizes, count)), sizes, state * share // 100, habits).nbytes
+            traffic_model.played(list(packed(units, sizes, count)), sizes, state * share // 100, habits).nbytes
             for count in PACKS
         ]
         saved = 1 - min(moved) / moved[0]

@@ -37,9 +37,9 @@ from hydra_tune.fusion.compile.batched_plan import trace_step
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
 from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.stacked_state import StackedModule, stacked_optimizer
-from hydra_tune.shard.budget import ShardPlanConstraints
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.execute.compute import ShardOperands
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 ON_GPU = ("cnn", "vit", "bert")

@@ -33,7 +33,7 @@ from hydra_tune.observe.turns import TurnAction
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import PoolRecorder
 from hydra_tune.schedule import LRTFPaper, make_policy, makespan_bound
-from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
 from hydra_tune.simulate.recording import Recording
 
 WIDTH = 128

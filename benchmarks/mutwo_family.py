@@ -20,8 +20,8 @@ from hydra_tune.planner.passes.memory_lower_bound import least
 from hydra_tune.planner.profile.profiler import SubArrayProfiler
 from hydra_tune.planner.search.portfolio import MARGIN, Planner
 from hydra_tune.quantities import format_bytes
-from hydra_tune.shard.budget import ShardPlanConstraints
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 
 ENDLESS = 1 << 60
 OPTIMIZERS = {"adamw": partial(torch.optim.AdamW, lr=1e-3), "sgd": partial(torch.optim.SGD, lr=1e-3, momentum=0.9)}

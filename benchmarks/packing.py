@@ -5,7 +5,7 @@
     python benchmarks/packing.py gpt mlp taper         # all of them
 
 Counts, not times: `HydraExecutor.plan`, for one trial alone on one CPU device: all kinds of bytes, both ways, by the rehearsal
-with the pool's own pager. What each choice went by (`hydra_tune/shard/traffic.py`) is on standard error.
+with the pool's own pager. What each choice went by (`hydra_tune/shard/cost/traffic_model.py`) is on standard error.
 
 `gpt`: a sister of the model of `spill.py`, a quarter as wide, with a fourth of the tokens. `mlp`: 24 equal layers of width 192.
 `taper`: layers of widths from 64 to 640 and back.
@@ -33,8 +33,8 @@ import transformer  # noqa: E402 - benchmarks/ is the script's folder
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain  # noqa: E402 - needs the path above
 from hydra_tune.errors import BudgetError  # noqa: E402
-from hydra_tune.shard.packing import CHOICES  # noqa: E402
-from hydra_tune.shard.pilot import StorageTracker  # noqa: E402
+from hydra_tune.shard.cost.pilot import StorageTracker  # noqa: E402
+from hydra_tune.shard.partition.shard_size_search import CHOICES  # noqa: E402
 
 VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH, BATCH_SIZE = 2048, 160, 10, 9, 64, 4
 BUDGETS = (80, 60, 40, 25, 15)  # percent of the plain loop's peak

@@ -33,7 +33,7 @@ import transformer  # noqa: E402 - benchmarks/ is the script's folder
 from pool import machine  # noqa: E402
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain  # noqa: E402 - needs the path above
-from hydra_tune.shard.pilot import StorageTracker  # noqa: E402
+from hydra_tune.shard.cost.pilot import StorageTracker  # noqa: E402
 
 VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH, BATCH_SIZE = 8192, 640, 10, 9, 256, 4
 WARM_STEPS, NUM_STEPS = 2, 5

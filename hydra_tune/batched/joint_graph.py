@@ -20,9 +20,9 @@ from hydra_tune.batched.batched_random import GroupGenerator, HoistedDraw, draw_
 from hydra_tune.batched.flat_tensors import FlatLayout, runs
 from hydra_tune.batched.graph_cleanup import call_directly, overwrite, tidy, write_in_place
 from hydra_tune.devices.own_generator import own_generator
-from hydra_tune.shard.compute import ShardGradients, ShardOperands
-from hydra_tune.shard.placing import placed
-from hydra_tune.shard.quiet import quiet_fakes
+from hydra_tune.shard.capture.export_output import quiet_fakes
+from hydra_tune.shard.capture.graph_device import placed
+from hydra_tune.shard.execute.compute import ShardGradients, ShardOperands
 
 _MAX_REMEMBERED = 64
 _Layouts = list[tuple[FlatLayout, list[int]]]

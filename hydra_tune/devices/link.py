@@ -1,8 +1,8 @@
 """Copy speed of a device: as measured, and as assumed for decisions before a run.
 
 Decisions use an assumed speed, because a decision by measurement could differ from run to run: on a machine with other
-work, one copy can be ten times as fast as another (note in `shard/estimate.py`). A link with a given bandwidth has that
-bandwidth.
+work, one copy can be ten times as fast as another (note in `shard/cost/compute_estimate.py`). A link with a given
+bandwidth has that bandwidth.
 """
 
 import time

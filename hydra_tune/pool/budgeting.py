@@ -9,9 +9,9 @@ from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import device_kind, num_cores
 from hydra_tune.devices.dram import dram_bandwidth
 from hydra_tune.devices.link import link_of, measured_link
-from hydra_tune.shard.budget import ShardPlanConstraints
-from hydra_tune.shard.partition import NumShards
-from hydra_tune.shard.placement import MachineSpeeds
+from hydra_tune.shard.cost.optimizer_placement import MachineSpeeds
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.partitioner import NumShards
 
 
 def budget_of(

@@ -29,13 +29,13 @@ from hydra_tune.pool.plan_failures import RehearsalError, failure_of
 from hydra_tune.pool.rehearsal import Moved, PoolRehearsal
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import Policy
-from hydra_tune.shard.fingerprint import architecture_key, optimizer_key
-from hydra_tune.shard.library import PlanLibrary, PreparedPlan
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.rules import GradientRules
-from hydra_tune.shard.stage import RehearsalFakeMode
-from hydra_tune.shard.unbuilt import BuildLimitError, BuildLimitTracker, LargeTensorFakeMode
-from hydra_tune.shard.whole import uncaptured
+from hydra_tune.shard.capture.fingerprint import architecture_key, optimizer_key
+from hydra_tune.shard.capture.meta_models import BuildLimitError, BuildLimitTracker, LargeTensorFakeMode
+from hydra_tune.shard.execute.eager_plan import uncaptured
+from hydra_tune.shard.fake.fake_world import RehearsalFakeMode
+from hydra_tune.shard.partition.gradient_rules import GradientRules
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask
 from hydra_tune.train.timing.fake_trial import TrialRehearsal
 from hydra_tune.train.timing.step_timing import timed_steps

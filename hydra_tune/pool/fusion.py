@@ -23,7 +23,7 @@ from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.job import OVER, EventStream, Job, JobProgress
 from hydra_tune.pool.pool import Pool, paused_within_a_step
 from hydra_tune.pool.record import progress_of, progress_without_trial
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.task import TrainTask
 
 

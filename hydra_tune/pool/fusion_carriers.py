@@ -36,7 +36,7 @@ from hydra_tune.pool.fusion_finder import GroupMatcher
 from hydra_tune.pool.fusion_group import LiveGroup, SmallerGroupFallback
 from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.job import Job, Result
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.task import TrainTask
 from hydra_tune.train.parallel.pool_offers import DeviceLender
 from hydra_tune.train.timing.shared_times import SharedUnitTimes

@@ -17,7 +17,7 @@ from hydra_tune.fusion.runtime.step_planner import check_planned
 from hydra_tune.pool.fusion_entry import FusedJob
 from hydra_tune.pool.fusion_table import FusedJobTable
 from hydra_tune.pool.lifecycle import log_fusion, log_plan
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.train.data.loader_clock import LoaderInterrupt
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")

@@ -19,8 +19,8 @@ from hydra_tune.fusion.runtime.planned_group_size import compared, kept_way
 from hydra_tune.fusion.runtime.step_planner import StackedStepSpec, StepPlanner, check_planned, stack_of
 from hydra_tune.planner.search.figures import StepFigures
 from hydra_tune.pool.step_profiles import StepProfileCache
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")

@@ -8,8 +8,8 @@ watch interrupts the loader and, if the loader does not return a moment later, a
 (`train/data/loader_clock.py`). For a trial that is already over, for example pruned, the watch gives up at the time of
 the warning.
 
-A loader without worker processes draws in this process, inside the gate of captures (`shard/gate.py`). A capture waits
-for such a loader, and computations behind the capture wait too, until the watch gives up on the loader.
+A loader without worker processes draws in this process, inside the gate of captures (`shard/capture/capture_lock.py`).
+A capture waits for such a loader, and computations behind the capture wait too, until the watch gives up on the loader.
 """
 
 import logging

@@ -8,8 +8,8 @@ import torch
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import ConfigError
-from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.simulate.model import PROFILE_FORMAT
 from hydra_tune.task import TrainTask
 from hydra_tune.train.parallel import batch_grouping

@@ -16,7 +16,7 @@ from hydra_tune.pool.lending import JobDeviceLender, PoolDeviceLender
 from hydra_tune.pool.record import JobState, forget_locals, unit_of
 from hydra_tune.pool.room import has_room
 from hydra_tune.schedule import JobAdmitted, JobRejected
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.supervision.marks import at_work
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.timing.shared_times import SharedUnitTimes

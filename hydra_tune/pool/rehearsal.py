@@ -33,7 +33,7 @@ from hydra_tune.schedule import (
     Unit,
     UnitFinished,
 )
-from hydra_tune.shard.stage import RehearsalFakeMode
+from hydra_tune.shard.fake.fake_world import RehearsalFakeMode
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.timing.fake_trial import TrialRehearsal
 

@@ -37,8 +37,8 @@ from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.recorder import PoolRecorder
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import Policy, check_admission, make_policy
-from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.partition import NumShards
+from hydra_tune.shard.partition.partitioner import NumShards
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.supervision.supervisor import numbered
 
 _HOST_SHARE = 0.8  # share of the free host memory to use without host_memory

@@ -12,8 +12,8 @@ from hydra_tune.fusion.runtime.step_planner import clock_of
 from hydra_tune.fusion.runtime.task_profiles import TaskProfileCache
 from hydra_tune.planner.profile.profiler import SubArrayProfiler
 from hydra_tune.planner.search.figures import StepFigures, figures_of
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask
 
 

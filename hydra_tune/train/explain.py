@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from hydra_tune.errors import HydraTuneError, TaskError, first_line
-from hydra_tune.shard.capture import user_line
+from hydra_tune.shard.capture.step_capture import user_line
 
 _DEVICE = (
     "the task asks for a GPU, and torch finds none here; leave .to('cuda'), .cuda() and device='cuda' out: the pool puts "

@@ -25,15 +25,15 @@ from hydra_tune.errors import BadLossError, BudgetError, MetricError, TaskError
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.tenant import TrialMemoryContext
-from hydra_tune.shard import batch as batches
-from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.operators import SplitOperators, split_operators
-from hydra_tune.shard.packing import CHOICES
-from hydra_tune.shard.piece_count import divisors
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.unbuilt import is_unbuilt
-from hydra_tune.shard.whole import uncaptured
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.meta_models import is_unbuilt
+from hydra_tune.shard.cost.microbatch_search import divisors
+from hydra_tune.shard.execute.eager_plan import uncaptured
+from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_operators
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.shard.partition.shard_size_search import CHOICES
 from hydra_tune.task import TrainTask, check_reported, reported_names
 from hydra_tune.train.building import build_model, build_optimizer
 from hydra_tune.train.checkpoint.compatibility import copied, is_of_the_pass

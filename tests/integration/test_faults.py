@@ -264,8 +264,8 @@ CUT, FITS, FUSED = {"num_shards": 3}, {"num_shards": None}, {"fusion": "on", "fu
     ("changes", "options", "place"),
     [
         ({"optimizer": fail}, {}, "building.py"),
-        ({"loss": fail}, {}, "library.py"),
-        ({"model": FailsLater, "epochs": 9}, {}, "whole.py"),
+        ({"loss": fail}, {}, "plan_cache.py"),
+        ({"model": FailsLater, "epochs": 9}, {}, "eager_plan.py"),
         (BAD, CUT, "chain.py"),
         ({"validate": ends_badly}, CUT, "chain.py"),
         (BAD | {"accumulate": 2}, CUT, "chain.py"),

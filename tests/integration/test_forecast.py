@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.devices.copying import BackgroundCopyThread
 from hydra_tune.errors import BudgetError, ConfigError, TaskError
-from hydra_tune.shard import compute
+from hydra_tune.shard.execute import compute
 from hydra_tune.train.timing.fake_trial import TrialRehearsal
 from tests.support.forked import forked, run_code
 from tests.unit.pool.tasks import running, task
@@ -210,7 +210,7 @@ class Halving(Asking):
 
 
 def test_one_that_goes_on_until_values_are_right_is_refused_and_trains(monkeypatch):
-    monkeypatch.setattr("hydra_tune.shard.stage._MOST_READS", 300)
+    monkeypatch.setattr("hydra_tune.shard.fake.fake_world._MOST_READS", 300)
     with running() as pool:
         with pytest.raises(ConfigError, match="it has read 300 values in one unit, each of which is taken to be 1"):
             pool.plan([task(model=Halving)])
@@ -303,7 +303,7 @@ def test_a_model_without_bytes_is_planned_like_one_that_is_built(monkeypatch):
     with running(**options) as pool:
         built = pool.plan([make(5)])
     monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
-    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     with running(**options) as pool:
         unbuilt = pool.plan([make(5)])
         bytes_in, bytes_out = counted(pool, make)
@@ -325,14 +325,14 @@ def test_a_model_without_bytes_is_planned_like_one_that_is_built(monkeypatch):
 def test_what_is_remembered_is_what_is_run(monkeypatch, case):
     """Units that are run once, and operators that are not run at all, change no byte and no peak; nor do two devices."""
     monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
-    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     make, changes = CASES[case]
     options = {"device_memory": LINEAR_BUDGET, "buffer_fraction": 0.0, "num_shards": 3, **changes, "devices": "cpu:2"}
     task = make(5, optimizer=partial(torch.optim.AdamW, lr=0.1))
     with running(**options) as pool:
         quick = pool.plan([task, task])
     monkeypatch.setattr("hydra_tune.train.timing.fake_trial.MemoizedShardExecutor", lambda: compute)
-    for module in ("hydra_tune.shard.stage", "hydra_tune.shard.update_pilot"):
+    for module in ("hydra_tune.shard.fake.fake_world", "hydra_tune.shard.cost.update_pilot"):
         monkeypatch.setattr(f"{module}.overwritten", lambda func, args: None)
     with running(**options) as pool:
         assert pool.plan([task, task]) == quick
@@ -416,7 +416,7 @@ def test_what_is_kept_is_chosen_by_no_clock(monkeypatch):
     """So a plan that is made today is that of the run tomorrow."""
     plans = []
     for seed in range(2):
-        monkeypatch.setattr("hydra_tune.shard.outcome.time", RandomClock(seed))
+        monkeypatch.setattr("hydra_tune.shard.verify.step_outcome.time", RandomClock(seed))
         with running(device_memory="160KiB", buffer_fraction=0.0) as pool:
             planned = pool.plan([noisy(2, activations="auto")])
         plans.append((planned.trials[0].activations, planned.bytes_by_kind))
@@ -450,7 +450,7 @@ def test_steps_of_two_trials_on_one_device_take_twice_as_long():
 
 def test_a_large_model_that_cannot_be_cut_is_refused(monkeypatch):
     monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
-    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     with running(device_memory="64KiB") as pool, pytest.raises(ConfigError, match="too large here; make it capturable"):
         pool.plan([task(model=Asking)])
 
@@ -462,7 +462,7 @@ def test_a_large_model_whose_factory_reads_its_weights_is_refused(monkeypatch):
         return model
 
     monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
-    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     with running() as pool, pytest.raises(ConfigError, match="trial0 cannot be planned: its model is too large"):
         pool.plan([task(model=scaled)])
 

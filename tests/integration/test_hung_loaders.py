@@ -37,7 +37,7 @@ def how(request, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("captured")
 
-    monkeypatch.setattr("hydra_tune.shard.library.capture", refuse)
+    monkeypatch.setattr("hydra_tune.shard.partition.plan_cache.capture", refuse)
     return {"num_shards": None}
 
 

@@ -145,7 +145,7 @@ def test_a_first_step_that_sheds_its_activations(has_one_norm, kibibytes):
 
 def test_a_step_that_does_not_fit_even_so_is_taken_back(caplog):
     """Its batch runs once more, cut, from the buffers and random streams that were before."""
-    caplog.set_level(logging.INFO, "hydra_tune.shard.packing")
+    caplog.set_level(logging.INFO, "hydra_tune.shard.partition.shard_size_search")
     tracker, budget = StorageTracker(is_common=True), 520 * KIB
     rows = 350
     task = described(tracker, model=partial(Net, 6), train=Data(tracker, (rows,) * BATCHES))

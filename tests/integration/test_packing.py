@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
-from hydra_tune.shard import packer
-from hydra_tune.shard.packing import CHOICES
+from hydra_tune.shard.partition import partition_planner
+from hydra_tune.shard.partition.shard_size_search import CHOICES
 from tests.unit.shard.bench import vectors
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -42,8 +42,8 @@ def choices(monkeypatch):
         made.append(packer_choice(*arguments))
         return made[-1]
 
-    packer_choice = packer.choose_packing
-    monkeypatch.setattr(packer, "choose_packing", choose)
+    packer_choice = partition_planner.choose_packing
+    monkeypatch.setattr(partition_planner, "choose_packing", choose)
     return made
 
 

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import BudgetError, TaskError
-from hydra_tune.shard.budget import ShardPlanConstraints
-from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.packing import CHOICES
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.shard.partition.shard_size_search import CHOICES
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune.train.loop.microbatch_choice import piece_count
 from tests.parity.exact import differences
@@ -175,7 +175,7 @@ def test_a_model_without_bytes_is_split_alike(monkeypatch):
     with pool_of() as pool:
         built = pool.plan([task()])
     monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
-    monkeypatch.setattr("hydra_tune.shard.unbuilt._SMALL_BYTES", 1 << 9)
+    monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     with pool_of() as pool:
         unbuilt = pool.plan([task()])
         assert not unbuilt.trials[0].is_checked

@@ -36,7 +36,7 @@ def never_captured(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("captured")
 
-    monkeypatch.setattr("hydra_tune.shard.library.capture", refuse)
+    monkeypatch.setattr("hydra_tune.shard.partition.plan_cache.capture", refuse)
 
 
 class Hanging:

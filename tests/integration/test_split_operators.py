@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hydra_tune import Result, TrainTask, train_plain
 from hydra_tune.errors import BudgetError, TaskError
-from hydra_tune.shard import library
+from hydra_tune.shard.partition import plan_cache
 from tests.parity import registry
 from tests.parity.models import GPT2, build
 from tests.support.tracker import StorageTracker
@@ -181,7 +181,10 @@ def test_a_refusal_is_the_trials_own():
 def test_trials_share_a_capture_where_they_are_cut_alike(captured_once):
     captured_once.clear()
     tasks = [task(split_operators={"embed": count, "head": 4}, seed=seed) for seed, count in enumerate((4, 4, 8))]
-    with mock.patch.object(library, "capture", wraps=library.capture) as captures, running(devices="cpu:2") as pool:
+    with (
+        mock.patch.object(plan_cache, "capture", wraps=plan_cache.capture) as captures,
+        running(devices="cpu:2") as pool,
+    ):
         results = pool.run(tasks)
     assert [against_plain(described, result) for described, result in zip(tasks, results, strict=True)] == [[], [], []]
     assert captures.call_count == 4, "two models, for training and for evaluation"

@@ -14,7 +14,7 @@ import torch
 from hydra_tune import HydraExecutor, Result
 from hydra_tune.errors import CaptureError
 from hydra_tune.pool.stats import DeviceStats
-from hydra_tune.shard import library
+from hydra_tune.shard.partition import plan_cache
 from hydra_tune.task import TrainTask
 from hydra_tune.train.loop.direct import WholeModelRunner
 from tests.parity import reference
@@ -95,8 +95,8 @@ def difference(seen: Seen, expected: dict[str, Any]) -> list[str]:
 def watched_ways() -> Iterator[dict[int, Way]]:
     """How tasks are run meanwhile, by a task's identity."""
     found: dict[int, Way] = defaultdict(Way)
-    prepare = library.PlanLibrary.prepare
-    whole = library.whole_plan
+    prepare = plan_cache.PlanLibrary.prepare
+    whole = plan_cache.whole_plan
     train = WholeModelRunner.train
 
     def watched(
@@ -119,8 +119,8 @@ def watched_ways() -> Iterator[dict[int, Way]]:
         return trained
 
     with (
-        mock.patch.object(library.PlanLibrary, "prepare", watched),
-        mock.patch.object(library, "whole_plan", reasoned),
+        mock.patch.object(plan_cache.PlanLibrary, "prepare", watched),
+        mock.patch.object(plan_cache, "whole_plan", reasoned),
         mock.patch.object(WholeModelRunner, "train", counted),
     ):
         yield found

@@ -8,7 +8,7 @@ import torch
 
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import ConfigError
-from hydra_tune.shard.packing import CHOICES
+from hydra_tune.shard.partition.shard_size_search import CHOICES
 from hydra_tune.train.parallel.cost_model import DATA_PARALLEL
 from tests.parity import models
 from tests.parity.test_splitting import Whole, accumulating, noisy, run

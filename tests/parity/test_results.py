@@ -140,7 +140,9 @@ def trained_in(way: str, tasks: list[TrainTask]) -> list[TrainingOutcome]:
     """The results of tasks, each of which has a member of its own to be fused with where that is the way."""
     if way == "own, moved":
         return [moved(task) for task in tasks]
-    capture = mock.patch("hydra_tune.shard.library.capture", not_captured) if way == "whole" else nullcontext()
+    capture = (
+        mock.patch("hydra_tune.shard.partition.plan_cache.capture", not_captured) if way == "whole" else nullcontext()
+    )
     options = {"devices": "cpu:1", "device_memory": "256MiB"} | WAYS[way]
     with capture, pytest.MonkeyPatch.context() as patch, HydraExecutor(**options) as pool:
         if way != "fused":

@@ -14,8 +14,8 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from hydra_tune.shard.precision import eager_autocast
-from hydra_tune.shard.steps import training_loss
+from hydra_tune.shard.capture.precision import eager_autocast
+from hydra_tune.shard.capture.step_module import training_loss
 from hydra_tune.task import TrainTask
 from hydra_tune.train.trained import TrainingOutcome
 

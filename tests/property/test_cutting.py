@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from hydra_tune.shard.activations import ActivationBudget, keeping
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.verify import verify
+from hydra_tune.shard.cost.activation_policy import ActivationBudget, keeping
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.verify.plan_check import verify
 from tests.unit.shard.bench import Bench, bench, task_of, vectors
 
 WIDTH = 8

@@ -5,9 +5,9 @@ from itertools import accumulate, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hydra_tune.shard.packing import choose_packing
-from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.traffic import StepAccessPattern
+from hydra_tune.shard.cost.pilot import ShardCost
+from hydra_tune.shard.cost.traffic_model import StepAccessPattern
+from hydra_tune.shard.partition.shard_size_search import choose_packing
 
 PIECE = st.tuples(st.integers(0, 400), st.integers(0, 50), st.integers(1, 200))  # weights, values, work
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.request import CapturedStep, key_of
-from hydra_tune.shard.unbuilt import is_unbuilt
+from hydra_tune.shard.capture.meta_models import is_unbuilt
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.shard.partition.plan_request import CapturedStep, key_of
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.pager import Pager
-from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune.train.loop.batch_units import PendingUnit

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hydra_tune.older_torch import is_pointwise, mend_lstm_shapes
-from hydra_tune.shard.quiet import quiet_export
+from hydra_tune.shard.capture.export_output import quiet_export
 from hydra_tune_ray.installed import NEXT, OLDEST
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ TESTS = [
     *(f"tests/parity/test_registry.py::test_the_product[mlp-{cut}-{devices}]" for cut in range(40) for devices in "12"),
     *(f"tests/parity/test_registry.py::test_a_draw_of_each_family[vision-{number}]" for number in range(23)),
     "tests/ray/test_schedulers.py::test_hyperband_pauses_trials_and_they_go_on_as_they_were[True]",
-    "tests/unit/shard/test_steps.py::test_a_step",
+    "tests/unit/shard/capture/test_step_module.py::test_a_step",
 ]
 
 

@@ -26,8 +26,8 @@ from hydra_tune.fusion.batching.per_member_fallback import apart, has_batched_fo
 from hydra_tune.fusion.batching.random_decomposition import recorded
 from hydra_tune.fusion.batching.rnn_rules import RECURRENT
 from hydra_tune.fusion.ragged.masked_loss import LOSS, MaskedReduction, counted_loss
-from hydra_tune.shard.placing import moved, names_a_device
-from hydra_tune.shard.stochastic import draws_random_numbers
+from hydra_tune.shard.analysis.random_ops import draws_random_numbers
+from hydra_tune.shard.capture.graph_device import moved, names_a_device
 
 _CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])  # noqa: SLF001 - true for every batch of the kind
 _APART = frozenset(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.partition.subgraph import ShardGraph
 
 
 def arguments_of(graph: ShardGraph) -> list[tuple[str, str | int]]:

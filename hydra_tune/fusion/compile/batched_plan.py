@@ -14,19 +14,19 @@ from hydra_tune.fusion.matching.plan_diff import with_stand_ins
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction, with_counts
 from hydra_tune.fusion.ragged.multi_head_graph import StackedPrefix, with_results, with_tails
-from hydra_tune.shard import compute
-from hydra_tune.shard.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
-from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.plan import Shard, ShardPlan
-from hydra_tune.shard.split import ShardGraph
-from hydra_tune.shard.steps import Objective, loss_itself
+from hydra_tune.shard.capture.step_module import Objective, loss_itself
+from hydra_tune.shard.cost.pilot import ShardCost
+from hydra_tune.shard.execute import compute
+from hydra_tune.shard.execute.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
+from hydra_tune.shard.partition.plan import Shard, ShardPlan
+from hydra_tune.shard.partition.subgraph import ShardGraph
 
 _MULTIPLIED = tuple(name for name in ShardCost.__dataclass_fields__ if name.endswith(("_bytes", "_workspace")))
 
 
 @dataclass(slots=True)
 class StackedPlanExecutor:
-    """Runs the shards of a group's plan: by the trace of a traced shard, otherwise as `shard/compute.py` does.
+    """Runs the shards of a group's plan: by the trace of a traced shard, otherwise as `shard/execute/compute.py` does.
 
     Attributes:
         traces: traces of combined forward and backward, by the first node of the shard.

@@ -18,9 +18,9 @@ from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences, likeness
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction
-from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PlanLibrary, PreparedPlan
-from hydra_tune.shard.request import TrialStateLayout
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
+from hydra_tune.shard.partition.plan_request import TrialStateLayout
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 CUDA_GRAPHS = "cudagraphs"

@@ -31,11 +31,11 @@ from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor
 from hydra_tune.fusion.compile.torch_compile import difference
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import DeviceCacheReservation
-from hydra_tune.shard.capture import describe
-from hydra_tune.shard.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.split import ShardGraph
-from hydra_tune.shard.steps import Objective, loss_itself
+from hydra_tune.shard.capture.step_capture import describe
+from hydra_tune.shard.capture.step_module import Objective, loss_itself
+from hydra_tune.shard.execute.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.partition.subgraph import ShardGraph
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _STEADY_STEPS = 2  # steps at the same addresses before a step is recorded

@@ -19,10 +19,10 @@ from hydra_tune.fusion.group.slot import GroupSlot
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction
 from hydra_tune.fusion.ragged.sample_independence import PlanBatchSpec, counted_losses
-from hydra_tune.shard.capture import state_specs
-from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PreparedPlan
-from hydra_tune.shard.request import TrialStateLayout
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.step_capture import state_specs
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
+from hydra_tune.shard.partition.plan_request import TrialStateLayout
 
 _LOGGER = logging.getLogger(__name__)
 

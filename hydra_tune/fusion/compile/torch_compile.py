@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hydra_tune.batched.joint_graph import JointTrace
-from hydra_tune.shard.capture import describe
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.split import compiled
+from hydra_tune.shard.capture.step_capture import describe
+from hydra_tune.shard.execute.compute import ShardOperands
+from hydra_tune.shard.partition.subgraph import compiled
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _TOLERANCE = 1e-3  # relative to a tensor's largest value

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.fusion.group.member import MemberBatchRequest
-from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.train.data.index_gather import GatherSource, UngatheredBatches
 
 _MOST = 16  # limit on batches stacked at once, since their indices take memory

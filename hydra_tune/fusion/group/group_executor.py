@@ -18,7 +18,7 @@ from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.runtime.paired_unit import PairRoundHalf
 from hydra_tune.fusion.runtime.plan_autotuner import StepPlanAutotuner
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner, PlannedRound
-from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.loop.training_batch import BatchPart
 from hydra_tune.train.state.model_state import ModelState

@@ -14,9 +14,9 @@ from hydra_tune.batched.gradient_clipping import clip_, factors_of, norms_of
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.fusion.compile.cuda_graph_steps import CapturedPlanExecutor
 from hydra_tune.fusion.group.group_rng import GroupStreams
-from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
-from hydra_tune.shard.plan import Shard
-from hydra_tune.shard.steps import Objective, objective
+from hydra_tune.shard.capture.step_module import Objective, objective
+from hydra_tune.shard.execute.chain import earlier_gradient_key, parameter_gradient_key
+from hydra_tune.shard.partition.plan import Shard
 from hydra_tune.task import TrainTask
 from hydra_tune.train.loop.batch_units import BatchUnits, EvaluationBatch, PendingUnit
 from hydra_tune.train.loop.gradient_rules import GradientProcessor

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.errors import BadLossError
-from hydra_tune.shard import batch as batches
-from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.task import Batch
 from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
 from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition

@@ -28,10 +28,10 @@ from hydra_tune.fusion.group.group_step import leave_out_bad
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.plan import Shard, ShardPlan
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.execute.compute import ShardOperands
+from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.rng.rng_streams import RandomStreams

@@ -15,7 +15,7 @@ from hydra_tune.fusion.group.group_step import GroupGradients
 from hydra_tune.fusion.group.slot import GroupSlot, vacant
 from hydra_tune.fusion.group.stacked_state import hand_out, put_in
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences
-from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.state.model_state import ModelState
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hydra_tune.batched.batched_optimizer import StackedOptimizer
 from hydra_tune.batched.per_member_optimizer import group_optimizer
 from hydra_tune.devices.device import Device
-from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.train.state.model_state import ModelState
 
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from hydra_tune.batched.batched_optimizer import options_key
 from hydra_tune.errors import UnfusableError
 from hydra_tune.memory.block import storage_identity
-from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.fingerprint import architecture_key
+from hydra_tune.shard.capture.fingerprint import architecture_key
+from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import TrainTask
 from hydra_tune.train.hooks import gradient_hooks
 

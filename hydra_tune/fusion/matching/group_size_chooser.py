@@ -14,7 +14,7 @@ from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.matching.group_size_policy import FusionStepTimes, chosen_size, next_size, why
 from hydra_tune.fusion.matching.group_timing import FusionBenchmark
-from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _LEAST_STEPS = 400  # for all trials together; timing a trial's step costs about ten steps

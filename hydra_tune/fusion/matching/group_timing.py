@@ -26,8 +26,8 @@ from hydra_tune.fusion.group.group_trial import GroupTrial
 from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.slot import ClosedGroupDelegate, GroupSlot
 from hydra_tune.memory.pager import Pager
-from hydra_tune.shard import batch as batches
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data.data_feed import TrialDataFeed
 from hydra_tune.train.loop.batch_units import PendingUnit

@@ -21,9 +21,9 @@ from torch import Tensor, fx
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.batching.subgraph import arguments_of, operators_of, placeholders_of
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment, tails_of
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.split import ShardGraph
-from hydra_tune.shard.stochastic import named_arguments
+from hydra_tune.shard.analysis.random_ops import named_arguments
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.partition.subgraph import ShardGraph
 
 aten: Any = torch.ops.aten
 _PROBABILITIES = {

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.batching.subgraph import arguments_of, operators_of, part_of, placeholders_of, value_of
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.stochastic import draws_random_numbers
+from hydra_tune.shard.analysis.random_ops import draws_random_numbers
+from hydra_tune.shard.partition.plan import ShardPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

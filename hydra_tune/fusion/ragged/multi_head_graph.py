@@ -10,9 +10,9 @@ from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.batching.batched_graph import StackedGraph
 from hydra_tune.fusion.batching.subgraph import arguments_of, operators_of, part_of, placeholders_of, value_of
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment, LossHead
-from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.plan import Shard, ShardPlan
-from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.cost.pilot import ShardCost
+from hydra_tune.shard.partition.plan import Shard, ShardPlan
+from hydra_tune.shard.partition.subgraph import ShardGraph
 
 _RESULT = "result:"
 

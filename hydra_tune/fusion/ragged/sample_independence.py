@@ -21,9 +21,9 @@ from torch._ops import OpOverload
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction
 from hydra_tune.fusion.ragged.sample_rules import LOSSES, ROW_MAJOR, keeps_samples_apart, outer_of
-from hydra_tune.shard.capture import StateSpec
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.stochastic import draws_random_numbers, named_arguments
+from hydra_tune.shard.analysis.random_ops import draws_random_numbers, named_arguments
+from hydra_tune.shard.capture.step_capture import StateSpec
+from hydra_tune.shard.partition.plan import ShardPlan
 
 aten: Any = torch.ops.aten
 

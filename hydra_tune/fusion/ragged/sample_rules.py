@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from hydra_tune.older_torch import is_pointwise
-from hydra_tune.shard.stochastic import named_arguments
+from hydra_tune.shard.analysis.random_ops import named_arguments
 
 aten: Any = torch.ops.aten
 _NONE = 0  # torch's number for a loss that does not reduce

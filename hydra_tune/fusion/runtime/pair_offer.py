@@ -11,7 +11,7 @@ from hydra_tune.fusion.group.member import MemberBatchRequest
 from hydra_tune.fusion.runtime.paired_unit import PairRoundHalf
 from hydra_tune.fusion.runtime.step_arguments import StepStateBinding, stack_now
 from hydra_tune.fusion.runtime.step_planner import PlannedStep, StackedStepSpec
-from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.state.model_state import ModelState
 
 

@@ -28,8 +28,8 @@ from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.planner.ir.plan_state import ScheduleSegment
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.execute.compute import ShardOperands
 from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
 from hydra_tune.train.state.model_state import STEP_BEGUN
 from hydra_tune.train.timing.unit_times import UnitTimes

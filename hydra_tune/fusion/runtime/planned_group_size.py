@@ -17,7 +17,7 @@ from hydra_tune.fusion.matching.group_size_chooser import steps_of
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences
 from hydra_tune.fusion.runtime.plan_report import KEPT, PAIR, WHOLE, PlannedSizeChoice, PlannedSizeOption, chosen_of
 from hydra_tune.fusion.runtime.step_planner import OWN_LOSSES, StackedStepSpec, StepPlanner, stack_of
-from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _MAX_TRIED = 3

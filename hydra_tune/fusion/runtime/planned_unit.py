@@ -21,9 +21,9 @@ from hydra_tune.fusion.runtime.step_arguments import StepStateBinding, stack_now
 from hydra_tune.fusion.runtime.step_planner import OWN_LOSSES, PlannedStep, StepPlanner, check_values, stack_of
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.quantities import format_bytes
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.execute.compute import ShardOperands
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.state.model_state import STEP_BEGUN, ModelState
 
 

@@ -24,8 +24,8 @@ from hydra_tune.fusion.group.group_step import GroupGradients
 from hydra_tune.fusion.runtime.step_planner import StackedStepSpec, groups_of, updated
 from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import StepGraph
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.shard.execute.compute import ShardOperands
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.state.model_state import ModelState
 
 

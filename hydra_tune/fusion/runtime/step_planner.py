@@ -32,10 +32,10 @@ from hydra_tune.planner.search.portfolio import MARGIN, Planner, PortfolioPlan, 
 from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import StepGraph, step_graph
 from hydra_tune.quantities import format_bytes
-from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.execute.compute import ShardOperands
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")

@@ -17,11 +17,11 @@ from hydra_tune.planner.profile.output_layouts import as_laid_out
 from hydra_tune.planner.profile.profiler import SubArrayProfiler
 from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import StepGraph, step_graph
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PlanLibrary, PreparedPlan
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.execute.compute import ShardOperands
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask
 
 

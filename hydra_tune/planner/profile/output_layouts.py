@@ -16,7 +16,7 @@ from hydra_tune.planner.ir.aliasing import Layout, StorageAccessTable, seen
 from hydra_tune.planner.profile.profiler import CpuClock, GraphMeasurements, array_of
 from hydra_tune.planner.profile.profiling_interpreter import ProfilingInterpreter
 from hydra_tune.planner.trace.step_graph import StepGraph
-from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.capture.capture_lock import GATE
 
 
 def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:

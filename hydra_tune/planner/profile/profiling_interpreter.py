@@ -21,7 +21,7 @@ from hydra_tune.planner.ir.planner_ops import draw, view_of
 from hydra_tune.planner.ir.step_profile import FeatureMap
 from hydra_tune.planner.run.filling import filled, located
 from hydra_tune.planner.trace.step_graph import StepGraph
-from hydra_tune.shard.placing import moved
+from hydra_tune.shard.capture.graph_device import moved
 
 
 class ProfilingClock(Protocol):

@@ -16,7 +16,7 @@ from hydra_tune.planner.ir import planner_ops
 from hydra_tune.planner.passes.graph_rewrite import MergedGraph
 from hydra_tune.planner.run.copy_engine import CopyEngine
 from hydra_tune.planner.run.filling import filled, located
-from hydra_tune.shard.placing import moved
+from hydra_tune.shard.capture.graph_device import moved
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from hydra_tune.planner.ir.planner_ops import draw
 from hydra_tune.planner.trace.grad_clip_graph import ClippingNodeEmitter, emitted
 from hydra_tune.planner.trace.optimizer_graph import TracedUpdate, UpdateTracer
 from hydra_tune.planner.trace.unsupported_ops import OperatorCallRecorder, check_devices, told, value_draws
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.stochastic import draws_random_numbers
+from hydra_tune.shard.analysis.random_ops import draws_random_numbers
+from hydra_tune.shard.execute.compute import ShardOperands
 
 _LIMITS = "limits"
 

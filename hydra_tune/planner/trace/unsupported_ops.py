@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune.batched.batched_random import noting
 from hydra_tune.errors import UnfusableError
-from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.execute.compute import ShardOperands
 
 
 def value_draws(run: Any, operands: ShardOperands, place: torch.device | None = None) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hydra_tune.checkpoint.values import encode
 from hydra_tune.errors import CheckpointError
-from hydra_tune.shard.batch import same_bits
+from hydra_tune.shard.capture.batch import same_bits
 
 _GONE = object()
 _PLAIN = frozenset({type(None), bool, int, str})

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from hydra_tune.checkpoint.values import decode, encode
 from hydra_tune.errors import CheckpointError
-from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import DataHandle, TrainTask, length_of
 from hydra_tune.train.checkpoint.attribute_diff import same_value
 

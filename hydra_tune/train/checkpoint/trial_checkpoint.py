@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.checkpoint.values import decode, encode
 from hydra_tune.errors import CheckpointError
-from hydra_tune.shard.capture import named_state
+from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.attribute_diff import AttributeTracker
 from hydra_tune.train.checkpoint.compatibility import (

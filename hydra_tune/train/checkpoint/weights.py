@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.checkpoint.folder import load_checkpoint
 from hydra_tune.checkpoint.tensors import load_tensors
 from hydra_tune.errors import WeightsError
-from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.trial_checkpoint import decoded, with_extra_state
 from hydra_tune.train.rng.rng_streams import RandomStreams

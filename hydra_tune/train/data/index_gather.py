@@ -27,8 +27,8 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, 
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from hydra_tune.devices.own_generator import drawing_from
-from hydra_tune.shard import batch as batches
-from hydra_tune.shard.batch import BatchLeaves
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.task import Batch
 
 # Most indices of a pass taken at once; a longer pass would cost noticeable time and memory at its start.

@@ -20,7 +20,7 @@ import traceback
 from types import TracebackType
 from typing import Self
 
-from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.capture.capture_lock import GATE
 
 
 class LoaderInterrupt(BaseException):

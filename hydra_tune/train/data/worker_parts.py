@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from hydra_tune.errors import TaskError
-from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.train.data.worker_server import LoaderForkServer, has_main_file
 
 _SHARED_BYTES = (

@@ -17,14 +17,14 @@ from hydra_tune.memory.home import bring_home
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.chain import ShardChain
-from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PreparedPlan
-from hydra_tune.shard.pilot import ShardCost
-from hydra_tune.shard.plan import Shard, ShardPlan
-from hydra_tune.shard.steps import Objective, loss_itself
-from hydra_tune.shard.whole import EagerStep
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.step_module import Objective, loss_itself
+from hydra_tune.shard.cost.pilot import ShardCost
+from hydra_tune.shard.execute.chain import ShardChain
+from hydra_tune.shard.execute.eager_plan import EagerStep
+from hydra_tune.shard.partition.plan import Shard, ShardPlan
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.loop.unit_rollback import UnitRollback
 from hydra_tune.train.loop.workspace_tracker import WorkspaceTracker
 from hydra_tune.train.rng.rng_streams import RandomStreams

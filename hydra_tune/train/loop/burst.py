@@ -22,7 +22,7 @@ from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.meter import bytes_per_second
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
 from hydra_tune.train.loop.direct import WholeModelRunner
 from hydra_tune.train.rng.rng_streams import RandomStreams

@@ -35,10 +35,10 @@ from hydra_tune.errors import TaskError
 from hydra_tune.memory.block import BlockKind
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.saved import LazySavedTensorSpiller
-from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.pilot import aligned
-from hydra_tune.shard.precision import eager_autocast
-from hydra_tune.shard.steps import evaluation_metrics, training_loss
+from hydra_tune.shard.capture.precision import eager_autocast
+from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.capture.step_module import evaluation_metrics, training_loss
+from hydra_tune.shard.cost.pilot import aligned
 from hydra_tune.task import Batch, TrainTask, backward_called, returned
 from hydra_tune.train.data.handles import moved, tensors_of
 from hydra_tune.train.loop.gradient_rules import GradientProcessor

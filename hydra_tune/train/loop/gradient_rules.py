@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from hydra_tune.errors import TaskError
-from hydra_tune.shard.steps import Objective, objective
+from hydra_tune.shard.capture.step_module import Objective, objective
 from hydra_tune.task import TrainTask
 
 _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL = 2.0, 0.5, 2000  # as in torch.amp.GradScaler

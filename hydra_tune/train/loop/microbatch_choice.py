@@ -1,7 +1,7 @@
 """Choice of `split_batches="auto"`: a task's batches are cut into the number of pieces that suits the pool best.
 
-`shard/piece_count.py` makes the choice. This module supplies the pieces to be examined, and remembers results: similar
-trials get the same number from a single search.
+`shard/cost/microbatch_search.py` makes the choice. This module supplies the pieces to be examined, and remembers
+results: similar trials get the same number from a single search.
 """
 
 from dataclasses import replace
@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hydra_tune.errors import BudgetError
-from hydra_tune.shard import batch as batches
-from hydra_tune.shard.library import PlanLibrary
-from hydra_tune.shard.piece_count import PieceCountChoice, StepCostEstimate, choose_count
-from hydra_tune.shard.request import ShardPlanRequest, key_of
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.cost.microbatch_search import PieceCountChoice, StepCostEstimate, choose_count
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.shard.partition.plan_request import ShardPlanRequest, key_of
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data.handles import num_samples
 from hydra_tune.train.loop.microbatches import MicroBatch, pieces

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.errors import TaskError
-from hydra_tune.shard.steps import training_loss
-from hydra_tune.shard.streams import preserved_streams
+from hydra_tune.shard.capture.step_module import training_loss
+from hydra_tune.shard.verify.process_state import preserved_streams
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data.handles import num_samples
 

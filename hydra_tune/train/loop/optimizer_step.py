@@ -16,7 +16,7 @@ from functools import partial
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import BlockTensorView
-from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.loop.training_batch import BatchPart, ShardUpdate, TrainingBatch

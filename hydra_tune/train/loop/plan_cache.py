@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from hydra_tune.devices.device import Device
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.library import PlanLibrary, PreparedPlan
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.verify import plain_attributes
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
+from hydra_tune.shard.verify.plan_check import plain_attributes
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.host_quota import HostMemoryQuota

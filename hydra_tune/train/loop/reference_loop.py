@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.shapes_only import refuse_shapes_only
-from hydra_tune.shard.operators import split_operators
+from hydra_tune.shard.operators.operator_splitting import split_operators
 from hydra_tune.task import (
     Batch,
     TrainTask,

@@ -16,10 +16,10 @@ from hydra_tune.memory.home import drop
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
-from hydra_tune.shard.gate import GATE
-from hydra_tune.shard.plan import Shard, ShardPlan
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.execute.chain import earlier_gradient_key, parameter_gradient_key
+from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.train.loop.batch_units import BatchUnits, PendingUnit, UpcomingUnit
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.rng.rng_streams import RandomStreams

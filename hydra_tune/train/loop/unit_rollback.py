@@ -29,8 +29,8 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from hydra_tune.memory.pressure import NotRepeatableError, is_out_of_memory
-from hydra_tune.shard.chain import ShardChain
-from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.execute.chain import ShardChain
+from hydra_tune.shard.partition.subgraph import ShardGraph
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.block_store import BlockStore
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.lease import Lease
-from hydra_tune.shard.pilot import StorageTracker, aligned, stored_parts
+from hydra_tune.shard.cost.pilot import StorageTracker, aligned, stored_parts
 
 _MAX_KNOWN = 1 << 14
 _PLAIN = (Tensor, nn.Parameter)

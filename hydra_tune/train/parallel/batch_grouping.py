@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.traffic import is_worth_grouping
+from hydra_tune.shard.cost.traffic_model import is_worth_grouping
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
 from hydra_tune.train.loop.training_batch import TrainingBatch
 

@@ -18,9 +18,9 @@ from hydra_tune.memory.block import Block, BlockTensorView, TensorGeometry, whol
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
-from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.execute.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.loop.training_batch import BatchPart, ShardUpdate, TrainingBatch

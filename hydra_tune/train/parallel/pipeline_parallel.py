@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from hydra_tune.memory.block import BlockTensorView, TensorBlock
-from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.parallel.ordered_queues import QueuedParallelStep
 from hydra_tune.train.parallel.parallel_batch import ParallelBatch
 from hydra_tune.train.state.model_state import ModelState

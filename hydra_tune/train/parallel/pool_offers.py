@@ -6,7 +6,7 @@ Before each optimizer step a trial asks for devices to help, and for the number 
 from dataclasses import dataclass
 from typing import Protocol
 
-from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.parallel.cost_model import GROUPED, PIPELINED, DeviceOffer
 
 # Batches drawn for each batch under way: between two rounds devices wait for each other, so rounds should be long.

@@ -1,6 +1,6 @@
 """Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer."""
 
-from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.task import Parallel
 from hydra_tune.train.loop.plan_cache import CachedPlan
 from hydra_tune.train.parallel import batch_grouping

@@ -10,14 +10,14 @@ from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, BlockKind, BlockTensorView, whole_storage
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.lease import Lease
-from hydra_tune.shard.batch import same_bits
-from hydra_tune.shard.chain import earlier_gradient_key, parameter_gradient_key
-from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.capture.batch import same_bits
+from hydra_tune.shard.execute.chain import earlier_gradient_key, parameter_gradient_key
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.state.model_state import ModelState
 
 _STATE_KINDS = (BlockKind.PARAMETERS, BlockKind.BUFFERS, BlockKind.OPTIMIZER)
 _PARAMETER_GRADIENTS = (parameter_gradient_key(""), earlier_gradient_key(""))
-# Prefixes of keys in `shard/chain.py` for values that stay within a shard.
+# Prefixes of keys in `shard/execute/chain.py` for values that stay within a shard.
 _WITHIN_SHARDS = ("saved:", "kept:")
 
 

@@ -17,7 +17,7 @@ from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.home import HostBlockPin
 from hydra_tune.memory.pressure import NotRepeatableError
-from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.capture.capture_lock import GATE
 
 
 class HostUpdateQueue:

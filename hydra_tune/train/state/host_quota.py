@@ -6,7 +6,7 @@ from hydra_tune.errors import BudgetError
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.tenant import TrialMemoryContext
 from hydra_tune.quantities import format_bytes
-from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.partition.plan import ShardPlan
 
 
 def fixed_bytes(plan: ShardPlan) -> int:

@@ -34,11 +34,11 @@ from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.memory.readers import TrialTensorReaders
 from hydra_tune.memory.tenant import TrialMemoryContext
-from hydra_tune.shard.capture import named_state
-from hydra_tune.shard.own_state import check_state, check_still_frozen
-from hydra_tune.shard.plan import Shard, ShardPlan
-from hydra_tune.shard.request import TrialStateLayout
-from hydra_tune.shard.split import ShardGraph
+from hydra_tune.shard.analysis.module_mutation import check_state, check_still_frozen
+from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.partition.plan import Shard, ShardPlan
+from hydra_tune.shard.partition.plan_request import TrialStateLayout
+from hydra_tune.shard.partition.subgraph import ShardGraph
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
 

@@ -3,8 +3,8 @@
 Note: the trial's own parts. Everything that decides the location of bytes is the trial's own: plan, groups, the store
 of values, the order of units, the optimizer's code, and the pager. So a rehearsal counts bytes with the code of a real
 run, and no second accounting can differ from the first. Only the tensors are fakes (as in the pilot), and reading a
-value of a fake returns 1. A graph runs once in each situation (`shard/remembered.py`); the user's own code, for a model
-that runs whole, runs every time.
+value of a fake returns 1. A graph runs once in each situation (`shard/fake/fake_memo.py`); the user's own code, for a
+model that runs whole, runs every time.
 """
 
 from collections.abc import Generator, Iterator
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import BlockKind
-from hydra_tune.shard.batch import BatchLeaves
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.remembered import MemoizedShardExecutor
-from hydra_tune.shard.unbuilt import bodiless_twin
-from hydra_tune.shard.update_pilot import stand_in_for
-from hydra_tune.shard.whole import EagerStep
+from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.meta_models import bodiless_twin
+from hydra_tune.shard.cost.update_pilot import stand_in_for
+from hydra_tune.shard.execute.eager_plan import EagerStep
+from hydra_tune.shard.fake.fake_memo import MemoizedShardExecutor
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.task import TrainTask
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.loop.gradient_rules import GradientProcessor

@@ -10,7 +10,7 @@ import itertools
 import threading
 from weakref import WeakKeyDictionary
 
-from hydra_tune.shard.library import PreparedPlan
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.loop.batch_units import unit_times
 from hydra_tune.train.timing.unit_times import UnitTimes
 

@@ -20,7 +20,7 @@ from hydra_tune.devices.link import LinkCostModel, link_of
 from hydra_tune.memory.meter import CopyTimes
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.task import TrainTask
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.parallel.cost_model import GROUPED, DeviceOffer

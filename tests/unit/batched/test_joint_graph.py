@@ -5,7 +5,7 @@ import torch
 from hydra_tune.batched.flat_tensors import runs
 from hydra_tune.fusion.compile.batched_plan import stacked_plan, trace_step
 from hydra_tune.memory.block import lay_out
-from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.execute.compute import ShardOperands
 from tests.unit.shard.bench import parity_bench
 
 MEMBERS = 2

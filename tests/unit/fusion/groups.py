@@ -15,8 +15,8 @@ from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.slot import GroupSlot
 from hydra_tune.fusion.matching.fusion_key import fusion_key
 from hydra_tune.memory.pager import Pager
-from hydra_tune.shard.budget import ShardPlanConstraints
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.trial import PendingReport, run_unit
 from tests.parity.models import CNN, GPT2, MLP, ViT, build

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 from hydra_tune import TrainTask
 from hydra_tune.batched.batched_random import HoistedDraw, TurnTakingGenerator, draw_all, dropout_mask
 from hydra_tune.memory.pager import Pager
-from hydra_tune.shard.budget import ShardPlanConstraints
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.trial import Trial, run_unit
 from tests.support.turns import OneGenerator, TurnsDevice

@@ -14,7 +14,7 @@ from hydra_tune.fusion.compile.batched_plan import stacked_plan
 from hydra_tune.planner.profile.output_layouts import as_laid_out
 from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import StepGraph, step_graph
-from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.execute.compute import ShardOperands
 from tests.unit.shard.bench import bench, task_of
 
 

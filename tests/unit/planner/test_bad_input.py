@@ -12,7 +12,7 @@ from hydra_tune.errors import BudgetError, UnfusableError
 from hydra_tune.planner.search.portfolio import Planner
 from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import step_graph
-from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.execute.compute import ShardOperands
 from tests.unit.planner.run.test_planned_run import array
 
 X, Y = torch.randn(12, 8, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 4

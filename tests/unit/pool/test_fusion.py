@@ -18,7 +18,7 @@ from hydra_tune.fusion.matching import group_size_chooser, group_size_policy
 from hydra_tune.observe.figures import run_figures
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
-from hydra_tune.shard import library
+from hydra_tune.shard.partition import plan_cache
 from tests.support.together import together
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, until
 
@@ -303,8 +303,8 @@ def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plai
 def test_auto_captures_nothing_more_where_there_are_too_few_steps_to_find_out(monkeypatch, captured_once):
     """Trials of one family and of different dropout, which would have to be compared; waits until all are there."""
     captured = []
-    capture = library.capture
-    monkeypatch.setattr(library, "capture", lambda *given, **named: captured.append(1) or capture(*given, **named))
+    capture = plan_cache.capture
+    monkeypatch.setattr(plan_cache, "capture", lambda *given, **named: captured.append(1) or capture(*given, **named))
     described = [task(seed, model=partial(dropping, p=0.1 * seed)) for seed in range(1, 4)]
     counts = {}
     for fusion in ("off", "auto"):

@@ -19,7 +19,7 @@ from hydra_tune.planner.run.interpreter import MergedGraphInterpreter
 from hydra_tune.planner.run.runner import MergedGraphRunner
 from hydra_tune.pool import borrowing, settings
 from hydra_tune.pool.borrowing import DeviceReservations, DeviceUseLock
-from hydra_tune.shard.gate import CaptureGate
+from hydra_tune.shard.capture.capture_lock import CaptureGate
 from tests.support.stand_in_gpu import Generator, StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 from tests.unit.pool.test_planned_steps import bits, task

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hydra_tune.shard.analysis import GraphAnalysis, analyse
-from hydra_tune.shard.batch import flatten
-from hydra_tune.shard.capture import CapturedStepGraph, StateSpec, capture, named_state, state_specs
-from hydra_tune.shard.partition import NumShards, ShardPartitioner
-from hydra_tune.shard.pilot import ShardPilot
-from hydra_tune.shard.plan import ShardPlan, build_plan
-from hydra_tune.shard.update_pilot import optimizer_pilot
+from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis, analyse
+from hydra_tune.shard.capture.batch import flatten
+from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec, capture, named_state, state_specs
+from hydra_tune.shard.cost.pilot import ShardPilot
+from hydra_tune.shard.cost.update_pilot import optimizer_pilot
+from hydra_tune.shard.partition.partitioner import NumShards, ShardPartitioner
+from hydra_tune.shard.partition.plan import ShardPlan, build_plan
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data.handles import make_loader
 from tests.parity.models import build

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
-from hydra_tune.shard.plan import ShardPlan
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.loop import plan_cache as plans_module
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, running, short, task, train
 

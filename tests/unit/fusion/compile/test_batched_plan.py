@@ -14,10 +14,10 @@ from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.batching.batched_graph import StackedGraph
 from hydra_tune.fusion.compile.batched_plan import stacked_plan, trace_step
-from hydra_tune.shard import compute
-from hydra_tune.shard.chain import ShardChain, parameter_gradient_key
-from hydra_tune.shard.compute import ShardOperands
-from hydra_tune.shard.outcome import HostChainStore
+from hydra_tune.shard.execute import compute
+from hydra_tune.shard.execute.chain import ShardChain, parameter_gradient_key
+from hydra_tune.shard.execute.compute import ShardOperands
+from hydra_tune.shard.verify.step_outcome import HostChainStore
 from tests.unit.shard.bench import bench, parity_bench, task_of
 
 MEMBERS = 3

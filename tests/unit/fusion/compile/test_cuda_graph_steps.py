@@ -16,7 +16,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError
 from hydra_tune.fusion.compile.cuda_graph_steps import GraphReplayPolicy, GroupCaptureCache
 from hydra_tune.memory.pager import Pager
-from hydra_tune.shard.gate import GATE
+from hydra_tune.shard.capture.capture_lock import GATE
 from tests.support.gathered import gather
 from tests.unit.fusion.groups import Run, assert_as_plain
 

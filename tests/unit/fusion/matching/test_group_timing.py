@@ -18,8 +18,8 @@ from hydra_tune.fusion.group.multi_step_unit import GroupRound
 from hydra_tune.fusion.matching.fusion_key import fusion_key
 from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChooser
 from hydra_tune.fusion.matching.group_timing import FusionBenchmark
-from hydra_tune.shard.budget import ShardPlanConstraints
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,7 +10,7 @@ from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.planner.ir.planner_ops import draw
 from hydra_tune.planner.trace.step_graph import step_graph
 from hydra_tune.planner.trace.unsupported_ops import value_draws
-from hydra_tune.shard.compute import ShardOperands
+from hydra_tune.shard.execute.compute import ShardOperands
 from tests.unit.planner import made as tests_made
 from tests.unit.planner.made import EXAMPLES, MODELS, OPTIMIZERS, run_unplanned, sub_array
 

@@ -17,7 +17,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from hydra_tune.shard.batch import same_bits
+from hydra_tune.shard.capture.batch import same_bits
 from hydra_tune.train.data.data_feed import SkippedBatches, TrialDataFeed
 from hydra_tune.train.data.index_gather import UngatheredBatches, source_of
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies

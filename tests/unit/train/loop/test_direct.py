@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import HydraExecutor, Reported, TrainTask
 from hydra_tune.errors import BudgetError
-from hydra_tune.shard.budget import ShardPlanConstraints
-from hydra_tune.shard.plan import ShardPlan
-from hydra_tune.shard.whole import uncaptured
+from hydra_tune.shard.execute.eager_plan import uncaptured
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.data.handles import moved
 from hydra_tune.train.loop import burst
 from tests.parity.observe import watched_ways
@@ -125,7 +125,7 @@ def test_nothing_is_captured_and_no_operator_is_followed_after_the_first_step(mo
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("captured")
 
-    monkeypatch.setattr("hydra_tune.shard.library.capture", refuse)
+    monkeypatch.setattr("hydra_tune.shard.partition.plan_cache.capture", refuse)
     followed = []
 
     class Seen(nn.Linear):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import BadLossError, TaskError
-from hydra_tune.shard.library import PlanLibrary
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, mlp, running, task, train
 
 pytestmark = pytest.mark.usefixtures("captured_once")

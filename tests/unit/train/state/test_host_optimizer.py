@@ -16,7 +16,7 @@ from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.observe.figures import run_figures
 from hydra_tune.observe.runlog import read_log
 from hydra_tune.observe.trace import trace_events
-from hydra_tune.shard import compute
+from hydra_tune.shard.execute import compute
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
 from hydra_tune.train.state.model_state import ModelState
 from tests.unit.pool.tasks import against_plain, mlp, running, task

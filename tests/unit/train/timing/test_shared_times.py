@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hydra_tune.shard.library import PreparedPlan
-from hydra_tune.shard.outcome import UnitSeconds
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
+from hydra_tune.shard.verify.step_outcome import UnitSeconds
 from hydra_tune.train.timing.shared_times import SharedUnitTimes
 from tests.unit.shard.bench import parity_bench
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.shard.library import PlanLibrary, ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
 from hydra_tune.train.timing.step_timing import timed_steps
 from tests.unit.pool.tasks import X, Y, one_batch, task
 

@@ -1,0 +1,141 @@
+"""Mixed precision: enters autocast around captured code, and makes casts shared by several operators part of the graph.
+
+A capture inside autocast does not record autocast, so autocast is entered again around every piece of a captured graph.
+In an eager step, a single region spans the whole forward. A parameter used by several operators is cast once, so its
+gradients are added in the low precision. Regions around pieces would cast the parameter once per piece. `share_casts`
+therefore puts the single cast into the graph, as a value that may cross cuts like any other value; parameters used once
+are left to autocast.
+
+Note: torch keeps a process-wide cache of casts and clears the cache when any thread leaves a `torch.autocast` region.
+Regions of captured code neither use nor clear the cache, because other threads may be in eager code that relies on the
+cache. Regions of eager code use the cache, as in a plain loop, so only a single thread at a time is in such a region
+(`eager_autocast`).
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec
+from hydra_tune.task import Precision
+
+_CASTING = {
+    # Operators that autocast runs in the low precision, by the positions of the arguments that it casts.
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d"), (0, 1, 2)),
+    **dict.fromkeys(("conv_transpose2d", "conv_transpose3d", "convolution", "_convolution"), (0, 1, 2)),
+    **dict.fromkeys(("matmul", "mm", "mv", "bmm", "prelu", "linalg_matmul"), (0, 1)),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "baddbmm"), (0, 1, 2)),
+    "scaled_dot_product_attention": (0, 1, 2),
+    # Recurrent operators are made of `linear`; where an argument is a list, all of it.
+    **dict.fromkeys(("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"), (2, 3, 4, 5)),
+    **dict.fromkeys(("gru", "rnn_tanh", "rnn_relu"), (2,)),
+}
+_CASTS = threading.RLock()
+_LOOPING = frozenset({"gru", "rnn_tanh", "rnn_relu"})  # use their weights once per time step
+
+
+@contextmanager
+def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
+    """`torch.autocast` for captured code: does not use the cache, and does not clear the casts of other threads."""
+    if precision == "float32":
+        yield
+        return
+    before = (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+    _set(device_type, True, getattr(torch, precision), False)
+    try:
+        yield
+    finally:
+        _set(device_type, *before)
+
+
+@contextmanager
+def eager_autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
+    """`torch.autocast` for the user's own code, entered by a single thread at a time.
+
+    Leaving the region clears the casts of all threads, so threads take turns.
+    """
+    if precision == "float32":
+        yield
+        return
+    with _CASTS, torch.autocast(device_type, dtype=getattr(torch, precision)):
+        yield
+
+
+def _set(device_type: str, enabled: bool, dtype: torch.dtype, cached: bool) -> None:
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cached)
+
+
+def under_autocast(
+    module: Callable[..., tuple[Tensor, ...]], precision: Precision
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a piece of a captured graph that runs in the given precision."""
+    if precision == "float32":
+        return module
+
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        device_type = arguments[0].device.type if arguments else "cpu"
+        with autocast(precision, device_type):
+            return module(*arguments)
+
+    return run
+
+
+def share_casts(captured: CapturedStepGraph, specs: dict[str, StateSpec], precision: Precision) -> None:
+    """Cast each trained parameter used by several low-precision operators once, before the first of the operators."""
+    if precision == "float32" or captured.mode != "train":
+        return
+    graph = captured.module.graph
+    order = {node: position for position, node in enumerate(graph.nodes)}
+    for name in dict.fromkeys(captured.state.values()):
+        spec = specs[name]
+        if not spec.requires_grad or spec.dtype != torch.float32:
+            continue
+        tied = [node for node in graph.nodes if captured.state.get(node.name) == name]
+        users = sorted((user for node in tied for user in node.users if _casts(user, tied)), key=order.__getitem__)
+        if len(users) < 2 and not (users and _name(users[0]) in _LOOPING):  # noqa: PLR2004 - shared
+            continue
+        with graph.inserting_before(users[0]):
+            cast = graph.call_function(torch.ops.aten.to.dtype, (tied[0], getattr(torch, precision)))
+        cast.meta = dict(users[0].meta)
+        cast.meta["val"] = tied[0].meta["val"].to(getattr(torch, precision))
+        for user in users:
+            _replace(user, tied, cast)
+    captured.module.recompile()
+
+
+def _casts(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
+    """Whether autocast casts any of these operands for a node."""
+    return any(operand in operands for argument in _cast_arguments(node).values() for operand in _nodes(argument))
+
+
+def _cast_arguments(node: fx.Node) -> dict[int, Any]:
+    positions = _CASTING.get(_name(node), ())
+    return {position: node.args[position] for position in positions if position < len(node.args)}
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    """A node, or the nodes of a list."""
+    found = argument if isinstance(argument, list | tuple) else [argument]
+    return [node for node in found if isinstance(node, fx.Node)]
+
+
+def _name(node: fx.Node) -> str:
+    """Name of an aten operator without its overload; empty for other nodes."""
+    if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
+        return ""
+    return str(node.target._schema.name.removeprefix("aten::"))  # noqa: SLF001
+
+
+def _replace(node: fx.Node, old: Sequence[fx.Node], new: fx.Node) -> None:
+    for position, argument in _cast_arguments(node).items():
+        node.update_arg(position, fx.map_arg(argument, lambda operand: new if operand in old else operand))

@@ -1,0 +1,238 @@
+"""Captures model and step as a flat graph of aten operators, by `torch.export(strict=False)`.
+
+The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so a capture serves every
+trial of the same architecture. The module knows nothing of cutting or memory.
+"""
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from hydra_tune.errors import CaptureError, HydraTuneError
+from hydra_tune.older_torch import mend_lstm_shapes
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.export_output import quiet_export
+from hydra_tune.shard.capture.step_module import MODEL_PREFIX, step_module
+from hydra_tune.task import Precision, TrainTask
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """A parameter or buffer of a model, without its values."""
+
+    name: str
+    is_parameter: bool
+    requires_grad: bool
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedStepGraph:
+    """A captured step.
+
+    Attributes:
+        module: the graph; placeholders are state, constants and batch leaves, the output is a tuple of scalars.
+        mode: "train" or "evaluate".
+        state: placeholder name -> canonical name of the parameter or buffer (tied names share a canonical name).
+        constants: placeholder name -> tensor created or closed over by the code.
+        inputs: placeholder name -> index among the batch's tensors.
+        outputs: names of the output nodes, in the order of `names`.
+        names: names of the outputs: `("loss",)` or the metrics.
+        precision: precision of the run; casts are not part of the graph.
+    """
+
+    module: fx.GraphModule
+    mode: str
+    state: dict[str, str]
+    constants: dict[str, Tensor]
+    inputs: dict[str, int]
+    outputs: tuple[str, ...]
+    names: tuple[str, ...]
+    precision: Precision = "float32"
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The graph's computing nodes in order: everything but placeholders, attributes and the output."""
+        return [node for node in self.module.graph.nodes if node.op in ("call_function", "call_module")]
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each parameter and buffer object of a model once, under its first name; lazy tensors only with a shape."""
+    yield from (named for named in model.named_parameters() if not is_lazy(named[1]))
+    yield from (named for named in model.named_buffers() if not is_lazy(named[1]))
+
+
+def state_specs(model: nn.Module) -> dict[str, StateSpec]:
+    """Specs of the model's state, by canonical name."""
+    return {
+        name: StateSpec(
+            name=name,
+            is_parameter=isinstance(tensor, nn.Parameter),
+            requires_grad=tensor.requires_grad,
+            shape=tuple(tensor.shape),
+            stride=tuple(tensor.stride()),
+            dtype=tensor.dtype,
+        )
+        for name, tensor in named_state(model)
+    }
+
+
+def capture(
+    task: TrainTask, twin: nn.Module, batch: Any, mode: str, answering: AbstractContextManager[object] | None = None
+) -> CapturedStepGraph:
+    """Capture a step of a model; for a precision other than float32, call inside `precision.autocast`.
+
+    Args:
+        task: describes the step.
+        twin: a copy of the trial's model, which the capture may disturb.
+        batch: a batch of the shapes to capture for.
+        mode: "train" or "evaluate".
+        answering: context around the step's code.
+
+    Raises:
+        CaptureError: `torch.export` could not capture the step; the message gives the reason and the user's line.
+        TaskError, MetricError: the step itself is wrong (not a scalar, ...).
+    """
+    mend_lstm_shapes()
+    wrapper = step_module(task, twin, mode)
+    with torch.set_grad_enabled(mode == "train"):
+        try:
+            with quiet_export(), _as_eager(wrapper, answering or nullcontext()):
+                program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
+        except HydraTuneError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"torch.export cannot capture this model: {describe(error)}") from error
+    return _read(program, twin, mode, task.precision)
+
+
+def describe(error: BaseException) -> str:
+    """Return the first line of an error, with the innermost line of code outside torch and hydra_tune."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = user_line(error)
+    return f"{type(error).__name__}: {text}" + (f" (at {line})" if line else "")
+
+
+def user_line(error: BaseException) -> str | None:
+    """Return `file:line: code` of the innermost frame outside torch and hydra_tune, or None."""
+    foreign = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "/torch/" not in frame.filename
+        and "/hydra_tune/" not in frame.filename
+        and not frame.filename.startswith("<frozen")
+        and not (frame.filename.startswith(_STDLIB) and "site-packages" not in frame.filename)
+    ]
+    if not foreign:
+        return None
+    last = foreign[-1]
+    return f"{last.filename}:{last.lineno}: {last.line}" if last.line else f"{last.filename}:{last.lineno}"
+
+
+@contextmanager
+def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> Iterator[None]:
+    """Make the model's code believe in an eager run.
+
+    Code that asks `torch.compiler.is_exporting()` wants a graph for other inputs too, and takes other operators. The
+    captured graph serves only a single kind of batch, and must do the same as the eager step.
+    """
+    forward = wrapper.forward
+
+    @wraps(forward)
+    def run(*arguments: Any) -> Any:
+        flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag  # noqa: SLF001
+        # The flags belong to the process; captures hold the gate alone, so no other thread sees the change.
+        torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
+        try:
+            with answering, _HookRefusalMode():
+                return forward(*arguments)
+        finally:
+            torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags  # noqa: SLF001
+
+    wrapper.forward = run
+    try:
+        yield
+    finally:
+        del wrapper.forward
+
+
+class _HookRefusalMode(TorchFunctionMode):
+    """Refuses hooks on activations: a graph has no hooks, and a check on a single batch may not notice the difference."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.register_hook:
+            raise CaptureError("the step registers a gradient hook on an activation, which a graph would not run")
+        return func(*args, **(kwargs or {}))
+
+
+def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> CapturedStepGraph:
+    canonical = {id(tensor): name for name, tensor in named_state(twin)}
+    state: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    inputs: dict[str, int] = {}
+    for spec in program.graph_signature.input_specs:
+        placeholder = spec.arg.name
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            # By identity, so that tied parameters share a name.
+            state[placeholder] = canonical[id(_lookup(twin, spec.target))]
+        elif spec.kind == InputKind.USER_INPUT:
+            if isinstance(_value(program, placeholder), Tensor):
+                inputs[placeholder] = len(inputs)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            constants[placeholder] = _constant(program.constants[spec.target])
+        else:
+            raise CaptureError(f"torch.export lifted {spec.target!r} as {spec.kind.name}, which cannot be sharded")
+    graph_output = next(node for node in program.graph.nodes if node.op == "output")
+    outputs = tuple(_output_name(node) for node in graph_output.args[0])
+    return CapturedStepGraph(
+        module=program.graph_module,
+        mode=mode,
+        state=state,
+        constants=constants,
+        inputs=inputs,
+        outputs=outputs,
+        names=tuple(program.call_spec.out_spec.context),
+        precision=precision,
+    )
+
+
+def _lookup(twin: nn.Module, target: str) -> Tensor:
+    owner, _, leaf = target.removeprefix(MODEL_PREFIX).rpartition(".")
+    found = getattr(twin.get_submodule(owner), leaf)
+    assert isinstance(found, Tensor), target
+    return found
+
+
+def _value(program: Any, placeholder: str) -> Any:
+    return next(n for n in program.graph.nodes if n.name == placeholder).meta.get("val")
+
+
+def _constant(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        raise CaptureError(
+            "the step uses a tensor that requires gradients and is not a parameter of the model; "
+            "register it as a parameter of the module that model= builds"
+        )
+    return tensor.detach()
+
+
+def _output_name(node: object) -> str:
+    if not isinstance(node, fx.Node):
+        raise CaptureError(f"the step's result does not depend on the batch or the model: it is always {node!r}")
+    return node.name

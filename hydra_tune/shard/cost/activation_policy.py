@@ -1,0 +1,154 @@
+"""Chooses for each shard whether its activations are kept for the backward (on the device or on the host) or recomputed.
+
+Note: the rule. Recomputing costs the time of the shard's forward. Keeping costs nothing while nothing else needs the
+room; otherwise the activations go to the host and come back, at the cost of two copies. With `"auto"`, a shard's
+activations are kept if keeping saves more seconds than two copies take, with no copy time hidden behind other work. The
+activations are also kept if keeping saves any time and all units of the trial fit beside all kept activations, so that
+the activations never move. Shards are tried from the last to the first, because the activations of the last shard wait
+for the shortest time. The pager handles kept activations like any other block, so a wrong choice costs time but never
+room.
+
+Source: the choice between swap and recompute of mu-TWO (section 4.3), for shards instead of tensors. Differs: idle
+times are not weighed, because the pager spills the kept activations with the most distant next use first.
+
+Differs, on GPUs: the times of units and copies on the GPU are unknown when the plan is made on the host, so `"auto"`
+recomputes.
+
+Note: no clock. The weighed seconds are estimates (`shard/cost/compute_estimate.py`, `devices/link.py`), equal on each
+run.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.shard.cost.pilot import ShardPilot
+from hydra_tune.shard.partition.plan import Shard, ShardPlan
+from hydra_tune.shard.verify.step_outcome import UnitSeconds
+from hydra_tune.task import Activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationBudget:
+    """Room for keeping activations.
+
+    Attributes:
+        capacity_bytes: most bytes for a single unit on a device.
+        budget_bytes: budget of a device.
+        trials: number of trials that share a device.
+        host_bytes: host memory for a single trial; None: unlimited.
+    """
+
+    capacity_bytes: int
+    budget_bytes: int
+    trials: int = 1
+    host_bytes: int | None = None
+
+
+def keeping(plan: ShardPlan, pilot: ShardPilot, wanted: Activations, room: ActivationBudget) -> ShardPlan:
+    """Return the plan with the activations of all shards kept, where keeping is possible and the units still fit a device.
+
+    Args:
+        plan: plan that recomputes everywhere.
+        pilot: pilot of the plan's step.
+        wanted: choice of the task.
+        room: available room.
+
+    Returns:
+        A plan with other `activations` and costs of its shards; `plan` itself if nothing can be kept.
+    """
+    if wanted == "recompute" or plan.mode != "train":
+        return plan
+    # The last shard has no separate forward unit, so there is nothing to keep.
+    *before, last = plan.shards
+    shards = [_keeping(shard, pilot, wanted, room) for shard in before]
+    return replace(plan, shards=(*shards, last)) if any(shard.keeps_activations for shard in shards) else plan
+
+
+def chosen(
+    plan: ShardPlan,
+    kept: ShardPlan,
+    seconds: UnitSeconds,
+    kept_seconds: UnitSeconds,
+    link: LinkCostModel | None,
+    room: ActivationBudget,
+) -> ShardPlan:
+    """Return the plan that keeps activations where keeping is worthwhile; see the note above.
+
+    Args:
+        plan: plan that recomputes everywhere.
+        kept: plan that keeps everything that can be kept.
+        seconds: estimated seconds of the units of `plan`.
+        kept_seconds: estimated seconds of the units of `kept`.
+        link: estimated speed of copies; None if the units' seconds are not seconds of the devices, so that a comparison
+            is impossible.
+        room: available room.
+    """
+    if link is None:
+        return plan
+    shards = list(plan.shards)
+    spare = _spare_host_bytes(plan, room)
+    gains = {
+        index: _total(seconds, index) - _total(kept_seconds, index)
+        for index, shard in enumerate(kept.shards)
+        if shard.keeps_activations
+    }
+    last_first = sorted((index for index, gain in gains.items() if gain > 0), reverse=True)
+    paying = [index for index in last_first if gains[index] > _copied_seconds(kept.shards[index], link)]
+    # Shards that pay for their copies choose first; the others are kept only in room that nothing else needs.
+    for index in (*paying, *(index for index in last_first if index not in paying)):
+        tried = [*shards[:index], kept.shards[index], *shards[index + 1 :]]
+        has_room = sum(shard.cost.kept_bytes for shard in tried) <= spare
+        if has_room and (index in paying or _never_moves(tried, room)):
+            shards = tried
+    return replace(plan, shards=tuple(shards))
+
+
+def seconds_of(plan: ShardPlan, seconds: UnitSeconds, kept_seconds: UnitSeconds) -> UnitSeconds:
+    """Return the seconds of the units of a plan that keeps the activations of some shards."""
+
+    def pick(computed: Sequence[float], kept: Sequence[float]) -> tuple[float, ...]:
+        flags = (shard.keeps_activations for shard in plan.shards)
+        return tuple(b if flag else a for a, b, flag in zip(computed, kept, flags, strict=True))
+
+    return UnitSeconds(
+        forward=pick(seconds.forward, kept_seconds.forward), backward=pick(seconds.backward, kept_seconds.backward)
+    )
+
+
+def _keeping(shard: Shard, pilot: ShardPilot, wanted: Activations, room: ActivationBudget) -> Shard:
+    cost = pilot.cost_keeping(shard.graph.first, shard.graph.last) if shard.has_backward else None
+    if cost is None or cost.peak_bytes > room.capacity_bytes:
+        return shard
+    return replace(shard, cost=cost, activations="spill" if wanted == "spill" else "keep")
+
+
+def _spare_host_bytes(plan: ShardPlan, room: ActivationBudget) -> float:
+    """Host memory left for kept activations that are spilled, so that keeping never keeps a trial out.
+
+    Never below zero: a graph that refers only to parameters and to waiting values keeps no bytes, and is worth keeping
+    wherever the trial's state is.
+    """
+    if room.host_bytes is None:
+        return math.inf
+    return max(0, room.host_bytes - sum(shard.cost.state_bytes + shard.cost.held_bytes for shard in plan.shards))
+
+
+def _total(seconds: UnitSeconds, index: int) -> float:
+    return seconds.forward[index] + seconds.backward[index]
+
+
+def _copied_seconds(shard: Shard, link: LinkCostModel) -> float:
+    """Seconds for sending a shard's kept activations to the host and back."""
+    return 2 * link.seconds(shard.cost.kept_bytes, shard.cost.kept_blocks)
+
+
+def _never_moves(shards: Sequence[Shard], room: ActivationBudget) -> bool:
+    """Whether each unit has room beside the kept activations of all earlier shards."""
+    waiting = 0
+    for shard in shards:
+        if shard.cost.peak_bytes + waiting * room.trials > room.budget_bytes:
+            return False
+        waiting += shard.cost.kept_bytes
+    return True

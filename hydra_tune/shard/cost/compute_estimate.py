@@ -1,0 +1,51 @@
+"""Estimates the time of a plan's units on a core from their arithmetic; decisions made before a run use no clock.
+
+Note: the same core for all. Times measured once, on a machine with other work, err by more than the difference to be
+decided: keeping activations instead of recomputing saves one forward out of three. Besides, the same task should train
+in the same way every time, as planned. The core, like the copies (`devices/link.py`), is therefore assumed to be an
+ordinary core.
+"""
+
+from collections.abc import Sequence
+
+from torch.utils.flop_counter import FlopCounterMode
+
+from hydra_tune.shard.cost.pilot import ShardPilot
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.verify.step_outcome import UnitSeconds
+
+_FLOPS_PER_SECOND = 2e10  # of float32 matrix products, of sizes usual for a single core
+_BYTES_PER_SECOND = 4e9  # written by operators other than products
+_NODE_SECONDS = 5e-6  # overhead of each operator, whatever its size
+_BACKWARD = 2  # times the arithmetic of the forward: a product per operand
+
+
+def estimated_seconds(pilot: ShardPilot, plan: ShardPlan, kept: ShardPlan) -> tuple[UnitSeconds, UnitSeconds]:
+    """Estimate the seconds of the units of two plans on a core of a host; a GPU's seconds are far less.
+
+    A unit takes the time of its products, and of writing its results. The estimate is good enough to decide whether
+    recomputing a shard's activations is quicker than copying the activations.
+
+    Args:
+        pilot: pilot of the step.
+        plan: the first plan.
+        kept: the second plan, cut in the same places, which keeps activations of other shards.
+
+    Returns:
+        Seconds of the units of both plans.
+    """
+    forward = []
+    for shard in plan.shards:
+        with FlopCounterMode(display=False) as flops:
+            made_bytes = pilot.try_forward(shard.graph)
+        nodes = shard.graph.last - shard.graph.first
+        products = flops.get_total_flops() / _FLOPS_PER_SECOND
+        forward.append(products + made_bytes / _BYTES_PER_SECOND + nodes * _NODE_SECONDS)
+    return _with_backward(plan, forward), _with_backward(kept, forward)
+
+
+def _with_backward(plan: ShardPlan, forward: Sequence[float]) -> UnitSeconds:
+    # A recompute adds one forward.
+    times = [_BACKWARD + (not shard.keeps_activations) for shard in plan.shards]
+    backward = tuple(count * seconds for count, seconds in zip(times, forward, strict=True))
+    return UnitSeconds(forward=tuple(forward), backward=backward)

@@ -1,0 +1,172 @@
+"""The pilot of a step that cannot be captured: real runs of copies of the model, on the host.
+
+Code that depends on values cannot run on fake tensors. The pilot therefore runs the step in the way of its unit,
+keeping or spilling its activations, while a tracker follows the storages made by the step.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import CaptureError
+from hydra_tune.memory.saved import PackedSavedTensor, SavedStorageCopy, SavedTensorSpiller
+from hydra_tune.shard.analysis.module_mutation import check_state
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.batch import same_bits
+from hydra_tune.shard.capture.precision import eager_autocast
+from hydra_tune.shard.capture.step_capture import describe, named_state
+from hydra_tune.shard.capture.step_module import step_module
+from hydra_tune.shard.cost.pilot import StorageTracker, quiet_collector
+from hydra_tune.shard.partition.gradient_rules import GradientRules
+from hydra_tune.shard.verify.process_state import preserved_streams
+from hydra_tune.shard.verify.step_outcome import refuse_sparse
+from hydra_tune.task import TrainTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagerCost:
+    """Measurements of a run.
+
+    Attributes:
+        names: names of the step's results.
+        workspace: peak of the bytes made by the step.
+        spilled_bytes: peak of the host memory for spilled activations.
+    """
+
+    names: tuple[str, ...]
+    workspace: int
+    spilled_bytes: int = 0
+
+
+class EagerPilot:
+    """Measures a step of a model; the random streams are restored.
+
+    Args:
+        task: describes the step.
+        model: the trial's module; only copied.
+        leaves: the batch.
+        mode: "train" or "evaluate".
+        alignment: bytes to which the devices align allocations.
+    """
+
+    def __init__(
+        self, task: TrainTask, model: nn.Module, leaves: batches.BatchLeaves, mode: str, alignment: int
+    ) -> None:
+        self._task = task
+        self._model = model
+        self._leaves = leaves
+        self._mode = mode
+        self._alignment = alignment
+
+    def keeping(self, twin: nn.Module) -> EagerCost:
+        """Measure a run that keeps its activations on the device.
+
+        Args:
+            twin: a copy of the model; left in an undefined state.
+        """
+        tracker = StorageTracker(self._alignment)
+        names = self._run(twin, self._batch(), tracker, nullcontext())
+        return EagerCost(names=names, workspace=tracker.peak_bytes)
+
+    def spilling(self) -> EagerCost:
+        """Measure a run that spills its activations to the host.
+
+        Raises:
+            CaptureError: the step does not allow spilling.
+        """
+        # In a separate run: the comparison keeps the originals alive and would falsify the peak.
+        self._check()
+        with _host() as device:
+            twin, batch = copy.deepcopy(self._model), self._batch()
+            saved = SavedTensorSpiller(device, _owned(twin, batch))
+            tracker = StorageTracker(self._alignment)
+            names = self._run(twin, batch, tracker, saved.hooks())
+        return EagerCost(names=names, workspace=tracker.peak_bytes, spilled_bytes=saved.peak_bytes)
+
+    def _check(self) -> None:
+        """Run the step once, comparing each copy with the tensor that a backward without copies would read."""
+        with _host() as device:
+            twin, batch = copy.deepcopy(self._model), self._batch()
+            try:
+                self._run(twin, batch, nullcontext(), _SavedTensorVerifier(device, _owned(twin, batch)).hooks())
+            except CaptureError:
+                raise
+            except Exception as error:
+                raise CaptureError(describe(error)) from error
+
+    def _batch(self) -> Any:
+        return self._leaves.rebuild(tuple(tensor.clone() for tensor in self._leaves.tensors))
+
+    def _run(
+        self,
+        twin: nn.Module,
+        batch: Any,
+        tracker: AbstractContextManager[object],
+        saving: AbstractContextManager[object],
+    ) -> tuple[str, ...]:
+        """Run a step in the way of its unit; return the names of its results."""
+        training = self._mode == "train"
+        wrapper = step_module(self._task, twin, self._mode)
+        state = dict(named_state(twin))
+        with preserved_streams(), quiet_collector(), torch.set_grad_enabled(training), tracker, saving:
+            if isinstance(tracker, StorageTracker):
+                tracker.know(*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
+            with eager_autocast(self._task.precision):
+                results = wrapper(batch)
+            if training:
+                # copied as in a backward unit, so that the peak includes the copy
+                kept = results["loss"].detach().clone()
+                GradientRules.of(self._task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
+                del kept
+                refuse_sparse({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
+        check_state(state, twin)
+        return tuple(results)
+
+
+class _SavedTensorVerifier(SavedTensorSpiller):
+    """Keeps each packed tensor next to its copy, and compares the two when the backward reads the tensor."""
+
+    def __init__(self, device: Device, stays: Callable[[Tensor], bool]) -> None:
+        super().__init__(device, stays)
+        self._originals: dict[int, tuple[PackedSavedTensor, Tensor]] = {}
+
+    def pack(self, tensor: Tensor) -> PackedSavedTensor:
+        packed = super().pack(tensor)
+        self._originals[id(packed)] = (packed, tensor.detach())
+        return packed
+
+    def unpack(self, packed: PackedSavedTensor) -> Tensor:
+        tensor = super().unpack(packed)
+        copied = packed.bytes
+        if isinstance(copied, SavedStorageCopy):
+            original = self._originals[id(packed)][1]
+            if not same_bits(original, packed.geometry.view(copied.host.untyped_storage())):
+                raise CaptureError(
+                    "it overwrites a tensor that its backward reads in a way that autograd does not see, e.g. through "
+                    ".data or .numpy()"
+                )
+        return tensor
+
+
+@contextmanager
+def _host() -> Iterator[Device]:
+    """A CPU device for host copies, for the length of a run."""
+    device = CpuDevice(0, 0)
+    try:
+        yield device
+    finally:
+        device.close()
+
+
+def _owned(twin: nn.Module, batch: Any) -> Callable[[Tensor], bool]:
+    """Return a test for tensors in the memory of a unit's operands: the state or the batch."""
+    given = (*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
+    storages = {tensor.untyped_storage()._cdata for tensor in given}  # noqa: SLF001 - the storage's identity
+    return lambda tensor: tensor.untyped_storage()._cdata in storages  # noqa: SLF001

@@ -1,0 +1,229 @@
+"""The pilot of an optimizer update: measures the bytes of optimizer state and temporaries, by stepping stand-ins.
+
+The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well.
+"""
+
+import copy
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hydra_tune.shard.analysis.graph_analysis import fake_like
+from hydra_tune.shard.analysis.mutating_ops import overwritten
+from hydra_tune.shard.capture.fingerprint import optimizer_key
+from hydra_tune.shard.capture.step_capture import StateSpec
+from hydra_tune.shard.cost.pilot import StorageTracker, UpdatePilot, aligned, quiet_collector
+from hydra_tune.shard.fake.fake_world import RehearsalFakeMode
+from hydra_tune.shard.verify.process_state import preserved_streams
+
+_LATE = 10_000  # a step number by which every optimizer does all of its work
+# bytes of parameters, below which running real operators is faster than following the operators on fakes
+_SMALL_BYTES = 4 << 20
+_MAX_KNOWN = 1 << 12
+_KNOWN: dict[Hashable, tuple[int, int, int]] = {}
+"""Bytes of updates by kind of optimizer and geometry of the parameters, for all trials of the process."""
+
+_Make = Callable[[StateSpec], Tensor]
+
+
+class _UpdateTracker(StorageTracker):  # type: ignore[no-untyped-call]
+    """Skips operators that make no memory."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        target = overwritten(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs) if target is None else target
+
+
+def optimizer_pilot(
+    optimizer: Optimizer, parameters: dict[str, Tensor], specs: dict[str, StateSpec], *, alignment: int
+) -> UpdatePilot:
+    """Return a function that measures this optimizer's update of some of its parameters; the function holds no parameters.
+
+    Args:
+        optimizer: a trial's optimizer; only read.
+        parameters: the optimizer's parameters by canonical name.
+        specs: geometry of the parameters.
+        alignment: bytes to which the device aligns its allocations.
+    """
+    groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    group_of = {name: groups[id(p)] for name, p in parameters.items() if id(p) in groups}
+    bare = _without_parameters(optimizer)
+    kind = optimizer_key(optimizer)
+    # A user's class may be edited, and existing state affects the measurement, so such an optimizer does not share
+    # results.
+    is_common = type(optimizer).__module__.partition(".")[0] == "torch" and not optimizer.state
+    known = _KNOWN if is_common else {}
+
+    def measure(names: Sequence[str]) -> tuple[int, int, int]:
+        members = [(name, group_of[name]) for name in names if name in group_of]
+        if not members:
+            return 0, 0, 0
+        geometry = tuple((specs[name].shape, specs[name].stride, specs[name].dtype, group) for name, group in members)
+        key = kind, alignment, geometry
+        found = known.get(key)  # a deep model has many groups of parameters that differ only in their names
+        if found is None:
+            if len(known) >= _MAX_KNOWN:
+                known.clear()
+            found = known[key] = _measured(bare, members, specs, alignment)
+        return found
+
+    return measure
+
+
+def _measured(
+    optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec], alignment: int
+) -> tuple[int, int, int]:
+    """Measure by the quickest way that works: small tensors as real tensors, large tensors as stand-ins without bytes."""
+    nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name, _ in members)
+    ways: tuple[_Make, ...] = (_meta_leaf, partial(fake_like, RehearsalFakeMode())) if nbytes > _SMALL_BYTES else ()
+    for make in ways:
+        # An optimizer that reads values, or has kernels for some devices only, may fail with some kinds of stand-ins.
+        with suppress(Exception):
+            return _measure(optimizer, members, specs, alignment, make)
+    return _measure(optimizer, members, specs, alignment, _real_leaf)
+
+
+def _real_leaf(spec: StateSpec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype).zero_().requires_grad_()
+
+
+def _meta_leaf(spec: StateSpec) -> Tensor:
+    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta").requires_grad_()
+
+
+def _measure(
+    optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec], alignment: int, make: _Make
+) -> tuple[int, int, int]:
+    """Step stand-ins: the first update creates the state, later updates show the temporaries of a later update."""
+    leaves = []
+    for name, _ in members:
+        leaf = make(specs[name])
+        leaf.grad = torch.zeros_like(leaf)
+        leaves.append(leaf)
+    tracker = _UpdateTracker(alignment)
+    with quiet_collector(), tracker:
+        tracker.know(*leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None))
+        stand_in = _stand_in(optimizer, members, leaves)
+        stand_in.step()
+        first = tracker.peak_bytes
+        kept = tracker.current_bytes
+        # The peak starts again from the state, so that the first update does not count for the later updates.
+        tracker.peak_bytes = tracker.current_bytes
+        stand_in.step()
+        _grow_old(stand_in)
+        stand_in.step()
+        later = tracker.peak_bytes - kept
+    state = [
+        aligned(value.untyped_storage().nbytes(), alignment)
+        for entries in stand_in.state.values()
+        for value in entries.values()
+        if isinstance(value, Tensor)
+    ]
+    return sum(state), later, first
+
+
+def _grow_old(optimizer: Optimizer) -> None:
+    """Raise the step counters: some optimizers do more after a number of steps (RAdam adapts from the sixth on)."""
+    for entries in optimizer.state.values():
+        step = entries.get("step")
+        if isinstance(step, Tensor):
+            step.fill_(_LATE)
+        elif isinstance(step, int | float) and not isinstance(step, bool):
+            entries["step"] = type(step)(_LATE)
+
+
+def _without_parameters(optimizer: Optimizer) -> Optimizer:
+    """Copy class and options, and the geometry of state created by the constructor; the copy may outlive the trial."""
+    bare = _over(optimizer, [], [])
+    bare.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    if _has_state_at_once(optimizer):
+        for group, options in zip(optimizer.param_groups, bare.param_groups, strict=True):
+            for p in {(p.shape, p.stride(), p.dtype): p for p in group["params"] if optimizer.state.get(p)}.values():
+                leaf = torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device="meta")
+                bare.state[leaf] = _state_like(optimizer, p, leaf)
+                options["params"].append(leaf)
+    return bare
+
+
+def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
+    """Return an optimizer of the same class and options over other tensors, without calling the constructor.
+
+    Args:
+        optimizer: a trial's optimizer; only read.
+        members: name and parameter group of each of the other tensors.
+        leaves: the other tensors.
+    """
+    if _has_state_at_once(optimizer):
+        return _stand_in(optimizer, members, leaves)
+    return _over(optimizer, members, leaves)
+
+
+def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
+    """As `stand_in_for`; a leaf has state if a parameter of its group has state."""
+    stand_in = _over(optimizer, members, leaves)
+    for leaf, (_, owner) in zip(leaves, members, strict=True):
+        parameters = [p for p in optimizer.param_groups[owner]["params"] if optimizer.state.get(p)]
+        like = max(parameters, key=lambda p: (p.shape == leaf.shape, p.dim() == leaf.dim()), default=None)
+        if like is not None:
+            stand_in.state[leaf] = _state_like(optimizer, like, leaf)
+    return stand_in
+
+
+def _over(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
+    """Copy class and options over other tensors, without any state."""
+    groups = [
+        {**group, "params": [leaf for leaf, (_, owner) in zip(leaves, members, strict=True) if owner == index]}
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+    made = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    # A learning-rate scheduler replaces `step` by a method bound to the trial's optimizer; hooks belong to the trial as
+    # well.
+    made.__dict__.pop("step", None)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        made.__dict__[hooks] = OrderedDict()
+    made.param_groups = [group for group in groups if group["params"]]
+    made.state = defaultdict(dict)
+    return made
+
+
+def _has_state_at_once(optimizer: Optimizer) -> bool:
+    """Whether the constructor creates the state, as `Adagrad` did up to torch 2.11: a step fails for a new parameter."""
+    placed = ((p, index) for index, group in enumerate(optimizer.param_groups) for p in group["params"])
+    like, group = next(((p, index) for p, index in placed if optimizer.state.get(p)), (None, 0))
+    if like is None:
+        return False
+    leaf = torch.zeros([2] * like.dim(), dtype=like.dtype)
+    leaf.grad = torch.zeros_like(leaf)
+    tried = _over(optimizer, [("", group)], [leaf])
+    with preserved_streams():
+        try:
+            tried.step()
+        except KeyError:
+            return True
+        except Exception:  # noqa: BLE001 - another stand-in will show the error
+            return False
+    return False
+
+
+def _state_like(optimizer: Optimizer, parameter: Tensor, leaf: Tensor) -> dict[str, Any]:
+    """State for a tensor, of the kind kept by an optimizer for another tensor."""
+    return {
+        key: _entry_like(value, parameter, leaf) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in optimizer.state[parameter].items()
+    }
+
+
+def _entry_like(value: Tensor, parameter: Tensor, leaf: Tensor) -> Tensor:
+    if value.shape == parameter.shape:
+        return torch.zeros_like(leaf, dtype=value.dtype, requires_grad=False)
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu" if value.dim() == 0 else leaf.device)

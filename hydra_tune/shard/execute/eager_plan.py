@@ -1,0 +1,346 @@
+"""The whole-model path: runs a step that cannot be captured eagerly, as a single shard.
+
+Parameters and buffers still live in blocks and are spilled between units. If the activations do not fit beside the
+parameters and buffers, the unit spills the activations from forward to backward (`memory/saved.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.errors import BudgetError, CaptureError
+from hydra_tune.quantities import format_bytes, format_bytes_up
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.precision import eager_autocast
+from hydra_tune.shard.capture.step_capture import StateSpec, state_specs
+from hydra_tune.shard.capture.step_module import step_module
+from hydra_tune.shard.cost.eager_pilot import EagerCost, EagerPilot
+from hydra_tune.shard.cost.pilot import ShardCost, UpdatePilot, aligned
+from hydra_tune.shard.cost.update_pilot import optimizer_pilot
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.gradient_rules import GradientRules
+from hydra_tune.shard.partition.plan import Shard, ShardPlan
+from hydra_tune.shard.partition.subgraph import ShardGraph
+from hydra_tune.task import Precision, TrainTask
+
+_MOST_HELD = (
+    # share of a device for parameters and gradients, below which a first step with its activations on the host is
+    # likely to fit
+    0.75
+)
+_MOST_STATE = 0.95  # the same, with optimizer state included
+_GUESSED_STATES = 2  # guess for a user's own optimizer: state tensors of a parameter's size
+
+
+class EagerStep:
+    """Takes the place of a shard's graph, and runs the user's own code on the trial's own module.
+
+    The state among the arguments is ignored: the module's parameters are the same objects, wherever their bytes are.
+    """
+
+    def __init__(
+        self, task: TrainTask, model: nn.Module, mode: str, leaves: batches.BatchLeaves, num_state: int
+    ) -> None:
+        self._call = (task, model, mode)
+        # The plan outlives the batch, so the step keeps the structure of the batch and no tensor.
+        self._rebuild = leaves.without_tensors().rebuild
+        self._num_state = num_state
+
+    @property
+    def precision(self) -> Precision:
+        """Precision of the task."""
+        return self._call[0].precision
+
+    def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """Return the step's results for the batch tensors among the arguments."""
+        device_type = arguments[0].device.type if arguments else "cpu"
+        with eager_autocast(self._call[0].precision, device_type):
+            results = step_module(*self._call)(self._rebuild(arguments[self._num_state :]))
+        return tuple(results.values())
+
+
+def whole_plan(
+    task: TrainTask,
+    model: nn.Module,
+    twin: nn.Module,
+    leaves: batches.BatchLeaves,
+    mode: str,
+    *,
+    specs: dict[str, StateSpec],
+    update: UpdatePilot | None,
+    budget_bytes: int,
+    alignment: int,
+    updates_on_host: bool = False,
+    reason: CaptureError,
+) -> ShardPlan:
+    """Make a plan with a single eager shard.
+
+    Args:
+        task: describes the step.
+        model: the trial's module, which the plan will run.
+        twin: a copy of the model for measuring; left in an undefined state.
+        leaves: the batch.
+        mode: "train" or "evaluate".
+        specs: the model's state.
+        update: measures the optimizer's update, in training.
+        budget_bytes: memory of the smallest device.
+        alignment: alignment of the device's allocator in bytes.
+        updates_on_host: whether optimizer state stays on the host.
+        reason: reason for the failed capture.
+
+    Raises:
+        BudgetError: the model does not fit whole.
+    """
+    training = mode == "train"
+    trained = tuple(name for name, spec in specs.items() if spec.requires_grad) if training else ()
+    rules = GradientRules.of(task)
+
+    def cost_of(eager: EagerCost) -> ShardCost:
+        cost = _cost(specs, trained, leaves, eager, update, rules, alignment=alignment, training=training)
+        return replace(cost, updates_on_host=updates_on_host)
+
+    pilot = EagerPilot(task, model, leaves, mode, alignment)
+    eager = pilot.keeping(twin)
+    names, cost = eager.names, cost_of(eager)
+    if cost.peak_bytes > budget_bytes:
+        cost = _spilled(pilot, cost, cost_of, budget_bytes, reason)
+    shard = Shard(
+        graph=_graph(EagerStep(task, model, mode, leaves, len(specs)), tuple(specs), leaves, names),
+        cost=cost,
+        needs_gradient=frozenset(),
+        gradient_outputs=names if training else (),
+        losses=names,
+        trained=trained,
+        shared_gradients=(),
+        has_backward=training,
+    )
+    return ShardPlan(
+        mode=mode,
+        shards=(shard,),
+        names=names,
+        outputs=names,
+        constants={},
+        birth=dict.fromkeys(names, 0),
+        first_use={},
+        last_use={},
+        eager=True,
+        why_eager=next(iter(str(reason).splitlines()), ""),
+    )
+
+
+def uncaptured(
+    task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, budget: ShardPlanConstraints
+) -> ShardPlan | str:
+    """Decide whether a trial may run the user's own code unchanged; runs none of the code.
+
+    Args:
+        task: describes the step.
+        model: the trial's module, as built.
+        optimizer: the module's optimizer.
+        budget: budget of the smallest device.
+
+    Returns:
+        A plan as of `uncaptured_plan`, or a short reason for cutting the model.
+    """
+    asked = _asked_for_capture(task, budget)
+    if asked is not None:
+        return asked
+    specs = state_specs(model)
+    plan = uncaptured_plan(
+        specs, _update_of(optimizer, model, specs, budget.alignment), task, alignment=budget.alignment
+    )
+    cost, room = plan.shards[0].cost, format_bytes(budget.budget_bytes)
+    if plan.peak_bytes > _MOST_STATE * budget.budget_bytes:
+        return f"its state alone needs {format_bytes(plan.peak_bytes)}, and the smallest device's budget is {room}"
+    held = cost.state_bytes + cost.trained_bytes
+    if held > _MOST_HELD * budget.budget_bytes:
+        return f"its parameters and gradients ({format_bytes(held)}) leave little of the smallest device's budget of {room}"
+    return plan
+
+
+def _asked_for_capture(task: TrainTask, budget: ShardPlanConstraints) -> str | None:
+    """The option that needs a captured step, as a reason, or None."""
+    if budget.num_shards is not None:
+        return f"num_shards={budget.num_shards!r} asks for a cut"
+    if budget.optimizer_placement == "host":
+        return "optimizer_placement='host' asks for updates on the host"
+    for name in ("compile", "split_operators"):
+        if getattr(task, name) is not None:
+            return f"{name}={getattr(task, name)!r} asks for a captured step"
+    if task.splits_steps:
+        return f"parallel={task.parallel!r} runs the batches of a captured step on several devices"
+    if task.split_batches == "auto":
+        return "split_batches='auto' is chosen by what a captured step needs"
+    return None
+
+
+def _update_of(
+    optimizer: torch.optim.Optimizer, model: nn.Module, specs: dict[str, StateSpec], alignment: int
+) -> UpdatePilot:
+    """Make a pilot for an optimizer: torch's own optimizers are measured on stand-ins, the others are guessed.
+
+    A step of a user's optimizer could change objects shared with the stand-ins. A guess also serves optimizers that do
+    not accept stand-ins (`SparseAdam` requires sparse gradients).
+    """
+
+    def guess(names: Sequence[str]) -> tuple[int, int, int]:
+        nbytes = sum(_state_bytes(specs[name], alignment) for name in names)
+        return _GUESSED_STATES * nbytes, 0, _GUESSED_STATES * nbytes
+
+    if type(optimizer).__module__.partition(".")[0] != "torch":
+        return guess
+    known: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name in specs}
+
+    def measured(names: Sequence[str]) -> tuple[int, int, int]:
+        try:
+            return optimizer_pilot(optimizer, known, specs, alignment=alignment)(names)
+        except Exception:  # noqa: BLE001 - the step itself will raise the error
+            return guess(names)
+
+    return measured
+
+
+def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: TrainTask, *, alignment: int) -> ShardPlan:
+    """Make a plan for a trial that will run its own code, before its first step: only the bytes of the state are known.
+
+    Args:
+        specs: the model's state.
+        update: measures the optimizer's update.
+        task: describes the step.
+        alignment: alignment of the device's allocator in bytes.
+
+    Returns:
+        A plan with a single shard. The costs include parameters, buffers, gradients and optimizer state, but no
+        activations.
+    """
+    trained = tuple(name for name, spec in specs.items() if spec.requires_grad)
+    none = batches.flatten(())
+    cost = _cost(
+        specs,
+        trained,
+        none,
+        # Gradients are the only part of the workspace that is known before the first step.
+        EagerCost(names=(), workspace=sum(_state_bytes(specs[name], alignment) for name in trained)),
+        update,
+        replace(GradientRules.of(task), accumulate=1, is_split=False),  # a burst ends between two optimizer steps
+        alignment=alignment,
+        training=True,
+    )
+    shard = Shard(
+        graph=_graph(_uncaptured, tuple(specs), none, ()),
+        cost=cost,
+        needs_gradient=frozenset(),
+        gradient_outputs=(),
+        losses=(),
+        trained=trained,
+        shared_gradients=(),
+        has_backward=True,
+    )
+    return ShardPlan(
+        mode="train",
+        shards=(shard,),
+        names=(),
+        outputs=(),
+        constants={},
+        birth={},
+        first_use={},
+        last_use={},
+        eager=True,
+        why_eager="it fits its device, and runs its own code",
+    )
+
+
+def _uncaptured(*_: Tensor) -> tuple[Tensor, ...]:
+    raise AssertionError("a trial that runs its own code has no units of a graph")
+
+
+def _spilled(
+    pilot: EagerPilot,
+    kept: ShardCost,
+    cost_of: Callable[[EagerCost], ShardCost],
+    budget_bytes: int,
+    reason: CaptureError,
+) -> ShardCost:
+    """Cost with the activations spilled, if the step then fits.
+
+    Raises:
+        BudgetError: the step does not fit even with its activations spilled.
+    """
+    least, outcome = kept.peak_bytes, ""
+    # Spilled activations lower only the peak of the backward unit.
+    if kept.backward_bytes > budget_bytes:
+        try:
+            cost = cost_of(pilot.spilling())
+        except CaptureError as error:
+            outcome = f", and its activations cannot be spilled: {error}"
+        else:
+            if cost.peak_bytes <= budget_bytes:
+                return cost
+            outcome = f", and {format_bytes(cost.peak_bytes)} with its activations spilled"
+            least = min(least, cost.peak_bytes)
+    raise BudgetError(
+        f"the model cannot be cut ({reason}), and whole it needs {format_bytes(kept.peak_bytes)} at once, more than the "
+        f"smallest device's budget of {format_bytes(budget_bytes)}{outcome}; make it capturable, lower batch_size, or raise "
+        f"device_memory to at least {format_bytes_up(least)}",
+        enough_bytes=least,
+    ) from reason
+
+
+def _graph(
+    step: Callable[..., tuple[Tensor, ...]], state: tuple[str, ...], leaves: batches.BatchLeaves, names: tuple[str, ...]
+) -> ShardGraph:
+    return ShardGraph(
+        module=step,
+        first=0,
+        last=1,
+        layers=("", ""),
+        state=state,
+        constants=(),
+        inputs=tuple(range(len(leaves.tensors))),
+        live_in=(),
+        live_out=names,
+        cloned=frozenset(),
+        written_state=(),
+        saved_state=(),
+        # Unknown for the user's own code, so assumed.
+        stochastic=True,
+    )
+
+
+def _cost(
+    specs: dict[str, StateSpec],
+    trained: tuple[str, ...],
+    leaves: batches.BatchLeaves,
+    eager: EagerCost,
+    update: UpdatePilot | None,
+    rules: GradientRules,
+    *,
+    alignment: int,
+    training: bool,
+) -> ShardCost:
+    optimizer_bytes, later, first = update(trained) if update else (0, 0, 0)
+    trained_bytes = sum(_state_bytes(specs[name], alignment) for name in trained)
+    scratch = rules.scratch_bytes(len(trained), alignment)
+    return ShardCost(
+        state_bytes=sum(_state_bytes(spec, alignment) for spec in specs.values()),
+        value_bytes=sum(aligned(batches.tensor_bytes(t), alignment) for t in leaves.tensors),
+        handed_bytes=0,
+        optimizer_bytes=optimizer_bytes,
+        forward_workspace=0 if training else eager.workspace,
+        backward_workspace=eager.workspace + scratch if training else 0,
+        update_workspace=later + scratch,
+        first_update_workspace=first + scratch,
+        trained_bytes=trained_bytes,
+        phased=rules.has_two_phases or rules.accumulates,
+        spilled_bytes=eager.spilled_bytes,
+        summed_bytes=trained_bytes if rules.accumulates else 0,
+    )
+
+
+def _state_bytes(spec: StateSpec, alignment: int) -> int:
+    elements = 1
+    for size in spec.shape:
+        elements *= size
+    return aligned(elements * spec.dtype.itemsize, alignment)

@@ -1,0 +1,253 @@
+"""Runs a unit on tensors without bytes once, and remembers the geometry of the results: the steps of a rehearsal repeat.
+
+The results of a graph depend only on the geometry of its operands: sizes, strides, and common storages. A unit with the
+same operands as before therefore makes tensors of the same geometry, which lie on the same operands, on new memory, or
+together on a common storage, as before.
+"""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from hydra_tune.memory.block import TensorGeometry, storage_identity
+from hydra_tune.shard.capture.step_module import Objective, loss_itself
+from hydra_tune.shard.execute import compute
+from hydra_tune.shard.execute.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
+from hydra_tune.shard.partition.subgraph import ShardGraph
+
+_Key = tuple[str, str]
+"""Kind and name of a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ResultLocation:
+    """Place of a result: the operand under the result, or the number of the new storage."""
+
+    given: int | None
+    new: int
+    geometry: TensorGeometry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MemoizedResults:
+    """Geometry of a run's results.
+
+    Attributes:
+        places: places of the tensors, in order.
+        sizes: bytes of the new storages.
+        freed: numbers of the kept storages freed by the run, in order.
+    """
+
+    places: dict[_Key, _ResultLocation]
+    sizes: tuple[int, ...]
+    freed: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(given: Sequence[Tensor], found: Mapping[_Key, Tensor], freed: Sequence[int] = ()) -> "_MemoizedResults":
+        """Record the geometry of the results `found`."""
+        positions: dict[int, int] = {}
+        for position, tensor in enumerate(given):
+            positions.setdefault(storage_identity(tensor), position)
+        numbers: dict[int, int] = {}
+        sizes: list[int] = []
+        places = {}
+        for key, tensor in found.items():
+            storage = storage_identity(tensor)
+            if storage not in positions and storage not in numbers:
+                numbers[storage] = len(sizes)
+                sizes.append(tensor.untyped_storage().nbytes())
+            places[key] = _ResultLocation(positions.get(storage), numbers.get(storage, 0), TensorGeometry.of(tensor))
+        return _MemoizedResults(places=places, sizes=tuple(sizes), freed=tuple(freed))
+
+    def again(self, given: Sequence[Tensor]) -> dict[_Key, Tensor]:
+        """Make the same results for other operands of equal geometry."""
+        fresh = [torch.empty(size, dtype=torch.uint8) for size in self.sizes]
+        found = {}
+        for key, place in self.places.items():
+            source = fresh[place.new] if place.given is None else given[place.given]
+            found[key] = place.geometry.view(source.untyped_storage(), source.device)
+        return found
+
+
+class MemoizedShardExecutor:
+    """Stands in for `shard/execute/compute.py`: runs shards of a single plan on tensors without bytes, once per situation."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _MemoizedResults] = {}
+
+    def forward(
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None
+    ) -> dict[str, Tensor]:
+        """As `compute.forward`."""
+
+        def run() -> dict[_Key, Tensor]:
+            return _named("output", compute.forward(shard, operands, needs_gradient))
+
+        key = ("forward", shard.first, shard.last, needs_gradient)
+        return _taken(self._once(key, operands.all, run), "output")
+
+    def taped_forward(
+        self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str]
+    ) -> tuple[dict[str, Tensor], ShardTape]:
+        """As `compute.taped_forward`; the graph is already settled."""
+
+        def tape() -> ShardTape:
+            made = compute.taped_forward(shard, operands, needs_gradient)[1]
+            made.settle()
+            return made
+
+        def run() -> dict[_Key, Tensor]:
+            outputs, made = compute.taped_forward(shard, operands, needs_gradient)
+            kept = {str(number): flat for number, flat in made.settle().items()}
+            return _named("output", outputs) | _named("kept", kept)
+
+        key = ("taped", shard.first, shard.last, needs_gradient)
+        found = self._once(key, operands.all, run)
+        flats = {int(number): flat for number, flat in _taken(found, "kept").items()}
+        # A remembered forward has no graph: the tape runs the forward again only if the backward is not remembered.
+        return _taken(found, "output"), _MemoizedShardTape(self, flats, tape)
+
+    def backward(
+        self,
+        shard: ShardGraph,
+        operands: ShardOperands,
+        *,
+        needs_gradient: frozenset[str],
+        incoming: IncomingGradients,
+        objective: Objective = loss_itself,
+    ) -> ShardGradients:
+        """As `compute.backward`."""
+
+        def run() -> dict[_Key, Tensor]:
+            gradients = compute.backward(
+                shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective
+            )
+            return _of_gradients(gradients)
+
+        key = ("backward", shard.first, shard.last, needs_gradient, _names(incoming))
+        return _gradients(self._once(key, [*operands.all, *_handed(incoming)], run))
+
+    def played(
+        self,
+        shard: ShardGraph,
+        operands: ShardOperands,
+        incoming: IncomingGradients,
+        flats: Mapping[int, Tensor],
+        on_free: Callable[[int], None],
+        tape: Callable[[], ShardTape],
+    ) -> ShardGradients:
+        """Run the backward of a tape, or repeat a remembered run.
+
+        Args:
+            shard: shard of the tape.
+            operands: as of `ShardTape.backward`.
+            incoming: as of `ShardTape.backward`.
+            flats: kept storages by number.
+            on_free: as of `ShardTape.backward`.
+            tape: makes a tape that can run.
+        """
+        given = [*operands.all, *_handed(incoming), *flats.values()]
+        key = ("played", shard.first, shard.last, _names(incoming), tuple(flats), _likeness(given))
+        made = self._known.get(key)
+        if made is not None:
+            # In the same order as in the run, so that the peak of the rehearsal is right.
+            for number in made.freed:
+                on_free(number)
+            return _gradients(made.again(given))
+        freed: list[int] = []
+
+        def free(number: int) -> None:
+            freed.append(number)
+            on_free(number)
+
+        gradients = tape().backward(shard, operands, incoming, flats.__getitem__, free)
+        self._known[key] = _MemoizedResults.of(given, _of_gradients(gradients), freed)
+        return gradients
+
+    def _once(
+        self, key: Hashable, given: Sequence[Tensor], run: Callable[[], dict[_Key, Tensor]]
+    ) -> dict[_Key, Tensor]:
+        key = (key, _likeness(given))
+        made = self._known.get(key)
+        if made is not None:
+            return made.again(given)
+        found = run()
+        self._known[key] = _MemoizedResults.of(given, found)
+        return found
+
+
+class _MemoizedShardTape(ShardTape):
+    """A tape whose graph is made only if the result is not remembered."""
+
+    def __init__(
+        self, remembered: MemoizedShardExecutor, flats: dict[int, Tensor], tape: Callable[[], ShardTape]
+    ) -> None:
+        self._remembered = remembered
+        self._flats = flats
+        self._numbers = tuple(flats)
+        self._tape = tape
+
+    @override
+    def settle(self) -> dict[int, Tensor]:
+        flats, self._flats = self._flats, {}
+        return flats
+
+    @override
+    def backward(
+        self,
+        shard: ShardGraph,
+        operands: ShardOperands,
+        incoming: IncomingGradients,
+        kept: Callable[[int], Tensor],
+        on_free: Callable[[int], None],
+    ) -> ShardGradients:
+        flats = {number: kept(number) for number in self._numbers}
+        return self._remembered.played(shard, operands, incoming, flats, on_free, self._tape)
+
+
+def _likeness(given: Sequence[Tensor]) -> Hashable:
+    """Return a key that is equal for operands of equal geometry and equal sharing of storages."""
+    numbers: dict[int, int] = {}
+    return tuple(
+        (
+            TensorGeometry.of(tensor),
+            tensor.requires_grad,
+            tensor.untyped_storage().nbytes(),
+            numbers.setdefault(storage_identity(tensor), len(numbers)),
+        )
+        for tensor in given
+    )
+
+
+def _handed(incoming: IncomingGradients) -> list[Tensor]:
+    """Gradients handed over by later shards."""
+    parts = (incoming.outputs, incoming.live_in, incoming.parameters)
+    return [gradient for part in parts for gradient in part.values() if gradient is not None]
+
+
+def _names(incoming: IncomingGradients) -> Hashable:
+    """Return a key for the names of the incoming gradients."""
+    outputs = tuple((name, gradient is None) for name, gradient in incoming.outputs.items())
+    return outputs, tuple(incoming.live_in), tuple(incoming.parameters)
+
+
+def _named(what: str, tensors: Mapping[str, Tensor]) -> dict[_Key, Tensor]:
+    return {(what, name): tensor for name, tensor in tensors.items()}
+
+
+def _taken(tensors: Mapping[_Key, Tensor], what: str) -> dict[str, Tensor]:
+    return {name: tensor for (kind, name), tensor in tensors.items() if kind == what}
+
+
+def _of_gradients(gradients: ShardGradients) -> dict[_Key, Tensor]:
+    live_in, parameters = _named("live_in", gradients.live_in), _named("parameter", gradients.parameters)
+    return live_in | parameters | _named("output", gradients.outputs)
+
+
+def _gradients(found: Mapping[_Key, Tensor]) -> ShardGradients:
+    return ShardGradients(
+        live_in=_taken(found, "live_in"), parameters=_taken(found, "parameter"), outputs=_taken(found, "output")
+    )

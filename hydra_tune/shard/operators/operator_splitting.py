@@ -1,0 +1,254 @@
+"""Splits operators into pieces for `split_operators`, checks the optimizer, and restores the whole model at the end.
+
+Like `train/loop/microbatches.py`, the module is shared by the plain loop and the pool, so that both train the same
+pieces. The model and its parameter groups are made while the model is whole, so the model draws the same numbers and
+keeps its own names. Then the pieces replace the whole parameters, in the modules and in the groups.
+
+Example: `split_operators={"head": 4}` turns the weight of `head`, of shape `(vocabulary, width)`, into four parameters
+of about `(vocabulary / 4, width)` each, which may lie in different shards.
+"""
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hydra_tune.errors import TaskError
+from hydra_tune.quantities import parse_bytes
+from hydra_tune.shard.operators.operator_tree import Operator, OperatorTree
+from hydra_tune.shard.operators.split_modules import (
+    ColumnSplitEmbedding,
+    RowSplitEmbedding,
+    SplitLinear,
+    TensorCut,
+    piece_name,
+)
+from hydra_tune.shard.verify.elementwise_optimizers import check_elementwise, whole_state
+
+
+@dataclass(slots=True, kw_only=True)
+class _SplitOperator:
+    """A module in pieces.
+
+    Attributes:
+        module: the module.
+        kind: class of the whole module.
+        parameters: registry of parameters of the whole module.
+    """
+
+    module: Operator
+    kind: type[nn.Module]
+    parameters: dict[str, nn.Parameter | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _SplitParameter:
+    """A parameter in pieces.
+
+    Attributes:
+        name: name in the model.
+        whole: the whole parameter, which the model had before and will have again.
+        cut: dimension and sizes of the cut.
+        stride: stride of the whole parameter.
+        pieces: the trained pieces.
+    """
+
+    name: str
+    whole: nn.Parameter
+    cut: TensorCut
+    stride: tuple[int, ...]
+    pieces: list[nn.Parameter] = field(default_factory=list)
+
+    def take_apart(self) -> None:
+        """Make the pieces, and fill the whole parameter with NaN."""
+        whole = self.whole
+        parts = torch.split(whole.detach(), list(self.cut.sizes), self.cut.dim)
+        self.pieces = [nn.Parameter(part.clone(memory_format=torch.contiguous_format)) for part in parts]
+        for piece in self.pieces:
+            piece.requires_grad_(whole.requires_grad)
+        # Code with a private reference to the parameter gets a NaN loss, instead of a loss that silently ignores the
+        # weights.
+        whole.data = torch.full((1,), torch.nan, dtype=whole.dtype).expand(whole.shape)
+
+    def put_together(self) -> None:
+        """Restore the whole parameter from its pieces."""
+        whole = torch.empty_strided(self.whole.shape, self.stride, dtype=self.whole.dtype)
+        for part, piece in zip(torch.split(whole, list(self.cut.sizes), self.cut.dim), self.pieces, strict=True):
+            part.copy_(piece.detach())
+        self.whole.data = whole
+
+
+class SplitOperators:
+    """The operators of a single model that are in pieces.
+
+    Args:
+        modules: the modules in pieces.
+        parameters: the modules' parameters, each once.
+    """
+
+    def __init__(self, modules: Sequence[_SplitOperator] = (), parameters: Sequence[_SplitParameter] = ()) -> None:
+        self._modules = modules
+        self._parameters = parameters
+        self._by_whole = {id(p.whole): p for p in parameters}
+
+    def in_groups(self, groups: Any) -> Any:
+        """Return an optimizer's argument with the pieces in place of the whole parameters."""
+        if isinstance(groups, Mapping):
+            return {key: self.in_groups(value) for key, value in groups.items()}
+        if type(groups) in (list, tuple):
+            placed = [found for item in groups for found in self._expanded(item)]
+            # Unchanged sequences are returned as they are, so that options such as betas stay tuples.
+            return groups if len(placed) == len(groups) and all(map(operator.is_, placed, groups)) else placed
+        found = self._known(groups)
+        return groups if found is None else list(found.pieces)
+
+    def _expanded(self, item: Any) -> Iterator[Any]:
+        named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)  # noqa: PLR2004 - name and parameter
+        found = self._known(item[1] if named else item)
+        if found is None:
+            yield item if named else self.in_groups(item)
+        elif named:
+            yield from ((piece_name(item[0], index), piece) for index, piece in enumerate(found.pieces))
+        else:
+            yield from found.pieces
+
+    def _known(self, value: object) -> _SplitParameter | None:
+        return self._by_whole.get(id(value)) if isinstance(value, nn.Parameter) else None
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that would train the pieces differently from the whole; the model is then restored first.
+
+        Raises:
+            TaskError: the optimizer holds a whole parameter, separates the pieces of a parameter, or does not update
+                each element by itself.
+        """
+        try:
+            check_elementwise(optimizer, list(self._members(optimizer)))
+        except TaskError:
+            self.restore(optimizer)
+            raise
+
+    def _members(self, optimizer: Optimizer) -> Iterator[tuple[str, int, int, Tensor]]:
+        """Trained parameters in pieces: name, parameter group, dimension, and a piece."""
+        group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for parameter in self._parameters:
+            if id(parameter.whole) in group_of:
+                raise TaskError(
+                    f"the optimizer holds the whole {parameter.name!r}, which split_operators has cut; let optimizer= build "
+                    "it from what it is given, and param_groups= return lists, or dicts with a list under 'params'"
+                )
+            first, *others = (group_of.get(id(piece)) for piece in parameter.pieces)
+            if any(other != first for other in others):
+                raise TaskError(
+                    f"the optimizer puts the pieces of {parameter.name!r} into different groups; let param_groups= make the "
+                    "groups"
+                )
+            if first is not None and parameter.whole.requires_grad:
+                yield parameter.name, first, parameter.cut.dim, parameter.pieces[0]
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Restore the model, and the optimizer over the whole parameters, as if nothing had been cut."""
+        first: dict[int, nn.Parameter] = {}
+        rest: set[int] = set()
+        for parameter in self._parameters:
+            parameter.put_together()
+            states = [optimizer.state.pop(piece, {}) for piece in parameter.pieces]
+            if any(states):
+                optimizer.state[parameter.whole] = whole_state(states, parameter.cut)
+            first[id(parameter.pieces[0])] = parameter.whole
+            rest.update(map(id, parameter.pieces[1:]))
+        for group in optimizer.param_groups:
+            _put_back(group, first, rest)
+        for found in self._modules:
+            found.module.__class__ = found.kind  # type: ignore[assignment]
+            for name in ("split_path", "split_sizes"):
+                delattr(found.module, name)
+            found.module._parameters.clear()  # noqa: SLF001 - the registry itself is restored
+            found.module._parameters.update(found.parameters)  # noqa: SLF001
+
+
+def _listed(groups: Any) -> Any:
+    """Parameter groups with lists in place of iterators, because an iterator would run over the model after the cut."""
+    if isinstance(groups, Iterator):
+        return [_listed(item) for item in groups]
+    if isinstance(groups, Mapping):
+        return {key: _listed(value) for key, value in groups.items()}
+    return [_listed(item) for item in groups] if type(groups) is list else groups
+
+
+def split_operators(
+    model: nn.Module, groups: Any, wanted: Mapping[str, int] | str | None
+) -> tuple[SplitOperators, Any]:
+    """Cut operators of a newly built model.
+
+    Args:
+        model: the model; its modules stay the same objects.
+        groups: argument for the optimizer of the whole model.
+        wanted: as in `TrainTask`.
+
+    Returns:
+        The operators in pieces, and the argument for the optimizer.
+
+    Raises:
+        TaskError: a module does not exist, or cannot be cut without changing its results; by name.
+    """
+    if not wanted:
+        return SplitOperators(), groups
+    groups = _listed(groups)
+    tree = OperatorTree(model)
+    if isinstance(wanted, Mapping):
+        chosen = {tree.named(path): count for path, count in wanted.items()}
+    else:
+        chosen = tree.larger_than(parse_bytes(wanted))
+    tree.add_tied(chosen, may_differ=not isinstance(wanted, Mapping))
+    cuts = {module: tree.cut(module, count) for module, count in chosen.items() if count > 1}
+    # All modules are checked before the first parameter is taken apart, so that a refusal leaves the model whole.
+    for module in cuts:
+        tree.check(module)
+    parameters = {
+        id(parameter): _SplitParameter(
+            name=tree.names[id(parameter)], whole=parameter, cut=cut, stride=tuple(parameter.stride())
+        )
+        for module, cut in cuts.items()
+        for parameter in module.parameters()
+    }
+    for parameter in parameters.values():
+        parameter.take_apart()
+    modules = [_taken_apart(module, tree.paths[module], cut, parameters) for module, cut in cuts.items()]
+    operators = SplitOperators(modules, list(parameters.values()))
+    return operators, operators.in_groups(groups)
+
+
+def _taken_apart(
+    module: Operator, path: str, cut: TensorCut, parameters: Mapping[int, _SplitParameter]
+) -> _SplitOperator:
+    """Give a module its pieces, and change its class."""
+    registry = module._parameters  # noqa: SLF001 - a class in pieces would not register whole parameters
+    found = _SplitOperator(module=module, kind=type(module), parameters=dict(registry))
+    registry.clear()
+    for name, whole in found.parameters.items():
+        pieces = [] if whole is None else parameters[id(whole)].pieces
+        registry.update({piece_name(name, index): piece for index, piece in enumerate(pieces)})
+    if isinstance(module, nn.Linear):
+        module.__class__ = SplitLinear
+    else:
+        module.__class__ = ColumnSplitEmbedding if cut.dim else RowSplitEmbedding
+    vars(module).update(split_path=path, split_sizes=cut.sizes)
+    return found
+
+
+def _put_back(group: dict[str, Any], first: Mapping[int, nn.Parameter], rest: set[int]) -> None:
+    """Replace the first pieces in a group by the whole parameters, and remove the other pieces."""
+    params = group["params"]
+    kept = [index for index, parameter in enumerate(params) if id(parameter) not in rest]
+    if "param_names" in group:
+        names = group["param_names"]
+        group["param_names"] = [
+            names[index].removesuffix(piece_name("", 0)) if id(params[index]) in first else names[index]
+            for index in kept
+        ]
+    group["params"] = [first.get(id(params[index]), params[index]) for index in kept]

@@ -1,0 +1,228 @@
+"""Chooses the cuts: HYDRA's Algorithm 1 over the positions allowed by the graph.
+
+The algorithm is greedy: a shard takes as many nodes as fit the device beside the reserved buffer; the smallest device
+decides for all devices. Differs from the paper: a candidate is measured on fake tensors instead of run until failure;
+among the last cuts that fit, the cut with the fewest crossing bytes is taken, because crossing bytes travel twice per
+step; and a model that fits whole becomes a single shard without a buffer.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+from hydra_tune.errors import BudgetError, ConfigError
+from hydra_tune.quantities import format_bytes, format_bytes_up
+from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis
+from hydra_tune.shard.cost.pilot import ShardCost, ShardPilot
+from hydra_tune.shard.partition.oom_hint import in_pieces
+
+NumShards = int | Literal["layer", "tuned"] | None
+
+_BACK_OFF = 0.6  # a cheaper cut may give up to this share of the nodes that would fit
+_NEAR = 12  # positions to each side among which a cut must have the fewest crossing bytes to be preferred
+
+
+class _DoesNotFitError(Exception):
+    """A piece that cannot be cut further does not fit."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(first, last)
+        self.piece = (first, last)
+
+
+class ShardPartitioner:
+    """Cuts a captured step for a given capacity.
+
+    Args:
+        pilot: measures candidate shards.
+        analysis: positions of allowed cuts, and bytes that cross.
+        num_nodes: number of nodes of the graph.
+        budget_bytes: memory of the smallest device.
+        buffer_bytes: part of the memory to keep free beside a running shard, for the next shard.
+        may_split_batches: whether the task could still split its batches, as a remedy to mention.
+    """
+
+    def __init__(
+        self,
+        pilot: ShardPilot,
+        analysis: GraphAnalysis,
+        num_nodes: int,
+        *,
+        budget_bytes: int,
+        buffer_bytes: int,
+        may_split_batches: bool = False,
+    ) -> None:
+        self._may_split_batches = may_split_batches
+        self._pilot = pilot
+        self._analysis = analysis
+        self._end = num_nodes
+        self._budget = budget_bytes
+        self._capacity = budget_bytes - buffer_bytes
+        self._good = _good_cuts(analysis)
+
+    def partition(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> list[int]:
+        """Return the positions where shards start and end: `[0, ..., num_nodes]`.
+
+        Args:
+            num_shards: None for as few shards as fit; a number for as many shards, or more if the shards do not fit;
+                "layer" for a shard per layer, with a cut wherever the module changes; "tuned" as None, as a start for
+                `choose_packing`.
+            boundaries: positions of mandatory cuts, e.g. the cuts of another capture of the same model.
+
+        Raises:
+            BudgetError: a part that cannot be cut further does not fit; the message names a sufficient budget.
+            ConfigError: `num_shards` exceeds the number of possible shards.
+        """
+        try:
+            return self._partition(num_shards, boundaries)
+        except _DoesNotFitError as error:
+            raise self._refusal(*error.piece, self.smallest_budget(num_shards, boundaries)) from None
+
+    def packed(self, most_bytes: int) -> list[int] | None:
+        """Partition into shards of at most `most_bytes` each; None if some part cannot be cut so small."""
+        capacity, self._capacity = self._capacity, min(most_bytes, self._capacity)
+        try:
+            return [0, *self._fill(0, self._end)]
+        except _DoesNotFitError:
+            return None
+        finally:
+            self._capacity = capacity
+
+    def smallest_budget(self, num_shards: NumShards = None, boundaries: Sequence[int] = ()) -> int:
+        """Smallest budget in bytes that allows a cut, found to a per mille.
+
+        The pieces between all allowed cuts give a sufficient budget. Longer pieces may need less, if values are made
+        and used within a piece, so the search tries the cutting itself with smaller budgets.
+        """
+        edges = [0, *self._analysis.cuts, self._end]
+        worst = max(self._cost(first, last).peak_bytes for first, last in pairwise(edges))
+        low, high = 0, -(-worst * self._budget // self._capacity) + 1
+        while high - low > 1 + high // 1000:
+            middle = (low + high) // 2
+            if self._would_do(middle, num_shards, boundaries):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
+        # The buffer is a fixed share of the budget, so the share applies to the smaller budget as well.
+        capacity = budget_bytes * self._capacity // self._budget
+        smaller = ShardPartitioner(
+            self._pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
+        )
+        try:
+            smaller._partition(num_shards, boundaries)
+        except _DoesNotFitError:
+            return False
+        return True
+
+    def _partition(self, num_shards: NumShards, boundaries: Sequence[int]) -> list[int]:
+        wanted = sorted({0, *boundaries, self._end})
+        if num_shards == "tuned":
+            num_shards = None
+        # The whole budget counts here, not the capacity: a model in one shard needs no buffer for a next shard.
+        if num_shards is None and len(wanted) == 2 and self._cost(0, self._end).peak_bytes <= self._budget:  # noqa: PLR2004
+            return wanted
+        if num_shards == "layer":
+            wanted = sorted({*wanted, *self._layer_starts()})
+        elif num_shards is not None:
+            wanted = sorted({*wanted, *self._balanced(num_shards)})
+        found = [0]
+        for first, last in pairwise(wanted):
+            found += self._fill(first, last)
+        return found
+
+    def _cost(self, first: int, last: int) -> ShardCost:
+        return self._pilot.cost(first, last)
+
+    def _fits(self, first: int, last: int) -> bool:
+        return self._cost(first, last).peak_bytes <= self._capacity
+
+    def _fill(self, first: int, last: int) -> list[int]:
+        """Ends of greedy shards from `first` to `last`."""
+        ends = []
+        while first < last:
+            first = self._next_end(first, last)
+            ends.append(first)
+        return ends
+
+    def _next_end(self, first: int, last: int) -> int:
+        if self._fits(first, last):
+            return last
+        # Cuts between blocks of the model come first; cuts inside a block only where nothing else fits.
+        for cuts in (self._good, self._analysis.cuts):
+            inside = [cut for cut in cuts if first < cut < last]
+            furthest = self._furthest(first, inside)
+            if furthest is not None:
+                return self._cheapest(first, furthest, inside)
+        edges = [cut for cut in self._analysis.cuts if first < cut] or [self._end]
+        raise _DoesNotFitError(first, min(edges[0], last))
+
+    def _furthest(self, first: int, cuts: list[int]) -> int | None:
+        """Last of the cuts up to which a shard from `first` fits, by bisection."""
+        low, high = -1, len(cuts) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._fits(first, cuts[middle]):
+                low = middle
+            else:
+                high = middle - 1
+        return cuts[low] if low >= 0 else None
+
+    def _cheapest(self, first: int, furthest: int, cuts: list[int]) -> int:
+        """Cut with the fewest crossing bytes among the last cuts that fit; the furthest cut among equals."""
+        least = first + _BACK_OFF * (furthest - first)
+        crossing = self._analysis.crossing_bytes
+        near = sorted((cut for cut in cuts if least <= cut <= furthest), key=lambda cut: (crossing[cut], -cut))
+        # Checked again: memory need not grow with the number of nodes, so a shorter shard may fail to fit.
+        return next((cut for cut in near if self._fits(first, cut)), furthest)
+
+    def _balanced(self, num_shards: int) -> list[int]:
+        """Return `num_shards - 1` cuts at about equal distance."""
+        cuts = self._analysis.cuts
+        if num_shards < 1 or num_shards - 1 > len(cuts):
+            raise ConfigError(f"num_shards must be from 1 to {len(cuts) + 1} for this model, not {num_shards}")
+        chosen: list[int] = []
+        for index in range(1, num_shards):
+            target = self._end * index / num_shards
+            spare = len(cuts) - (num_shards - 1 - index)  # leave one cut for each shard still to come
+            start = cuts.index(chosen[-1]) + 1 if chosen else 0
+            pool = cuts[start:spare]
+            good = [cut for cut in pool if cut in self._good and abs(cut - target) < self._end / num_shards / 2]
+            chosen.append(min(good or pool, key=lambda cut, target=target: abs(cut - target)))  # type: ignore[misc]
+        return chosen
+
+    def _layer_starts(self) -> list[int]:
+        """Allowed cuts at the start of a layer."""
+        layers = self._analysis.layers
+        starts = [p for p in range(1, self._end) if layers[p] != layers[p - 1] and layers[p]]
+        allowed = set(self._analysis.cuts)
+        return [position for position in starts if position in allowed]
+
+    def _refusal(self, first: int, last: int, enough: int) -> BudgetError:
+        edges = [0, *self._analysis.cuts, self._end]
+        pieces = in_pieces(self._analysis, [(span, self._cost(*span)) for span in pairwise(edges)], self._capacity)
+        if not pieces and self._may_split_batches:
+            pieces = "have batches split (split_batches='auto'), "
+        return BudgetError(
+            f"{self._name(first, last)} needs {format_bytes(self._cost(first, last).peak_bytes)} at once, but a shard may take "
+            f"{format_bytes(self._capacity)}: the smallest device has a budget of {format_bytes(self._budget)}, of which "
+            f"{format_bytes(self._budget - self._capacity)} are kept for loading; lower batch_size, {pieces}or raise "
+            f"device_memory to at least {format_bytes_up(enough)}",
+            enough_bytes=enough,
+        )
+
+    def _name(self, first: int, last: int) -> str:
+        layer = self._analysis.layers[first] or "the model's top level"
+        return f"layer {layer!r} (nodes {first} to {last - 1})"
+
+
+def _good_cuts(analysis: GraphAnalysis) -> list[int]:
+    """Cuts with the fewest crossing bytes in their neighbourhood: between blocks rather than inside blocks."""
+    crossing = analysis.crossing_bytes
+    return [
+        cut
+        for cut in analysis.cuts
+        if crossing[cut] <= min(crossing[max(1, cut - _NEAR) : min(len(crossing) - 1, cut + _NEAR + 1)])
+    ]

@@ -1,0 +1,489 @@
+"""The library of plans: captures, cuts, pilots and verifies each architecture once, on behalf of the first trial that asks.
+
+A library serves a single pool, because the devices of the pool decide the budget of every cut. A thousand trials that
+differ only in learning rate therefore pay for a single capture.
+"""
+
+import copy
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.errors import BudgetError, CaptureError, ConfigError, HydraTuneError
+from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis, analyse
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.guards import BatchValueGuard
+from hydra_tune.shard.capture.meta_models import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
+from hydra_tune.shard.capture.precision import autocast, share_casts
+from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec, capture, describe, state_specs
+from hydra_tune.shard.capture.value_replay import Answer, answering, ask
+from hydra_tune.shard.cost.activation_policy import chosen, keeping, seconds_of
+from hydra_tune.shard.cost.compute_estimate import estimated_seconds
+from hydra_tune.shard.cost.microbatch_search import PieceCountChoice, StepCostEstimate
+from hydra_tune.shard.cost.pilot import ShardCost, ShardPilot, UpdatePilot
+from hydra_tune.shard.cost.step_estimate import foreseen, foreseen_whole
+from hydra_tune.shard.cost.update_pilot import optimizer_pilot
+from hydra_tune.shard.execute.eager_plan import whole_plan
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.gradient_rules import GradientRules
+from hydra_tune.shard.partition.partition_planner import ShardPartitionPlanner
+from hydra_tune.shard.partition.plan import ShardPlan, build_plan
+from hydra_tune.shard.partition.plan_request import CapturedStep, ShardPlanRequest, TrialStateLayout, key_of
+from hydra_tune.shard.partition.shard_size_search import CHOICES
+from hydra_tune.shard.verify.plan_check import verify, verify_close
+from hydra_tune.shard.verify.process_state import intraop_threads, preserved_streams
+from hydra_tune.shard.verify.sample_check import SampledStep, sample_of
+from hydra_tune.shard.verify.separable_optimizers import check_separable
+from hydra_tune.shard.verify.step_outcome import UnitSeconds
+from hydra_tune.task import TrainTask
+
+_MAX_PLANS = 128  # kept for future trials; running trials hold their own plans
+_MAX_ANSWERS = 8  # kept per kind of batch, for steps that read values of the batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class PreparedPlan:
+    """A plan ready to run, and the times of its units on the host.
+
+    Attributes:
+        plan: the step cut into shards.
+        seconds: seconds of each unit; None for an eager plan, which was not run in units.
+        guard: questions of the step's Python about the batch's values; None if there are none.
+        smallest_budget: finds the smallest device memory in bytes that still allows a cut, to a per mille.
+        is_checked: whether the plan's numbers were compared with the eager step; otherwise `seconds` are estimates.
+        why: reason for the cut, if there was a choice; else None.
+        placement_why: reason for the place of the updates, if there was a choice; else None.
+    """
+
+    plan: ShardPlan
+    seconds: UnitSeconds | None
+    guard: BatchValueGuard | None = None
+    smallest_budget: Callable[[], int]
+    is_checked: bool = True
+    why: str | None = None
+    placement_why: str | None = None
+
+    def serves(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the plan serves a batch with these tensors; the batch must have the prepared signature."""
+        return self.guard is None or self.guard.holds(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanLibraryEntry:
+    """A plan, or the reason for having none, for batches accepted by the guard."""
+
+    guard: BatchValueGuard | None
+    found: PreparedPlan | CaptureError
+
+
+@dataclass(slots=True)
+class _ShardPlanCache:
+    """Plans by key, least recently used first, and the lock for reading and writing the plans."""
+
+    plans: OrderedDict[Hashable, list[_PlanLibraryEntry]] = field(default_factory=OrderedDict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def keep(self, key: Hashable, entry: _PlanLibraryEntry) -> None:
+        """Store a plan, and drop the least recently used plans beyond the limits."""
+        entries = self.plans.setdefault(key, [])
+        if not any(known is entry for known in entries):
+            entries.append(entry)
+            del entries[:-_MAX_ANSWERS]
+        self.plans.move_to_end(key)
+        while len(self.plans) > _MAX_PLANS:
+            self.plans.popitem(last=False)
+
+
+class PlanLibrary:
+    """Plans by architecture, mode and batch signature.
+
+    Args:
+        budget: budget of the cuts.
+        most_checked_bytes: largest needs of a step whose plan is checked; None: all plans are checked.
+        known: library of the same budget that checks all its plans; both libraries share the checked plans.
+
+    Attributes:
+        checked: the checked plans.
+        piece_counts: chosen numbers of pieces, by the situation of the choice.
+    """
+
+    def __init__(
+        self, budget: ShardPlanConstraints, *, most_checked_bytes: int | None = None, known: "PlanLibrary | None" = None
+    ) -> None:
+        self.budget = budget
+        self._most_checked_bytes = most_checked_bytes
+        self.checked: _ShardPlanCache = _ShardPlanCache() if known is None else known.checked
+        self.piece_counts: dict[Hashable, PieceCountChoice] = {} if known is None else known.piece_counts
+        self._unchecked = _ShardPlanCache()
+        self._packer = ShardPartitionPlanner(budget)
+        # A single lock for both libraries of a pair, because the two share a shelf.
+        self._lock = self.checked.lock
+        self._for_plans: PlanLibrary | None = None
+        self._foreseen: dict[Hashable, CapturedStep] = {}  # steps measured by `foresee` that may be prepared next
+
+    def for_plans(self, most_checked_bytes: int) -> "PlanLibrary":
+        """Return the library for planning without training, with this library's budget.
+
+        The same library is returned each time, so that equal plans are made once.
+
+        Args:
+            most_checked_bytes: largest needs of a step whose plan is checked; the first call decides.
+        """
+        with self._lock:
+            if self._for_plans is None:
+                self._for_plans = PlanLibrary(self.budget, most_checked_bytes=most_checked_bytes, known=self)
+            return self._for_plans
+
+    def prepare(
+        self,
+        task: TrainTask,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Any,
+        mode: str,
+        like: TrialStateLayout | None = None,
+        *,
+        prefer_whole: bool = False,
+    ) -> PreparedPlan:
+        """Return the plan for a kind of batch of a trial; the random streams are restored.
+
+        Args:
+            task: describes the step.
+            model: the trial's module, with its values on the host; only read.
+            optimizer: the trial's optimizer; only read.
+            batch: a batch; only read.
+            mode: "train" or "evaluate".
+            like: existing cut of the trial's state, if any. A further capture of the same model is cut at the same
+                nodes if the graph has the same operators, else at the same parameters.
+            prefer_whole: do not capture the kind of batch if the model fits whole, because the kind is unlikely to come
+                again.
+
+        Raises:
+            BudgetError: a part that cannot be cut further does not fit.
+            TaskError, MetricError: the step is wrong.
+        """
+        leaves = batches.flatten(batch)
+        request = ShardPlanRequest(
+            task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
+        )
+        if like is not None and like.plan.eager:
+            with self._lock, preserved_streams():
+                return self._whole(
+                    request, CaptureError("its training runs whole, and may change what a graph would repeat for ever")
+                )
+        if prefer_whole:
+            with self._lock, preserved_streams(), suppress(BudgetError):
+                return self._whole(request, CaptureError("batches of too many kinds"))
+        key = key_of(request)
+        with self._lock, preserved_streams():
+            entries = [e for shelf in (self.checked, self._unchecked) for e in shelf.plans.get(key, ())]
+            # A guard replays operators on the batch, and operators may run other kernels during a capture.
+            with GATE.shared():
+                entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
+            if entry is None:
+                request = replace(request, foreseen=self._foreseen.get(key))
+                found = self._capture(request)
+                entry = _PlanLibraryEntry(request.guard, found)
+            # A measured step holds a whole graph, and only the first `prepare` after `foresee` can use the step.
+            self._foreseen.clear()
+            if key is not None:
+                self._keep(key, entry)
+            if isinstance(entry.found, CaptureError):
+                return replace(self._whole(request, entry.found), guard=entry.guard)
+            return entry.found
+
+    def foresee(
+        self, task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+    ) -> StepCostEstimate | None:
+        """Predict the cost of a step of such batches without a clock, and without running a step that can be cut.
+
+        Args:
+            task: describes the step, including the number of pieces of a batch.
+            model: the trial's module; only read.
+            optimizer: the trial's optimizer; only read.
+            batch: a piece of a batch; only read.
+
+        Returns:
+            The prediction; None if the step would not fit.
+
+        Raises:
+            TaskError: the step is wrong.
+        """
+        leaves = batches.flatten(batch)
+        request = ShardPlanRequest(
+            task=task,
+            model=model,
+            optimizer=optimizer,
+            leaves=leaves,
+            batch=batch,
+            mode="train",
+            like=None,
+            only_asks=True,
+        )
+        with self._lock, preserved_streams():
+            found = self._look(request, [])
+            if isinstance(found, CaptureError) and not is_unbuilt(model) and (answers := _answers(request)):
+                with_answers = self._look(request, answers)
+                found = found if isinstance(with_answers, CaptureError) else with_answers
+            with suppress(BudgetError):
+                if not isinstance(found, CaptureError):
+                    return found
+                return foreseen_whole(self._packer, task, self._whole(request, found).plan)
+        return None
+
+    def _look(self, request: ShardPlanRequest, answers: list[Answer]) -> StepCostEstimate | CaptureError | None:
+        """Predict the cost of a step cut into shards; the error if the step cannot be cut; None if the step does not fit."""
+        try:
+            step = self._measured_step(request, answers)
+            found = foreseen(self._packer, request, step)
+        except CaptureError as error:
+            return CaptureError(str(error))
+        except BudgetError:
+            return None
+        except HydraTuneError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as in `_attempt`
+            return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
+        if (key := key_of(request)) is not None and not answers:
+            # Kept for `prepare`, which then skips the capture. A step with answers depends on the batch and is not
+            # kept.
+            self._foreseen[key] = step
+        return found
+
+    def _keep(self, key: Hashable, entry: _PlanLibraryEntry) -> None:
+        is_checked = isinstance(entry.found, CaptureError) or entry.found.is_checked
+        (self.checked if is_checked else self._unchecked).keep(key, entry)
+
+    def _capture(self, request: ShardPlanRequest) -> PreparedPlan | CaptureError:
+        """Return a verified plan, or the reason for having none; raise if the budget cannot be met."""
+        found = self._attempt(request, [])
+        if isinstance(found, CaptureError) and not is_unbuilt(request.model) and (answers := _answers(request)):
+            # Without answers first: a step that needs no answers has a single plan for all batches.
+            with_answers = self._attempt(request, answers)
+            return found if isinstance(with_answers, CaptureError) else with_answers
+        return found
+
+    def _attempt(self, request: ShardPlanRequest, answers: list[Answer]) -> PreparedPlan | CaptureError:
+        try:
+            known = None if answers else request.foreseen
+            return self._cut(request, known or self._measured_step(request, answers))
+        except CaptureError as error:
+            return CaptureError(str(error))
+        except HydraTuneError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a whole run shows the error if the step itself fails
+            return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
+
+    def _measured_step(self, request: ShardPlanRequest, answers: list[Answer]) -> CapturedStep:
+        captured = _captured(request, request.batch, answers)
+        analysis, pilot = self._measured(request, captured, request.leaves.tensors)
+        _check_gradients(captured, analysis)
+        return CapturedStep(captured=captured, answers=answers, analysis=analysis, pilot=pilot)
+
+    def _cut(self, request: ShardPlanRequest, step: CapturedStep) -> PreparedPlan:
+        captured, answers, analysis = step.captured, step.answers, step.analysis
+        nodes = len(captured.nodes)
+        packed = self._packer.packed(request, step)
+        pilot, partitioner, edges = packed.pilot, packed.partitioner, packed.edges
+        for reason in filter(None, (packed.why, packed.placement_why)):
+            CHOICES.info("%s", reason)
+        plan = build_plan(captured, analysis, pilot, edges)
+        room = self.budget.room(packed.buffer_bytes)
+        # Compiled graphs save tensors through their own autograd functions, which do not cooperate with units.
+        kept = plan if request.task.compile else keeping(plan, pilot, request.task.activations, room)
+        with GATE.shared():
+            if request.mode == "train" and len(plan.shards) > 1:
+                # Optimizers ask `torch.compiler.is_compiling()`, which a capture in another thread would change; hence
+                # the gate.
+                check_separable(request.optimizer, dict(request.model.named_parameters()), state_specs(request.model))
+        is_checked = self._may_check(request, pilot.cost(0, nodes))
+        # Cached and lazy: an estimate runs the forward of every shard on fake tensors.
+        estimates = functools.cache(lambda: estimated_seconds(pilot, plan, kept))
+        seconds: UnitSeconds
+        kept_seconds: UnitSeconds | None
+        if is_checked:
+            seconds, kept_seconds = self._verified(request, captured, answers, plan, kept)
+        else:
+            seconds, kept_seconds = estimates()
+        if kept_seconds is not None:
+            if request.task.activations == "auto":
+                kept = chosen(plan, kept, *estimates(), self.budget.link(), room)
+            plan, seconds = kept, seconds_of(kept, seconds, kept_seconds)
+        if request.task.compile is not None:
+            # Bits are compared without the compiler only; the compiled plan is compared up to rounding.
+            plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
+            with GATE.exclusive():  # the first run compiles
+                seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
+        # Lazy: the search measures many candidates.
+        smallest = functools.cache(partial(partitioner.least_budget, self.budget.num_shards, plan.peak_bytes))
+        return PreparedPlan(
+            plan=plan,
+            seconds=seconds,
+            guard=request.guard,
+            smallest_budget=smallest,
+            is_checked=is_checked,
+            why=packed.why,
+            placement_why=packed.placement_why,
+        )
+
+    def _may_check(self, request: ShardPlanRequest, whole: ShardCost) -> bool:
+        """Whether a step may run on the host for a comparison with its plan."""
+        most = self._most_checked_bytes
+        return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
+
+    def _measured(
+        self, request: ShardPlanRequest, captured: CapturedStepGraph, tensors: tuple[Tensor, ...]
+    ) -> tuple[GraphAnalysis, ShardPilot]:
+        """Find the allowed cuts of a captured step, and make a pilot for the needs of its parts."""
+        specs = state_specs(request.model)
+        analysis = analyse(captured, specs, tensors)
+        pilot = ShardPilot(
+            captured,
+            analysis,
+            specs,
+            tensors,
+            update=self._update_pilot(request, specs),
+            alignment=self.budget.alignment,
+            groups={} if request.like is None else request.like.groups(specs),
+            rules=GradientRules.of(request.task),
+        )
+        return analysis, pilot
+
+    def _verified(
+        self,
+        request: ShardPlanRequest,
+        captured: CapturedStepGraph,
+        answers: list[Answer],
+        plan: ShardPlan,
+        kept: ShardPlan,
+    ) -> tuple[UnitSeconds, UnitSeconds | None]:
+        """Verify a plan and the plan that keeps activations; return the seconds of the units of both."""
+        sample = self._sample(request, captured, answers, plan, kept) if self.budget.checks_sample else None
+        if sample is not None:
+            with suppress(Exception):  # any failure with few samples is decided by the whole batch
+                found = self._verify(request, sample.plan, sample.kept, sample.batch)
+                if request.guard is None or request.guard.holds(request.leaves.tensors):
+                    return sample.for_all(found[0]), None if found[1] is None else sample.for_all(found[1])
+            # Guards of the failed attempt must not decide for the whole batch.
+            request.guards.clear()
+        return self._verify(request, plan, kept, request.batch)
+
+    def _verify(
+        self, request: ShardPlanRequest, plan: ShardPlan, kept: ShardPlan, batch: Any
+    ) -> tuple[UnitSeconds, UnitSeconds | None]:
+        other = None if kept is plan else kept
+        with GATE.shared(), intraop_threads(self.budget.host_threads):
+            return verify(request.task, _twin(request.model), plan, batch, request.guards, other)
+
+    def _sample(
+        self,
+        request: ShardPlanRequest,
+        captured: CapturedStepGraph,
+        answers: list[Answer],
+        plan: ShardPlan,
+        kept: ShardPlan,
+    ) -> SampledStep | None:
+        try:
+            return sample_of(
+                captured,
+                plan,
+                kept,
+                request.leaves,
+                lambda batch: _captured(request, batch, answers),
+                lambda small, tensors: self._measured(request, small, tensors),
+            )
+        except Exception:  # noqa: BLE001 - some steps reject fewer samples
+            return None
+
+    def _whole(self, request: ShardPlanRequest, reason: CaptureError) -> PreparedPlan:
+        if is_unbuilt(request.model):
+            raise ConfigError(
+                f"the model cannot be cut ({reason}), and what it needs whole is found by running it, for which it is too "
+                "large here; make it capturable, or train some steps of it"
+            ) from reason
+        if request.like is not None:
+            return self._whole_for(request, reason, updates_on_host=request.like.plan.updates_on_host)
+        wanted = self.budget.optimizer_placement
+        if wanted != "auto":
+            return self._whole_for(request, reason, updates_on_host=wanted == "host")
+        try:
+            why = "updates on the device: the model runs whole, and fits with its optimizer state"
+            return replace(self._whole_for(request, reason, updates_on_host=False), placement_why=why)
+        except BudgetError:
+            why = "updates on the host: the model runs whole, and would not fit with its optimizer state"
+            return replace(self._whole_for(request, reason, updates_on_host=True), placement_why=why)
+
+    def _whole_for(self, request: ShardPlanRequest, reason: CaptureError, *, updates_on_host: bool) -> PreparedPlan:
+        specs = state_specs(request.model)
+        with GATE.shared():
+            plan = whole_plan(
+                request.task,
+                request.model,
+                _twin(request.model),
+                request.leaves,
+                request.mode,
+                specs=specs,
+                update=self._update_pilot(request, specs),
+                budget_bytes=self.budget.budget_bytes,
+                alignment=self.budget.alignment,
+                updates_on_host=updates_on_host,
+                reason=reason,
+            )
+        return PreparedPlan(plan=plan, seconds=None, smallest_budget=lambda: plan.peak_bytes)
+
+    def _update_pilot(self, request: ShardPlanRequest, specs: dict[str, StateSpec]) -> UpdatePilot | None:
+        if request.mode != "train":
+            return None
+        parameters: dict[str, Tensor] = dict(request.model.named_parameters())
+        return optimizer_pilot(request.optimizer, parameters, specs, alignment=self.budget.alignment)
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
+
+
+def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> CapturedStepGraph:
+    """Capture the step for a batch as a graph."""
+    if is_unbuilt(request.model):
+        return _captured_unbuilt(request, batch)
+    twin = _twin(request.model)
+    with GATE.exclusive(), autocast(request.task.precision):
+        captured = capture(request.task, twin, batch, request.mode, answering(answers))
+    share_casts(captured, state_specs(request.model), captured.precision)
+    return captured
+
+
+def _captured_unbuilt(request: ShardPlanRequest, batch: Any) -> CapturedStepGraph:
+    """Capture the step of a model without bytes."""
+    mode = export_mode()
+    with mode:
+        twin = bodiless_twin(request.model)[0]
+    fakes = without_bytes(mode, batches.plain_mappings(batch))
+    with GATE.exclusive(), autocast(request.task.precision):
+        captured = capture(request.task, twin, fakes, request.mode)
+    share_casts(captured, state_specs(request.model), captured.precision)
+    return replace(captured, constants={name: solid(tensor) for name, tensor in captured.constants.items()})
+
+
+def _answers(request: ShardPlanRequest) -> list[Answer]:
+    """Answers to the questions of the step's Python about this batch; empty if answers do not help."""
+    with GATE.shared(), suppress(Exception):  # an error in the user's code appears again when the model runs whole
+        return ask(request.task, _twin(request.model), request.mode, batches.copied(request.batch))
+    return []
+
+
+def _check_gradients(captured: CapturedStepGraph, analysis: GraphAnalysis) -> None:
+    if captured.mode == "train" and not all(analysis.values[name].requires_grad for name in captured.outputs):
+        raise CaptureError("the captured loss has lost its gradients (reentrant checkpoints do that)")

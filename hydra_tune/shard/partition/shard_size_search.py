@@ -1,0 +1,135 @@
+"""Chooses the size of the shards so that a step moves the fewest bytes.
+
+HYDRA's rule packs as many nodes into a shard as fit the device. But the larger a shard, the more room its units take
+from blocks that could have stayed on the device until their next use. The module therefore packs shards of a series of
+smaller sizes as well, simulates a step of each cut (`shard/cost/traffic_model.py`), and takes the cut that moves the
+fewest bytes.
+
+The choice uses only the pilot's knowledge and no clock, so the same task on the same budget is always cut in the same
+places. The time of a step is another matter. More shards mean more units and a smaller last shard, the only shard whose
+forward is never recomputed; on fast links more units can cost more than the saved bytes (docs/memory.md).
+
+Source: task packing and the tuner of Harmony (Li et al., section 3). Differs: batches are as large as the task says,
+because other sizes give other numbers; and a shard is a single pack for forward and backward, because larger packs of
+the forward alone would move no fewer bytes under a pager that lets parameters stay (docs/memory.md has figures).
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hydra_tune.quantities import format_bytes
+from hydra_tune.shard.cost.pilot import ShardCost
+from hydra_tune.shard.cost.traffic_model import StepAccessPattern, step_traffic
+
+CHOICES = logging.getLogger(__name__)
+"""Receives each choice, at the level INFO."""
+
+_NEXT_SIZE = 0.8  # factor from the largest shard of a cut to the shards of the next cut
+_MOST_CUTS = 8  # limit of cuts to try: the shards of each cut must be measured
+_NEAR = 1.03  # within this factor of the least bytes, fewer shards are better
+_WORTH = 0.97  # share of the bytes moved with the largest shards; the largest shards stay unless a cut is below
+
+Measure = Callable[[int, int], ShardCost]
+"""Returns the cost of a shard from its first and last position."""
+Pack = Callable[[int], Sequence[int] | None]
+"""Returns where shards start and end, given the most bytes of a shard; None if some part cannot be made so small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPartitionCandidate:
+    """A way to cut a step.
+
+    Attributes:
+        edges: positions where shards start and end.
+        peak_bytes: largest needs of a unit.
+        step_bytes: bytes that a step is expected to move to and from the device.
+    """
+
+    edges: tuple[int, ...]
+    peak_bytes: int
+    step_bytes: int
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards."""
+        return len(self.edges) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPartitionChoice:
+    """The chosen cut, and all cuts considered.
+
+    Attributes:
+        packing: the chosen cut.
+        tried: all cuts; the cut with the largest shards comes first.
+    """
+
+    packing: ShardPartitionCandidate
+    tried: tuple[ShardPartitionCandidate, ...]
+
+    @property
+    def reason(self) -> str:
+        """Sentence for the user."""
+        largest, chosen = self.tried[0], self.packing
+        counts = ", ".join(f"{one.num_shards}: {format_bytes(one.step_bytes)}" for one in self.tried)
+        if chosen is largest:
+            saved = "the largest that fit; smaller ones would not move fewer bytes"
+        else:
+            saved = (
+                f"a step moves about {format_bytes(chosen.step_bytes)}, and {format_bytes(largest.step_bytes)} with "
+                f"{largest.num_shards} of up to {format_bytes(largest.peak_bytes)}"
+            )
+        return f"{chosen.num_shards} shards of up to {format_bytes(chosen.peak_bytes)}: {saved} (tried {counts})"
+
+
+def choose_packing(
+    largest: Sequence[int], pack: Pack, measure: Measure, budget_bytes: int, habits: StepAccessPattern | None = None
+) -> ShardPartitionChoice:
+    """Choose the cut with the least traffic; of cuts with about the least, the cut with the fewest shards.
+
+    The chosen cut never moves more than the shards of `largest`, which stay if little can be saved.
+
+    Args:
+        largest: edges of shards as large as the device allows.
+        pack: cuts into shards of a given size, at most the size of `largest`.
+        measure: cost of a shard, with the activations that the shard will keep.
+        budget_bytes: budget of the device.
+        habits: use of the shards by a step.
+    """
+
+    def packing(edges: Sequence[int]) -> ShardPartitionCandidate:
+        costs = [measure(first, last) for first, last in pairwise(edges)]
+        return ShardPartitionCandidate(
+            edges=tuple(edges),
+            peak_bytes=max(cost.peak_bytes for cost in costs),
+            step_bytes=step_traffic(costs, budget_bytes, habits).nbytes,
+        )
+
+    tried = [packing(largest)]
+    tried += _smaller(tried[0], pack, packing)
+    least = min(one.step_bytes for one in tried)
+    near = [one for one in tried if one.step_bytes <= least * _NEAR]
+    best = min(near, key=lambda one: (one.num_shards, one.step_bytes, one.peak_bytes))
+    if best.step_bytes > tried[0].step_bytes * _WORTH:
+        best = tried[0]
+    return ShardPartitionChoice(packing=best, tried=tuple(tried))
+
+
+def _smaller(
+    largest: ShardPartitionCandidate, pack: Pack, packing: Callable[[Sequence[int]], ShardPartitionCandidate]
+) -> Iterator[ShardPartitionCandidate]:
+    """Yield cuts into ever smaller shards, until some part cannot be cut further."""
+    seen, size = {largest.edges}, largest.peak_bytes
+    for _ in range(_MOST_CUTS):
+        size = int(size * _NEXT_SIZE)
+        edges = pack(size)
+        if edges is None:
+            return
+        if tuple(edges) in seen:
+            continue
+        seen.add(tuple(edges))
+        found = packing(edges)
+        yield found
+        size = min(size, found.peak_bytes)

@@ -1,0 +1,180 @@
+"""The splitter: makes a separate graph of a contiguous range of a captured graph.
+
+The inputs of a shard are all values used but not made by the shard: state, constants, batch tensors, and values of
+earlier shards. Skips, masks and encoder states need no special treatment. The outputs are the values used by later
+shards or by the step's result.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis
+from hydra_tune.shard.capture.graph_device import placed
+from hydra_tune.shard.capture.precision import under_autocast
+from hydra_tune.shard.capture.step_capture import CapturedStepGraph
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardGraph:
+    """A shard of a captured step.
+
+    `module(*state, *constants, *inputs, *live_in)` returns a tuple of the tensors named by `live_out`.
+
+    Attributes:
+        first, last: position of the first node, and position after the last node.
+        layers: names of the first and of the last layer, for messages.
+        state: canonical names of the parameters and buffers used, in argument order.
+        constants: placeholder names of the constants used.
+        inputs: indices of the batch tensors used.
+        live_in: names of the values from earlier shards.
+        live_out: names of the values made here that cross the end of the shard.
+        cloned: names in `live_in` that are overwritten in place here, so that the shard must work on a copy.
+        written_state: canonical names of the buffers overwritten by the shard.
+        saved_state: canonical names of the buffers used here and overwritten by this shard or a later shard; a
+            recompute needs their old values.
+        stochastic: whether the shard draws random numbers.
+        counted_draws: whether a stochastic shard moves the generator by the same distance at each run.
+        code: the graph run by `module`; None for a compiled graph or the user's own code.
+    """
+
+    module: Callable[..., tuple[Tensor, ...]]
+    first: int
+    last: int
+    layers: tuple[str, str]
+    state: tuple[str, ...]
+    constants: tuple[str, ...]
+    inputs: tuple[int, ...]
+    live_in: tuple[str, ...]
+    live_out: tuple[str, ...]
+    cloned: frozenset[str]
+    written_state: tuple[str, ...]
+    saved_state: tuple[str, ...]
+    stochastic: bool
+    counted_draws: bool = False
+    code: fx.GraphModule | None = None
+
+    @property
+    def label(self) -> str:
+        """The shard's layers, for messages: `blocks.0.attn .. blocks.2`."""
+        first, last = (layer or "(top level)" for layer in self.layers)
+        return first if first == last else f"{first} .. {last}"
+
+
+def cut_shard(
+    captured: CapturedStepGraph, analysis: GraphAnalysis, first: int, last: int, backend: str | None = None
+) -> ShardGraph:
+    """Make the shard of the nodes from position `first` up to, not including, `last`.
+
+    Args:
+        captured: the step.
+        analysis: facts about the step.
+        first: position of the first node.
+        last: position after the last node.
+        backend: backend of `torch.compile`, which compiles the shard at its first run; None to run node by node.
+    """
+    nodes = captured.nodes[first:last]
+    inside = set(nodes)
+    used = _outside_arguments(captured, nodes, inside)
+    state = tuple(dict.fromkeys(captured.state[n.name] for n in used if n.name in captured.state))
+    constants = tuple(n.name for n in used if n.name in captured.constants)
+    inputs = tuple(n for n in used if n.name in captured.inputs)
+    external = (*captured.state, *captured.constants, *captured.inputs)
+    live_in = tuple(n for n in used if n.op != "get_attr" and n.name not in external)
+    live_out = _live_out(captured, nodes, inside)
+
+    stochastic = any(first <= position < last for position in analysis.stochastic)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    # Placeholders by canonical name: tied placeholders of the captured graph become a single argument.
+    by_name = {name: graph.placeholder(f"state_{i}") for i, name in enumerate(state)}
+    copies |= {n: by_name[captured.state[n.name]] for n in used if n.name in captured.state}
+    by_constant = {name: graph.placeholder(name) for name in constants}
+    copies |= {n: by_constant[n.name] for n in used if n.name in captured.constants}
+    for node in (*inputs, *live_in):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in used:
+        if node.op == "get_attr":
+            copies[node] = graph.node_copy(node)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in live_out))
+    overwritten = {name for position in range(first, last) for name in analysis.written_values.get(position, ())}
+    from_here = {name for position, names in analysis.written_values.items() if position >= first for name in names}
+    attributes = {str(n.target): getattr(captured.module, str(n.target)) for n in used if n.op == "get_attr"}
+    module = fx.GraphModule(attributes, graph, class_name=f"Shard_{first}_{last}")
+    written_state = tuple(
+        dict.fromkeys(name for placeholder, name in captured.state.items() if placeholder in overwritten)
+    )
+    if backend is None:
+        run = placed(module)
+    else:
+        written = [state.index(name) for name in written_state]
+        run = placed(module, lambda one: compiled(one, backend, written))
+    return ShardGraph(
+        module=under_autocast(run, captured.precision),
+        first=first,
+        last=last,
+        layers=(analysis.layers[first], analysis.layers[last - 1]),
+        state=state,
+        constants=constants,
+        inputs=tuple(captured.inputs[n.name] for n in inputs),
+        live_in=tuple(n.name for n in live_in),
+        live_out=tuple(n.name for n in live_out),
+        cloned=frozenset(n.name for n in live_in if n.name in overwritten),
+        written_state=written_state,
+        saved_state=tuple(
+            dict.fromkeys(captured.state[n.name] for n in used if n.name in captured.state and n.name in from_here)
+        ),
+        stochastic=stochastic,
+        # A compiler may replace the operators, so their draws are no longer known.
+        counted_draws=stochastic and backend is None and analysis.draws.are_counted(nodes),
+        code=module if backend is None else None,
+    )
+
+
+def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a graph compiled at its first run.
+
+    Buffers lie side by side in a single block, and a compiler cannot tell that overwriting a buffer leaves the other
+    buffers alone. Buffers at the positions `written` are therefore overwritten in separate copies.
+
+    Args:
+        module: the graph.
+        backend: backend of `torch.compile`.
+        written: positions of the arguments overwritten by the graph.
+    """
+    # By default Inductor uses its own random generator; torch's generator can be rewound by a recompute.
+    options: dict[str, str | int | bool | Callable[..., Any]] | None = None
+    if backend == "inductor":
+        options = {"fallback_random": True}
+    made_by: Callable[..., tuple[Tensor, ...]] = torch.compile(module, backend=backend, dynamic=False, options=options)
+
+    def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        own = list(arguments)
+        for position in written:
+            own[position] = arguments[position].clone()
+        made = made_by(*own)
+        with torch.no_grad():
+            for position in written:
+                arguments[position].copy_(own[position])
+        return made
+
+    return run if written else made_by
+
+
+def _outside_arguments(captured: CapturedStepGraph, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+    """Nodes used by the range and made outside the range, in graph order."""
+    used = {argument for node in nodes for argument in node.all_input_nodes if argument not in inside}
+    return [node for node in captured.module.graph.nodes if node in used]
+
+
+def _live_out(captured: CapturedStepGraph, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> tuple[fx.Node, ...]:
+    outputs = set(captured.outputs)
+    return tuple(
+        node for node in nodes if node.name in outputs or any(u not in inside and u.op != "output" for u in node.users)
+    )

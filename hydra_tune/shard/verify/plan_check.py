@@ -1,0 +1,216 @@
+"""Checks every new plan once against the eager step, bit for bit, before the first use of the plan.
+
+An export bakes Python in: a counter, a branch on a random number, a custom autograd function, or code that asks whether
+gradients are on would give wrong numbers without an error. The first batch therefore runs twice on the host from the
+same state, once eagerly and once as the plan's units. Losses, gradients, buffers and the generator must agree. The
+eager run must not have changed anything outside the reach of a graph (plain attributes, the `random` and numpy
+generators). The run of the units also gives their first times.
+"""
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.guards import BatchValueGuard
+from hydra_tune.shard.capture.step_capture import describe
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.verify.step_outcome import StepOutcome, UnitSeconds, run_eager, run_plan
+from hydra_tune.task import TrainTask
+
+_TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.05  # for a compiled plan, relative to a tensor's largest value
+
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+
+
+def verify(
+    task: TrainTask,
+    twin: nn.Module,
+    plan: ShardPlan,
+    batch: Any,
+    guards: list[BatchValueGuard] | None = None,
+    kept: ShardPlan | None = None,
+) -> tuple[UnitSeconds, UnitSeconds | None]:
+    """Compare a plan with the eager step, on the host, and time its units.
+
+    Args:
+        task: describes the step.
+        twin: a copy of the trial's model; left in an undefined state.
+        plan: the plan to check.
+        batch: a batch of the trial's data; not changed.
+        guards: receives the questions of the step's Python about the batch, if any, even if the plan is refused: a
+            refusal holds for batches with the same answers.
+        kept: the same plan with activations kept, to be checked as well.
+
+    Returns:
+        Seconds of the units of `plan`, and of `kept`, or None if the numbers of `kept` differ from the eager step.
+
+    Raises:
+        CaptureError: the plan's numbers differ from the eager step; the message names the difference.
+    """
+    buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
+    random_state = torch.get_rng_state()
+
+    def rewind() -> None:
+        _restore(twin, buffers)
+        torch.set_rng_state(random_state)
+
+    try:
+        eager = _watched(
+            twin, lambda: run_eager(task, twin, plan.mode, batches.copied(batch), [] if guards is None else guards)
+        )
+        rewind()
+        # A step with hidden state may agree with the graph once by luck; the second run shows the state.
+        again = run_eager(task, twin, plan.mode, batches.copied(batch))
+        rewind()
+        ours, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors)
+        _check(eager, again, ours, guards)
+        rewind()
+        return seconds, None if kept is None else _kept_seconds(eager, twin, kept, batch)
+    finally:
+        torch.set_rng_state(random_state)
+
+
+def _check(eager: StepOutcome, again: StepOutcome, ours: StepOutcome, guards: list[BatchValueGuard] | None) -> None:
+    _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again)
+    _same_outcome("the captured graph gives other {what} than the eager step", eager, ours)
+    if guards is not None and eager.reads == ours.reads:
+        guards.clear()  # the graph's operators read the same values as the step's (`one_hot`): Python asked nothing
+    if eager.functions:
+        # The gradients may agree with the gradients of the forward on a batch and differ on the next batch.
+        raise CaptureError(f"its backward runs a torch.autograd.Function of its own: {min(eager.functions)}")
+    missing = sorted(eager.operators - ours.operators)
+    if missing:
+        # The results may agree on a batch and differ on the next batch.
+        raise CaptureError(f"the eager step runs operators that the captured graph does not: {', '.join(missing[:3])}")
+
+
+def _kept_seconds(eager: StepOutcome, twin: nn.Module, kept: ShardPlan, batch: Any) -> UnitSeconds | None:
+    """Seconds of the units of a plan that keeps activations; None if the numbers differ."""
+    try:
+        ours, seconds = run_plan(twin, kept, batches.flatten(batches.copied(batch)).tensors)
+        _same_outcome("the graph with its activations kept gives other {what}", eager, ours)
+    except Exception:  # noqa: BLE001 - whatever the error, recomputing is always right
+        return None
+    return seconds
+
+
+def verify_close(task: TrainTask, twin: nn.Module, plan: ShardPlan, batch: Any) -> UnitSeconds:
+    """Compare a compiled plan with the eager step, up to rounding, and time its units after compilation.
+
+    Args:
+        task: describes the step.
+        twin: a copy of the trial's model; left in an undefined state.
+        plan: the plan to check.
+        batch: a batch of the trial's data; not changed.
+
+    Raises:
+        TaskError: the compiler fails, or the numbers are far from the eager step.
+    """
+    buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
+    random_state = torch.get_rng_state()
+    outcomes = []
+    seconds = UnitSeconds(forward=(), backward=())
+    try:
+        expected = run_eager(task, twin, plan.mode, batches.copied(batch))
+        for _ in range(2):  # the first run compiles
+            _restore(twin, buffers)
+            torch.set_rng_state(random_state)
+            found, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors, watched=False)
+            outcomes.append(found)
+    except Exception as error:
+        raise TaskError(f"compile={task.compile!r} fails on this model: {describe(error)}") from error
+    finally:
+        torch.set_rng_state(random_state)
+    tolerance = _TOLERANCE if task.precision == "float32" else _LOW_TOLERANCE
+    for what in ("results", "gradients", "buffers"):
+        for name, value in getattr(expected, what).items():
+            other = getattr(outcomes[-1], what).get(name)
+            if other is None or not _close(value, other, tolerance):
+                raise TaskError(
+                    f"compile={task.compile!r} gives other {what} than the eager step: {name!r} differs by more than "
+                    f"{tolerance:g} of its largest value; train this model without a compiler"
+                )
+    return seconds
+
+
+def _close(expected: Tensor, found: Tensor, tolerance: float) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(expected, found)
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+def _same_outcome(message: str, expected: "StepOutcome", found: "StepOutcome") -> None:
+    for what in ("results", "gradients", "buffers"):
+        _compare(message.format(what=what), getattr(expected, what), getattr(found, what))
+    if not torch.equal(expected.random_state, found.random_state):
+        raise CaptureError(message.format(what="random numbers"))
+
+
+def _watched(twin: nn.Module, run: Callable[[], StepOutcome]) -> StepOutcome:
+    """Run the eager step and refuse a model that changes state outside the reach of a graph."""
+    attributes, python_state, numpy_state = plain_attributes(twin), random.getstate(), _numpy_state()
+    outcome = run()
+    if random.getstate() != python_state:
+        random.setstate(python_state)
+        raise CaptureError(
+            "the model draws from Python's `random` in its forward; a graph would repeat one draw for ever"
+        )
+    if numpy_state is not None and _numpy_state() != numpy_state:
+        raise CaptureError("the model draws from numpy.random in its forward; a graph would repeat one draw for ever")
+    for name, value in plain_attributes(twin).items():
+        if name not in attributes or attributes[name] != value:
+            raise CaptureError(f"the model's forward changes its attribute {name!r}, which a graph would not")
+    return outcome
+
+
+def plain_attributes(twin: nn.Module) -> dict[str, Any]:
+    """Attributes of all submodules with plain values, and containers of plain values: a graph would bake these in."""
+    return {
+        f"{path}.{name}".lstrip("."): _plain(value)
+        for path, module in twin.named_modules()
+        for name, value in vars(module).items()
+        if name not in _MODULE_INTERNALS
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value.hex()  # so that NaN equals NaN
+    if isinstance(value, int | str | None):
+        return value
+    if isinstance(value, dict):
+        return tuple((key, _plain(item)) for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return tuple(_plain(item) for item in value)
+    return value.getstate() if isinstance(value, random.Random) else None
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")  # a model that never imported numpy cannot have drawn from it
+    if numpy is None:
+        return None
+    name, keys, *rest = numpy.random.get_state()
+    return (name, keys.tobytes(), *rest)
+
+
+def _restore(twin: nn.Module, buffers: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in twin.named_buffers():
+            tensor.copy_(buffers[name])
+
+
+def _compare(message: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    if expected.keys() != found.keys():
+        odd = sorted(expected.keys() ^ found.keys())
+        raise CaptureError(f"{message}: {', '.join(odd[:3])}")
+    for name, tensor in expected.items():
+        if not batches.same_bits(tensor, found[name]):
+            raise CaptureError(f"{message}: {name!r} differs")

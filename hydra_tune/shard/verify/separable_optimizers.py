@@ -1,0 +1,90 @@
+"""Checks whether an optimizer can be stepped shard by shard: the update of a parameter must depend on the parameter alone.
+
+The check steps small stand-ins instead of recognizing optimizers by name, so that the check works for a user's class: a
+global step must give the same bits as a step per parameter.
+"""
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hydra_tune.errors import TaskError
+from hydra_tune.shard.capture.batch import same_bits
+from hydra_tune.shard.capture.step_capture import StateSpec
+from hydra_tune.shard.cost.update_pilot import stand_in_for
+
+_STEPS = 2
+_MAX_SIDE = 4  # largest side of a stand-in
+
+
+def check_separable(optimizer: Optimizer, parameters: dict[str, Tensor], specs: dict[str, StateSpec]) -> None:
+    """Refuse an optimizer that would train differently if stepped shard by shard.
+
+    Args:
+        optimizer: a trial's optimizer; only read.
+        parameters: the model's parameters by canonical name.
+        specs: geometry of the parameters.
+
+    Raises:
+        TaskError: a step per shard would differ from a single step.
+    """
+    group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    members = [(name, group_of[id(p)]) for name, p in parameters.items() if id(p) in group_of and p.requires_grad]
+    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    hooked = any(getattr(optimizer, name, None) for name in hooks)
+    if hooked or not _steps_alike(optimizer, members, specs):
+        why = "has step hooks" if hooked else "does not update each parameter by itself"
+        raise TaskError(
+            f"{type(optimizer).__name__} {why}, so it cannot be stepped shard by shard, and this model has to be cut to fit; "
+            "raise device_memory until the model fits whole, or use an optimizer whose update is per parameter"
+        )
+
+
+def _steps_alike(optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec]) -> bool:
+    together, apart = (_small(optimizer, members, specs) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_STEPS):
+        gradients = [torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf) for leaf in together[1]]
+        _step(together[0], together[1], gradients)
+        # In reverse, as the shards of a backward would be updated.
+        for index, gradient in reversed(list(enumerate(gradients))):
+            _step(apart[0], apart[1][index : index + 1], [gradient])
+    return _state(*together) == _state(*apart) and all(map(same_bits, _tensors(*together), _tensors(*apart)))
+
+
+def _small(
+    optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec]
+) -> tuple[Optimizer, list[Tensor]]:
+    """Make a stand-in over small parameters of the same ranks."""
+    generator = torch.Generator().manual_seed(1)
+    leaves = []
+    for name, _ in members:
+        shape = [min(side, _MAX_SIDE) for side in specs[name].shape]
+        values = torch.randn(shape, generator=generator, dtype=torch.float64).to(specs[name].dtype)
+        leaves.append(values.requires_grad_())
+    return stand_in_for(optimizer, members, leaves), leaves
+
+
+def _step(optimizer: Optimizer, leaves: list[Tensor], gradients: list[Tensor]) -> None:
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient.clone()
+    optimizer.step()
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def _tensors(optimizer: Optimizer, leaves: list[Tensor]) -> list[Tensor]:
+    state = [optimizer.state[leaf] for leaf in leaves]
+    return [*leaves, *(entry[key] for entry in state for key in sorted(entry) if isinstance(entry[key], Tensor))]
+
+
+def _state(optimizer: Optimizer, leaves: list[Tensor]) -> list[object]:
+    """Values other than tensors: options of the groups, and plain values in the state."""
+    options = [
+        {key: value for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
+        for group in optimizer.param_groups
+    ]
+    plain = [
+        {key: value for key, value in optimizer.state[leaf].items() if not isinstance(value, Tensor)} for leaf in leaves
+    ]
+    return [*options, *plain]

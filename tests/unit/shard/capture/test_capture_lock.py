@@ -1,0 +1,96 @@
+"""Captures run alone, eager code beside eager code. Threads meet at barriers; none sleeps."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hydra_tune.shard.capture.capture_lock import CaptureGate
+
+PATIENCE_SECONDS = 60
+
+
+@pytest.fixture
+def threads():
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def test_many_share_the_gate(threads):
+    gate, barrier = CaptureGate(), threading.Barrier(4)
+
+    def share():
+        with gate.shared():
+            barrier.wait(PATIENCE_SECONDS)
+
+    for future in [threads.submit(share) for _ in range(4)]:
+        future.result(PATIENCE_SECONDS)
+
+
+def test_nobody_is_beside_who_is_alone(threads):
+    gate = CaptureGate()
+    inside, seen = [], []
+    lock = threading.Lock()
+
+    def enter(kind, mode):
+        for _ in range(200):
+            with mode():
+                with lock:
+                    inside.append(kind)
+                    seen.append(tuple(inside))
+                with lock:
+                    inside.remove(kind)
+
+    futures = [threads.submit(enter, "shared", gate.shared) for _ in range(4)]
+    futures += [threads.submit(enter, "alone", gate.exclusive) for _ in range(3)]
+    for future in futures:
+        future.result(PATIENCE_SECONDS)
+    assert all(held == ("alone",) for held in seen if "alone" in held)
+    assert len(seen) == 200 * 7
+
+
+class Announcing(threading.Condition):
+    """Says when somebody begins to wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = threading.Event()
+
+    def wait_for(self, predicate, timeout=None):
+        self.waits.set()
+        return super().wait_for(predicate, timeout)
+
+
+def test_who_wants_it_alone_goes_before_who_comes_later_to_share(threads):
+    gate, order = CaptureGate(), []
+
+    def alone():
+        with gate.exclusive():
+            order.append("alone")
+
+    def late():
+        with gate.shared():
+            order.append("late")
+
+    with gate.shared():
+        gate._condition = Announcing()
+        capture = threads.submit(alone)
+        assert gate._condition.waits.wait(PATIENCE_SECONDS)
+        gate._condition.waits.clear()
+        latecomer = threads.submit(late)
+        assert gate._condition.waits.wait(PATIENCE_SECONDS)
+        assert order == []
+    capture.result(PATIENCE_SECONDS)
+    latecomer.result(PATIENCE_SECONDS)
+    assert order == ["alone", "late"]
+
+
+@pytest.mark.parametrize("mode", ["shared", "exclusive"])
+def test_an_error_inside_opens_the_gate_again(mode):
+    gate = CaptureGate()
+    with pytest.raises(ZeroDivisionError), getattr(gate, mode)():
+        _ = 1 / 0
+    with gate.exclusive():
+        pass
+    with gate.shared():
+        pass

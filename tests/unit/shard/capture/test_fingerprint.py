@@ -1,0 +1,282 @@
+"""Equal keys where the graphs would be equal, other keys wherever a capture would bake in something else."""
+
+import copy
+import functools
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hydra_tune.shard.capture.fingerprint import architecture_key, optimizer_key
+from tests.parity.models import MODELS, build
+from tests.unit.shard.bench import task_of, vectors
+
+SCALE = 2.0
+STEP_SCALE = 2.0
+SETTINGS = {"scale": 2.0}
+WEIGHTS = torch.ones(8)
+
+
+class Config:
+    scale = 2.0
+
+
+settings = types.SimpleNamespace(scale=2.0)
+
+
+class Net(nn.Module):
+    factor = 1.0
+
+    def __init__(self, width=8, scale=1.0):
+        super().__init__()
+        self.linear = nn.Linear(8, width)
+        self.scale = scale
+
+    def forward(self, x):
+        return helper(self.linear(x)) * self.scale * self.factor
+
+
+def helper(x):
+    return x * SCALE
+
+
+def key(model, **changes):
+    return architecture_key(task_of(model, **changes), model)
+
+
+def weighted(weight):
+    return nn.CrossEntropyLoss(weight=torch.tensor(weight))
+
+
+def distilled(seed):
+    """A step whose teacher is frozen: its weights are constants of the graph."""
+    torch.manual_seed(seed)
+    teacher = nn.Linear(8, 8).requires_grad_(False)
+
+    def step(module, batch):
+        return functional.mse_loss(module(batch[0]), teacher(batch[0]))
+
+    return step
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_trials_of_one_architecture_have_one_key(name):
+    one, other = build(name, seed=1), build(name, seed=2)
+    first, second = architecture_key(one, one.model()), architecture_key(other, other.model())
+    assert first is not None
+    assert first == second
+    assert hash(first) == hash(second)
+
+
+def test_values_of_parameters_and_buffers_are_not_in_the_key():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    before = key(model)
+    model(vectors()[0])
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    assert key(model) == before
+    assert key(model.eval()) == before, "the mode is kept apart by the caller"
+
+
+def frozen():
+    model = Net()
+    model.linear.requires_grad_(False)
+    return model
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].weight = model[0].weight
+    return model
+
+
+def replaced():
+    model = Net()
+    model.forward = types.MethodType(lambda self, x: self.linear(x), model)
+    return model
+
+
+def hooked():
+    model = Net()
+    model.linear.register_forward_hook(lambda module, args, output: output * 2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (Net(), Net(width=16)),
+        (Net(), Net(scale=2.0)),
+        (Net(scale=1.0), Net(scale=1)),
+        (Net(scale=1), Net(scale=True)),
+        (Net(), Net().double()),
+        (Net(), frozen()),
+        (Net(), replaced()),
+        (Net(), hooked()),
+        (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tied()),
+        (nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.GELU())),
+        (nn.Dropout(0.1), nn.Dropout(0.2)),
+        (nn.ReLU(), nn.ReLU(inplace=True)),
+        (nn.ParameterList([torch.ones(2, 3)]), nn.ParameterList([torch.ones(3, 2).t()])),
+    ],
+)
+def test_other_models_have_other_keys(one, other):
+    assert key(one) is not None
+    assert key(one) != key(other)
+    assert key(one) == key(copy.deepcopy(one)) or "hook" in str(vars(one))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"loss": functional.mse_loss}, {"loss": functional.l1_loss}),
+        ({"loss": functools.partial(functional.mse_loss, reduction="mean")},
+         {"loss": functools.partial(functional.mse_loss, reduction="sum")}),
+        ({"loss": nn.MSELoss()}, {"loss": nn.MSELoss(reduction="sum")}),
+        ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, {"loss": nn.CrossEntropyLoss(label_smoothing=0.2)}),
+        ({"loss": weighted([1.0, 2.0])}, {"loss": weighted([1.0, 3.0])}),
+        ({"loss": lambda output, target: output.mean()}, {"loss": lambda output, target: output.sum()}),
+        ({"step": lambda module, batch, c=1.0: module(batch[0]).mean() * c},
+         {"step": lambda module, batch, c=2.0: module(batch[0]).mean() * c}),
+        ({"step": distilled(1)}, {"step": distilled(2)}),
+    ],
+    ids=["function", "partial", "module", "option", "weight", "code", "default", "teacher"],
+)  # fmt: skip
+def test_other_steps_have_other_keys(one, other):
+    """Or no key, so that the step is captured afresh."""
+    model = Net()
+    first = key(model, **one)
+    assert first is None or first != key(model, **other)
+
+
+def test_equal_losses_have_equal_keys():
+    model = Net()
+    for loss in (functional.mse_loss, nn.MSELoss(), functools.partial(functional.mse_loss, reduction="sum")):
+        assert key(model, loss=loss) is not None
+        assert key(model, loss=loss) == key(model, loss=copy.deepcopy(loss))
+
+
+def closure(constant):
+    def step(module, batch):
+        return module(batch[0]).mean() * constant
+
+    return step
+
+
+def test_a_closure_is_keyed_by_what_it_closes_over():
+    model = Net()
+    assert key(model, step=closure(1.0)) == key(model, step=closure(1.0))
+    assert key(model, step=closure(1.0)) != key(model, step=closure(2.0))
+    assert key(model, step=closure(torch.ones(3))) == key(model, step=closure(torch.ones(3)))
+    assert key(model, step=closure(torch.ones(3))) != key(model, step=closure(torch.zeros(3)))
+
+
+def by_number(module, batch):
+    return module(batch[0]).mean() * STEP_SCALE
+
+
+def by_dict(module, batch):
+    return module(batch[0]).mean() * SETTINGS["scale"]
+
+
+def by_class(module, batch):
+    return module(batch[0]).mean() * Config.scale
+
+
+def by_object(module, batch):
+    return module(batch[0]).mean() * settings.scale
+
+
+def by_tensor(module, batch):
+    return (module(batch[0]) * WEIGHTS).mean()
+
+
+def by_inner_function(module, batch):
+    return sum(module(batch[0]).mean() * STEP_SCALE for _ in range(2))
+
+
+def other_helper(x):
+    return x * SCALE * 1.5
+
+
+@pytest.mark.parametrize(
+    ("step", "change"),
+    [
+        (by_number, lambda patch: patch.setitem(globals(), "STEP_SCALE", 3.0)),
+        (by_dict, lambda patch: patch.setitem(SETTINGS, "scale", 3.0)),
+        (by_class, lambda patch: patch.setattr(Config, "scale", 3.0)),
+        (by_object, lambda patch: patch.setattr(settings, "scale", 3.0)),
+        (by_tensor, lambda patch: patch.setitem(globals(), "WEIGHTS", torch.zeros(8))),
+        (by_inner_function, lambda patch: patch.setitem(globals(), "STEP_SCALE", 3.0)),
+        (lambda module, batch: module(batch[0]).mean(), lambda patch: patch.setitem(globals(), "SCALE", 3.0)),
+        (lambda module, batch: module(batch[0]).mean(), lambda patch: patch.setitem(globals(), "helper", other_helper)),
+        (lambda module, batch: module(batch[0]).mean(), lambda patch: patch.setattr(Net, "factor", 3.0)),
+    ],
+    ids=[
+        "number",
+        "dict",
+        "class",
+        "object",
+        "tensor",
+        "inner",
+        "methods_helper",
+        "replaced_helper",
+        "class_attribute",
+    ],
+)
+def test_what_the_code_reads_from_outside_is_in_the_key(monkeypatch, step, change):
+    """Or there is no key, and the step is captured afresh."""
+    model = Net()
+    before = key(model, step=step)
+    assert key(model, step=step) == before
+    change(monkeypatch)
+    after = key(model, step=step)
+    assert after is None or after != before
+
+
+def test_what_cannot_be_keyed_has_no_key():
+    model = Net()
+    model.scale = torch.Generator()
+    assert key(model) is None
+    deep = []
+    for _ in range(30):
+        deep = [deep]
+    model.scale = deep
+    assert key(model) is None
+    model.scale = torch.zeros(1 << 20)
+    assert key(model) is None
+    model.scale = iter([1])
+    assert key(model) is None
+
+
+def test_the_default_dtype_is_in_the_key():
+    model = Net()
+    before = key(model)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert key(model) != before
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Ranked(torch.optim.SGD):
+    def __init__(self, params, rank):
+        super().__init__(params, lr=0.1)
+        self.param_groups[0]["rank"] = rank
+
+
+def optimizer(kind=torch.optim.AdamW, **options):
+    return optimizer_key(kind(nn.Linear(8, 8).parameters(), **options))
+
+
+def test_optimizers_are_keyed_by_what_decides_their_memory():
+    assert optimizer(lr=0.1) == optimizer(lr=0.2, betas=(0.8, 0.9), weight_decay=0.3)
+    assert optimizer() != optimizer(amsgrad=True)
+    assert optimizer() != optimizer(torch.optim.Adam)
+    assert optimizer() != optimizer(foreach=True)
+    assert optimizer(torch.optim.SGD, lr=0.1) != optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert optimizer(torch.optim.SGD, lr=0.1, momentum=0.5) == optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert optimizer(lr=torch.tensor(0.1), foreach=False) != optimizer(lr=0.1, foreach=False)
+    assert optimizer(Ranked, rank=4) != optimizer(Ranked, rank=8), "a whole number may be a size"
