@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402
-from hydra_tune.pool.checkpoints import TrialCheckpointer  # noqa: E402
+from hydra_tune.pool.checkpointing.writer import TrialCheckpointer  # noqa: E402
 
 REPORT_SECONDS = 30.0
 WIDTH, DEPTH = 2048, 12  # 12 x 2048 x 2048 weights

@@ -48,7 +48,7 @@ from hydra_tune.observe.eventlog import EventLog  # noqa: E402
 from hydra_tune.observe.runlog import read_log  # noqa: E402
 from hydra_tune.observe.terminal import LiveView  # noqa: E402
 from hydra_tune.pool.job import Job  # noqa: E402
-from hydra_tune.pool.watch import SweepMonitor  # noqa: E402
+from hydra_tune.pool.views.live_snapshot import SweepMonitor  # noqa: E402
 
 NUM_TRIALS = 4
 NUM_TIMED, NUM_BURSTS = 10_000, 8  # events in the loop, between which they are written

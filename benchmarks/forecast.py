@@ -36,7 +36,7 @@ import traffic  # noqa: E402 - benchmarks/ is the script's folder
 import transformer  # noqa: E402
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain  # noqa: E402 - needs the path above
-from hydra_tune.pool.forecast import PoolForecast  # noqa: E402
+from hydra_tune.pool.dry_run.report import PoolForecast  # noqa: E402
 from hydra_tune.shard.cost.pilot import StorageTracker  # noqa: E402
 
 VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH, BATCH_SIZE = 512, 64, 4, 5, 32, 4

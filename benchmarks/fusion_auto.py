@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.pool.worker import Worker
+from hydra_tune.pool.runtime.worker import Worker
 
 IN_UNITS = []  # CPU seconds, one for each unit
 

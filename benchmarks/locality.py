@@ -31,7 +31,7 @@ import waiting
 from hydra_tune.devices.discovery import open_devices
 from hydra_tune.observe.turns import TurnAction
 from hydra_tune.pool.pool import Pool
-from hydra_tune.pool.recorder import PoolRecorder
+from hydra_tune.pool.runtime.recorder import PoolRecorder
 from hydra_tune.schedule import LRTFPaper, make_policy, makespan_bound
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
 from hydra_tune.simulate.recording import Recording

@@ -39,7 +39,7 @@ from hydra_tune.cli.run import opened  # noqa: E402
 from hydra_tune.cli.sampling import sample  # noqa: E402
 from hydra_tune.cli.sweep_file import read_sweep_file  # noqa: E402
 from hydra_tune.cli.task_ref import load_task  # noqa: E402
-from hydra_tune.pool.forecast import PoolForecast  # noqa: E402
+from hydra_tune.pool.dry_run.report import PoolForecast  # noqa: E402
 
 WARM_STEPS = 2
 MOST_PEAK, MOST_BYTES, MOST_SECONDS = 5.0, 2.0, 25.0  # percent

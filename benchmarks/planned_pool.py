@@ -36,7 +36,7 @@ from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - needs the path a
 from hydra_tune.fusion.runtime.paired_unit import PairStepRunner  # noqa: E402
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner  # noqa: E402
 from hydra_tune.fusion.runtime.step_planner import PlannedStep  # noqa: E402
-from hydra_tune.pool.worker import Worker  # noqa: E402
+from hydra_tune.pool.runtime.worker import Worker  # noqa: E402
 
 PLANNERS = ("off", "auto", "on")
 BATCH, EPOCH = 8, 40

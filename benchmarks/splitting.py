@@ -44,7 +44,7 @@ import transformer  # noqa: E402
 from pool import machine  # noqa: E402
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - needs the path above
-from hydra_tune.pool.lending import PoolDeviceLender  # noqa: E402
+from hydra_tune.pool.devices.idle_devices import PoolDeviceLender  # noqa: E402
 
 ACCUMULATE = 4
 WARM_STEPS = 2

@@ -26,19 +26,25 @@ from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, Tria
 from hydra_tune.interrupts import ends_in_order, is_interrupt
 from hydra_tune.isolation.parent import THERE_IS, IsolatedPoolClient
 from hydra_tune.observe.snapshot import Goal
-from hydra_tune.pool.checkpoints import StartCheckpointSource
-from hydra_tune.pool.faults import check_retries
-from hydra_tune.pool.forecast import PoolForecast
-from hydra_tune.pool.found import CheckpointSummary, check_checkpoint, find_checkpoint, remove_checkpoint, remove_or_log
-from hydra_tune.pool.fusion import FusedPool
+from hydra_tune.pool.checkpointing.lookup import (
+    CheckpointSummary,
+    check_checkpoint,
+    find_checkpoint,
+    remove_checkpoint,
+    remove_or_log,
+)
+from hydra_tune.pool.checkpointing.suspend import suspend
+from hydra_tune.pool.checkpointing.writer import StartCheckpointSource
+from hydra_tune.pool.dry_run.report import PoolForecast
+from hydra_tune.pool.faults.retry import check_retries
+from hydra_tune.pool.fusion.fused_pool import FusedPool
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
-from hydra_tune.pool.live import shown
-from hydra_tune.pool.options import check_count, check_flag
 from hydra_tune.pool.pool import Pool
-from hydra_tune.pool.settings import ExecutorSettings
+from hydra_tune.pool.runtime.option_checks import check_count, check_flag
+from hydra_tune.pool.runtime.settings import ExecutorSettings
 from hydra_tune.pool.stats import PoolStats
-from hydra_tune.pool.suspending import suspend
-from hydra_tune.pool.watch import SweepMonitor
+from hydra_tune.pool.views.live import shown
+from hydra_tune.pool.views.live_snapshot import SweepMonitor
 from hydra_tune.quantities import parse_seconds
 from hydra_tune.schedule import Policy
 from hydra_tune.shapes_only import refuse_shapes_only

@@ -16,11 +16,11 @@ from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.trial_views import TrackedTrial, final_view, left_view, live_view
 from hydra_tune.observe.snapshot import Status, SweepView, TrialView
 from hydra_tune.observe.summary import trial_line
+from hydra_tune.pool.devices.utilization import UtilizationMeter
 from hydra_tune.pool.job import Job
-from hydra_tune.pool.job_views import one_line, with_outlook
-from hydra_tune.pool.meter import UtilizationMeter
-from hydra_tune.pool.outlook import MakespanForecaster
 from hydra_tune.pool.stats import PoolStats
+from hydra_tune.pool.views.eta import MakespanForecaster
+from hydra_tune.pool.views.job_views import one_line, with_outlook
 from hydra_tune.task import TrainTask
 
 _FIRST_FAILURES = 5

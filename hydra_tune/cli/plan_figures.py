@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hydra_tune.planner.search.figures import ComparedSystem, FusedPeak, IdleFeatureMap, MemoryCurvePoint, StepFigures
-from hydra_tune.pool.forecast import PoolForecast
+from hydra_tune.pool.dry_run.report import PoolForecast
 from hydra_tune.quantities import format_bytes
 
 _MOST_MAPS = 12

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from hydra_tune.cli.domains import Scalar
 from hydra_tune.memory.block import BlockKind
-from hydra_tune.pool.forecast import PoolForecast, TrialForecast
-from hydra_tune.pool.fusion_forecast import FusionForecast
+from hydra_tune.pool.dry_run.fusion_report import FusionForecast
+from hydra_tune.pool.dry_run.report import PoolForecast, TrialForecast
 from hydra_tune.quantities import format_bytes, format_bytes_up, format_seconds
 
 _NOTHING = "-"

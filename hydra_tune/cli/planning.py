@@ -21,7 +21,7 @@ from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.task_ref import load_task
 from hydra_tune.errors import BudgetError, ConfigError, HydraTuneError, SweepFileError, TaskError
 from hydra_tune.executor import HydraExecutor
-from hydra_tune.pool.forecast import PoolForecast
+from hydra_tune.pool.dry_run.report import PoolForecast
 from hydra_tune.shapes_only import has_shapes_only
 from hydra_tune.task import TrainTask
 

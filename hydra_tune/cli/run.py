@@ -27,7 +27,7 @@ from hydra_tune.errors import ConfigError, HydraTuneError, SweepFileError
 from hydra_tune.executor import HydraExecutor
 from hydra_tune.interrupts import Terminated
 from hydra_tune.observe.snapshot import SweepView
-from hydra_tune.pool.checkpoints import check_checkpoint_dir
+from hydra_tune.pool.checkpointing.writer import check_checkpoint_dir
 from hydra_tune.pool.job import EventStream, Job
 from hydra_tune.supervision.supervisor import RestartContext
 from hydra_tune.task import TrainTask

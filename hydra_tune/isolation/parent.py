@@ -27,7 +27,7 @@ from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.isolation.child import IsolatedPoolServer, ServedExecutor
 from hydra_tune.isolation.sending import known_here, pickled_task, unpacked_error, unpacked_result
 from hydra_tune.pool.job import OVER, EventStream, Failed, Finished, Job, JobProgress, Reported, Result
-from hydra_tune.pool.record import ReportCursor
+from hydra_tune.pool.runtime.job_state import ReportCursor
 from hydra_tune.supervision.supervisor import RestartContext, dies_with, supervise
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data.worker_server import is_quiet

@@ -1,9 +1,10 @@
 """The pool: the interface for drivers, and the assembly of all parts of a running pool.
 
-Note: threads. Each device has a worker, and the worker runs units (`worker.py`). A preparer builds and captures models
-in sequence (`preparer.py`). Drivers submit and answer from threads of their own. All threads hand events to the state
-machine under a single lock, and pass the resulting commands on (`core.py`). Only one thread at a time touches a job's
-trial: the thread of the only running unit or, where batches run side by side, the thread of their last unit.
+Note: threads. Each device has a worker, and the worker runs units (`pool/runtime/worker.py`). A preparer builds and
+captures models in sequence (`pool/runtime/preparer.py`). Drivers submit and answer from threads of their own. All
+threads hand events to the state machine under a single lock, and pass the resulting commands on
+(`pool/runtime/dispatcher.py`). Only one thread at a time touches a job's trial: the thread of the only running unit
+or, where batches run side by side, the thread of their last unit.
 """
 
 import contextlib
@@ -28,24 +29,24 @@ from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.eventlog import EventLog
-from hydra_tune.pool.borrowing import DeviceReservations
-from hydra_tune.pool.checkpoints import PoolCheckpointWriter, StartCheckpointSource, TrialCheckpointer
-from hydra_tune.pool.core import JobDispatcher
-from hydra_tune.pool.faults import FaultRecovery, JobRetryAccount
-from hydra_tune.pool.forecast import CachedForecast, PoolForecast, forecast
-from hydra_tune.pool.fusion_forecast import FusionForecaster
-from hydra_tune.pool.hints import FusionAdvisor
+from hydra_tune.pool.checkpointing.writer import PoolCheckpointWriter, StartCheckpointSource, TrialCheckpointer
+from hydra_tune.pool.devices.device_failure import DeviceLossHandler
+from hydra_tune.pool.devices.device_reservation import DeviceReservations
+from hydra_tune.pool.devices.host_admission import disk_stats
+from hydra_tune.pool.devices.idle_devices import PoolDeviceLender
+from hydra_tune.pool.dry_run.fusion_report import FusionForecaster
+from hydra_tune.pool.dry_run.report import CachedForecast, PoolForecast, forecast
+from hydra_tune.pool.dry_run.simulator_profile import planned_profile
+from hydra_tune.pool.faults.loader_watchdog import LoaderWaitLimits, LoaderWatchdog
+from hydra_tune.pool.faults.retry import FaultRecovery, JobRetryAccount
+from hydra_tune.pool.fusion.fusion_hint import FusionAdvisor
 from hydra_tune.pool.job import OVER, EventStream, Job, JobProgress
-from hydra_tune.pool.lending import PoolDeviceLender
-from hydra_tune.pool.loaders import LoaderWaitLimits, LoaderWatchdog
-from hydra_tune.pool.losses import DeviceLossHandler
-from hydra_tune.pool.planned import planned_profile
-from hydra_tune.pool.preparer import JobPreparer
-from hydra_tune.pool.record import JobState, progress_without_trial
-from hydra_tune.pool.recorder import PoolRecorder
-from hydra_tune.pool.room import disk_stats
+from hydra_tune.pool.runtime.dispatcher import JobDispatcher
+from hydra_tune.pool.runtime.job_state import JobState, progress_without_trial
+from hydra_tune.pool.runtime.preparer import JobPreparer
+from hydra_tune.pool.runtime.recorder import PoolRecorder
+from hydra_tune.pool.runtime.worker import RESUME, Instrument, Worker
 from hydra_tune.pool.stats import PoolStats, log_stats
-from hydra_tune.pool.worker import RESUME, Instrument, Worker
 from hydra_tune.quantities import format_bytes
 from hydra_tune.schedule import (
     DeviceAdded,

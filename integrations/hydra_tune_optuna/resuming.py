@@ -26,7 +26,7 @@ from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.alive import LivenessFile, alone, has_died
 from hydra_tune.checkpoint.alive import forget as forget_sign
 from hydra_tune.errors import CheckpointError, HydraTuneError
-from hydra_tune.pool.found import CheckpointSummary
+from hydra_tune.pool.checkpointing.lookup import CheckpointSummary
 from hydra_tune_optuna import private
 
 _SEARCHES = ".searches"  # no trial's folder begins with a dot

@@ -10,8 +10,8 @@ import hydra_tune_optuna as optuna
 from hydra_tune import train_plain
 from hydra_tune.pool.job import OVER
 from tests.support.gathered import gather
+from tests.unit.pool.fusion.test_fused_pool import task
 from tests.unit.pool.tasks import running
-from tests.unit.pool.test_fusion import task
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ MOMENTS = (
     ("hydra_tune_optuna.resuming:StudyResumer.forget", "before", 1),
     ("hydra_tune.checkpoint.folder:CheckpointFolder.remove", "before", 1),
     ("hydra_tune_optuna.resuming:StudyResumer._claim", "after", 1),
-    ("hydra_tune.pool.worker:run_unit", "after", 60),
+    ("hydra_tune.pool.runtime.worker:run_unit", "after", 60),
     ("hydra_tune_optuna.resuming:StudyResumer.begin", "after", 1),
 )
 SEQUENCES = 10

@@ -302,7 +302,7 @@ def test_a_model_without_bytes_is_planned_like_one_that_is_built(monkeypatch):
     make = partial(noisy, activations="recompute", max_grad_norm=1.0)
     with running(**options) as pool:
         built = pool.plan([make(5)])
-    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.pool.dry_run.report._MOST_BUILT_BYTES", 1 << 10)
     monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     with running(**options) as pool:
         unbuilt = pool.plan([make(5)])
@@ -324,7 +324,7 @@ def test_a_model_without_bytes_is_planned_like_one_that_is_built(monkeypatch):
 )
 def test_what_is_remembered_is_what_is_run(monkeypatch, case):
     """Units that are run once, and operators that are not run at all, change no byte and no peak; nor do two devices."""
-    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.pool.dry_run.report._MOST_BUILT_BYTES", 1 << 10)
     monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     make, changes = CASES[case]
     options = {"device_memory": LINEAR_BUDGET, "buffer_fraction": 0.0, "num_shards": 3, **changes, "devices": "cpu:2"}
@@ -355,7 +355,7 @@ def test_steps_that_repeat_are_not_run_again(monkeypatch):
         pool.plan([noisy(5, activations="recompute")])  # measured
         for name in ("forward", "backward"):
             monkeypatch.setattr(compute, name, counting(name))
-        monkeypatch.setattr("hydra_tune.pool.forecast.timed_steps", lambda *args, **keywords: None)
+        monkeypatch.setattr("hydra_tune.pool.dry_run.report.timed_steps", lambda *args, **keywords: None)
         (trial,) = pool.plan([noisy(5, activations="recompute")]).trials
     assert trial.units_per_step > 3
     assert sum(runs.values()) > 2
@@ -363,7 +363,7 @@ def test_steps_that_repeat_are_not_run_again(monkeypatch):
 
 
 def test_what_was_not_checked_is_not_trained_with(monkeypatch):
-    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_CHECKED_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.pool.dry_run.report._MOST_CHECKED_BYTES", 1 << 10)
     with running(device_memory="260KiB") as pool:
         (trial,) = pool.plan([noisy(2)]).trials
         library = pool._started()._library
@@ -375,7 +375,7 @@ def test_what_was_not_checked_is_not_trained_with(monkeypatch):
 
 
 def test_what_was_not_built_is_captured_and_rehearsed_once_for_all_that_differ_in_rates(monkeypatch):
-    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_CHECKED_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.pool.dry_run.report._MOST_CHECKED_BYTES", 1 << 10)
     rehearsed = []
 
     class Counted(TrialRehearsal):
@@ -383,7 +383,7 @@ def test_what_was_not_built_is_captured_and_rehearsed_once_for_all_that_differ_i
             rehearsed.append(count)
             return super().steps(count)
 
-    monkeypatch.setattr("hydra_tune.pool.forecast.TrialRehearsal", Counted)
+    monkeypatch.setattr("hydra_tune.pool.dry_run.report.TrialRehearsal", Counted)
     with running(device_memory="260KiB") as pool:
         made = [noisy(2, optimizer=partial(torch.optim.AdamW, lr=lr)) for lr in (0.1, 0.2)]
         one, other = (pool.plan([task]) for task in made)
@@ -449,7 +449,7 @@ def test_steps_of_two_trials_on_one_device_take_twice_as_long():
 
 
 def test_a_large_model_that_cannot_be_cut_is_refused(monkeypatch):
-    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.pool.dry_run.report._MOST_BUILT_BYTES", 1 << 10)
     monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     with running(device_memory="64KiB") as pool, pytest.raises(ConfigError, match="too large here; make it capturable"):
         pool.plan([task(model=Asking)])
@@ -461,7 +461,7 @@ def test_a_large_model_whose_factory_reads_its_weights_is_refused(monkeypatch):
         model.scale = float(model.weight.detach().norm())
         return model
 
-    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.pool.dry_run.report._MOST_BUILT_BYTES", 1 << 10)
     monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     with running() as pool, pytest.raises(ConfigError, match="trial0 cannot be planned: its model is too large"):
         pool.plan([task(model=scaled)])

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_tune import Failed, Reported
 from hydra_tune.errors import ConfigError, LoaderTimeoutError
-from hydra_tune.pool import loaders
+from hydra_tune.pool.faults import loader_watchdog
 from hydra_tune.pool.job import OVER
 from tests.support.hanging import hanging, have_others_not_age
 from tests.support.parallel import PARALLEL
@@ -23,8 +23,8 @@ SECONDS = 0.5  # for loaders that hang
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    monkeypatch.setattr(loaders, "_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(loaders, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(loader_watchdog, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(loader_watchdog, "_GRACE_SECONDS", 0.1)
     have_others_not_age(monkeypatch)
 
 
@@ -154,7 +154,7 @@ def test_beside_one_that_hangs_in_this_process_others_draw_in_this_process(gate,
 
 
 def test_one_that_hangs_in_python_is_interrupted_where_it_is(caplog, monkeypatch, how):
-    monkeypatch.setattr(loaders, "_GRACE_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(loader_watchdog, "_GRACE_SECONDS", PATIENCE_SECONDS)
     where = []
 
     def drawn():

@@ -174,7 +174,7 @@ def test_a_model_without_bytes_is_split_alike(monkeypatch):
     """And what can be told of it without a run is refused."""
     with pool_of() as pool:
         built = pool.plan([task()])
-    monkeypatch.setattr("hydra_tune.pool.forecast._MOST_BUILT_BYTES", 1 << 10)
+    monkeypatch.setattr("hydra_tune.pool.dry_run.report._MOST_BUILT_BYTES", 1 << 10)
     monkeypatch.setattr("hydra_tune.shard.capture.meta_models._SMALL_BYTES", 1 << 9)
     with pool_of() as pool:
         unbuilt = pool.plan([task()])

@@ -16,13 +16,13 @@ from hydra_tune.fusion.runtime import plan_autotuner
 from hydra_tune.fusion.runtime.paired_unit import PairStepRunner
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
 from hydra_tune.planner.profile import profiler
-from hydra_tune.pool import fusion_finder
+from hydra_tune.pool.fusion import group_matcher
 from tests.support.planned_searches import KINDS, differences_of, drawn_tasks, searched
+from tests.unit.pool.fusion.test_planned_faults import assert_nothing_is_left, tasks_of
+from tests.unit.pool.fusion.test_planned_pairs import pool_of, roomy
+from tests.unit.pool.fusion.test_planned_pairs import tasks_of as single_precision
+from tests.unit.pool.fusion.test_planned_steps import bits
 from tests.unit.pool.tasks import running
-from tests.unit.pool.test_planned_faults import assert_nothing_is_left, tasks_of
-from tests.unit.pool.test_planned_pairs import pool_of, roomy
-from tests.unit.pool.test_planned_pairs import tasks_of as single_precision
-from tests.unit.pool.test_planned_steps import bits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("captured_once")]
 
@@ -74,8 +74,8 @@ def test_pairs_that_share_a_device_with_a_disk_have_the_bits_of_each_alone(tmp_p
 
     Who comes as another group ends, for want of host memory before, may be computed alone, which has other bits.
     """
-    monkeypatch.setattr(fusion_finder, "_SETTLED_SECONDS", 1.0)  # no group is closed before all trials are there
-    monkeypatch.setattr(fusion_finder, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(group_matcher, "_SETTLED_SECONDS", 1.0)  # no group is closed before all trials are there
+    monkeypatch.setattr(group_matcher, "_PATIENCE_SECONDS", 60.0)
     tasks, expected = single_precision(epochs=(6,) * 4) * 3, roomy(epochs=(6,) * 4) * 3
     with pool_of(spill_dir=tmp_path, host_memory="300KiB", max_concurrent=12) as pool:
         results = pool.run(tasks)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hydra_tune import TrainTask
 from hydra_tune.errors import LoaderTimeoutError
-from hydra_tune.pool import loaders
+from hydra_tune.pool.faults import loader_watchdog
 from tests.support.hanging import hanging, have_others_not_age
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
 
@@ -26,8 +26,8 @@ TIGHT = "180KiB"  # one trial fits, with 139 KB of state; two do not, so that on
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch):
-    monkeypatch.setattr(loaders, "_PATIENCE_SECONDS", 0.05)
-    monkeypatch.setattr(loaders, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(loader_watchdog, "_PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(loader_watchdog, "_GRACE_SECONDS", 0.1)
     have_others_not_age(monkeypatch)
 
 

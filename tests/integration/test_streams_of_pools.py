@@ -6,7 +6,7 @@
 import pytest
 
 from hydra_tune.devices.cuda import CudaDevice
-from hydra_tune.pool import settings
+from hydra_tune.pool.runtime import settings
 from tests.support.streams import HASTES, LATE, Gpus
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 

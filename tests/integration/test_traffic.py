@@ -11,8 +11,8 @@ from torch import nn
 
 from hydra_tune import Reported, TrainTask
 from hydra_tune.devices import cpu
+from hydra_tune.pool.runtime.worker import Worker
 from hydra_tune.pool.stats import DeviceStats
-from hydra_tune.pool.worker import Worker
 from hydra_tune.schedule.machine import Scheduler
 from hydra_tune.train.parallel import batch_grouping
 from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, PIPELINED

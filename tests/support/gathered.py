@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hydra_tune.pool.fusion_finder import GroupMatcher
+from hydra_tune.pool.fusion.group_matcher import GroupMatcher
 from tests.unit.pool.tasks import PATIENCE_SECONDS
 
 

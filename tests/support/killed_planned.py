@@ -7,8 +7,8 @@ import torch
 
 from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.tensors import save_tensors
-from hydra_tune.pool import fusion_finder
-from tests.unit.pool.test_planned_steps import task
+from hydra_tune.pool.fusion import group_matcher
+from tests.unit.pool.fusion.test_planned_steps import task
 
 EPOCHS = 6
 MEMORY = {"pair": "280KiB", "group": "390KiB"}
@@ -24,7 +24,7 @@ def search(pool: HydraExecutor) -> dict[str, torch.Tensor]:
     paths = [None if one is None else one.path for one in found]
     described = [task(seed, epochs=EPOCHS, report_every=2 + seed % 2) for seed in range(4)]
     with mock.patch.object(
-        fusion_finder, "_SETTLED_SECONDS", 2.0
+        group_matcher, "_SETTLED_SECONDS", 2.0
     ):  # or a slow machine has other groups, and other bits
         jobs = [pool.submit(one, str(seed), resume_from=paths[seed]) for seed, one in enumerate(described)]
         results = [job.result() for job in jobs]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from hydra_tune.pool.fusion_carriers import GroupJobLauncher
+from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 
 PATIENCE_SECONDS = 60.0
 

@@ -4,7 +4,7 @@ All ways to run a step compute the same graphs with the same bits, so training c
 way with the best prediction runs first and is timed. If the prediction is off by more than `TOLERANCE`, the measurement
 corrects the profiles, the steps are planned again, and the new ways run in turn with the first way; the fastest stays
 (`planner/search/autotune.py`). If even the fastest takes longer than first predicted, the receiver of the measurement
-compares with groups that need no plan (`pool/fusion_group.py`).
+compares with groups that need no plan (`pool/fusion/live_group.py`).
 """
 
 import logging

@@ -39,7 +39,7 @@ _WAITS = {"threading.py": ("wait", "wait_for", "join", "_wait_for_tstate_lock"),
 _WAITS |= {"concurrent/futures/thread.py": ("_worker",), "zmq/sugar/poll.py": ("poll",)}
 _WAITS |= {"multiprocessing/connection.py": ("_recv",)}
 # A pool's own threads call `SimpleQueue.get` there, which has no frame of its own.
-_WAITS |= {"hydra_tune/pool/worker.py": ("_work",), "hydra_tune/pool/preparer.py": ("work",)}
+_WAITS |= {"hydra_tune/pool/runtime/worker.py": ("_work",), "hydra_tune/pool/runtime/preparer.py": ("work",)}
 # A thread that waits for ever.
 _WAITS |= {"hydra_tune/older_torch.py": ("own",)}
 

@@ -5,8 +5,9 @@ about 50 ms: the trial takes a single lease, and the scheduler handles a single 
 a report, or as soon as its end is requested.
 
 Note: loaders. A burst draws batches itself. A slow loader would keep the device from other trials as well, so the
-thread that watches loaders (`pool/loaders.py`) ends the lease on the burst's behalf (`leave_device`), during the draw
-only. The burst notices when the batch arrives, and trains on the batch once the trial has a device again.
+thread that watches loaders (`pool/faults/loader_watchdog.py`) ends the lease on the burst's behalf (`leave_device`),
+during the draw only. The burst notices when the batch arrives, and trains on the batch once the trial has a device
+again.
 """
 
 import enum

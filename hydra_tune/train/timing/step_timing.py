@@ -2,8 +2,8 @@
 
 The time of a unit covers all work of its worker but waits for copies: arithmetic, bookkeeping of blocks, starting
 prefetches, and the trial's own code before the next unit (drawing and collating batches). Copies are timed separately.
-So a rehearsal (`pool/rehearsal.py`) can predict a step whose waits for copies fall elsewhere, for example beside other
-trials.
+So a rehearsal (`pool/dry_run/executor.py`) can predict a step whose waits for copies fall elsewhere, for example
+beside other trials.
 
 Note: a separate trial. The steps belong to a new trial of the task, with separate streams and a separate copy of the
 data, so the caller's objects stay unchanged. The trial reports nothing and evaluates nothing.

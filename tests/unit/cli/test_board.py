@@ -12,7 +12,7 @@ from hydra_tune.cli.spec import SweepSpec
 from hydra_tune.cli.sweep_model import HydraSection
 from hydra_tune.errors import BudgetError
 from hydra_tune.observe.summary import to_json
-from hydra_tune.pool.meter import UtilizationMeter
+from hydra_tune.pool.devices.utilization import UtilizationMeter
 from hydra_tune.pool.stats import DeviceStats, PoolStats
 from hydra_tune.schedule import POLICIES
 

@@ -12,7 +12,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.errors import ConfigError, HydraTuneError, ScheduleError
 from hydra_tune.memory.pager import Pager
-from hydra_tune.pool.worker import Worker
+from hydra_tune.pool.runtime.worker import Worker
 from hydra_tune.schedule import POLICIES, JobAdmitted, LRTFPaper, Run, UnitFinished, make_policy
 from hydra_tune.schedule.journal import decide_again
 from hydra_tune.simulate import simulate

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hydra_tune.pool import settings
+from hydra_tune.pool.runtime import settings
 from hydra_tune.train.parallel import batch_grouping
 from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, GROUPED, ONE_DEVICE, PIPELINED
 from tests.parity.exact import differences, without_seconds

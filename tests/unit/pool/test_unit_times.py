@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 
 from hydra_tune.observe.eventlog import EventLog
-from hydra_tune.pool import settings, worker
+from hydra_tune.pool.runtime import settings, worker
 from hydra_tune.schedule import UnitFinished
 from hydra_tune.train.loop.batch_units import BatchUnits
 from tests.support.stand_in_gpu import StandInGpu

@@ -12,7 +12,7 @@ from hydra_tune.fusion.runtime.pair_trial import PairTrial
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.timing.unit_times import UnitTimes
 from hydra_tune.train.trial import PendingReport
-from tests.unit.pool.test_planned_steps import task
+from tests.unit.pool.fusion.test_planned_steps import task
 
 
 def unit(kind):

@@ -1,0 +1,5 @@
+"""When trials are saved while others run, and the thread that writes.
+
+The package must not know the format: `hydra_tune.checkpoint` does. Read `writer` first, then `lookup` (checkpoints of
+earlier processes) and `suspend`, which saves and ends all jobs at once.
+"""

@@ -1,0 +1,129 @@
+"""Loss of a device: after a fatal error, every call to the device fails, and its memory is gone.
+
+Only the device's own worker declares the loss, which guarantees that nothing runs on the device any more. A worker that
+meets the device's errors while it fetches a block asks the device's worker to check the device, and waits for the
+answer.
+
+Note: lost state. The host or the disk holds the bytes of every clean block. Trials with only clean blocks on the device
+continue elsewhere from where they are, including a trial whose unit had not begun to compute. No copy of a dirty block
+exists: the block's trial fails, and begins again from its last checkpoint (`pool/faults/retry.py`). The trial is
+marked as failed before the block is given up, so no unit computes with the host's outdated copy.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import DeviceLostError, first_line
+from hydra_tune.memory.loss import dirty_owners, give_up
+from hydra_tune.memory.pager import Pager
+from hydra_tune.pool.faults.retry import found_lost, may_be_the_devices
+from hydra_tune.pool.runtime.dispatcher import PROBE, JobDispatcher
+from hydra_tune.pool.runtime.job_state import JobState
+from hydra_tune.schedule import DeviceLost, Event, JobStopped
+
+# A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
+# warnings into errors.
+_LOGGER = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 60.0  # for another device's worker, which may be running a unit
+
+
+class DeviceLossHandler:
+    """Handles the loss of devices.
+
+    Args:
+        core: core of the pool.
+        devices, pagers: live mappings by device name; devices added later appear in them.
+        tell: called with the name of a lost device, under the pool's lock.
+    """
+
+    def __init__(
+        self,
+        core: JobDispatcher,
+        devices: Mapping[str, Device],
+        pagers: Mapping[str, Pager],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._core = core
+        self._devices = devices
+        self._pagers = pagers
+        self._tell = tell
+
+    def is_here(self, device: str, error: BaseException) -> bool:
+        """Return whether an error comes from the loss of a worker's own device."""
+        return may_be_the_devices(error) and found_lost(self._devices[device]) is not None
+
+    def is_elsewhere(self, device: str, error: BaseException) -> bool:
+        """Return whether an error comes from the loss of another device.
+
+        Waits until that device's worker has declared the loss.
+        """
+        if not may_be_the_devices(error):
+            return False
+        core = self._core
+        # Outside the lock, because the check synchronizes with the device and may take as long as a unit.
+        lost = [name for name, other in list(self._devices.items()) if name != device and found_lost(other)]
+        with core.changed:
+            for name in lost:
+                if name not in core.gone:
+                    # An idle worker would not notice the loss by itself.
+                    core.inboxes[name].put(PROBE)
+            core.changed.wait_for(
+                lambda: core.is_closed or all(name in core.gone for name in lost), timeout=_PATIENCE_SECONDS
+            )
+        return bool(lost)
+
+    def report(
+        self, device: str, error: BaseException, ran: JobState | None = None, *, is_intact: bool = False
+    ) -> None:
+        """Declare the loss of a worker's own device; called on the worker's thread, once nothing runs there any more.
+
+        Args:
+            device: name of the device.
+            error: the error that revealed the loss.
+            ran: the job whose unit ran on the device, if any.
+            is_intact: whether that unit had not begun to compute, and is due again.
+        """
+        core, pager = self._core, self._pagers[device]
+        owners = dirty_owners(pager)
+        with core.changed:
+            hit = [other for other in core.records.values() if _owner(other) in owners]
+            # A unit that had begun to compute is lost with its intermediate values.
+            if ran is not None and ran not in hit and not is_intact:
+                hit.append(ran)
+            _LOGGER.error(
+                "device %s is lost (%s), and is used no more; trials with state that was nowhere else: %s; all others go on",
+                device,
+                first_line(error),
+                ", ".join(repr(other.job.name) for other in hit) or "none",
+            )
+            stopped: list[Event] = []
+            for other in hit:
+                if other.outcome is None:
+                    other.fail(_error(device, other, error))
+                    stopped.append(JobStopped(job=other.job.key))
+            lost = (
+                [] if device in core.gone else [DeviceLost(device=device)]
+            )  # a device that was leaving may be gone already
+            core.decide(*lost, *stopped)
+            self._tell(device)
+            core.changed.notify_all()
+        # After the jobs have failed: a block given up would otherwise be loaded again from the host's outdated copy.
+        give_up(pager)
+        core.release_all()
+        if not core.scheduler.has_devices:
+            core.break_down(DeviceLostError(f"the pool's last device, {device}, is lost ({first_line(error)})"))
+
+
+def _owner(record: JobState) -> int | None:
+    trial = record.trial
+    return None if trial is None or trial.state is None else trial.state.number
+
+
+def _error(device: str, record: JobState, error: BaseException) -> DeviceLostError:
+    found = DeviceLostError(
+        f"device {device} was lost with state of trial {record.job.name!r} that was nowhere else ({first_line(error)}); a "
+        "trial with checkpoints goes on from its last one: checkpoint_dir, and max_retries of at least 1"
+    )
+    found.__cause__ = error
+    return found

@@ -1,0 +1,60 @@
+"""Admission of a job's state to host memory, and to the disk beyond."""
+
+from collections.abc import Iterable
+
+from hydra_tune.errors import BudgetError
+from hydra_tune.memory.host import HostTier
+from hydra_tune.pool.runtime.job_state import JobState
+from hydra_tune.pool.stats import DiskStats
+from hydra_tune.quantities import format_bytes, format_bytes_up
+
+
+def has_room(record: JobState, others: Iterable[JobState], host_bytes: int, host: HostTier | None) -> bool:
+    """Grant a job its host memory if there is room beside the other jobs.
+
+    False: there will be room once some of the other jobs have ended.
+
+    Raises:
+        BudgetError: the job would not fit even alone.
+    """
+    assert record.trial is not None
+    need, capacity = record.trial.host_bytes, host_bytes if host is None else host.capacity_bytes
+    if need > capacity:
+        raise BudgetError(_refusal(record.job.name, need, capacity, host_bytes, host))
+    if need + sum(other.host_bytes for other in others) > capacity:
+        return False
+    if host is not None:
+        fixed, largest = record.trial.fixed_host_bytes, record.trial.largest_host_bytes
+        host.check(fixed + largest)
+        if not host.admit(record.tenant, fixed, largest):
+            return False
+    record.host_bytes = need
+    return True
+
+
+def _refusal(name: str, need: int, capacity: int, host_bytes: int, host: HostTier | None) -> str:
+    if host is None:
+        return (
+            f"the state of {name!r} needs {format_bytes(need)} of host memory, more than the {format_bytes(host_bytes)} the "
+            f"pool may use; raise host_memory to at least {format_bytes_up(need)}, or give spill_dir, a folder on disk where "
+            "the rest can go"
+        )
+    return (
+        f"the state of {name!r} needs {format_bytes(need)}, more than the {format_bytes(host_bytes)} of host memory the pool "
+        f"may use and the {format_bytes(capacity - host_bytes)} free in {str(host.disk.folder.path.parent)!r} together; make "
+        f"room there for at least {format_bytes_up(need - host_bytes)}, or raise host_memory"
+    )
+
+
+def disk_stats(host: HostTier) -> DiskStats:
+    """Statistics of the host tier."""
+    disk = host.disk
+    return DiskStats(
+        host_budget_bytes=host.ledger.budget_bytes,
+        host_peak_bytes=host.ledger.peak_bytes,
+        bytes_read=disk.bytes_read,
+        bytes_written=disk.bytes_written,
+        stored_bytes=disk.stored_bytes,
+        busy_seconds=disk.seconds,
+        is_direct=disk.is_direct,
+    )

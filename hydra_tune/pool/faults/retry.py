@@ -1,0 +1,144 @@
+"""Faults of the system, not of a trial: their kinds, and how a trial begins again.
+
+A lost device, an unreadable or unwritable spill file, and a killed worker process of a data loader say nothing about
+the trial that they hit. The trial continues from its last checkpoint, or begins from scratch without a checkpoint, at
+most `max_retries` times. The results are bitwise equal either way. An error of the trial's own code is never retried.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from hydra_tune.checkpoint.folder import generations, load_checkpoint
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import (
+    CheckpointError,
+    ConfigError,
+    DeviceLostError,
+    FileError,
+    HydraTuneError,
+    LoaderWorkerError,
+    SpillError,
+    first_line,
+)
+from hydra_tune.memory.pressure import is_out_of_memory
+from hydra_tune.pool.checkpointing.writer import PoolCheckpointWriter, TrialCheckpointer
+from hydra_tune.pool.job import Job, Result
+from hydra_tune.pool.runtime.job_state import JobState
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+
+# A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
+# warnings into errors.
+_LOGGER = logging.getLogger(__name__)
+_NOT_ITS_OWN = (DeviceLostError, SpillError, LoaderWorkerError)
+
+
+def check_retries(value: object) -> int:
+    """Check and return `max_retries`.
+
+    Raises:
+        ConfigError: not a whole number from 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigError(f"max_retries must be a whole number from 0, not {value!r}")
+    return value
+
+
+def found_lost(device: Device) -> BaseException | None:
+    """Return the error of a lost device; None if the device works.
+
+    Waits for the device's present work. A shortage of memory does not count as a loss.
+    """
+    try:
+        device.synchronize()
+    except Exception as error:  # noqa: BLE001 - a driver has many ways to say it
+        return None if is_out_of_memory(error) else error
+    return None
+
+
+def may_be_the_devices(error: BaseException) -> bool:
+    """Return whether an error may come from a device: not an error of this package, and not a shortage of memory."""
+    return isinstance(error, RuntimeError) and not isinstance(error, HydraTuneError) and not is_out_of_memory(error)
+
+
+def is_not_its_own(error: BaseException | None) -> bool:
+    """Return whether an error says nothing about the trial that the error hit."""
+    return isinstance(error, _NOT_ITS_OWN)
+
+
+class JobRetryAccount(Protocol):
+    """The retry account of a job; see `JobState`."""
+
+    job: Job
+    keeper: TrialCheckpointer | None
+    begin: Callable[[], StartCheckpoint | None]
+    max_retries: int
+    faults: tuple[str, ...]
+
+
+class FaultRecovery:
+    """Decides which failed jobs begin again.
+
+    Args:
+        devices: devices of the pool, by name.
+        checkpoints: checkpoints of the pool.
+    """
+
+    def __init__(self, devices: Mapping[str, Device], checkpoints: PoolCheckpointWriter) -> None:
+        self._devices = devices
+        self._checkpoints = checkpoints
+
+    def may_begin_again(self, record: JobState, result: Result) -> bool:
+        """Return whether a failed job, its memory given back, is to be retried.
+
+        An error that comes from a lost device is replaced in `result` by a `DeviceLostError`.
+        """
+        error = result.error
+        if result.status != "failed" or error is None:
+            return False
+        # A driver reports a lost device by a plain RuntimeError on any call, so only the devices themselves can tell.
+        if may_be_the_devices(error):
+            lost = [name for name, device in list(self._devices.items()) if found_lost(device)]
+            if lost:
+                named = DeviceLostError(
+                    f"device {' and '.join(lost)} was lost under trial {record.job.name!r} ({first_line(error)}); what it had "
+                    "there is nowhere else; with checkpoint_dir it would go on from its last checkpoint"
+                )
+                named.__cause__ = error
+                result.error = error = named
+        if not isinstance(error, _NOT_ITS_OWN):
+            return False
+        if len(record.faults) >= record.max_retries:
+            if record.faults:
+                error.add_note(f"the trial was begun again {len(record.faults)} times before: max_retries")
+            return False
+        return record.wanted_end is None
+
+    def beginning(self, record: JobRetryAccount, error: BaseException) -> Callable[[], StartCheckpoint | None]:
+        """Log a retry, and return the function that reads the state for the retry when the job is prepared."""
+        keeper = record.keeper
+        has_saved = keeper is not None and keeper.has_any
+        _LOGGER.warning(
+            "trial %r has failed through no fault of its own, and begins again from %s (retry %d of %d): %s",
+            record.job.name,
+            "its last checkpoint" if has_saved else "its beginning",
+            len(record.faults) + 1,
+            record.max_retries,
+            first_line(error),
+        )
+        return self.last_saved(record)
+
+    def last_saved(self, record: JobRetryAccount) -> Callable[[], StartCheckpoint | None]:
+        """Return the function that reads the last saved state, or the original one, when the job is prepared."""
+        first, keeper = record.begin, record.keeper
+        return lambda: self._last_saved(record.job.name, keeper) or first()
+
+    def _last_saved(self, name: str, keeper: TrialCheckpointer | None) -> StartCheckpoint | None:
+        # The latest checkpoint may still be in the writer thread's queue.
+        self._checkpoints.flush()
+        try:
+            if keeper is not None and keeper.path is not None and generations(keeper.path):
+                return StartCheckpoint(saved=load_checkpoint(keeper.path), allows_changes=False, only_weights=False)
+        except (CheckpointError, FileError) as error:
+            _LOGGER.warning("trial %r has no checkpoint to go on from, and begins anew: %s", name, error)
+        return None

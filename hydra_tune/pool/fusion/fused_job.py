@@ -1,0 +1,139 @@
+"""A job of a `Fusion`, with its carrier, its trial, and its seat in a fused group."""
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+from hydra_tune.fusion.group.member import MemberTrial
+from hydra_tune.fusion.group.slot import GroupSlot
+from hydra_tune.pool.checkpointing.writer import TrialCheckpointer
+from hydra_tune.pool.job import OVER, EventStream, Job, PoolEvent, Result
+from hydra_tune.pool.runtime.job_state import ReportCursor
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+
+
+class FusedJob:
+    """A job of a `Fusion` and the state of its fusion.
+
+    Args:
+        job: the job as the driver sees it.
+        keeper: saves the job's trial.
+        begin: returns the saved state to continue from, if any.
+        priority: priority of the carrier.
+        max_retries: how often the job may begin again after faults of the system.
+
+    Attributes:
+        carrier: the pool's job that runs this job, alone or in a group; None while there is no carrier.
+        ticket: identifies the latest carrier; a carrier with an older ticket runs nothing.
+        stop: the end requested by the driver, if any.
+        trial: the job's own trial, once built.
+        key: the fusion key, once known.
+        seat: the job's present or former seat in a group; None before the first seat.
+        is_seated: whether the job holds the seat now.
+        is_taken: whether another job's carrier has taken, or is about to take, the job.
+        is_building: whether the trial is being built for a group with room.
+        is_forming: whether the job's carrier is looking for other members.
+        most: how many jobs of the same kind may form a group, or a pair of groups that take turns; 0: not determined
+            yet.
+        each: members of the larger group of such a pair; 0: as many as `most`.
+        kept: members of a group that fits a device without a plan, to fall back to if planned steps prove slower; 0: no
+            such group.
+        told: the last report announced to the driver.
+        faults: the job's faults so far.
+        candidate: the job's trial during the comparison with another job's trial.
+        loader_error: the error of the job if its data loader is interrupted.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        keeper: TrialCheckpointer,
+        begin: Callable[[], StartCheckpoint | None],
+        priority: int,
+        max_retries: int,
+    ) -> None:
+        self.job = job
+        self.keeper: TrialCheckpointer | None = keeper
+        self.begin = begin
+        self.priority = priority
+        self.max_retries = max_retries
+        self.told = ReportCursor()
+        self.ticket: object = None
+        self.faults: tuple[str, ...] = ()
+        self.key: Hashable | None = None
+        self.stop: str | None = None
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Reset the carrier and everything built for the job."""
+        self.carrier: Job | None = None
+        self.most = 0
+        self.each = 0
+        self.kept = 0
+        self.trial: MemberTrial | None = None
+        self.candidate: MemberTrial | None = None
+        self.loader_error: BaseException | None = None
+        self.seat: GroupSlot | None = None
+        self.is_seated = False
+        self.is_taken = False
+        self.is_building = False
+        self.is_forming = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a group may take the job."""
+        return (
+            not self.is_taken
+            and not self.is_forming
+            and not self.is_building
+            and self.carrier is not None
+            and (self.trial is None or (self.seat is not None and not self.is_seated))
+            and self.stop is None
+            and self.job.state not in OVER
+            and not self.job.paused
+        )
+
+    def sit(self) -> GroupSlot:
+        """Return the job's seat, made if necessary, with the driver's present requests."""
+        if self.seat is None:
+            assert self.trial is not None
+            self.seat = GroupSlot(self.trial, waits=self.job.events is not None)
+        self.seat.stop, self.seat.is_paused = self.stop, self.job.paused
+        return self.seat
+
+    def result(self, result: Result) -> Result:
+        """Complete the carrier's result with the figures of the job's own trial."""
+        member = self.trial
+        if member is not None and self.seat is not None:
+            planned = member.units_planned
+            result.metrics, result.history = member.metrics, member.history
+            result.num_shards, result.units_run = member.num_shards, member.units_run
+            result.compute_seconds, result.split_batches = member.compute_seconds, member.split_batches
+            if result.status in ("pruned", "cancelled") and planned is not None:
+                result.units_saved = max(0, planned - member.units_run)
+        result.faults = self.faults
+        if self.keeper is not None:
+            self.keeper.close(result.status)
+            if self.keeper.has_any:
+                result.checkpoint = self.keeper.path
+        return result
+
+
+class GroupJobListener(Protocol):
+    """Receiver of a carrier's events."""
+
+    def told(self, entry: FusedJob, event: PoolEvent) -> None:
+        """Handle an event of the carrier that was made for a job."""
+
+
+class GroupJobEventStream(EventStream):
+    """Event stream of a carrier; passes every event on to `GroupJobListener`."""
+
+    def __init__(self, carried: GroupJobListener, entry: FusedJob) -> None:
+        super().__init__()
+        self.put = lambda event: carried.told(entry, event)
+        self._entry = entry
+
+    @property
+    def waits(self) -> bool:
+        """Whether the carrier waits at reports: a group reports only when a member waits for an answer."""
+        return self._entry.seat is not None or self._entry.job.events is not None

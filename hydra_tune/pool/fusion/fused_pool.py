@@ -1,0 +1,206 @@
+"""Horizontal fusion in a pool: jobs with compatible trials run as a fused group.
+
+`FusedPool` is the interface for drivers and wraps a `Pool`. `group_jobs.py` submits carrier jobs to the pool,
+`group_matcher.py` finds trials for a group, `live_group.py` manages a running group, and `group_completion.py` turns
+the ends of carriers and members into the ends of jobs.
+"""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra_tune.checkpoint.saved import CheckpointContent
+from hydra_tune.errors import CheckpointError
+from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChooser
+from hydra_tune.pool.checkpointing.writer import StartCheckpointSource, TrialCheckpointer
+from hydra_tune.pool.fusion.fused_job import FusedJob
+from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
+from hydra_tune.pool.fusion.group_loaders import MemberLoaders
+from hydra_tune.pool.fusion.job_table import FusedJobTable
+from hydra_tune.pool.job import OVER, EventStream, Job, JobProgress
+from hydra_tune.pool.pool import Pool, paused_within_a_step
+from hydra_tune.pool.runtime.job_state import progress_of, progress_without_trial
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.task import TrainTask
+
+
+class FusedPool:
+    """Takes jobs for a pool, and lets the pool run the jobs in fused groups.
+
+    Args:
+        pool: runs the groups.
+        library: plan library of the pool.
+        most: the largest number of members in a group.
+        chooser: decides whether trials gain by fusion; None: all compatible trials are fused.
+        backend: backend of `torch.compile` for the steps of groups; None: steps are not compiled.
+        plans_steps: whether groups too large for a device run planned steps: "auto" where planned steps should be
+            faster than smaller groups, "on" wherever a plan exists, or "off".
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        library: PlanLibrary,
+        most: int,
+        chooser: GroupSizeChooser | None = None,
+        backend: str | None = None,
+        plans_steps: str = "off",
+    ) -> None:
+        self._pool = pool
+        self._table = FusedJobTable(pool)
+        self._carriers = GroupJobLauncher(self._table, library, most, chooser, backend, plans_steps)
+        self._numbers = 0
+        pool.loaders.members = MemberLoaders(self._table, self._carriers)
+        pool.at_close.append(self._table.close)
+
+    def submit(
+        self,
+        task: TrainTask,
+        name: str | None,
+        events: EventStream | None,
+        *,
+        priority: int,
+        origin: StartCheckpointSource | None = None,
+        labels: Mapping[str, Any] | None = None,
+        saved_as: str | None = None,
+        max_retries: int = 0,
+    ) -> Job:
+        """Queue a task; as `Pool.submit`."""
+        saving, origin = self._pool.checkpoints, origin or StartCheckpointSource()
+        with self._pool.changed:
+            number, self._numbers = self._numbers, self._numbers + 1
+            shown = name or f"job {number}"
+            job = Job(key=f"member {number}:{shown}", name=shown, task=task, pool=self, events=events)
+            folder = saving.place(saved_as or shown, origin.folder)
+            keeper = TrialCheckpointer(saving, shown, folder, dict(labels or {}))
+            entry = FusedJob(job, keeper, origin.beginning, priority, max_retries)
+            # Entered before `carry`, because the preparer may look the job up before `carry` returns.
+            self._table.entries[job.key] = entry
+        try:
+            self._carriers.carry(entry)
+        except BaseException:
+            with self._pool.changed:
+                del self._table.entries[job.key]
+            saving.leave(folder)
+            raise
+        self._carriers.look_later()
+        return job
+
+    def proceed(self, job: Job) -> None:
+        """Resume a job waiting at a report."""
+        with self._pool.changed:
+            entry = self._table.entries.get(job.key)
+            if entry is None:
+                return
+            entry.told.is_answered = True
+            if job.state != "waiting":
+                return
+            job.enter("running")
+            seat, carrier, group = entry.seat, entry.carrier, self._table.group_of(entry)
+            if seat is not None:
+                seat.is_answered = True
+            is_due = group is not None and group.trial.is_due
+        if carrier is not None and (seat is None or is_due):
+            carrier.proceed()
+        elif group is not None:
+            group.wake_in_time()
+        elif carrier is None:
+            self._table.timer.do(partial(self._carriers.ends.go_on, entry))
+
+    def stop(self, job: Job, status: str) -> None:
+        """End a job as "pruned" or "cancelled"."""
+        with self._pool.changed:
+            entry = self._table.entries.get(job.key)
+            if entry is None:
+                return
+            entry.stop = entry.stop or status
+            if entry.seat is not None:
+                entry.seat.stop = entry.stop
+            group, carrier = self._table.group_of(entry), entry.carrier
+            is_own = not (entry.is_seated or entry.is_taken or entry.is_forming)
+        if group is not None:
+            # A waiting group runs no code that could notice the request, so its carrier is resumed.
+            if group.carrier.state == "waiting":
+                group.carrier.proceed()
+        # The carrier may be stopped only while it runs this job alone; a carrier that forms a group reads `entry.stop`
+        # itself.
+        elif carrier is not None and is_own:
+            self._pool.stop(carrier, status)
+        elif carrier is None:
+            self._table.timer.do(partial(self._carriers.ends.go_on, entry))
+
+    def pause(self, job: Job, *, paused: bool) -> None:
+        """Pause or unpause a job; a paused member leaves the group until unpaused."""
+        self._carriers.pause(job, paused=paused)
+
+    def prioritize(self, job: Job, priority: int) -> None:
+        """Change the priority of a job, and of the other members of the job's group."""
+        with self._pool.changed:
+            entry = self._table.entries.get(job.key)
+            carrier = None if entry is None else entry.carrier
+            if entry is not None:
+                entry.priority = priority
+        if carrier is not None:
+            self._pool.prioritize(carrier, priority)
+
+    def progress(self, job: Job) -> JobProgress:
+        """Progress of a job."""
+        with self._pool.changed:
+            entry = self._table.entries.get(job.key)
+            if entry is None or entry.trial is None:
+                return progress_without_trial(job)
+            group = self._table.group_of(entry)
+            return replace(progress_of(job, entry.trial), group_size=1 if group is None else len(group.entries))
+
+    def jobs(self) -> list[Job]:
+        """Jobs that are not over, in the order of submission."""
+        with self._pool.changed:
+            return [entry.job for entry in self._table.entries.values()]
+
+    def save(self, job: Job) -> "Future[Path]":
+        """As of `Pool`."""
+        future = self.ask_to_save(job)
+        self.answer(job, future)
+        return future
+
+    def ask_to_save(self, job: Job) -> "Future[Path]":
+        """As of `Pool`."""
+        if self._pool.checkpoints.root is None or job.state in OVER:
+            return self._pool.ask_to_save(job)
+        return self._keeper_of(job).save()
+
+    def copy(self, job: Job) -> "Future[CheckpointContent]":
+        """As of `Pool`."""
+        future = self._keeper_of(job).copy()
+        self.answer(job, future)
+        return future
+
+    def copy_at_end(self, job: Job) -> "Future[CheckpointContent]":
+        """As of `Pool`."""
+        return self._keeper_of(job).copy_at_end()
+
+    def answer(self, job: Job, waiting_for: "Future[Any] | None" = None) -> None:
+        """As of `Pool`."""
+        with self._pool.changed:
+            entry = self._table.entries.get(job.key)
+            if entry is None or entry.keeper is None:
+                return
+            group, carrier, member = self._table.group_of(entry), entry.carrier, entry.trial
+        if group is not None:
+            group.wake()
+        elif carrier is not None and entry.seat is None:
+            self._pool.answer(carrier, waiting_for, entry.keeper)
+        elif member is not None and member.may_be_saved:
+            entry.keeper.answer(member)
+        elif job.paused:
+            raise paused_within_a_step(job)
+
+    def _keeper_of(self, job: Job) -> TrialCheckpointer:
+        with self._pool.changed:
+            entry = self._table.entries.get(job.key)
+        if entry is None or entry.keeper is None:
+            raise CheckpointError(f"{job.name!r} is over ({job.state})")
+        return entry.keeper

@@ -1,0 +1,193 @@
+"""Ends of carriers and group members, and the consequences for the jobs.
+
+A job ends with its carrier or seat, begins again after a fault of the system, or continues in a smaller group after
+memory has run out.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from typing_extensions import override
+
+from hydra_tune.errors import OutOfMemoryError, first_line
+from hydra_tune.memory.pressure import NotRepeatableError
+from hydra_tune.pool.faults.retry import is_not_its_own
+from hydra_tune.pool.fusion.fused_job import FusedJob, GroupJobListener
+from hydra_tune.pool.fusion.job_table import FusedJobTable
+from hydra_tune.pool.fusion.live_group import GroupMemberListener, LiveGroup, tell
+from hydra_tune.pool.job import PoolEvent, Reported, Result
+from hydra_tune.pool.runtime.job_state import forget_locals
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+from hydra_tune.train.trial import PendingReport
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+
+
+class GroupJobSource(Protocol):
+    """Source of carriers for jobs; see `Carriers`."""
+
+    def carry_anew(self, entry: FusedJob) -> None:
+        """Submit another carrier for a job that keeps its state; or end the job if its driver has asked for an end."""
+
+    def look_later(self) -> None:
+        """Search, on another thread, for a job that could join a group."""
+
+
+class GroupEndHandler(GroupJobListener, GroupMemberListener):
+    """Handles the events of carriers, and the ends of members.
+
+    Args:
+        table: the jobs.
+        carrying: submits another carrier for jobs that continue.
+    """
+
+    def __init__(self, table: FusedJobTable, carrying: GroupJobSource) -> None:
+        self._table = table
+        self._carrying = carrying
+
+    def told(self, entry: FusedJob, event: PoolEvent) -> None:
+        """Handle an event of the carrier that was made for a job."""
+        with self._table.pool.changed:
+            group = self._table.groups.get(event.job.key)
+            if isinstance(event, Reported):
+                if group is not None:
+                    group.wake()
+                elif not tell(entry, PendingReport(step=event.step, metrics=event.metrics)):
+                    # On the timer's thread: the event arrives under the pool's lock, under which the pool must not be
+                    # called.
+                    self._table.timer.do(event.job.proceed)
+                return
+            self._table.groups.pop(event.job.key, None)
+            if group is not None:
+                # Set under the same lock as the lists are emptied, so no job can come to the group afterwards.
+                group.is_over = True
+                together, late = list(group.entries), list(group.arrivals)
+                group.entries, group.arrivals = [], []
+            elif entry.carrier is event.job and not entry.is_taken:
+                together, late = [entry], []
+            else:
+                return
+        if group is not None and isinstance(event.result.error, OutOfMemoryError):
+            self._ran_out(group, together, event.result.error)
+            together = []
+        elif group is not None and group.goes_back_to and event.result.status == "completed":
+            self._go_on_in(group, together, group.goes_back_to, is_undone=True)
+            together = []
+        for one in together:
+            self.carrier_over(one, event.result)
+        if late:
+            self._table.timer.do(partial(self.send_back, late))
+
+    def carrier_over(self, entry: FusedJob, result: Result) -> None:
+        """Handle the end of a job's carrier, or a carrier's failure to take the job."""
+        error = result.error
+        if result.status == "failed" and is_not_its_own(error) and entry.stop is None:
+            assert error is not None
+            if len(entry.faults) < entry.max_retries:
+                # The carrier itself never retries (its `max_retries` is 0): a group has no checkpoints, its members
+                # have.
+                self._begin_again(entry, error)
+                return
+            if entry.faults:
+                error.add_note(f"the trial was begun again {len(entry.faults)} times before: max_retries")
+        if entry.seat is None:
+            self._table.over(entry, result)
+        else:
+            self._table.over(entry, Result(status=entry.stop or result.status, error=None if entry.stop else error))
+
+    def _ran_out(self, group: LiveGroup, entries: Sequence[FusedJob], error: OutOfMemoryError) -> None:
+        """Split a group that ran out of device memory.
+
+        The members continue in groups of at most half the size, in the end alone.
+
+        If the failed unit was the first of its step and could be undone, the members continue where they were.
+        Otherwise the members begin again from their last saved states, and end with the same results.
+        """
+        size = len(group.trial.seats)
+        limit = size // 2
+        how = f"in groups of {limit} at most" if limit > 1 else "by themselves"
+        _LOGGER.warning("a group of %d trials ran out of memory, and its trials go on %s: %s", size, how, error)
+        is_undone = limit > 0 and not isinstance(error.__cause__, NotRepeatableError)
+        self._go_on_in(group, entries, limit, is_undone=is_undone)
+
+    def _go_on_in(self, group: LiveGroup, entries: Sequence[FusedJob], limit: int, *, is_undone: bool) -> None:
+        """Let the members of an ended group continue in groups of at most `limit` members.
+
+        With `is_undone`, members handed back by the group continue where they were; all others begin from the last
+        saved state.
+        """
+        with self._table.pool.changed:
+            self._table.limits[group.key] = limit
+        for entry in entries:
+            if is_undone and entry.seat is not None and entry.seat.is_handed_back:
+                with self._table.pool.changed:
+                    entry.most, entry.each, entry.kept = limit, 0, 0
+                    self.seat_left(entry)
+            else:
+                self._begin_from(entry, self._table.pool.last_saved(entry))
+
+    def _begin_again(self, entry: FusedJob, error: BaseException) -> None:
+        """Begin a job again from its last saved state."""
+        begin = self._table.pool.begin_again(entry, error)
+        entry.faults = (*entry.faults, first_line(error))
+        self._begin_from(entry, begin)
+
+    def _begin_from(self, entry: FusedJob, begin: Callable[[], StartCheckpoint | None]) -> None:
+        member = entry.trial
+        if member is not None:
+            member.close(keep=False)
+        with self._table.pool.changed:
+            entry.begin = begin
+            if entry.keeper is not None:
+                entry.keeper.begin_again()
+            entry.begin_anew()
+            entry.job.enter("queued")
+        # On the timer's thread, because an event may arrive under the pool's lock.
+        self._table.timer.do(partial(self._carrying.carry_anew, entry))
+
+    @override
+    def send_back(self, entries: Sequence[FusedJob]) -> None:
+        for entry in entries:
+            self._carrying.carry_anew(entry)
+
+    def seat_over(self, group: LiveGroup, entry: FusedJob) -> None:
+        """As of `GroupMemberListener`; on the thread that advances the group."""
+        seat, trial = entry.seat, group.trial
+        assert seat is not None
+        assert seat.status is not None
+        forget_locals(seat.error)
+        if seat.status == "failed" and is_not_its_own(seat.error) and len(entry.faults) < entry.max_retries:
+            assert seat.error is not None
+            self._begin_again(entry, seat.error)
+            return
+        result = Result(
+            status=seat.status,
+            error=seat.error,
+            activations=trial.activations,
+            optimizer_placement=trial.optimizer_placement,
+            group_size=seat.most_together,
+        )
+        result.keep(seat.module, seat.optimizer)
+        # The result owns the weights now; the seat lives as long as the group's trial and would keep the weights alive.
+        seat.module, seat.optimizer = None, None
+        self._table.over(entry, result)
+        self._carrying.look_later()
+
+    @override
+    def seat_left(self, entry: FusedJob) -> None:
+        entry.is_seated, entry.is_taken, entry.carrier = False, False, None
+        self._table.timer.do(partial(self.go_on, entry))
+        self._table.timer.do(self._carrying.look_later)
+
+    def go_on(self, entry: FusedJob) -> None:
+        """Give a job that has left its group a new carrier, if its driver wants the job to go on or to end.
+
+        Also called right after the job has left, because the driver's request may have come in between.
+        """
+        with self._table.pool.changed:
+            is_aside = entry.seat is not None and not entry.is_seated and entry.carrier is None
+            if not is_aside or (entry.stop is None and (entry.job.paused or entry.job.state == "waiting")):
+                return
+        self._carrying.carry_anew(entry)

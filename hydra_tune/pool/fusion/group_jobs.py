@@ -1,0 +1,325 @@
+"""Carriers: jobs of the pool that run the jobs of a `Fusion`, alone or as a group.
+
+Note: carriers. For each submitted job, `Fusion` gives the pool a job of its own, the carrier. A carrier in preparation
+collects all waiting jobs with the same fusion key, stops the carriers of those jobs, and runs the group. A carrier that
+finds no other job, or whose trial cannot be fused, runs its own job's trial. The end of a carrier is passed on to the
+jobs that it carries (`group_completion.py`).
+
+Note: late joiners. While a group has room, a job with the group's key needs no carrier. The trial is built and begun
+beside the group, on the preparer's thread or a thread of `FusedJobTable`, and joins the group between two steps
+(`live_group.py`). A paused job leaves the group with its state, and returns as a joiner or gets another carrier.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import HydraTuneError, UnfusableError
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
+from hydra_tune.fusion.group.group_trial import GroupTrial
+from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.group.slot import GroupDelegate, GroupSlot
+from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChooser
+from hydra_tune.fusion.matching.group_timing import FusionBenchmark
+from hydra_tune.fusion.runtime.pair_side import PairSide
+from hydra_tune.fusion.runtime.pair_trial import PairTrial
+from hydra_tune.fusion.runtime.planned_group_size import PlannedSizeChooser
+from hydra_tune.fusion.runtime.step_planner import StepPlanner
+from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.pool.fusion.fused_job import FusedJob, GroupJobEventStream
+from hydra_tune.pool.fusion.group_completion import GroupEndHandler
+from hydra_tune.pool.fusion.group_matcher import GroupMatcher
+from hydra_tune.pool.fusion.job_table import FusedJobTable
+from hydra_tune.pool.fusion.live_group import LiveGroup, SmallerGroupFallback
+from hydra_tune.pool.job import Job, Result
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.task import TrainTask
+from hydra_tune.train.parallel.pool_offers import DeviceLender
+from hydra_tune.train.timing.shared_times import SharedUnitTimes
+from hydra_tune.train.trial import Trial
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+
+
+class _AbsorbedTrial(Trial):
+    """Stand-in for a trial that a group has taken over in the meantime; runs nothing."""
+
+    def advance(self) -> None:
+        """End at once, as cancelled."""
+        self.outcome = "cancelled"
+
+
+class GroupJobLauncher:
+    """Gives jobs carriers, and prepares the carriers' trials.
+
+    Args:
+        table: the jobs.
+        library: plan library of the pool.
+        most: the largest number of members in a group.
+        chooser: as of `GroupMatcher`.
+        backend: backend of `torch.compile` for the steps of groups; None: steps are not compiled.
+        plans_steps: as `fusion_planner`.
+
+    Attributes:
+        ends: handles the ends of carriers and members.
+    """
+
+    def __init__(
+        self,
+        table: FusedJobTable,
+        library: PlanLibrary,
+        most: int,
+        chooser: GroupSizeChooser | None,
+        backend: str | None,
+        plans_steps: str,
+    ) -> None:
+        self._table = table
+        self._library = library
+        self._plans = GroupPlanFactory(library, backend)
+        self._planner: StepPlanner | None = None
+        sizes = None
+        if plans_steps != "off":
+            self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment, lambda: table.pool.stands)
+            sizes = PlannedSizeChooser(self._plans, self._planner, insists=plans_steps == "on")
+        self._finder = GroupMatcher(table, self._plans, library, most, chooser, sizes)
+        self.ends = GroupEndHandler(table, self)
+
+    def carry(self, entry: FusedJob) -> None:
+        """Submit a carrier for a job."""
+        with self._table.pool.changed:
+            ticket = entry.ticket = object()
+        carrier = self._table.pool.submit(
+            entry.job.task,
+            entry.job.name,
+            GroupJobEventStream(self.ends, entry),
+            priority=entry.priority,
+            make_trial=partial(self.make, entry, ticket),
+            is_saved=False,
+        )
+        with self._table.pool.changed:
+            # `make` may already run on the preparer's thread, where it waits for `entry.carrier`.
+            entry.carrier = entry.carrier or carrier
+            self._finder.last_submitted = time.monotonic()
+            self._table.pool.changed.notify_all()
+
+    def make(
+        self,
+        entry: FusedJob,
+        ticket: object,
+        task: TrainTask,
+        library: PlanLibrary,
+        device: Device,
+        helpers: DeviceLender | None,
+        host: HostTier | None,
+        tenant: TrialMemoryContext | None,
+        times: SharedUnitTimes | None,
+        **_: Any,
+    ) -> Trial:
+        """Make the trial of a group, or of the job alone; called on the preparer's thread."""
+        with self._table.pool.changed:
+            self._table.pool.changed.wait_for(
+                lambda: entry.ticket is not ticket or (entry.carrier is not None and not entry.is_building)
+            )
+            # Checked again after the wait: meanwhile the job may have ended, joined a group, or got a newer carrier.
+            if entry.ticket is not ticket or entry.is_taken or entry.job.key not in self._table.entries:
+                return _AbsorbedTrial(task, library, device)
+            entry.is_forming = True
+            entry.job.enter("preparing")
+        others: list[FusedJob] = []
+        is_absent = False
+        try:
+            if entry.trial is None:
+                entry.trial = self._finder.build(entry, device, helpers, host, tenant, times)
+            wanted = None
+            # Known already for a job that has been in a group, and lowered there if memory ran out.
+            if not entry.most:
+                entry.most, wanted = self._finder.fusable(entry, entry.trial)
+            is_absent = self._joins(entry)
+            if not is_absent:
+                others = self._finder.others(entry, wanted, device)
+        except UnfusableError as error:
+            _LOGGER.info("%s is not fused: %s", entry.job.name, error)
+        except BaseException:
+            self._finder.forget(entry)
+            raise
+        finally:
+            with self._table.pool.changed:
+                entry.is_forming = False
+        if is_absent:
+            return _AbsorbedTrial(task, library, device)
+        assert entry.trial is not None
+        if entry.seat is None and not others:
+            return self._alone(entry, entry.trial)
+        try:
+            return self._formed(entry, others, device, host, tenant, times)
+        except BaseException as error:
+            self._not_formed(others, error)  # the error ends only the own carrier; the others would never hear of it
+            raise
+
+    def _not_formed(self, others: Sequence[FusedJob], error: BaseException) -> None:
+        for one in others:
+            with self._table.pool.changed:
+                own, one.seat = one.carrier, None
+            self.ends.carrier_over(one, Result(status="failed", error=error))
+            if own is not None:
+                own.cancel()
+
+    def _alone(self, entry: FusedJob, member: MemberTrial) -> Trial:
+        with self._table.pool.changed:
+            entry.job.enter("running")
+            stop, carrier = entry.stop, entry.carrier
+        if stop is not None and carrier is not None:
+            self._table.pool.stop(carrier, stop)
+        return member
+
+    def _formed(
+        self,
+        entry: FusedJob,
+        others: Sequence[FusedJob],
+        device: Device,
+        host: HostTier | None,
+        tenant: TrialMemoryContext | None,
+        times: SharedUnitTimes | None,
+    ) -> GroupTrial | PairTrial:
+        """Make a group of the jobs found by a carrier, or a pair of groups that take turns."""
+        together = [entry, *others]
+        _LOGGER.info("%d trials are fused: %s", len(together), ", ".join(one.job.name for one in together))
+        with self._table.pool.changed:
+            assert entry.carrier is not None
+            pool, building, timer = self._table.pool, self._table.building, self._table.timer
+            each = entry.each or entry.most
+            most = max(each, len(together))
+            size, seconds = entry.kept, partial(self._unplanned_seconds, entry.kept, device)
+            unplanned = SmallerGroupFallback(size=size, seconds=seconds) if size else None
+            group = LiveGroup(pool, entry.carrier, entry.key, most, self.ends, building, timer, unplanned)
+            group.entries = together
+            seats = [one.sit() for one in together]
+
+            def made(members: Sequence[GroupSlot], desk: GroupDelegate, most: int) -> GroupTrial:
+                return GroupTrial(
+                    members, self._plans, self._library, device, desk, host, tenant, times, most, self._planner
+                )
+
+            if len(together) > each and self._planner is not None:
+                sides = PairSide(group), PairSide(group)
+                groups = made(seats[:each], sides[0], each), made(seats[each:], sides[1], len(seats) - each)
+                group.trial = PairTrial(sides, groups, self._library, device, group, self._planner, host, tenant)
+            else:
+                group.trial = made(seats, group, most)
+            group.trial.hands_back = True
+            own = [one.carrier for one in others]
+            for one in together:
+                one.carrier, one.is_seated = entry.carrier, True
+                if one.job.state != "waiting":
+                    one.job.enter("running")
+            self._table.groups[entry.carrier.key] = group
+        # Cancelled after the lock is free and after `entry.carrier` has changed, so the end of an old carrier no longer
+        # concerns the job.
+        for carrier in own:
+            if carrier is not None:
+                carrier.cancel()
+        return group.trial
+
+    def _unplanned_seconds(self, size: int, device: Device, member: MemberTrial, like: MemberBatchRequest) -> float:
+        """Measure the seconds per step of a group of the given size without a planned step."""
+        bench = FusionBenchmark(member.task, member.built()[0], like.batch, self._library, device)
+        with self._table.pool.alone_on(device):
+            return bench.together(size, self._plans)
+
+    def _joins(self, entry: FusedJob) -> bool:
+        """Let a job in preparation join a group with room; return False if there is no such group."""
+        with self._table.pool.changed:
+            grows = len(self._table.pool.device_names) <= len(self._table.groups)
+            if self._table.group_for(entry, grows=grows) is None:
+                return False
+        self._finder.begin(entry)
+        with self._table.pool.changed:
+            # Looked up again: the trial began without the lock, and the group may have filled up or ended.
+            group = self._table.group_for(entry, grows=grows)
+            if group is not None:
+                group.come(entry)
+        return group is not None
+
+    def look_later(self) -> None:
+        """Search, on another thread, for a job that could join a group."""
+        with self._table.pool.changed:
+            if any(one.has_room(grows=True) for one in self._table.groups.values()):
+                self._table.building.do(self._look)
+
+    def _look(self) -> None:
+        """Send waiting jobs to groups with room, until there is no match; runs on the `building` thread."""
+        while True:
+            with self._table.pool.changed:
+                found = next(
+                    (
+                        (group, one)
+                        for group in self._table.groups.values()
+                        for one in self._table.entries.values()
+                        if one.is_free and group.has_room(grows=True) and group.admits(one)
+                    ),
+                    None,
+                )
+            if found is None:
+                return
+            group, entry = found
+            if self._finder.takes(entry, group.key, None, group.trial.any_device):
+                self._send_to(entry)
+
+    def _send_to(self, entry: FusedJob) -> None:
+        """Send a taken job to a group, or back to a carrier if no group has room any more."""
+        own, error = entry.carrier, None
+        try:
+            self._finder.begin(entry)
+        except BaseException as raised:  # noqa: BLE001 - ends the job, as an error under its own carrier would
+            error = raised
+        if entry.job.key not in self._table.entries:
+            return  # the watch has given up on the loader and ended the job (`group_loaders.py`)
+        with self._table.pool.changed:
+            group = None if error is not None else self._table.group_for(entry, grows=True)
+            if group is not None:
+                group.come(entry)
+        if error is not None:
+            self._finder.forget(entry)
+            self._table.over(entry, Result(status=entry.stop or "failed", error=None if entry.stop else error))
+        elif group is None:
+            self.carry_anew(entry)
+        if own is not None:
+            own.cancel()
+
+    def carry_anew(self, entry: FusedJob) -> None:
+        """Submit another carrier for a job that keeps its state; or end the job if its driver has asked for an end."""
+        with self._table.pool.changed:
+            if entry.job.key not in self._table.entries:
+                return
+            entry.carrier, entry.is_taken = None, False
+            stop = entry.stop
+        if stop is not None:
+            self._table.over(entry, Result(status=stop))
+            return
+        try:
+            self.carry(entry)
+        except HydraTuneError:  # the pool ends
+            self._table.over(entry, Result(status="cancelled"))
+        if entry.job.paused:
+            self.pause(entry.job, paused=True)
+
+    def pause(self, job: Job, *, paused: bool) -> None:
+        """Pause or unpause a job; a paused member leaves the group until unpaused."""
+        with self._table.pool.changed:
+            entry = self._table.entries.get(job.key)
+            if entry is None:
+                return
+            job.hold(paused=paused)
+            group, carrier = self._table.group_of(entry), entry.carrier
+            if entry.seat is not None:
+                entry.seat.is_paused = paused
+        if group is not None:
+            group.wake()
+        elif carrier is not None:
+            self._table.pool.pause(carrier, paused=paused)
+        else:
+            self._table.timer.do(partial(self.ends.go_on, entry))

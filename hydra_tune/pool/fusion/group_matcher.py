@@ -1,0 +1,340 @@
+"""Builds the trials of waiting jobs, and finds the trials that can form a group."""
+
+import logging
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from hydra_tune.devices.device import Device
+from hydra_tune.errors import UnfusableError
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, room_for
+from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.matching.fusion_key import fusion_key
+from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChoice, GroupSizeChooser, steps_of
+from hydra_tune.fusion.matching.group_size_policy import LEAST_GAIN
+from hydra_tune.fusion.runtime.planned_group_size import PlannedSizeChooser
+from hydra_tune.fusion.runtime.step_planner import check_planned
+from hydra_tune.pool.fusion.fused_job import FusedJob
+from hydra_tune.pool.fusion.job_table import FusedJobTable
+from hydra_tune.pool.views.job_logging import log_fusion, log_plan
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.train.data.loader_clock import LoaderInterrupt
+
+_LOGGER = logging.getLogger("hydra_tune.fusion")
+_SETTLED_SECONDS = 0.05  # time without a submission before a group is closed
+_PATIENCE_SECONDS = 1.0
+
+
+class GroupMatcher:
+    """Finds members for groups.
+
+    Args:
+        table: the jobs.
+        plans: makes the groups' plans.
+        library: plan library of the pool.
+        most: the largest number of members in a group.
+        chooser: decides whether trials gain by fusion; None: all compatible trials are fused.
+        sizes: decides how many trials beyond a device's room form a group with planned steps; None: no planned steps.
+
+    Attributes:
+        last_submitted: time of the latest submission, by the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        table: FusedJobTable,
+        plans: GroupPlanFactory,
+        library: PlanLibrary,
+        most: int,
+        chooser: GroupSizeChooser | None,
+        sizes: PlannedSizeChooser | None,
+    ) -> None:
+        self._table = table
+        self._plans = plans
+        self._library = library
+        self._most = most
+        self._chooser = chooser
+        self._sizes = sizes
+        self.last_submitted = 0.0
+
+    def build(self, entry: FusedJob, device: Device, *beside: Any) -> MemberTrial:
+        """Build a job's trial, with the saved state to continue from."""
+        keeper = entry.keeper
+        if keeper is not None:
+            keeper.open()
+        beginning = entry.begin()
+        if keeper is not None and beginning is not None:
+            keeper.goes_on_from(beginning.saved.path)
+        member = MemberTrial(entry.job.task, self._library, device, *beside, beginning=beginning, keeper=keeper)
+        try:
+            entry.key = key = fusion_key(entry.job.task, *member.built())
+            member.architecture = key.architecture
+        except UnfusableError as error:
+            entry.key = error
+        except BaseException:
+            member.close(keep=False)
+            raise
+        return member
+
+    @staticmethod
+    def forget(entry: FusedJob) -> None:
+        """Close and drop a job's trial after an error in its construction."""
+        member, entry.trial = entry.trial, None
+        if member is not None:
+            member.close(keep=False)
+
+    def fusable(self, entry: FusedJob, member: MemberTrial) -> tuple[int, MemberBatchRequest]:
+        """Return how many trials of the same kind fit a device, and the trial's first batch.
+
+        Raises:
+            UnfusableError: the trial cannot be fused.
+        """
+        if isinstance(entry.key, UnfusableError):
+            raise entry.key
+        wanted = member.peek()
+        prepared = self._plans.of_member(member, wanted["train"])
+        self._plans.stacked(prepared, self._most)
+        budget_bytes = self._table.pool.budget_bytes
+        most = room_for(prepared, budget_bytes, self._most_of(entry.key), 2 if self._sizes is None else 1)
+        if "evaluate" in wanted:
+            evaluated = self._plans.of_member(member, wanted["evaluate"], layout_of(prepared))
+            self._plans.stacked(evaluated, self._most)
+        return most, wanted["train"]
+
+    def _most_of(self, key: Hashable | None) -> int:
+        """Return the largest number of members in a group, lowered where memory has run out before."""
+        return self._table.limits.get(key, self._most)
+
+    def others(self, entry: FusedJob, wanted: MemberBatchRequest | None, device: Device) -> list[FusedJob]:
+        """Find the other members for a job's group.
+
+        Args:
+            entry: the job.
+            wanted: the job's first batch; None for a job that has begun in a group.
+            device: any device of the pool.
+
+        Raises:
+            UnfusableError: the job has to run alone.
+        """
+        room = entry.most
+        taken = self._fitting(entry, wanted, device)
+        if entry.most == room and wanted is not None:
+            taken = self._beyond(entry, taken, wanted, device)
+        if entry.most == 1 and entry.seat is None:
+            raise UnfusableError("a device has no room for two of its kind at once")
+        return taken
+
+    def _beyond(
+        self, entry: FusedJob, taken: list[FusedJob], wanted: MemberBatchRequest, device: Device
+    ) -> list[FusedJob]:
+        """Add members beyond a device's room, if a planned step of all members is preferable."""
+        room, most = entry.most, self._most_of(entry.key)
+        if len(taken) + 1 < room or room >= most or self._sizes is None:
+            return taken
+        kind = (entry.key, wanted.leaves.signature)
+        more = self._further(entry, taken, wanted, kind, device, self._sizes)
+        if not more:
+            return taken
+        together = [entry, *taken, *more]
+        members = [one.trial for one in together if one.trial is not None]
+        least = LEAST_GAIN if self._chooser is not None and room == 1 else 1.0
+        try:
+            choice = self._sizes.best(kind, members, wanted, room, least)
+        except BaseException:
+            # The caller knows nothing of the members taken here, and a job that stays taken would never run.
+            self._leave(together[1:])
+            raise
+        if choice is not None:
+            entry.most, entry.each = choice.size, choice.each
+            entry.kept = room if choice.size > room and not self._sizes.insists else 0
+            with self._table.pool.changed:
+                carrier = entry.carrier
+            if carrier is not None:
+                log_plan(self._table.pool.log, carrier.key, choice, len(together))
+        self._leave(together[entry.most :])
+        return together[1 : entry.most]
+
+    def _further(
+        self,
+        entry: FusedJob,
+        taken: list[FusedJob],
+        wanted: MemberBatchRequest,
+        kind: Hashable,
+        device: Device,
+        sizes: PlannedSizeChooser,
+    ) -> list[FusedJob]:
+        """Take waiting jobs beyond a device's room.
+
+        Nothing is built if the planner is already known to refuse a planned step, because building a trial is
+        expensive.
+        """
+        room, most, free = entry.most, self._most_of(entry.key), self._table.free()
+        assert entry.trial is not None
+        try:
+            check_planned(entry.job.task, self._plans.of_member(entry.trial, wanted))
+        except UnfusableError as error:
+            if any(one.key in (None, entry.key) for one in free):
+                _LOGGER.info("no more than %d trials like %s are computed together: %s", room, entry.job.name, error)
+            return []
+        clips = entry.job.task.max_grad_norm is not None
+        if sizes.keeps(kind, min(most, 1 + len(taken) + len(free)), room, clips=clips):
+            return []
+        return self._take(entry, entry.trial, most - 1 - len(taken), device)
+
+    def _fitting(self, entry: FusedJob, wanted: MemberBatchRequest | None, device: Device) -> list[FusedJob]:
+        """Take as many jobs as there is room for."""
+        member = entry.trial
+        assert member is not None
+        if self._chooser is None or wanted is None or entry.seat is not None:
+            return self._take(entry, member, entry.most - 1, device)
+        kind, steps = (entry.key, wanted.leaves.signature, device.torch_device.type), steps_of(member)
+        if entry.most == 1:
+            return []
+        self._chooser.refuse(kind, steps * min(entry.most, 1 + len(self._table.free())))
+        taken = self._take_for(kind, entry, device, self._chooser)
+        if not taken:
+            return taken
+        try:
+            choice = self._chosen(kind, entry, wanted, device, taken, self._chooser)
+        except BaseException:
+            self._leave(taken)
+            raise
+        self._leave(taken[choice.size - 1 :])
+        if choice.size == 1:
+            raise UnfusableError(choice.why)
+        if choice.size < min(1 + len(taken), entry.most):
+            entry.most = choice.size  # further members, late joiners included, would gain less
+        return taken[: choice.size - 1]
+
+    def _chosen(
+        self,
+        kind: Hashable,
+        entry: FusedJob,
+        wanted: MemberBatchRequest,
+        device: Device,
+        taken: Sequence[FusedJob],
+        chooser: GroupSizeChooser,
+    ) -> GroupSizeChoice:
+        """Choose how many jobs to compute together, and log the choice."""
+        member = entry.trial
+        assert member is not None
+        all_steps = _steps([entry, *taken])
+        choice = chooser.choose(kind, member, wanted, device, all_steps, entry.most)
+        with self._table.pool.changed:
+            carrier = entry.carrier
+        if carrier is not None:
+            log_fusion(self._table.pool.log, carrier.key, choice, len(all_steps))
+        return choice
+
+    def _take_for(self, kind: Hashable, entry: FusedJob, device: Device, chooser: GroupSizeChooser) -> list[FusedJob]:
+        """Take jobs of the same family that match the job.
+
+        The comparison of two trials is expensive, so jobs are compared only if there are enough to gain by fusion.
+        """
+        first = entry.trial
+        taken = self._take(entry, None, entry.most - 1, device)
+        try:
+            chooser.refuse(kind, sum(_steps([entry, *taken])))
+        except UnfusableError:
+            self._leave(taken)
+            raise
+        alike = [one for one in taken if first is not None and self._is_alike(one, first, one.trial)]
+        if len(alike) < len(taken):
+            self._leave([one for one in taken if one not in alike])
+            alike += self._take(entry, first, entry.most - 1 - len(alike), device)
+        return alike
+
+    def _leave(self, taken: Sequence[FusedJob]) -> None:
+        """Put taken jobs back among the waiting jobs."""
+        for entry in taken:
+            with self._table.pool.changed:
+                entry.is_taken = False
+                stop, carrier = entry.stop, entry.carrier
+                has_begun = entry.seat is not None
+            if not has_begun:
+                self.forget(entry)
+            # A stop request that came while the job was taken did not reach the pool (`Fusion.stop`).
+            if stop is not None and carrier is not None:
+                self._table.pool.stop(carrier, stop)
+
+    def _take(self, entry: FusedJob, first: MemberTrial | None, most: int, device: Device) -> list[FusedJob]:
+        """Take waiting jobs with the same key as another job, and build them; no other group can take them any more.
+
+        Args:
+            entry: the other job.
+            first: the other job's trial, as a pattern that all taken jobs have to match; None: no comparison.
+            most: the largest number of jobs to take.
+            device: any device of the pool.
+        """
+        # Drivers often submit a burst of jobs; a short wait lets the group contain all of them. The patience bounds the
+        # wait for a driver that never stops submitting.
+        began = time.monotonic()
+        while (
+            time.monotonic() - self.last_submitted < _SETTLED_SECONDS and time.monotonic() - began < _PATIENCE_SECONDS
+        ):
+            time.sleep(_SETTLED_SECONDS / 10)
+        taken: list[FusedJob] = []
+        for one in self._table.free():
+            if len(taken) == most:
+                break
+            if one.key in (None, entry.key) and self.takes(one, entry.key, first, device):
+                taken.append(one)
+        return taken
+
+    def takes(self, entry: FusedJob, key: Hashable, first: MemberTrial | None, device: Device) -> bool:
+        """Build a job's trial, and take the job if its key is `key` and its trial matches `first`, where given."""
+        with self._table.pool.changed:
+            if not entry.is_free:
+                return False
+            entry.is_building = True
+        member: MemberTrial | None = entry.trial
+        try:
+            if member is None:
+                member = self.build(entry, device)
+        except BaseException:  # noqa: BLE001 - the own carrier meets the error again when it builds the trial
+            # A key equal to no other key: no group asks for the job again.
+            entry.key = object()
+        # Visible to `MemberLoaders` during the comparison, which may run the trial's data code.
+        entry.candidate = member
+        is_alike = entry.key == key and (first is None or self._is_alike(entry, first, member))
+        entry.candidate = None
+        with self._table.pool.changed:
+            entry.is_building = False
+            # Checked again: the driver may have stopped or paused the job while the trial was built without the lock.
+            is_taken = is_alike and entry.is_free
+            if is_taken:
+                entry.is_taken, entry.trial = True, member
+            self._table.pool.changed.notify_all()
+        if not is_taken and member is not None and entry.trial is None:
+            member.close(keep=False)
+        return is_taken
+
+    def _is_alike(self, entry: FusedJob, first: MemberTrial, member: MemberTrial | None) -> bool:
+        """Return whether two trials with the same key can be members of a single group."""
+        if member is None:
+            return False
+        try:
+            self._plans.check_alike(first, member)
+        except UnfusableError as error:
+            _LOGGER.info("%s is not computed with those of its kind: %s", entry.job.name, error)
+            return False
+        except (Exception, LoaderInterrupt):  # noqa: BLE001 - the error comes up again when the trial runs
+            return False
+        return True
+
+    @staticmethod
+    def begin(entry: FusedJob) -> None:
+        """Run a trial's own code up to the first batch, which is where a group takes over."""
+        if entry.seat is None:
+            seat = entry.sit()
+            seat.member.is_fused = True
+            try:
+                seat.go_on()
+            except BaseException:
+                entry.seat = None
+                raise
+
+
+def _steps(entries: Sequence[FusedJob]) -> list[float]:
+    """Remaining optimizer steps of each built job."""
+    return [steps_of(one.trial) for one in entries if one.trial is not None]

@@ -1,0 +1,78 @@
+"""Table of a `Fusion`: the jobs that are not over, and the running groups.
+
+Note: the table uses the pool's lock. Calls into the pool in reaction to an event are made without the lock.
+"""
+
+from collections.abc import Hashable
+
+from hydra_tune.pool.faults.task_thread import BackgroundCallQueue
+from hydra_tune.pool.fusion.fused_job import FusedJob
+from hydra_tune.pool.fusion.live_group import LiveGroup
+from hydra_tune.pool.job import Failed, Finished, Result
+from hydra_tune.pool.pool import Pool
+from hydra_tune.train.data.loader_clock import LoaderInterrupt
+
+
+class FusedJobTable:
+    """Live jobs and groups.
+
+    Args:
+        pool: runs the groups.
+
+    Attributes:
+        entries: the jobs by key, in the order of submission.
+        groups: groups by their carrier's key.
+        limits: largest number of members by fusion key, where larger groups have run out of memory.
+        building: thread that builds members and plans beside the pool's preparer.
+        timer: thread for calls into the pool that must not be made under the lock, now or later.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.entries: dict[str, FusedJob] = {}
+        self.groups: dict[str, LiveGroup] = {}
+        self.limits: dict[Hashable, int] = {}
+        self.building, self.timer = BackgroundCallQueue("hydra-members"), BackgroundCallQueue("hydra-groups")
+
+    def free(self) -> list[FusedJob]:
+        """Jobs that a group may take."""
+        with self.pool.changed:
+            return [one for one in self.entries.values() if one.is_free]
+
+    def group_of(self, entry: FusedJob) -> LiveGroup | None:
+        """Return the group in which a job has, or is promised, a seat."""
+        return None if entry.carrier is None else self.groups.get(entry.carrier.key)
+
+    def group_for(self, entry: FusedJob, *, grows: bool) -> LiveGroup | None:
+        """Return a group that a job may join, preferably one with a vacant seat. Under the lock."""
+        found = [one for one in self.groups.values() if one.admits(entry) and one.has_room(grows=grows)]
+        return next((one for one in found if one.has_room(grows=False)), found[0] if found else None)
+
+    def over(self, entry: FusedJob, result: Result) -> None:
+        """End a job, unless the job has ended already."""
+        job = entry.job
+        with self.pool.changed:
+            if self.entries.pop(job.key, None) is None:
+                return
+        if isinstance(result.error, LoaderInterrupt) and entry.loader_error is not None:
+            result.error = entry.loader_error
+        member = entry.trial
+        planned_by = entry.result(result)
+        # A member whose seat has ended was closed by its group, and a member without a seat is closed with its carrier.
+        if member is not None and (member.clock.is_abandoned or (entry.seat is not None and entry.seat.status is None)):
+            member.close(keep=False)
+            member.clock.released()
+        with self.pool.changed:
+            job.end(planned_by)
+            self.pool.changed.notify_all()
+        if job.events is not None:
+            job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
+
+    def close(self) -> None:
+        """Stop both threads and cancel the remaining jobs; called shortly before the pool ends."""
+        self.building.close()
+        self.timer.close()
+        with self.pool.changed:
+            left = list(self.entries.values())
+        for entry in left:
+            self.over(entry, Result(status="cancelled"))

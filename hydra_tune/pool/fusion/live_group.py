@@ -1,0 +1,298 @@
+"""A running group in a pool: its members, joiners, and leavers.
+
+Drivers' requests arrive on any thread and only mark seats and entries. The group's trial asks its `Desk`, the
+`LiveGroup`, between two steps for joiners, and reports members that have ended or left.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from hydra_tune.errors import BudgetError, UnfusableError
+from hydra_tune.fusion.group.group_trial import GroupTrial
+from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.group.membership import PATIENCE_SECONDS
+from hydra_tune.fusion.group.slot import GroupSlot
+from hydra_tune.fusion.matching.fusion_key import FusionKey
+from hydra_tune.fusion.runtime.pair_trial import PairTrial
+from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult
+from hydra_tune.pool.faults.task_thread import BackgroundCallQueue
+from hydra_tune.pool.fusion.fused_job import FusedJob
+from hydra_tune.pool.job import Job, Reported
+from hydra_tune.pool.pool import Pool
+from hydra_tune.pool.views.job_logging import log_measured
+from hydra_tune.train.trial import PendingReport
+
+_LOGGER = logging.getLogger(__name__)
+_FUSION_LOGGER = logging.getLogger("hydra_tune.fusion")
+
+
+class GroupMemberListener(Protocol):
+    """Receiver of a group's news about members; see `Ends`."""
+
+    def seat_over(self, group: "LiveGroup", entry: FusedJob) -> None:
+        """Handle a member that has ended."""
+
+    def seat_left(self, entry: FusedJob) -> None:
+        """Handle a paused member that has left; under the lock."""
+
+    def send_back(self, entries: Sequence[FusedJob]) -> None:
+        """Give new carriers to jobs whose promised seats will not exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallerGroupFallback:
+    """Alternative to planned steps: smaller groups that need no plan.
+
+    Attributes:
+        size: members of each smaller group.
+        seconds: measures a step of such a group now, given a member and a batch of the member.
+    """
+
+    size: int
+    seconds: Callable[[MemberTrial, MemberBatchRequest], float]
+
+
+class LiveGroup:
+    """A group with its present and future members; the `Desk` of the group's trial.
+
+    Args:
+        pool: runs the group.
+        carrier: the pool's job that runs the group.
+        key: the fusion key of all members.
+        most: the largest number of members.
+        keeping: receives news about members.
+        building: thread that makes plans for other sizes.
+        timer: thread that wakes the group at the end of a wait.
+        unplanned: alternative to compare with when planned steps prove slower than predicted; None: no comparison.
+
+    Attributes:
+        trial: the group's trial, once made.
+        entries: members that are not over.
+        arrivals: members that join as soon as there is room.
+        is_over: whether no job can join any more.
+        goes_back_to: size of the unplanned groups in which the members continue after the end of this group; 0: the
+            group does not fall back.
+    """
+
+    trial: GroupTrial | PairTrial
+
+    def __init__(
+        self,
+        pool: Pool,
+        carrier: Job,
+        key: Hashable,
+        most: int,
+        keeping: GroupMemberListener,
+        building: BackgroundCallQueue,
+        timer: BackgroundCallQueue,
+        unplanned: SmallerGroupFallback | None = None,
+    ) -> None:
+        self._pool = pool
+        self.carrier = carrier
+        self.key = key
+        self.most = most
+        self.entries: list[FusedJob] = []
+        self.arrivals: list[FusedJob] = []
+        self.is_over = False
+        self.goes_back_to = 0
+        self._keeping = keeping
+        self._building = building
+        self._timer = timer
+        self._unplanned = unplanned
+        self._ready: set[int] = set()
+        self._asked: set[int] = set()
+
+    def has_room(self, *, grows: bool) -> bool:
+        """Return whether another member may join, in a vacant seat or, if `grows`, a new one. Under the pool's lock."""
+        if self.is_over or not hasattr(self, "trial"):
+            return False
+        places = self.most if grows else len(self.trial.seats)
+        return len(self.entries) + len(self.arrivals) < places
+
+    def admits(self, entry: FusedJob) -> bool:
+        """Return whether a job may join, as far as is known before its trial is built. Under the pool's lock."""
+        if entry.key is None:
+            return True
+        if (
+            entry.key != self.key
+            or not isinstance(entry.key, FusionKey)
+            or not self.trial.knows(entry.key.architecture)
+        ):
+            return False
+        return entry.trial is None or self.trial.admits(entry.trial)
+
+    def come(self, entry: FusedJob) -> None:
+        """Promise a job the next possible seat. Under the pool's lock."""
+        entry.is_taken = True
+        entry.carrier = self.carrier
+        entry.sit()
+        self.arrivals.append(entry)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let a waiting group go on if there is something to do, now or at the end of its patience."""
+        # The timer's thread calls the pool, because callers may hold the pool's lock.
+        self._timer.do(self._check)
+
+    def wake_in_time(self) -> None:
+        """Let a waiting group go on at the end of its patience only."""
+        self._timer.do(self._check, PATIENCE_SECONDS)
+
+    def _check(self) -> None:
+        with self._pool.changed:
+            if self.is_over or self.carrier.state != "waiting":
+                return
+            is_due = bool(self.arrivals) or self.trial.is_due
+        self._answer_savers()
+        if is_due:
+            self.carrier.proceed()
+        elif self.trial.is_held or any(seat.is_answered for seat in self.trial.seats if seat.status is None):
+            self.wake_in_time()
+
+    def _answer_savers(self) -> None:
+        """Save waiting members on request."""
+        # The carrier's turn keeps the group from going on while its members' states are copied.
+        with self._pool.turn_of(self.carrier) as is_waiting:
+            if is_waiting:
+                self._save_asked()
+
+    def _save_asked(self) -> None:
+        for entry in list(self.entries):
+            member, keeper = entry.trial, entry.keeper
+            if keeper is not None and member is not None and entry.is_seated and member.may_be_saved:
+                keeper.answer(member)
+
+    # Methods of `Desk`.
+
+    def ended(self, seat: GroupSlot) -> None:
+        """As of `Desk`."""
+        with self._pool.changed:
+            entry = self._entry_of(seat)
+            self.entries.remove(entry)
+            entry.is_seated = False
+        self._keeping.seat_over(self, entry)
+
+    def reported(self, seat: GroupSlot) -> None:
+        """As of `Desk`."""
+        report = seat.wants
+        assert isinstance(report, PendingReport)
+        with self._pool.changed:
+            entry = self._entry_of(seat)
+            if not tell(entry, report):
+                seat.is_answered = True
+
+    def left(self, seat: GroupSlot) -> None:
+        """As of `Desk`."""
+        with self._pool.changed:
+            entry = self._entry_of(seat)
+            self.entries.remove(entry)
+            self._keeping.seat_left(entry)
+
+    def waiting(self) -> int:
+        """As of `Desk`."""
+        return len(self.arrivals)
+
+    def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
+        """As of `Desk`."""
+        self._save_asked_beside()
+        if not self.arrivals and not ends:
+            return ()
+        with self._pool.changed:
+            coming, self.arrivals = self.arrivals[:free], self.arrivals[free:]
+            for entry in coming:
+                entry.is_seated = True
+                if entry.job.state != "waiting":
+                    entry.job.enter("running")
+            self.entries += coming
+            # Decided under the lock: a job that arrives a moment later has to find the group over.
+            self.is_over = ends and not coming
+        if coming:
+            _LOGGER.info("%d trials join a group: %s", len(coming), ", ".join(one.job.name for one in coming))
+        return [entry.sit() for entry in coming]
+
+    def _save_asked_beside(self) -> None:
+        """Save waiting members on request while others of the group go on; on the thread that advances the group."""
+        for entry in self.entries:
+            if entry.job.state == "waiting" and entry.keeper is not None and entry.keeper.is_asked:
+                member = entry.trial
+                if member is not None and member.may_be_saved:
+                    entry.keeper.answer(member)
+
+    def make_ready(self, size: int) -> bool:
+        """As of `Desk`."""
+        if size in self._ready:
+            return True
+        if size not in self._asked:
+            self._asked.add(size)
+            self._building.do(partial(self._prepare, size))
+        return False
+
+    def _prepare(self, size: int) -> None:
+        now, state = len(self.trial.seats), self.trial.state
+        more = 0 if state is None else math.ceil(state.nbytes * (size - now) / now)
+        if more > 0 and not self._pool.take_host(self.carrier, more):
+            self.stays(now, "there is no host memory for them")
+            return
+        try:
+            self.trial.make_ready(size)
+        except (BudgetError, UnfusableError) as error:
+            self.stays(now, f"no plan of them fits a device: {error}")
+            return
+        self._ready.add(size)
+        self.wake()
+
+    def stays(self, size: int, why: str) -> None:
+        """As of `PairDesk`; jobs promised a further seat continue elsewhere."""
+        _LOGGER.info("a group of %d trials has no more: %s", size, why)
+        with self._pool.changed:
+            self.most = self.trial.most = size
+            late, self.arrivals = self.arrivals, []
+        if late:
+            self._timer.do(partial(self._keeping.send_back, late))
+
+    def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None:
+        """As of `Desk`."""
+        _FUSION_LOGGER.info("measured: %s", found.told)
+        log_measured(self._pool.log, self.carrier.key, found)
+        if self._unplanned is not None and found.is_slower:
+            self._building.do(partial(self._compare, self._unplanned, found, like))
+
+    def _compare(self, unplanned: SmallerGroupFallback, found: AutotuneResult, like: MemberBatchRequest) -> None:
+        """End the group if smaller groups without a plan are faster; the members continue in such groups."""
+        with self._pool.changed:
+            member = next((one.trial for one in self.entries if one.trial is not None), None)
+        if member is None or self.trial.goes_back:
+            return
+        try:
+            each = unplanned.seconds(member, like) / unplanned.size
+        except Exception:  # without a comparison, planned steps go on
+            _FUSION_LOGGER.info("steps that need no plan cannot be timed beside planned ones", exc_info=True)
+            return
+        if found.seconds_each > each:
+            self.goes_back_to, self.trial.goes_back = unplanned.size, True
+        _FUSION_LOGGER.info(
+            "planned steps of %s %s: one takes %.3g ms for each trial, and one without a plan, of %d, %.3g ms",
+            " + ".join(map(str, found.sizes)),
+            "prove slower and are given up" if self.trial.goes_back else "go on",
+            found.seconds_each * 1e3,
+            unplanned.size,
+            each * 1e3,
+        )
+
+    def _entry_of(self, seat: GroupSlot) -> FusedJob:
+        return next(one for one in self.entries if one.seat is seat)
+
+
+def tell(entry: FusedJob, report: PendingReport) -> bool:
+    """Announce a report to a job's driver; return False if no answer is expected. Under the pool's lock."""
+    job = entry.job
+    if job.events is None or not entry.told.takes(report):
+        return False
+    job.enter("waiting")
+    if entry.told.tell(report):
+        job.events.put(Reported(job, report.step, dict(report.metrics)))
+    return True
