@@ -34,11 +34,11 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - needs the path above
-from hydra_tune.cli.build import TaskBuilder  # noqa: E402
-from hydra_tune.cli.run import opened  # noqa: E402
-from hydra_tune.cli.sampling import sample  # noqa: E402
-from hydra_tune.cli.sweep_file import read_sweep_file  # noqa: E402
-from hydra_tune.cli.task_ref import load_task  # noqa: E402
+from hydra_tune.cli.dry_run.sampling import sample  # noqa: E402
+from hydra_tune.cli.run.sweep_run import opened  # noqa: E402
+from hydra_tune.cli.run.task_building import TaskBuilder  # noqa: E402
+from hydra_tune.cli.run.task_ref import load_task  # noqa: E402
+from hydra_tune.cli.sweep_file.reader import read_sweep_file  # noqa: E402
 from hydra_tune.pool.dry_run.report import PoolForecast  # noqa: E402
 
 WARM_STEPS = 2

@@ -3,12 +3,12 @@
 import click
 
 from hydra_tune import __version__
-from hydra_tune.cli.best import best
-from hydra_tune.cli.devices import devices
-from hydra_tune.cli.plan import plan
-from hydra_tune.cli.simulate import simulate_command
-from hydra_tune.cli.sweep import sweep
-from hydra_tune.cli.trace import trace
+from hydra_tune.cli.commands.best import best
+from hydra_tune.cli.commands.devices import devices
+from hydra_tune.cli.commands.plan import plan
+from hydra_tune.cli.commands.simulate import simulate_command
+from hydra_tune.cli.commands.sweep import sweep
+from hydra_tune.cli.commands.trace import trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -6,7 +6,7 @@ The module only reads: a missing storage or study is an error, never created.
 import optuna
 from optuna.study import Study
 
-from hydra_tune.cli.weights_query import KeptTrial, WeightsQuery
+from hydra_tune.cli.run.weights_query import KeptTrial, WeightsQuery
 from hydra_tune.errors import ConfigError, WeightsError
 from hydra_tune_optuna.sweep import check_file, first_line, open_storage
 from hydra_tune_optuna.weights import weights_path

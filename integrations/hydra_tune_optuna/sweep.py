@@ -18,9 +18,9 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import TrainTask
-from hydra_tune.cli.domains import ChoiceDomain, Domain, FloatDomain, IntDomain, grid_size
-from hydra_tune.cli.request import Outcome, SweepRequest, TrialRecord
-from hydra_tune.cli.spec import PruningRule, SweepSpec
+from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, FloatDomain, IntDomain, grid_size
+from hydra_tune.cli.sweep_file.request import Outcome, SweepRequest, TrialRecord
+from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.supervision.marks import at_work
 from hydra_tune_optuna.driver import job_name

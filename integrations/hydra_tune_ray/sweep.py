@@ -17,9 +17,9 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 from ray.tune.search import BasicVariantGenerator, Searcher
 
-from hydra_tune.cli.domains import Domain, FloatDomain, IntDomain
-from hydra_tune.cli.request import ClusterRequest, SweepObserver, TrialRecord
-from hydra_tune.cli.spec import PruningRule, SweepSpec
+from hydra_tune.cli.sweep_file.domains import Domain, FloatDomain, IntDomain
+from hydra_tune.cli.sweep_file.request import ClusterRequest, SweepObserver, TrialRecord
+from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError
 from hydra_tune_ray.callback import PoolCallback
 from hydra_tune_ray.errors import TrialError

@@ -16,8 +16,8 @@ from PIL import Image
 
 from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.cli import main
-from hydra_tune.cli.domains import grid_size
-from hydra_tune.cli.sweep_file import read_sweep_file
+from hydra_tune.cli.sweep_file.domains import grid_size
+from hydra_tune.cli.sweep_file.reader import read_sweep_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "paper"
 SMALL_BERT = {"layers": 2, "width": 32, "heads": 2, "tokens": 16, "vocabulary": 64, "epochs": 1}

@@ -6,6 +6,6 @@ import torch._dynamo
 import torch._export.non_strict_utils
 import torch.export._trace
 
-import hydra_tune.cli.sweep
+import hydra_tune.cli.commands.sweep
 import hydra_tune.executor
 import hydra_tune_optuna.sweep

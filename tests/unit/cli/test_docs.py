@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from hydra_tune.cli.best import best
-from hydra_tune.cli.devices import devices
-from hydra_tune.cli.distributions import DISTRIBUTIONS
-from hydra_tune.cli.plan import plan
-from hydra_tune.cli.simulate import simulate_command
-from hydra_tune.cli.sweep import sweep
-from hydra_tune.cli.sweep_file import read_sweep_file
-from hydra_tune.cli.sweep_model import PRUNING, HydraSection, SweepFileDocument
-from hydra_tune.cli.trace import trace
+from hydra_tune.cli.commands.best import best
+from hydra_tune.cli.commands.devices import devices
+from hydra_tune.cli.commands.plan import plan
+from hydra_tune.cli.commands.simulate import simulate_command
+from hydra_tune.cli.commands.sweep import sweep
+from hydra_tune.cli.commands.trace import trace
+from hydra_tune.cli.sweep_file.distributions import DISTRIBUTIONS
+from hydra_tune.cli.sweep_file.reader import read_sweep_file
+from hydra_tune.cli.sweep_file.sweep_model import PRUNING, HydraSection, SweepFileDocument
 from hydra_tune.devices.link import LinkRates
 from hydra_tune.devices.survey import DeviceSurvey, PeerPath, SurveyedDevice
 from hydra_tune.observe.figures import DeviceFigures, RunFigures

@@ -6,10 +6,10 @@ from importlib.metadata import EntryPoint
 import optuna
 import pytest
 
-from hydra_tune.cli import tuners
-from hydra_tune.cli.domains import ChoiceDomain, IntDomain
-from hydra_tune.cli.request import SweepRequest, TrialRecord
-from hydra_tune.cli.spec import PruningRule, SweepSpec
+from hydra_tune.cli.run import tuners
+from hydra_tune.cli.sweep_file.domains import ChoiceDomain, IntDomain
+from hydra_tune.cli.sweep_file.request import SweepRequest, TrialRecord
+from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError
 from hydra_tune_optuna.sweep import _num_left, make_pruner, make_sampler, run_sweep
 

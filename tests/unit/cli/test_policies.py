@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from hydra_tune.cli import main
-from hydra_tune.cli.sweep_file import read_sweep_file
+from hydra_tune.cli.sweep_file.reader import read_sweep_file
 from hydra_tune.errors import SweepFileError
 from tests.support.installed import install_policies
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 from rich.console import Console
 
-from hydra_tune.cli.plan_figures import figure_lines, print_figures
+from hydra_tune.cli.dry_run.plan_figures import figure_lines, print_figures
 from hydra_tune.planner.cost.latency import times_of
 from hydra_tune.planner.ir.plan_state import undecided
 from hydra_tune.planner.profile.profiler import copied_at

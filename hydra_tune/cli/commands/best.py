@@ -1,0 +1,86 @@
+"""`hydra-tune best`: the arguments. `hydra_tune.cli.run.export` does the work."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from hydra_tune.cli.commands.sweep import USAGE
+from hydra_tune.cli.run.weights_query import WeightsQuery
+from hydra_tune.cli.sweep_file.reader import read_sweep_file
+from hydra_tune.errors import ConfigError
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    the weights are not kept, are damaged, or cannot be written
+  2    the command makes no sense, or there is no such storage, study or trial; nothing was written
+  130  interrupted by Ctrl-C
+"""
+
+
+@click.command(epilog=_EXIT_CODES)
+@click.argument("study")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    required=True,
+    help="Where the weights go, as safetensors.",
+)
+@click.option("--storage", metavar="URL", help="Where the study is kept.  [that of the sweep file]")
+@click.option("--trial", type=click.IntRange(min=0), metavar="N", help="The trial.  [the best one]")
+@click.option("--weights-dir", metavar="DIR", help="Where the weights are now, if they were moved.")
+@click.option("--force", is_flag=True, help="Replace FILE.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
+def best(
+    *,
+    study: str,
+    out: Path,
+    storage: str | None,
+    trial: int | None,
+    weights_dir: str | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write the weights of the best trial of STUDY to a file.
+
+    STUDY is a sweep file, or with --storage the name of a study. The sweep must have kept weights: hydra.keep_best.
+    """
+    try:
+        query = _query(study, storage, trial, weights_dir)
+        _check_out(out, force=force)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(USAGE)
+    # torch takes seconds to import; help, version and a wrong file do not wait for it.
+    from hydra_tune.cli.run.export import export  # noqa: PLC0415
+
+    sys.exit(export(query, out, overwrite=force, as_json=as_json))
+
+
+def _check_out(out: Path, *, force: bool) -> None:
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; give a file in it, such as {out / 'best.safetensors'}")
+    if out.exists() and not force:
+        raise ConfigError(f"{out} is there already; give another --out, or --force to replace it")
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent} for --out {out}; make it, or give another")
+
+
+def _query(study: str, storage: str | None, trial: int | None, weights_dir: str | None) -> WeightsQuery:
+    path = Path(study)
+    if not path.is_file():
+        if storage is None:
+            raise ConfigError(
+                f"there is no sweep file {study!r}; if it is the name of a study, give --storage URL as well"
+            )
+        return WeightsQuery(study=study, storage=storage, trial=trial, weights_dir=weights_dir)
+    spec = read_sweep_file(path)
+    url = storage or spec.storage
+    if url is None:
+        raise ConfigError(
+            f"{study}: the sweep has no hydra.storage, so its study ended with its process; its weights are files of their "
+            "own, which the sweep's last lines have named"
+        )
+    return WeightsQuery(study=spec.study, storage=url, trial=trial, weights_dir=weights_dir or spec.weights_dir)

@@ -1,0 +1,228 @@
+"""`hydra-tune sweep`: the arguments. `hydra_tune.cli.run.sweep_run` does the work."""
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import click
+
+from hydra_tune.checkpoint.every import parse_every
+from hydra_tune.cli.display.isolation import isolates, tell_crash
+from hydra_tune.cli.display.log_file import log_path
+from hydra_tune.cli.sweep_file.options import DisplayOptions, SweepFileOverrides, check_saving, with_overrides
+from hydra_tune.cli.sweep_file.overrides import set_option, with_settings
+from hydra_tune.cli.sweep_file.reader import read_sweep_file
+from hydra_tune.errors import ConfigError
+from hydra_tune.quantities import parse_bytes
+from hydra_tune.schedule import ADMISSIONS, check_policy_name
+from hydra_tune.supervision.supervisor import RestartContext, numbered, supervise
+
+USAGE = 2
+"""Exit code for a wrong command or sweep file."""
+
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    done
+  1    the sweep ended with an error, or no trial completed
+  2    the command or FILE makes no sense, or another process runs the sweep;
+       nothing was created
+  130  interrupted by Ctrl-C
+  143  interrupted by SIGTERM
+"""
+
+
+def check_size(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """Refuse an option that is no size."""
+    if value is not None:
+        try:
+            parse_bytes(value, what="it")
+        except ConfigError as error:
+            raise click.BadParameter(str(error), context, parameter) from error
+    return value
+
+
+def _policy(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None:
+        try:
+            check_policy_name(value)
+        except ConfigError as error:
+            raise click.BadParameter(str(error), context, parameter) from error
+    return value
+
+
+def _every(context: click.Context, parameter: click.Parameter, value: str | None) -> str | int | None:
+    if value is None:
+        return None
+    # isdigit alone accepts digits that int refuses, such as superscripts.
+    every = int(value) if value.isascii() and value.isdigit() else value
+    try:
+        parse_every(every)
+    except ConfigError as error:
+        raise click.BadParameter(str(error).removeprefix("checkpoint_every "), context, parameter) from error
+    return every
+
+
+def _check_cluster(given: dict[str, object]) -> None:
+    for option, value in given.items():
+        if value:
+            raise ConfigError(f"{option} is not for sweeps on a Ray cluster; leave it out, or leave out --ray")
+
+
+@click.command(epilog=_EXIT_CODES)
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@set_option
+@click.option("--devices", metavar="NAMES", help="Devices to use, e.g. auto, cpu:2, cuda, cuda:0,1.")
+@click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
+@click.option("--max-concurrent", type=click.IntRange(min=1), metavar="N", help="Trials in flight at once.")
+@click.option(
+    "--admission", type=click.Choice(ADMISSIONS), help="Whether all trials in flight advance, or the oldest first."
+)
+@click.option("--policy", metavar="NAME", callback=_policy, help="How shard units are chosen, e.g. lrtf.")
+@click.option(
+    "--fusion",
+    "--fuse",
+    "fusion",
+    type=click.Choice(("auto", "on", "off")),
+    help="Whether trials of one architecture are computed together.",
+)
+@click.option("--run-cap", type=click.IntRange(min=1), metavar="N", help="Trials of the whole study.")
+@click.option(
+    "--timeout",
+    "timeout_seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Start no trial later than this; running ones finish.",
+)
+@click.option("--storage", metavar="URL", help="Where the study is kept, e.g. sqlite:///trials.db.")
+@click.option("--resume", is_flag=True, help="Go on with what was interrupted; an error if there is no such study.")
+@click.option("--checkpoint-dir", metavar="DIR", help="Where running trials are saved, to go on from.")
+@click.option(
+    "--checkpoint-every",
+    metavar="STEPS|TIME",
+    callback=_every,
+    help="How often, beside their reports: optimizer steps, or a time, e.g. 5min.",
+)
+@click.option(
+    "--stop-seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How soon after Ctrl-C or SIGTERM the process ends.  [30]",
+)
+@click.option(
+    "--timeline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write what every device did: JSON for Perfetto, chrome://tracing and hydra-tune simulate --replay.",
+)
+@click.option(
+    "--log",
+    "event_log",
+    metavar="FILE",
+    help="Where the event log goes, which hydra-tune trace reads.  [runs/NAME-TIME-PROCESS.jsonl]",
+)
+@click.option(
+    "--event-log-limit",
+    metavar="SIZE",
+    callback=check_size,
+    help="Size at which units and copies are left out of it, and counted.  [5MB]",
+)
+@click.option("--no-log", is_flag=True, help="Write no event log.")
+@click.option(
+    "--ray",
+    "ray_address",
+    metavar="ADDRESS",
+    help="Run on the Ray cluster there: auto, HOST:6379, or local for one that begins and ends with the sweep.",
+)
+@click.option(
+    "--isolate/--no-isolate",
+    "isolate",
+    default=None,
+    help="Whether the sweep goes on after a crash of its process; with --checkpoint-dir it does unless told otherwise.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
+@click.option("--no-live", is_flag=True, help="Print a line for each trial instead of the live view.")
+def sweep(
+    *,
+    file: Path,
+    settings: tuple[str, ...],
+    devices: str | None,
+    device_memory: str | None,
+    max_concurrent: int | None,
+    admission: str | None,
+    policy: str | None,
+    fusion: str | None,
+    run_cap: int | None,
+    timeout_seconds: float | None,
+    storage: str | None,
+    resume: bool,
+    checkpoint_dir: str | None,
+    checkpoint_every: str | int | None,
+    stop_seconds: float | None,
+    timeline: Path | None,
+    event_log: str | None,
+    event_log_limit: str | None,
+    no_log: bool,
+    ray_address: str | None,
+    isolate: bool | None,
+    as_json: bool,
+    no_live: bool,
+) -> None:
+    """Run the sweep that FILE describes, and print its best trials.
+
+    Options given here override FILE.
+    """
+    overrides = SweepFileOverrides(
+        devices=devices,
+        device_memory=device_memory,
+        max_concurrent=max_concurrent,
+        admission=admission,
+        policy=policy,
+        fusion=fusion,
+        event_log_limit=event_log_limit,
+        run_cap=run_cap,
+        timeout_seconds=timeout_seconds,
+        storage=storage,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        stop_seconds=stop_seconds,
+    )
+    try:
+        spec = with_overrides(with_settings(read_sweep_file(file), settings), overrides)
+        check_saving(spec, resume=resume)
+        if ray_address is not None:
+            _check_cluster(
+                {"--resume": resume, "--timeout": timeout_seconds, "--timeline": timeline, "--log": event_log}
+            )
+        is_isolated = isolates(spec, isolate, is_on_cluster=ray_address is not None)
+        log = None if ray_address is not None else log_path(spec, event_log, no_log=no_log)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(USAGE)
+    display = DisplayOptions(as_json=as_json, live=not no_live)
+    # torch takes seconds to import; help, version and a wrong file do not wait for it.
+    if ray_address is not None:
+        from hydra_tune.cli.run.cluster import run_cluster_sweep  # noqa: PLC0415
+
+        sys.exit(run_cluster_sweep(spec, display, ray_address))
+    started_seconds = time.monotonic()
+
+    def run(beginning: RestartContext | None) -> int:
+        from hydra_tune.cli.run.sweep_run import run_sweep  # noqa: PLC0415
+
+        crashes, left = 0 if beginning is None else beginning.crashes, timeout_seconds
+        # A restarted process gets only the rest of the time.
+        if left is not None and crashes:
+            left = max(0.0, left - (time.monotonic() - started_seconds))
+        return run_sweep(
+            spec,
+            display,
+            timeout_seconds=left,
+            timeline=timeline,
+            event_log=numbered(log, crashes),
+            resume=resume,
+            beginning=beginning,
+        )
+
+    sys.exit(supervise(run, partial(tell_crash, display)) if is_isolated else run(None))

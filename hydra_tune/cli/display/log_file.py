@@ -1,0 +1,47 @@
+"""Chooses the file of a sweep's event log."""
+
+import os
+import re
+import sys
+from datetime import datetime
+from pathlib import Path
+
+from hydra_tune.cli.sweep_file.spec import SweepSpec
+from hydra_tune.errors import ConfigError
+from hydra_tune.observe.eventlog import check_log_path
+
+_FOLDER = "runs"
+
+
+def log_path(spec: SweepSpec, given: str | None, *, no_log: bool) -> Path | None:
+    """Choose the file for the event log: the requested file, or a new file for this run in `runs/`.
+
+    The folder `runs/` is in the working folder of the command.
+
+    Args:
+        spec: the sweep.
+        given: the requested file; None: no request.
+        no_log: whether to write no log.
+
+    Returns:
+        The file; None: no log. If no place for the default file can be written, standard error says so.
+
+    Raises:
+        ConfigError: the requested file cannot be written, or both a file and no log are requested.
+    """
+    if given is not None:
+        if no_log:
+            raise ConfigError(f"--log {given} and --no-log contradict each other; give one of the two")
+        return check_log_path(given, what="--log")
+    if no_log:
+        return None
+    name = re.sub(r"[^\w.-]+", "-", spec.name or Path(spec.file).stem).strip("-.") or "sweep"
+    now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+    # The process number tells apart two runs that start within one second.
+    path = Path(_FOLDER) / f"{name}-{now}-{os.getpid()}.jsonl"
+    try:
+        check_log_path(path)
+    except ConfigError as error:
+        print(f"no event log is written: {error}, with --log FILE", file=sys.stderr)  # noqa: T201 - it is output
+        return None
+    return path

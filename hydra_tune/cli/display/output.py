@@ -1,0 +1,101 @@
+"""Output of a sweep: a live view, a line for each trial, or one JSON object.
+
+`SweepOutput` chooses among the three, and keeps output of user code out of the live view and the JSON.
+"""
+
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+
+from rich.console import Console
+
+from hydra_tune.cli.display.isolation import TERMINAL_BACK
+from hydra_tune.cli.sweep_file.options import DisplayOptions
+from hydra_tune.observe.plain_lines import PlainView, RateLimit
+from hydra_tune.observe.printed import kept
+from hydra_tune.observe.snapshot import SweepView
+from hydra_tune.observe.summary import print_summary, to_json
+from hydra_tune.observe.terminal import LiveView
+
+_NUM_RECENT = 200
+
+
+class SweepOutput:
+    """Standard output of one sweep.
+
+    Args:
+        display: the user's choice of display.
+    """
+
+    def __init__(self, display: DisplayOptions) -> None:
+        self._stdout = sys.stdout
+        self._stderr = sys.stderr
+        self._console = Console(file=self._stdout, highlight=False)
+        self._as_json = display.as_json
+        terminal = self._stdout.isatty() and not self._console.is_dumb_terminal
+        self._live = display.live and terminal and not display.as_json
+        self._is_shown = False
+        self._recent: deque[str] = deque(maxlen=_NUM_RECENT)
+        lines_to = self._stderr if self._as_json else self._stdout
+        self._say = RateLimit(lambda line: print(line, file=lines_to, flush=True))
+
+    def log(self, line: str) -> None:
+        """Show one line about an ended trial."""
+        if self._live:
+            self._recent.append(line)
+        else:
+            self._say(line)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Within the block, keep output of user code off standard output, if standard output is for JSON."""
+        if self._as_json:
+            with redirect_stdout(self._stderr):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def showing(self, snapshot: Callable[[], SweepView]) -> Iterator[None]:
+        """Show the sweep within the block.
+
+        Args:
+            snapshot: returns the sweep's present state; the live view calls from another thread.
+        """
+        if self._live:
+            self._is_shown = True
+            try:
+                with kept(self._recent), LiveView(self._console, snapshot, self._recent):
+                    yield
+            finally:
+                self._is_shown = False
+            return
+        try:
+            with self.quiet(), PlainView(self._say, snapshot):
+                yield
+        finally:
+            self._say.flush()
+
+    def note(self, text: str) -> None:
+        """Write one line beside the sweep, unless a live view has the terminal; takes no lock, as a thread may hold it."""
+        if not self._is_shown:
+            # os.write, not print: a thread that is stuck may hold the stream's own lock.
+            os.write(self._stderr.fileno(), f"{text}\n".encode())
+
+    def abandon(self, text: str) -> None:
+        """Restore the terminal and write one line, in a process about to end; takes no lock, as a thread may hold it."""
+        if self._is_shown:
+            os.write(self._stdout.fileno(), TERMINAL_BACK)
+        os.write(self._stderr.fileno(), f"{text}\n".encode())
+
+    def report(self, view: SweepView) -> None:
+        """Show the result of the sweep."""
+        if self._as_json:
+            json.dump(to_json(view), self._stdout, allow_nan=False)
+            self._stdout.write("\n")
+            self._stdout.flush()
+        else:
+            print_summary(self._console, view)

@@ -1,0 +1,59 @@
+"""Draws points of a sweep's space without a tuner: all of a small grid, or a few points spread evenly."""
+
+import itertools
+import math
+import random
+from collections.abc import Mapping
+
+from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, IntDomain, Scalar
+
+
+def sample(parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict[str, Scalar]]:
+    """Draw points whose values are spread over each parameter's whole domain (a Latin hypercube).
+
+    Args:
+        parameters: domain of each parameter.
+        count: number of points.
+        seed: of the draws; equal seeds give equal points.
+
+    Returns:
+        The points; each value of a choice comes equally often, give or take one.
+    """
+    source = random.Random(seed)  # noqa: S311 - not for secrets
+    columns = {name: _column(domain, count, source) for name, domain in parameters.items()}
+    return [{name: column[number] for name, column in columns.items()} for number in range(count)]
+
+
+def grid(parameters: Mapping[str, Domain]) -> list[dict[str, Scalar]]:
+    """List every combination once, the last parameter varying fastest; each parameter needs finitely many values."""
+    columns = [domain.grid() or () for domain in parameters.values()]
+    return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*columns)]
+
+
+def _column(domain: Domain, count: int, source: random.Random) -> list[Scalar]:
+    """Draw one value from each of `count` equal parts of a domain, in random order."""
+    places = [(number + source.random()) / count for number in range(count)]
+    source.shuffle(places)
+    return [_at(domain, place) for place in places]
+
+
+def _at(domain: Domain, place: float) -> Scalar:
+    """Value at a place from 0 to below 1."""
+    if isinstance(domain, ChoiceDomain):
+        return domain.values[int(place * len(domain.values))]
+    if isinstance(domain, IntDomain) and not domain.log:
+        values = domain.grid()
+        return values[int(place * len(values))]
+    if isinstance(domain, IntDomain):
+        return min(domain.high, max(domain.low, round(_between(domain.low, domain.high, place, log=True))))
+    steps = domain.grid()
+    if steps is not None:
+        return steps[int(place * len(steps))]
+    return domain.settle(_between(domain.low, domain.high, place, log=domain.log))
+
+
+def _between(low: float, high: float, place: float, *, log: bool) -> float:
+    if log:
+        # exp(log(high)) may round to more than high.
+        return min(high, math.exp(math.log(low) + place * (math.log(high) - math.log(low))))
+    return low + place * (high - low)

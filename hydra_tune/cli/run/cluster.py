@@ -1,0 +1,85 @@
+"""Runs a sweep from a checked sweep file on a Ray cluster: sets up tuner and display; the pools run on the nodes."""
+
+import sys
+
+from hydra_tune.cli.display.board import SweepProgressTracker
+from hydra_tune.cli.display.output import SweepOutput
+from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, USAGE
+from hydra_tune.cli.run.task_building import TaskBuilder
+from hydra_tune.cli.run.task_ref import load_task
+from hydra_tune.cli.run.tuners import find_cluster_tuner
+from hydra_tune.cli.sweep_file.options import DisplayOptions
+from hydra_tune.cli.sweep_file.request import ClusterRequest, ClusterTuner
+from hydra_tune.cli.sweep_file.spec import SweepSpec
+from hydra_tune.errors import ConfigError, SweepFileError
+from hydra_tune.pool.stats import PoolStats
+
+TUNER = "ray"
+
+_ELSEWHERE = PoolStats(devices={}, units_run=0, units_saved=0, elapsed_seconds=0.0, scheduler_seconds=0.0)
+"""Empty statistics for devices on other machines."""
+
+_REFUSED = {
+    "storage": "Ray keeps the results of its searches itself",
+    "keep_best": "Ray keeps the last weights of all trials, as checkpoints",
+    "checkpoint_dir": "Ray saves and restores its trials itself",
+}
+
+
+def run_cluster_sweep(spec: SweepSpec, display: DisplayOptions, address: str) -> int:
+    """Run a sweep on a Ray cluster and show the result.
+
+    Args:
+        spec: the sweep.
+        display: the user's choice of display.
+        address: of the cluster.
+
+    Returns:
+        The exit code of the program.
+    """
+    output = SweepOutput(display)
+    board = SweepProgressTracker(spec, output.log)
+    try:
+        _check(spec)
+        with output.quiet():
+            function, tuner = load_task(spec), find_cluster_tuner(TUNER)
+        request = ClusterRequest(
+            spec=spec,
+            address=address,
+            function=function,
+            build=TaskBuilder(spec=spec, function=function),
+            observer=board,
+        )
+        _drive(tuner, request, board, output)
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - it is output
+        return USAGE
+    view = board.snapshot(_ELSEWHERE)
+    output.report(view)
+    if view.status == "interrupted":
+        return INTERRUPTED
+    return DONE if view.status == "completed" and view.best is not None else FAILED
+
+
+def _check(spec: SweepSpec) -> None:
+    for option, why in _REFUSED.items():
+        if getattr(spec, option) is not None:
+            raise SweepFileError(f"{spec.at(f'hydra.{option}')} is not for sweeps on a Ray cluster: {why}")
+    if spec.parameters is None:
+        raise SweepFileError(f"{spec.file}: a sweep on a Ray cluster needs parameters, which Ray draws")
+    if spec.run_cap is None and spec.method != "grid":
+        raise SweepFileError(f"{spec.file}: a sweep on a Ray cluster needs run_cap, the number of its trials")
+
+
+def _drive(tuner: ClusterTuner, request: ClusterRequest, board: SweepProgressTracker, output: SweepOutput) -> None:
+    try:
+        with output.showing(lambda: board.snapshot(_ELSEWHERE)):
+            tuner(request)
+        board.end()
+    except KeyboardInterrupt:
+        board.end(interrupted=True)
+    except Exception as error:
+        # As in `run`: before there is a study, the error is one of usage.
+        if isinstance(error, ConfigError) and not board.is_open:
+            raise
+        board.end(error=error)  # whatever ended the sweep, show the results so far

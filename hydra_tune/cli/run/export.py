@@ -1,0 +1,53 @@
+"""Exports the weights of a sweep's trial to a file."""
+
+import json
+import sys
+from pathlib import Path
+
+from hydra_tune.checkpoint.tensors import load_tensors, save_tensors
+from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, TUNER, USAGE
+from hydra_tune.cli.run.tuners import find_finder
+from hydra_tune.cli.run.weights_query import WeightsQuery
+from hydra_tune.errors import ConfigError, FileError, WeightsError
+from hydra_tune.observe import text
+
+
+def export(query: WeightsQuery, out: Path, *, overwrite: bool, as_json: bool) -> int:
+    """Find weights and write them to a file, with facts of their trial as metadata.
+
+    Args:
+        query: names the trial.
+        out: the file.
+        overwrite: whether to replace an existing file.
+        as_json: one JSON object on standard output, and nothing else.
+
+    Returns:
+        The exit code of the program.
+    """
+    try:
+        found = find_finder(TUNER)(query)
+        tensors, metadata = load_tensors(found.path)
+        save_tensors(out, tensors, metadata, overwrite=overwrite)
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - it is output
+        return USAGE
+    except (FileError, WeightsError) as error:
+        print(error, file=sys.stderr)  # noqa: T201 - it is output
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    value = None if found.value is None else text.plain(found.value)
+    if as_json:
+        said = {
+            "study": found.study,
+            "trial": found.number,
+            "value": value,
+            "params": {name: text.plain(one) for name, one in found.params.items()},
+            "weights": str(found.path),
+            "out": str(out),
+        }
+        print(json.dumps(said, allow_nan=False))  # noqa: T201 - it is output
+    else:
+        params = "".join(f"\n  {name}: {one}" for name, one in found.params.items())
+        print(f"trial {found.number} of {found.study}, value {value}{params}\nweights: {out}")  # noqa: T201 - it is output
+    return DONE

@@ -1,0 +1,231 @@
+"""Runs a sweep from a checked sweep file: sets up pool, tuner and display.
+
+Every error of the sweep's configuration is found before the pool, the storage or any folder is created.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra_tune.checkpoint.sweep_folder import SweepFolder, sweep_path
+from hydra_tune.cli.display.board import SweepProgressTracker
+from hydra_tune.cli.display.output import SweepOutput
+from hydra_tune.cli.run.interrupt import stops
+from hydra_tune.cli.run.task_building import TaskBuilder
+from hydra_tune.cli.run.task_ref import load_task
+from hydra_tune.cli.run.tuners import find_tuner
+from hydra_tune.cli.sweep_file.options import DisplayOptions
+from hydra_tune.cli.sweep_file.request import SweepRequest, Tuner
+from hydra_tune.cli.sweep_file.spec import SweepSpec
+from hydra_tune.errors import ConfigError, HydraTuneError, SweepFileError
+from hydra_tune.executor import HydraExecutor
+from hydra_tune.interrupts import Terminated
+from hydra_tune.observe.snapshot import SweepView
+from hydra_tune.pool.checkpointing.writer import check_checkpoint_dir
+from hydra_tune.pool.job import EventStream, Job
+from hydra_tune.supervision.supervisor import RestartContext
+from hydra_tune.task import TrainTask
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes; 130 is the shells' code for a program ended by Ctrl-C. A sweep ended by SIGTERM exits with 143."""
+
+_SAVING_SHARE = 0.8
+"""Share of the stopping time of a sweep for saving trials; the rest is for running units and the summary."""
+
+TUNER = "optuna"
+
+Pool = TypeVar("Pool", bound=HydraExecutor)
+
+
+class _WatchedExecutor(HydraExecutor):
+    """An executor that reports each new job to the board, for the live view."""
+
+    def __init__(self, watch: Callable[[Job], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._watch = watch
+
+    def submit(
+        self, task: TrainTask, name: str | None = None, events: EventStream | None = None, **options: Any
+    ) -> Job:
+        job = super().submit(task, name=name, events=events, **options)
+        self._watch(job)
+        return job
+
+
+def run_sweep(
+    spec: SweepSpec,
+    display: DisplayOptions,
+    *,
+    timeout_seconds: float | None,
+    timeline: Path | None = None,
+    event_log: Path | None = None,
+    resume: bool = False,
+    beginning: RestartContext | None = None,
+) -> int:
+    """Run a sweep and show the result.
+
+    Args:
+        spec: the sweep.
+        display: the user's choice of display.
+        timeout_seconds: no trial starts later; None: no limit.
+        timeline: the file for the timeline; None: no timeline.
+        event_log: the file for the event log; None: no log.
+        resume: whether a study to resume must exist.
+        beginning: a supervisor's account of the run so far; None: no supervisor.
+
+    Returns:
+        The exit code of the program.
+    """
+    beginning = beginning or RestartContext()
+    if timeline is not None and not _is_writable(timeline):
+        return FAILED
+    output = SweepOutput(display)
+    board = SweepProgressTracker(spec, output.log, event_log, beginning.said)
+    try:
+        with output.quiet():
+            # Imports user code: a broken task must fail before a folder or a pool exists.
+            function, tuner = load_task(spec), find_tuner(TUNER)
+        with _own_folder(spec, resume=resume) as folder:
+            with output.quiet():
+                watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
+                pool = opened(spec, partial(watched, **_saving(spec)))
+            request = SweepRequest(
+                spec=spec,
+                executor=pool,
+                build=TaskBuilder(spec=spec, function=function),
+                observer=board,
+                timeout_seconds=timeout_seconds,
+                folder=folder,
+                resume=resume,
+                crashes=beginning.crashes,
+                aside=beginning.aside,
+            )
+            words = partial(_first_words, spec, output), partial(_last_words, spec, output)
+            with stops(spec.stop_seconds, board.stop, *words) as stop:
+                board.on_settled = stop.settled.set
+                _drive(tuner, request, board, output)
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - it is output
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    view = board.snapshot(pool.stats())
+    output.report(view)
+    if timeline is not None and not _written(pool, timeline):
+        return FAILED
+    return _exit_code(view, board.last_error, stop.number)
+
+
+def _is_writable(path: Path) -> bool:
+    """Check whether the timeline can be written, as far as possible before hours of training."""
+    if not path.parent.is_dir():
+        problem = errno.ENOENT
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = errno.EACCES
+    else:
+        return True
+    print(f"cannot write {path}: {os.strerror(problem)}", file=sys.stderr)  # noqa: T201 - it is output
+    return False
+
+
+def _written(pool: _WatchedExecutor, path: Path) -> bool:
+    try:
+        pool.recording().write(path)
+    except OSError as error:
+        print(f"cannot write {path}: {error.strerror}", file=sys.stderr)  # noqa: T201 - it is output
+        return False
+    return True
+
+
+def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
+    """Make the pool that a sweep file describes, and open its devices.
+
+    Args:
+        spec: the sweep.
+        make: makes the pool from the options of the file.
+
+    Raises:
+        SweepFileError: devices are missing or too small; the message begins with the place in the file.
+    """
+    try:
+        pool = make(**spec.engine)
+        pool.width  # noqa: B018 - opens the devices, which may not be there or not be as large
+    except ConfigError as error:
+        named = next((key for key in spec.engine if str(error).startswith(key)), None)
+        place = spec.at(f"hydra.{named}") if named else spec.at("hydra")
+        raise SweepFileError(f"{place}: {error}") from error
+    return pool
+
+
+def _own_folder(spec: SweepSpec, *, resume: bool) -> "AbstractContextManager[SweepFolder | None]":
+    """Make the sweep's own folder for its trials' checkpoints, a context to enter before any pool or study exists."""
+    if spec.checkpoint_dir is None:
+        return nullcontext()
+    assert spec.study is not None, "checked before"
+    if resume and not sweep_path(Path(spec.checkpoint_dir), spec.study).is_dir():
+        raise SweepFileError(
+            f"--resume: there is no sweep {spec.study!r} in {spec.checkpoint_dir!r} to go on with; leave --resume out to begin "
+            "one"
+        )
+    try:
+        return SweepFolder(check_checkpoint_dir(spec.checkpoint_dir), spec.study)
+    except HydraTuneError as error:
+        raise SweepFileError(f"{spec.at('hydra.checkpoint_dir')}: {error}") from error
+
+
+def _saving(spec: SweepSpec) -> dict[str, Any]:
+    """Options of the pool only for running, not for planning."""
+    return {
+        "checkpoint_dir": spec.checkpoint_dir,
+        "checkpoint_every": spec.checkpoint_every,
+        "stop_seconds": _SAVING_SHARE * spec.stop_seconds,
+    }
+
+
+def _first_words(spec: SweepSpec, output: SweepOutput, name: str) -> None:
+    what = "" if spec.checkpoint_dir is None else " and trials are saved"
+    output.note(
+        f"{name}: ends when the running units have ended{what}, in {spec.stop_seconds:g} s at most; at once if it comes again"
+    )
+
+
+def _last_words(spec: SweepSpec, output: SweepOutput, why: str) -> None:
+    what = "" if spec.checkpoint_dir is None else "; trials go on from their last checkpoints with --resume"
+    output.abandon(f"sweep {spec.name or spec.task}: {why}{what}")
+
+
+def _drive(tuner: Tuner, request: SweepRequest, board: SweepProgressTracker, output: SweepOutput) -> None:
+    """Run the tuner to any kind of end, and stop the pool."""
+    pool = request.executor
+    try:
+        with output.showing(lambda: board.snapshot(pool.stats())):
+            tuner(request)
+        board.end()
+    except (KeyboardInterrupt, Terminated):
+        board.end(interrupted=True)
+    except Exception as error:
+        # Before there is a study, the sweep itself makes no sense: a usage error, and no result to show.
+        if isinstance(error, ConfigError) and not board.is_open:
+            raise
+        board.end(error=error)  # whatever ended the sweep, show the results so far
+    finally:
+        # In this order: the second signal may end the process as soon as the trials are settled, before the pool's
+        # units end.
+        board.settled()
+        pool.shutdown()
+
+
+def _exit_code(view: SweepView, error: BaseException | None, number: int | None) -> int:
+    if view.status == "interrupted":
+        return INTERRUPTED if number is None else 128 + number
+    if view.status == "completed" and view.best is not None:
+        return DONE
+    if error is not None and not isinstance(error, HydraTuneError):  # errors of hydra-tune say enough in one line
+        traceback.print_exception(error, file=sys.stderr)
+    return FAILED

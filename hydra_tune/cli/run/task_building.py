@@ -1,0 +1,46 @@
+"""Builds the task of a trial with the function named by the sweep file."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydra_tune.cli.sweep_file.spec import SweepSpec
+from hydra_tune.errors import TaskError
+from hydra_tune.task import TrainTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskBuilder:
+    """The user's function, with a check of its result, and with the sweep's metric.
+
+    Args:
+        spec: the sweep.
+        function: the function named by `task:`.
+    """
+
+    spec: SweepSpec
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **params: Any) -> TrainTask:
+        """Build a task.
+
+        Args:
+            args: the tuner's trial, for a sweep file without parameters.
+            params: drawn parameters, for a sweep file with parameters.
+
+        Returns:
+            The task, which reports the metric of the sweep file.
+
+        Raises:
+            TaskError: the function returned something else, or a task that does not report the metric.
+            Exception: whatever the function raises.
+        """
+        task = self.function(*args, **params)
+        if not isinstance(task, TrainTask):
+            raise TaskError(f"{self.spec.task} must return a TrainTask, not {type(task).__name__}")
+        if task.metrics == (self.spec.metric,):
+            return task
+        try:
+            return replace(task, metric=self.spec.metric)
+        except TaskError as error:
+            raise TaskError(f"{self.spec.at('metric.name')}: {error}") from error

@@ -1,0 +1,122 @@
+"""Options of the command line, and their merge with the sweep file."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydra_tune.cli.sweep_file.spec import SweepSpec
+from hydra_tune.errors import SweepFileError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFileOverrides:
+    """Options that override the file's; None where not given.
+
+    Args:
+        devices: names of devices.
+        device_memory: size of the budget of each device.
+        max_concurrent: trials in flight.
+        admission: order in which trials advance.
+        policy: how shard units are chosen.
+        event_log_limit: the size at which units and copies are left out of the event log.
+        fusion: whether trials of one architecture are fused.
+        run_cap: trials of the whole study.
+        timeout_seconds: no trial starts later.
+        storage: storage of the study.
+        checkpoint_dir: the folder for the checkpoints of trials.
+        checkpoint_every: interval of checkpoints.
+        stop_seconds: time from Ctrl-C or SIGTERM to the end of the process.
+    """
+
+    devices: str | None = None
+    device_memory: str | None = None
+    max_concurrent: int | None = None
+    admission: str | None = None
+    policy: str | None = None
+    fusion: str | None = None
+    event_log_limit: str | None = None
+    run_cap: int | None = None
+    timeout_seconds: float | None = None
+    storage: str | None = None
+    checkpoint_dir: str | None = None
+    checkpoint_every: str | int | None = None
+    stop_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisplayOptions:
+    """The user's choice of display.
+
+    Args:
+        as_json: one JSON object on standard output, and nothing else.
+        live: the live view, if standard output is a terminal.
+    """
+
+    as_json: bool = False
+    live: bool = True
+
+
+def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:
+    """Apply the command line's options to a sweep.
+
+    Args:
+        spec: the file's sweep.
+        overrides: the options.
+
+    Returns:
+        The sweep to run.
+
+    Raises:
+        SweepFileError: neither file nor options say when the sweep ends.
+    """
+    engine = dict(spec.engine)
+    places = dict(spec.places)
+    for name in ("devices", "device_memory", "max_concurrent", "admission", "policy", "fusion", "event_log_limit"):
+        value = getattr(overrides, name)
+        if value is not None:
+            engine[name] = value
+            # An error about this value belongs to the command line, not to the file.
+            places.pop(f"hydra.{name}", None)
+    kept: dict[str, Any] = {}
+    for name in ("storage", "checkpoint_dir", "checkpoint_every", "stop_seconds"):
+        value = getattr(overrides, name)
+        if value is not None:
+            kept[name] = value
+            places.pop(f"hydra.{name}", None)
+    spec = replace(spec, engine=engine, places=places, run_cap=overrides.run_cap or spec.run_cap, **kept)
+    if spec.run_cap is None and overrides.timeout_seconds is None and spec.method != "grid":
+        raise SweepFileError(
+            f"{spec.file}:1:1: run_cap is missing, so the sweep would never end; add run_cap: 20, or give --run-cap or "
+            f"--timeout"
+        )
+    return spec
+
+
+def check_saving(spec: SweepSpec, *, resume: bool) -> None:
+    """Refuse a configuration whose checkpoints could never be found again.
+
+    Args:
+        spec: the sweep, with the command line's options.
+        resume: whether to resume an interrupted sweep.
+
+    Raises:
+        SweepFileError: a required folder, storage or name is missing.
+    """
+    if spec.checkpoint_dir is None:
+        if spec.checkpoint_every is not None:
+            raise SweepFileError(
+                f"{spec.at('hydra.checkpoint_every')}: needs a folder for checkpoints; add checkpoint_dir"
+            )
+        if resume:
+            raise SweepFileError(
+                f"--resume: {spec.file} has no checkpoint_dir in hydra:, and trials that were interrupted go on from their "
+                "checkpoints; add it, or give --checkpoint-dir"
+            )
+        return
+    missing = [
+        name for name, value in (("hydra.storage", spec.storage), ("name, or hydra.study", spec.study)) if value is None
+    ]
+    if missing:
+        raise SweepFileError(
+            f"{spec.at('hydra.checkpoint_dir')}: trials go on from checkpoints under the numbers that a study has noted, "
+            f"which has to be kept under a name; add {' and '.join(missing)}"
+        )
