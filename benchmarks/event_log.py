@@ -44,9 +44,9 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from hydra_tune import HydraExecutor, TrainTask  # noqa: E402
-from hydra_tune.observe.eventlog import EventLog  # noqa: E402
-from hydra_tune.observe.runlog import read_log  # noqa: E402
-from hydra_tune.observe.terminal import LiveView  # noqa: E402
+from hydra_tune.observe.event_log.reader import read_log  # noqa: E402
+from hydra_tune.observe.event_log.writer import EventLog  # noqa: E402
+from hydra_tune.observe.live.terminal import LiveView  # noqa: E402
 from hydra_tune.pool.job import Job  # noqa: E402
 from hydra_tune.pool.views.live_snapshot import SweepMonitor  # noqa: E402
 

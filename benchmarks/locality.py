@@ -29,7 +29,7 @@ import torch
 import waiting
 
 from hydra_tune.devices.discovery import open_devices
-from hydra_tune.observe.turns import TurnAction
+from hydra_tune.observe.trace.turns import TurnAction
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.runtime.recorder import PoolRecorder
 from hydra_tune.schedule import LRTFPaper, make_policy, makespan_bound

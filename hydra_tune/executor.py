@@ -25,7 +25,7 @@ from hydra_tune.devices.discovery import open_device, parse_bandwidth
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, TrialsFailed, did_you_mean
 from hydra_tune.interrupts import ends_in_order, is_interrupt
 from hydra_tune.isolation.parent import THERE_IS, IsolatedPoolClient
-from hydra_tune.observe.snapshot import Goal
+from hydra_tune.observe.live.snapshot import Goal
 from hydra_tune.pool.checkpointing.lookup import (
     CheckpointSummary,
     check_checkpoint,

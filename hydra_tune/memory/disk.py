@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hydra_tune.errors import SpillError
 from hydra_tune.memory.spill_dir import SpillFolder, file_name
-from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.quantities import format_bytes
 
 T = TypeVar("T")

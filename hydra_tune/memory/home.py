@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.states import BlockState
-from hydra_tune.observe.turns import note
+from hydra_tune.observe.trace.turns import note
 
 
 def drop(block: Block) -> None:

@@ -18,7 +18,7 @@ from hydra_tune.memory.block import Block, BlockKind, storage_identity
 from hydra_tune.memory.home import drop, pin
 from hydra_tune.memory.saved import SavedTensorSpiller
 from hydra_tune.memory.states import BlockState
-from hydra_tune.observe.turns import WorkerTurn, current_turn, in_turn, note
+from hydra_tune.observe.trace.turns import WorkerTurn, current_turn, in_turn, note
 
 if TYPE_CHECKING:
     from hydra_tune.memory.pager import DeviceCacheReservation, Pager

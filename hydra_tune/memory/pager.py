@@ -62,7 +62,7 @@ from hydra_tune.memory.meter import CopyLog, LinkMeter
 from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.memory.states import BlockState
 from hydra_tune.memory.tenant import check_tenant
-from hydra_tune.observe.turns import note
+from hydra_tune.observe.trace.turns import note
 from hydra_tune.quantities import format_bytes
 
 _PATIENCE_SECONDS = 0.05  # between looks at blocks being fetched by another device

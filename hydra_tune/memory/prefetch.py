@@ -27,7 +27,7 @@ from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.memory.block import Block, IncomingTransfer
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.states import BlockState
-from hydra_tune.observe.turns import current_turn
+from hydra_tune.observe.trace.turns import current_turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from hydra_tune.fusion.runtime.profiling_device import ProfilingDevice
 from hydra_tune.interrupts import hold_interrupts
 from hydra_tune.memory.host import HostTier
 from hydra_tune.memory.pager import Pager
-from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.checkpointing.writer import PoolCheckpointWriter, StartCheckpointSource, TrialCheckpointer
 from hydra_tune.pool.devices.device_failure import DeviceLossHandler
 from hydra_tune.pool.devices.device_reservation import DeviceReservations

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.observe.event_log.writer import EventLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.turns import BlockCopySpan, BlockFacts, TurnAction
+from hydra_tune.observe.trace.turns import BlockCopySpan, BlockFacts, TurnAction
 from hydra_tune.simulate.recording import RecordedDevice, Recording
 from hydra_tune.simulate.script import Copies, ScriptedCopy
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.gantt import GanttBar, GanttChart, GanttLane, draw
+from hydra_tune.observe.trace.gantt import GanttBar, GanttChart, GanttLane, draw
 from hydra_tune.simulate.outcome import SimulationResult
 
 _MOST_DEVICES = 64

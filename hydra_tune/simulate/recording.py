@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.chrome import COPY_TITLES, bar, named
-from hydra_tune.observe.turns import BlockCopySpan, BlockFacts, TurnAction, UnitSpan, WorkerTurn
+from hydra_tune.observe.trace.chrome_events import COPY_TITLES, bar, named
+from hydra_tune.observe.trace.turns import BlockCopySpan, BlockFacts, TurnAction, UnitSpan, WorkerTurn
 from hydra_tune.schedule import Run
 from hydra_tune.schedule.journal import SchedulerDecision
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.turns import BlockCopySpan, TurnAction, WorkerTurn
+from hydra_tune.observe.trace.turns import BlockCopySpan, TurnAction, WorkerTurn
 from hydra_tune.schedule import (
     Admit,
     Event,

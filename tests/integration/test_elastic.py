@@ -10,7 +10,7 @@ import torch
 
 from hydra_tune import HydraExecutor, Job, Reported
 from hydra_tune.errors import ConfigError, HydraTuneError
-from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.pool.job import OVER
 from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, PIPELINED
 from tests.support.parallel import PARALLEL

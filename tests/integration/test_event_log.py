@@ -13,9 +13,9 @@ from hydra_tune import HydraExecutor, Reported
 from hydra_tune.devices import discovery
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.figures import computing, run_figures
-from hydra_tune.observe.runlog import read_log
-from hydra_tune.observe.trace import trace_events
+from hydra_tune.observe.event_log.reader import read_log
+from hydra_tune.observe.event_log.run_figures import computing, run_figures
+from hydra_tune.observe.trace.chrome_trace import trace_events
 from tests.integration.test_disk import DEVICE_BYTES, HOST_BYTES
 from tests.integration.test_disk import task as large_task
 from tests.integration.test_whole import Branches

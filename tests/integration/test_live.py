@@ -13,7 +13,7 @@ from torch import nn
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.screen import sweep_lines
+from hydra_tune.observe.live.screen import sweep_lines
 from hydra_tune.pool.views.live_snapshot import SweepMonitor
 from tests.support.cli_project import Project
 from tests.support.forked import Forked, run_code

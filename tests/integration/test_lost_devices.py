@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hydra_tune import Finished, Reported
 from hydra_tune.errors import ConfigError, DeviceLostError, HydraTuneError, LoaderWorkerError
-from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.pool.job import OVER
 from tests.integration.test_elastic import TIGHT, long, wait_for_units
 from tests.support.losable import losable

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.planner.run.runner import MergedGraphRunner
 from tests.support.tracker import StorageTracker
 from tests.unit.planner.made import MODELS

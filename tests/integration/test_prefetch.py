@@ -14,7 +14,7 @@ from hydra_tune import Reported
 from hydra_tune.devices import discovery
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.prefetch import BlockPrefetcher
-from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.train.loop import burst
 from tests.support.tracker import StorageTracker
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task

@@ -15,9 +15,9 @@ from optuna.trial import TrialState
 
 import hydra_tune_optuna as optuna
 from hydra_tune import HydraExecutor
-from hydra_tune.observe.figures import run_figures
-from hydra_tune.observe.runlog import read_log
-from hydra_tune.observe.trace import trace_events
+from hydra_tune.observe.event_log.reader import read_log
+from hydra_tune.observe.event_log.run_figures import run_figures
+from hydra_tune.observe.trace.chrome_trace import trace_events
 from tests.fixtures.written_before import trials
 from tests.support import ray_tasks
 from tests.support.cli_project import Project

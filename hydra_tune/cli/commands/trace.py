@@ -8,11 +8,11 @@ import click
 from rich.console import Console
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.figures import run_figures
-from hydra_tune.observe.run_plot import plot_run
-from hydra_tune.observe.run_table import print_run
-from hydra_tune.observe.runlog import read_log
-from hydra_tune.observe.trace import write_trace
+from hydra_tune.observe.event_log.reader import read_log
+from hydra_tune.observe.event_log.run_figures import run_figures
+from hydra_tune.observe.trace.chrome_trace import write_trace
+from hydra_tune.observe.trace.run_plot import plot_run
+from hydra_tune.observe.trace.run_table import print_run
 
 FAILED, USAGE = 1, 2
 

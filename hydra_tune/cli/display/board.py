@@ -14,8 +14,8 @@ from typing import Any
 from hydra_tune.cli.display.trial_views import TrackedTrial, final_view, left_view, live_view
 from hydra_tune.cli.sweep_file.request import TrialRecord
 from hydra_tune.cli.sweep_file.spec import SweepSpec
-from hydra_tune.observe.snapshot import Status, SweepView, TrialView
-from hydra_tune.observe.summary import trial_line
+from hydra_tune.observe.live.snapshot import Status, SweepView, TrialView
+from hydra_tune.observe.live.summary import trial_line
 from hydra_tune.pool.devices.utilization import UtilizationMeter
 from hydra_tune.pool.job import Job
 from hydra_tune.pool.stats import PoolStats

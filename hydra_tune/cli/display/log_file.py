@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.eventlog import check_log_path
+from hydra_tune.observe.event_log.writer import check_log_path
 
 _FOLDER = "runs"
 

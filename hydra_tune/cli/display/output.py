@@ -14,11 +14,11 @@ from rich.console import Console
 
 from hydra_tune.cli.display.isolation import TERMINAL_BACK
 from hydra_tune.cli.sweep_file.options import DisplayOptions
-from hydra_tune.observe.plain_lines import PlainView, RateLimit
-from hydra_tune.observe.printed import kept
-from hydra_tune.observe.snapshot import SweepView
-from hydra_tune.observe.summary import print_summary, to_json
-from hydra_tune.observe.terminal import LiveView
+from hydra_tune.observe.live.plain_lines import PlainView, RateLimit
+from hydra_tune.observe.live.printed import kept
+from hydra_tune.observe.live.snapshot import SweepView
+from hydra_tune.observe.live.summary import print_summary, to_json
+from hydra_tune.observe.live.terminal import LiveView
 
 _NUM_RECENT = 200
 

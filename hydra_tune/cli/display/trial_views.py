@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from hydra_tune.cli.sweep_file.request import TrialRecord
-from hydra_tune.observe.snapshot import ENDED, LEFT, TrialView
+from hydra_tune.observe.live.snapshot import ENDED, LEFT, TrialView
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.pool.views.job_views import one_line, with_progress, with_result
 from hydra_tune.task import TrainTask

@@ -9,7 +9,7 @@ from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, TUNER, USAGE
 from hydra_tune.cli.run.tuners import find_finder
 from hydra_tune.cli.run.weights_query import WeightsQuery
 from hydra_tune.errors import ConfigError, FileError, WeightsError
-from hydra_tune.observe import text
+from hydra_tune.observe.live import text
 
 
 def export(query: WeightsQuery, out: Path, *, overwrite: bool, as_json: bool) -> int:

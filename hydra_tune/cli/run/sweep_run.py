@@ -26,7 +26,7 @@ from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError, HydraTuneError, SweepFileError
 from hydra_tune.executor import HydraExecutor
 from hydra_tune.interrupts import Terminated
-from hydra_tune.observe.snapshot import SweepView
+from hydra_tune.observe.live.snapshot import SweepView
 from hydra_tune.pool.checkpointing.writer import check_checkpoint_dir
 from hydra_tune.pool.job import EventStream, Job
 from hydra_tune.supervision.supervisor import RestartContext

@@ -2,7 +2,7 @@
 
 from collections import deque
 
-from hydra_tune.observe.snapshot import DeviceView
+from hydra_tune.observe.live.snapshot import DeviceView
 from hydra_tune.pool.stats import DeviceStats, PoolStats
 
 _WINDOW_SECONDS = 5.0

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from hydra_tune.errors import HydraTuneError, first_line
-from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.devices.next_units import NextUnitPredictor
 from hydra_tune.pool.faults.retry import FaultRecovery
 from hydra_tune.pool.fusion.fusion_hint import FusionAdvisor

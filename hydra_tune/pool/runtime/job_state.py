@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hydra_tune.memory.tenant import TrialMemoryContext
-from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.checkpointing.writer import TrialCheckpointer
 from hydra_tune.pool.job import OVER, Job, JobProgress, Result
 from hydra_tune.schedule import Unit

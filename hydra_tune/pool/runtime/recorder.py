@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from hydra_tune.devices.device import Device
-from hydra_tune.observe.turns import BlockFacts, WorkerTurn, in_turn
+from hydra_tune.observe.trace.turns import BlockFacts, WorkerTurn, in_turn
 from hydra_tune.schedule import Command, Event
 from hydra_tune.schedule.journal import SchedulerDecision
 from hydra_tune.simulate.recording import RecordedDevice, Recording

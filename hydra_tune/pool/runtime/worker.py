@@ -14,7 +14,7 @@ from typing import Any
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
-from hydra_tune.observe.turns import current_turn
+from hydra_tune.observe.trace.turns import current_turn
 from hydra_tune.pool.devices.device_failure import DeviceLossHandler
 from hydra_tune.pool.devices.device_reservation import DeviceUseLock
 from hydra_tune.pool.devices.library_memory import LedgerFitter

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChoice
 from hydra_tune.fusion.runtime.plan_autotuner import AutotuneResult
 from hydra_tune.fusion.runtime.plan_report import PlannedSizeChoice
-from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.schedule import (
     Admit,

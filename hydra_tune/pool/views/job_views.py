@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hydra_tune.errors import HydraTuneError
-from hydra_tune.observe.snapshot import SweepView, TrialView
+from hydra_tune.observe.live.snapshot import SweepView, TrialView
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.pool.views.eta import MakespanForecaster, TrialComputeTime

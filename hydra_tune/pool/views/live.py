@@ -7,12 +7,12 @@ from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 
-from hydra_tune.observe.notebook import NotebookView, is_notebook
-from hydra_tune.observe.plain_lines import PlainView, RateLimit
-from hydra_tune.observe.printed import kept
-from hydra_tune.observe.snapshot import Goal, SweepView
-from hydra_tune.observe.summary import print_summary, trial_line
-from hydra_tune.observe.terminal import LiveView
+from hydra_tune.observe.live.notebook import NotebookView, is_notebook
+from hydra_tune.observe.live.plain_lines import PlainView, RateLimit
+from hydra_tune.observe.live.printed import kept
+from hydra_tune.observe.live.snapshot import Goal, SweepView
+from hydra_tune.observe.live.summary import print_summary, trial_line
+from hydra_tune.observe.live.terminal import LiveView
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.pool.views.live_snapshot import SweepMonitor
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from hydra_tune.observe.snapshot import Goal, SweepView, TrialView
+from hydra_tune.observe.live.snapshot import Goal, SweepView, TrialView
 from hydra_tune.pool.devices.utilization import UtilizationMeter
 from hydra_tune.pool.job import OVER, Job
 from hydra_tune.pool.stats import PoolStats

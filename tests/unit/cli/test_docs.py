@@ -17,9 +17,9 @@ from hydra_tune.cli.sweep_file.reader import read_sweep_file
 from hydra_tune.cli.sweep_file.sweep_model import PRUNING, HydraSection, SweepFileDocument
 from hydra_tune.devices.link import LinkRates
 from hydra_tune.devices.survey import DeviceSurvey, PeerPath, SurveyedDevice
-from hydra_tune.observe.figures import DeviceFigures, RunFigures
-from hydra_tune.observe.snapshot import SweepView
-from hydra_tune.observe.summary import to_json
+from hydra_tune.observe.event_log.run_figures import DeviceFigures, RunFigures
+from hydra_tune.observe.live.snapshot import SweepView
+from hydra_tune.observe.live.summary import to_json
 from hydra_tune.simulate import DeviceOutcome, Interval, SimulationResult
 from hydra_tune.simulate.profile import (
     _ProfileDevice,

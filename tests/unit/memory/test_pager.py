@@ -13,7 +13,7 @@ from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.home import bring_home, drop
 from hydra_tune.memory.pager import Pager
-from hydra_tune.observe.turns import WorkerTurn, in_turn
+from hydra_tune.observe.trace.turns import WorkerTurn, in_turn
 
 SIZE = 640
 PATIENCE_SECONDS = 60

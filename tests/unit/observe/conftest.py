@@ -1,6 +1,6 @@
 import pytest
 
-from hydra_tune.observe.snapshot import DeviceView, SweepView, TrialView
+from hydra_tune.observe.live.snapshot import DeviceView, SweepView, TrialView
 
 
 @pytest.fixture

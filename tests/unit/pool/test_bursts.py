@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from torch.nn import functional
 
-from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.train.loop import burst
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hydra_tune.observe.eventlog import EventLog
+from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.runtime import settings, worker
 from hydra_tune.schedule import UnitFinished
 from hydra_tune.train.loop.batch_units import BatchUnits

@@ -3,7 +3,7 @@
 import pytest
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.gantt import colours_of
+from hydra_tune.observe.trace.gantt import colours_of
 from hydra_tune.simulate import Scenario, SimulatedDevice, SimulatedTrial, simulate, training_step
 from hydra_tune.simulate.plot import plot_timeline
 

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from hydra_tune.cli import main
-from tests.unit.observe.test_figures import HEADER
-from tests.unit.observe.test_trace import EVENTS
+from tests.unit.observe.event_log.test_run_figures import HEADER
+from tests.unit.observe.trace.test_chrome_trace import EVENTS
 
 
 @pytest.fixture

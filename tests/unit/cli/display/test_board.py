@@ -11,7 +11,7 @@ from hydra_tune.cli.sweep_file.request import TrialRecord
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.cli.sweep_file.sweep_model import HydraSection
 from hydra_tune.errors import BudgetError
-from hydra_tune.observe.summary import to_json
+from hydra_tune.observe.live.summary import to_json
 from hydra_tune.pool.devices.utilization import UtilizationMeter
 from hydra_tune.pool.stats import DeviceStats, PoolStats
 from hydra_tune.schedule import POLICIES

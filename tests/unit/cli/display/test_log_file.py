@@ -9,7 +9,7 @@ from hydra_tune.cli import main
 from hydra_tune.cli.display.log_file import log_path
 from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe import eventlog
+from hydra_tune.observe.event_log import writer
 
 
 def spec(file="sweeps/space.yaml", name=None):
@@ -41,7 +41,7 @@ def test_another_file_or_none_may_be_asked_for(folder):
 
 
 def test_where_the_folder_cannot_be_written_the_sweep_goes_without_and_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(eventlog.os, "access", lambda *_: False)
+    monkeypatch.setattr(writer.os, "access", lambda *_: False)
     assert log_path(spec(), None, no_log=False) is None
     assert "no event log is written: event_log " in capsys.readouterr().err
 

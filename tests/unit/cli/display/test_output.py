@@ -10,7 +10,7 @@ import pytest
 
 from hydra_tune.cli.display.output import SweepOutput
 from hydra_tune.cli.sweep_file.options import DisplayOptions
-from hydra_tune.observe.snapshot import SweepView, TrialView
+from hydra_tune.observe.live.snapshot import SweepView, TrialView
 
 VIEW = SweepView(
     name="vit",

@@ -15,8 +15,8 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.fusion.group.group_trial import GroupTrial
 from hydra_tune.fusion.matching import group_size_chooser, group_size_policy
-from hydra_tune.observe.figures import run_figures
-from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.event_log.reader import read_log
+from hydra_tune.observe.event_log.run_figures import run_figures
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
 from hydra_tune.shard.partition import plan_cache
 from tests.support.together import together

@@ -12,7 +12,7 @@ from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.runtime import plan_autotuner
 from hydra_tune.fusion.runtime.paired_unit import PairStepRunner
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
-from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.pool.job import OVER, Reported
 from tests.unit.pool.fusion.test_planned_steps import CNN, Noisy, X, Y, bits, task
 from tests.unit.pool.tasks import PATIENCE_SECONDS, running

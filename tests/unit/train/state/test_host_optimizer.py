@@ -13,9 +13,9 @@ from hydra_tune.memory.block import BlockKind, TensorBlock
 from hydra_tune.memory.home import HostBlockPin
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.observe.figures import run_figures
-from hydra_tune.observe.runlog import read_log
-from hydra_tune.observe.trace import trace_events
+from hydra_tune.observe.event_log.reader import read_log
+from hydra_tune.observe.event_log.run_figures import run_figures
+from hydra_tune.observe.trace.chrome_trace import trace_events
 from hydra_tune.shard.execute import compute
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
 from hydra_tune.train.state.model_state import ModelState

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hydra_tune.observe import text
-from hydra_tune.observe.eventlog import in_words
-from hydra_tune.observe.snapshot import LEFT, DeviceView, SweepView, TrialView
+from hydra_tune.observe.event_log.writer import in_words
+from hydra_tune.observe.live import text
+from hydra_tune.observe.live.snapshot import LEFT, DeviceView, SweepView, TrialView
 from hydra_tune.quantities import format_bytes, format_seconds
 
 _NUM_BEST = 10

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hydra_tune.observe.snapshot import TrialView
+from hydra_tune.observe.live.snapshot import TrialView
 
 
 def number(value: float | None) -> str:

@@ -1,8 +1,8 @@
 """`EventLog`: logs a pool's events, one JSON object a line, in a file that grows during the run.
 
 The pool's threads append tuples to a buffer and continue; a single log thread turns the tuples into lines, a few times
-a second. Lines already written stay readable after any end of the process (`observe/runlog.py`). The log takes names,
-numbers and times, reads a clock only for the pool's own events, and holds no part of the engine.
+a second. Lines already written stay readable after any end of the process (`observe/event_log/reader.py`). The log
+takes names, numbers and times, reads a clock only for the pool's own events, and holds no part of the engine.
 
 Note: training goes first. No thread waits for the log. Records are flat tuples of texts and numbers, because every
 nested object makes the garbage collector walk more often through all objects of a run. The buffer is bounded: records
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.log_lines import EventLogFormatter
+from hydra_tune.observe.event_log.line_format import EventLogFormatter
 from hydra_tune.quantities import format_bytes
 
 _MOST_RECORDS = 1 << 16

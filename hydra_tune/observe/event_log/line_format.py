@@ -1,4 +1,4 @@
-"""Formats the lines of an event log as JSON. `observe/runlog.py` reads the lines back."""
+"""Formats the lines of an event log as JSON. `observe/event_log/reader.py` reads the lines back."""
 
 import json
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from hydra_tune.observe.text import plain
+from hydra_tune.observe.live.text import plain
 
 FORMAT = 1
 """Version of the file format; increases with every change visible to a reader."""

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 from rich.segment import Segment
 from rich.text import Text
 
-from hydra_tune.observe import text
-from hydra_tune.observe.rows import Line, ScreenCell, ScreenColumn, bar, heads, one_line, row
-from hydra_tune.observe.snapshot import DeviceView, SweepView, TrialView
-from hydra_tune.observe.sparkline import sparkline
+from hydra_tune.observe.live import text
+from hydra_tune.observe.live.rows import Line, ScreenCell, ScreenColumn, bar, heads, one_line, row
+from hydra_tune.observe.live.snapshot import DeviceView, SweepView, TrialView
+from hydra_tune.observe.live.sparkline import sparkline
 from hydra_tune.quantities import format_bytes, format_seconds
 
 _STYLES = {"running": "green", "waiting": "cyan", "preparing": "yellow", "queued": "dim"}

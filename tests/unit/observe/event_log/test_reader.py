@@ -6,8 +6,8 @@ import re
 import pytest
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.runlog import read_log
-from tests.unit.observe.test_figures import HEADER, over, unit
+from hydra_tune.observe.event_log.reader import read_log
+from tests.unit.observe.event_log.test_run_figures import HEADER, over, unit
 
 WHOLE = [json.dumps(line) + "\n" for line in (HEADER, unit(0, 1, 2), unit(2, 3, 4))]
 

@@ -13,10 +13,10 @@ from typing import Self
 
 from rich.console import Console
 
-from hydra_tune.observe.paint import AlternateScreen
-from hydra_tune.observe.screen import sweep_lines
-from hydra_tune.observe.snapshot import SweepView
-from hydra_tune.observe.ticker import ViewRefreshTimer
+from hydra_tune.observe.live.paint import AlternateScreen
+from hydra_tune.observe.live.screen import sweep_lines
+from hydra_tune.observe.live.snapshot import SweepView
+from hydra_tune.observe.live.ticker import ViewRefreshTimer
 
 
 class LiveView(AbstractContextManager["LiveView"]):

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.figures import RunFigures
-from hydra_tune.observe.gantt import GanttBar, GanttChart, GanttLane, draw
-from hydra_tune.observe.runlog import RunLog
+from hydra_tune.observe.event_log.reader import RunLog
+from hydra_tune.observe.event_log.run_figures import RunFigures
+from hydra_tune.observe.trace.gantt import GanttBar, GanttChart, GanttLane, draw
 
 _PALE = 0.35
 _MOST_DEVICES = 32

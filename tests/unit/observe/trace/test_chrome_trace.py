@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from hydra_tune.observe.runlog import LoggedJobEvent, read_log
-from hydra_tune.observe.trace import stays, trace_events, write_trace
-from tests.unit.observe.test_figures import HEADER, MS, copy, unit
+from hydra_tune.observe.event_log.reader import LoggedJobEvent, read_log
+from hydra_tune.observe.trace.chrome_trace import stays, trace_events, write_trace
+from tests.unit.observe.event_log.test_run_figures import HEADER, MS, copy, unit
 
 
 def event(what, at, job="0:a", **more):

@@ -8,7 +8,7 @@ import threading
 from rich.console import COLOR_SYSTEMS, Console
 from rich.segment import Segment
 
-from hydra_tune.observe.rows import Line
+from hydra_tune.observe.live.rows import Line
 
 _REPAINT = 10  # every this many pictures all lines are sent: programs may write to the terminal past the screen
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
-from hydra_tune.observe.runlog import RunLog
+from hydra_tune.observe.event_log.reader import RunLog
 
 PLANNED_EVENTS = ("plan", "measured")
 """Events of planned steps: the considered ways, and their measured times."""

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
-from hydra_tune.observe import text
-from hydra_tune.observe.snapshot import SweepView
-from hydra_tune.observe.ticker import ViewRefreshTimer
+from hydra_tune.observe.live import text
+from hydra_tune.observe.live.snapshot import SweepView
+from hydra_tune.observe.live.ticker import ViewRefreshTimer
 from hydra_tune.quantities import format_seconds
 
 _PERIOD_SECONDS, _LOOK_SECONDS = 30.0, 1.0

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hydra_tune.observe.sparkline import sparkline
+from hydra_tune.observe.live.sparkline import sparkline
 
 NAN, INF = math.nan, math.inf
 

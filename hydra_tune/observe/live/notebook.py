@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from hydra_tune.observe.screen import sweep_lines
-from hydra_tune.observe.snapshot import SweepView
-from hydra_tune.observe.ticker import ViewRefreshTimer
+from hydra_tune.observe.live.screen import sweep_lines
+from hydra_tune.observe.live.snapshot import SweepView
+from hydra_tune.observe.live.ticker import ViewRefreshTimer
 
 _WIDTH, _HEIGHT = 110, 40
 _PERIOD_SECONDS = 1.0

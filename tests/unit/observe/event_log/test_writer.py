@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe import eventlog
-from hydra_tune.observe.eventlog import EventLog, check_log_path
-from hydra_tune.observe.figures import run_figures
-from hydra_tune.observe.log_lines import EventLogFormatter
-from hydra_tune.observe.run_table import print_run
-from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.event_log import writer
+from hydra_tune.observe.event_log.line_format import EventLogFormatter
+from hydra_tune.observe.event_log.reader import read_log
+from hydra_tune.observe.event_log.run_figures import run_figures
+from hydra_tune.observe.event_log.writer import EventLog, check_log_path
+from hydra_tune.observe.trace.run_table import print_run
 
 FACTS = {"hydra_tune": "0.1.0", "policy": "lrtf", "admission": "eager", "max_concurrent": 2}
 PATIENCE_SECONDS = 60
@@ -138,7 +138,7 @@ def test_a_write_that_is_cut_short_leaves_whole_lines(tmp_path, monkeypatch, cap
         left[0] -= count
         return count
 
-    monkeypatch.setattr(eventlog.os, "write", write)
+    monkeypatch.setattr(writer.os, "write", write)
     log = made(tmp_path / "run.jsonl")
     log.job("0:a", "submitted")
     for number in range(20):
@@ -179,7 +179,7 @@ def lasting(log, units):
 
 
 def test_beyond_its_limit_details_are_counted_by_kind_and_what_becomes_of_jobs_is_written(tmp_path, caplog):
-    caplog.set_level(logging.INFO, eventlog.__name__)
+    caplog.set_level(logging.INFO, writer.__name__)
     log, path = made(tmp_path / "run.jsonl", limit_bytes=40_000), tmp_path / "run.jsonl"
     lasting(log, 1000)
     log.close()
@@ -194,19 +194,19 @@ def test_beyond_its_limit_details_are_counted_by_kind_and_what_becomes_of_jobs_i
     assert found.dropped == {"unit": 1000 - len(found.units), "wait": 1000 - len(found.waits)}
     assert found.end_ns is not None
     assert 0 <= found.dropped_from_ns <= found.end_ns
-    size, left_out = eventlog.format_bytes(path.stat().st_size), eventlog.in_words(found.dropped)
+    size, left_out = writer.format_bytes(path.stat().st_size), writer.in_words(found.dropped)
     assert caplog.messages == [f"the event log {path} has {size}; beyond its limit: {left_out}"]
-    assert eventlog.in_words({"wait": 2, "unit": 12345}) == "12,345 units, 2 waits left out"
+    assert writer.in_words({"wait": 2, "unit": 12345}) == "12,345 units, 2 waits left out"
 
 
 def test_a_log_within_its_limit_leaves_nothing_out_and_its_size_is_said(tmp_path, caplog):
-    caplog.set_level(logging.INFO, eventlog.__name__)
+    caplog.set_level(logging.INFO, writer.__name__)
     log, path = made(tmp_path / "run.jsonl", limit_bytes=5_000_000), tmp_path / "run.jsonl"
     lasting(log, 100)
     log.close()
     found = read_log(path)
     assert (len(found.units), found.dropped, found.dropped_from_ns) == (100, {}, None)
-    assert caplog.messages == [f"the event log {path} has {eventlog.format_bytes(path.stat().st_size)}"]
+    assert caplog.messages == [f"the event log {path} has {writer.format_bytes(path.stat().st_size)}"]
 
 
 def test_reports_go_beyond_the_limit_rather_than_be_lost(tmp_path):
@@ -229,11 +229,11 @@ def test_figures_of_a_log_at_its_limit_say_up_to_when_they_are(tmp_path):
     console = Console(file=io.StringIO(), width=300)
     print_run(console, figures)
     assert "the log reached its limit after " in console.file.getvalue()
-    assert f"({eventlog.in_words(figures.dropped)}); event_log_limit takes a larger one" in console.file.getvalue()
+    assert f"({writer.in_words(figures.dropped)}); event_log_limit takes a larger one" in console.file.getvalue()
 
 
 def test_what_there_is_no_room_for_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(eventlog, "_PERIOD_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(writer, "_PERIOD_SECONDS", PATIENCE_SECONDS)
     reached, opened = threading.Event(), threading.Event()
 
     class Stuck(EventLog):
@@ -271,7 +271,7 @@ def test_places_that_cannot_be_are_refused(tmp_path, monkeypatch, path, message)
 
 
 def test_a_place_that_is_not_ours_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(eventlog.os, "access", lambda *_: False)  # whoever runs the tests may be root
+    monkeypatch.setattr(writer.os, "access", lambda *_: False)  # whoever runs the tests may be root
     with pytest.raises(ConfigError, match=r"--log '.*x/run.jsonl' cannot be written by this user; give a path"):
         check_log_path(tmp_path / "x" / "run.jsonl", what="--log")
 

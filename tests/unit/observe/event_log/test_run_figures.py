@@ -6,10 +6,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from hydra_tune.observe.figures import computing, run_figures
-from hydra_tune.observe.log_lines import FORMAT, KEY
-from hydra_tune.observe.run_table import print_run
-from hydra_tune.observe.runlog import read_log
+from hydra_tune.observe.event_log.line_format import FORMAT, KEY
+from hydra_tune.observe.event_log.reader import read_log
+from hydra_tune.observe.event_log.run_figures import computing, run_figures
+from hydra_tune.observe.trace.run_table import print_run
 
 HEADER = {
     KEY: FORMAT,

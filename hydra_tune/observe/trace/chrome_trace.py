@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hydra_tune.observe.chrome import COPY_TITLES, bar, mark, named, placed
-from hydra_tune.observe.figures import PLANNED_EVENTS
-from hydra_tune.observe.runlog import LoggedCopy, LoggedJobEvent, RunLog
+from hydra_tune.observe.event_log.reader import LoggedCopy, LoggedJobEvent, RunLog
+from hydra_tune.observe.event_log.run_figures import PLANNED_EVENTS
+from hydra_tune.observe.trace.chrome_events import COPY_TITLES, bar, mark, named, placed
 
 _TRIALS = 1
 _HOST_UPDATES = 2  # the row below that of the units

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hydra_tune.observe.eventlog import in_words
-from hydra_tune.observe.figures import DeviceFigures, RunFigures
+from hydra_tune.observe.event_log.run_figures import DeviceFigures, RunFigures
+from hydra_tune.observe.event_log.writer import in_words
 from hydra_tune.quantities import format_bytes, format_seconds
 
 _ENDS = ("completed", "pruned", "failed", "cancelled", "unknown")

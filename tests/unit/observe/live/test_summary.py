@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from hydra_tune.observe.snapshot import TrialView
-from hydra_tune.observe.summary import print_summary, to_json, trial_line
+from hydra_tune.observe.live.snapshot import TrialView
+from hydra_tune.observe.live.summary import print_summary, to_json, trial_line
 
 
 def printed(view, width=80):

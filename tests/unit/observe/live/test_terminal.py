@@ -10,11 +10,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from hydra_tune.observe.paint import AlternateScreen
-from hydra_tune.observe.rows import ScreenCell, one_line
-from hydra_tune.observe.screen import sweep_lines
-from hydra_tune.observe.snapshot import SweepView, TrialView
-from hydra_tune.observe.terminal import LiveView
+from hydra_tune.observe.live.paint import AlternateScreen
+from hydra_tune.observe.live.rows import ScreenCell, one_line
+from hydra_tune.observe.live.screen import sweep_lines
+from hydra_tune.observe.live.snapshot import SweepView, TrialView
+from hydra_tune.observe.live.terminal import LiveView
 
 
 def drawn(view, *, width=80, height=24, recent=(), **how):

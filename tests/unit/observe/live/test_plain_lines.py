@@ -3,7 +3,7 @@
 import queue
 from dataclasses import replace
 
-from hydra_tune.observe.plain_lines import PlainView, RateLimit, progress_line
+from hydra_tune.observe.live.plain_lines import PlainView, RateLimit, progress_line
 
 
 def test_a_line_says_how_things_stand(view):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.observe.log_lines import FORMAT, KEY
+from hydra_tune.observe.event_log.line_format import FORMAT, KEY
 
 _REMEDY = "hydra-tune sweep writes one to runs/, HydraExecutor(event_log=FILE) to FILE"
 _DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
