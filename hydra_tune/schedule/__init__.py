@@ -7,7 +7,6 @@ devices by name only.
 from hydra_tune.schedule.ahead import NextJobPredictor
 from hydra_tune.schedule.bound import makespan_bound, uneven_makespan_bound
 from hydra_tune.schedule.commands import Admit, Command, EndBurst, Release, Run
-from hydra_tune.schedule.early import EarlyBinding
 from hydra_tune.schedule.events import (
     DeviceAdded,
     DeviceLost,
@@ -25,20 +24,21 @@ from hydra_tune.schedule.events import (
     UnitFailed,
     UnitFinished,
 )
-from hydra_tune.schedule.fair import Fair
-from hydra_tune.schedule.fifo import Fifo
 from hydra_tune.schedule.front import ADMISSIONS, check_admission
-from hydra_tune.schedule.heap import Smallest, ViewHeap
-from hydra_tune.schedule.lpt import LPT
-from hydra_tune.schedule.lrtf import ShardedLRTF
-from hydra_tune.schedule.lrtf_paper import LRTFPaper
 from hydra_tune.schedule.machine import Scheduler
-from hydra_tune.schedule.policy import BindsEarly, IncrementalPolicy, JobView, Policy, Selection, SpeedAware
-from hydra_tune.schedule.random_choice import RandomChoice
+from hydra_tune.schedule.policies.early import EarlyBinding
+from hydra_tune.schedule.policies.fair import Fair
+from hydra_tune.schedule.policies.fifo import Fifo
+from hydra_tune.schedule.policies.heap import Smallest, ViewHeap
+from hydra_tune.schedule.policies.lpt import LPT
+from hydra_tune.schedule.policies.lrtf import ShardedLRTF
+from hydra_tune.schedule.policies.lrtf_paper import LRTFPaper
+from hydra_tune.schedule.policies.policy import BindsEarly, IncrementalPolicy, JobView, Policy, Selection, SpeedAware
+from hydra_tune.schedule.policies.random_choice import RandomChoice
+from hydra_tune.schedule.policies.registry import ENTRY_POINTS, POLICIES, check_policy_name, make_policy
+from hydra_tune.schedule.policies.round_robin import RoundRobin
+from hydra_tune.schedule.policies.srtf import SRTF
 from hydra_tune.schedule.record import JobPhase
-from hydra_tune.schedule.registry import ENTRY_POINTS, POLICIES, check_policy_name, make_policy
-from hydra_tune.schedule.round_robin import RoundRobin
-from hydra_tune.schedule.srtf import SRTF
 from hydra_tune.schedule.units import Unit
 
 __all__ = [

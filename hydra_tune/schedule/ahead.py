@@ -13,7 +13,7 @@ or over, or a device comes or goes; then all jobs that crossed the border change
 
 from hydra_tune.schedule.levels import Level, PriorityLevels
 from hydra_tune.schedule.machine import Scheduler
-from hydra_tune.schedule.policy import BindsEarly, JobView, Policy, start_selection
+from hydra_tune.schedule.policies.policy import BindsEarly, JobView, Policy, start_selection
 
 
 class NextJobPredictor:

@@ -8,7 +8,7 @@ from hydra_tune.schedule import commands, events
 from hydra_tune.schedule.commands import Command
 from hydra_tune.schedule.events import Event
 from hydra_tune.schedule.machine import Scheduler
-from hydra_tune.schedule.policy import Policy
+from hydra_tune.schedule.policies.policy import Policy
 from hydra_tune.schedule.units import Unit
 
 _EVENTS: Mapping[str, Any] = {kind.__name__: kind for kind in events.Event.__args__}

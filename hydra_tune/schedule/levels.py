@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from hydra_tune.schedule.policy import BindsEarly, JobView, Selection, SpeedAware
+from hydra_tune.schedule.policies.policy import BindsEarly, JobView, Selection, SpeedAware
 
 Level = tuple[int, bool]
 """A priority, and whether the job is in the front (`schedule/front.py`); the greatest level runs first."""

@@ -45,7 +45,7 @@ from hydra_tune.schedule.events import (
 from hydra_tune.schedule.front import ADMISSIONS, AdmissionFront, check_admission
 from hydra_tune.schedule.invariants import violations
 from hydra_tune.schedule.levels import PriorityLevels
-from hydra_tune.schedule.policy import JobView, Policy, start_selection
+from hydra_tune.schedule.policies.policy import JobView, Policy, start_selection
 from hydra_tune.schedule.record import JobPhase, JobRecord
 from hydra_tune.schedule.state import SchedulerState, SchedulerStateDraft, Tables
 from hydra_tune.schedule.transitions import ImpossibleEventError, apply

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from hydra_tune.schedule.estimates import JobTimeEstimate
 from hydra_tune.schedule.front import Age
-from hydra_tune.schedule.policy import JobView
+from hydra_tune.schedule.policies.policy import JobView
 from hydra_tune.schedule.units import Unit
 
 RecordT = TypeVar("RecordT")

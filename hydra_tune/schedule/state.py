@@ -13,7 +13,7 @@ from itertools import chain
 
 from hydra_tune.schedule.front import AdmissionFront, Age
 from hydra_tune.schedule.levels import PriorityLevels
-from hydra_tune.schedule.policy import JobView
+from hydra_tune.schedule.policies.policy import JobView
 from hydra_tune.schedule.record import DeviceRecord, JobPhase, JobRecord, copied
 
 # Bound here, because these names are used for every unit, and enum members are slow to look up.

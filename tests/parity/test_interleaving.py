@@ -12,7 +12,7 @@ import torch
 
 from hydra_tune import HydraExecutor, Result, TrainTask
 from hydra_tune.pool.job import EventStream, Reported
-from hydra_tune.schedule.policy import JobView
+from hydra_tune.schedule.policies.policy import JobView
 from tests.parity.observe import Seen, difference, reference_of
 from tests.parity.registry import Spec, build
 

@@ -4,7 +4,7 @@ from itertools import groupby
 
 from hydra_tune.schedule import LPT, SRTF, Fair, RandomChoice, RoundRobin, Unit
 from tests.unit.schedule.driver import VirtualPool, drive
-from tests.unit.schedule.test_lrtf import HERE, THERE, view
+from tests.unit.schedule.policies.test_lrtf import HERE, THERE, view
 
 UNIT = Unit(kind="forward", shard=0, seconds=1.0)
 

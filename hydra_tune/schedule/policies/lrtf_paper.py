@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.schedule.early import EarlyBinding
-from hydra_tune.schedule.heap import Smallest
-from hydra_tune.schedule.policy import IncrementalPolicy, JobView, ScanSelection, Selection
+from hydra_tune.schedule.policies.early import EarlyBinding
+from hydra_tune.schedule.policies.heap import Smallest
+from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, ScanSelection, Selection
 
 
 @dataclass(frozen=True, kw_only=True)

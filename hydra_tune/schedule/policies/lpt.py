@@ -3,8 +3,8 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from hydra_tune.schedule.heap import ViewHeap
-from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
+from hydra_tune.schedule.policies.heap import ViewHeap
+from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, Selection
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
-from hydra_tune.schedule.policy import JobView
+from hydra_tune.schedule.policies.policy import JobView
 
 _Entry = tuple[float, int, int, JobView]
 _SPARE = 64  # a heap with fewer dead entries is not worth clearing

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
+from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, Selection
 
 
 @dataclass(frozen=True, kw_only=True)

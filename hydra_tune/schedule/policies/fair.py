@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from hydra_tune.schedule.heap import Smallest
-from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
+from hydra_tune.schedule.policies.heap import Smallest
+from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, Selection
 
 
 @dataclass(frozen=True)

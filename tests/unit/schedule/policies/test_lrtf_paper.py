@@ -4,7 +4,7 @@ import pytest
 
 from hydra_tune.schedule import EarlyBinding, Fifo, LRTFPaper, ShardedLRTF, Unit, makespan_bound
 from tests.unit.schedule.driver import drive
-from tests.unit.schedule.test_lrtf import HERE, THERE, view
+from tests.unit.schedule.policies.test_lrtf import HERE, THERE, view
 
 STRUCTURES = pytest.mark.parametrize("structure", ["scan", "heap"])
 

@@ -6,15 +6,15 @@ from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.schedule.fair import Fair
-from hydra_tune.schedule.fifo import Fifo
-from hydra_tune.schedule.lpt import LPT
-from hydra_tune.schedule.lrtf import ShardedLRTF
-from hydra_tune.schedule.lrtf_paper import LRTFPaper
-from hydra_tune.schedule.policy import IncrementalPolicy, Policy
-from hydra_tune.schedule.random_choice import RandomChoice
-from hydra_tune.schedule.round_robin import RoundRobin
-from hydra_tune.schedule.srtf import SRTF
+from hydra_tune.schedule.policies.fair import Fair
+from hydra_tune.schedule.policies.fifo import Fifo
+from hydra_tune.schedule.policies.lpt import LPT
+from hydra_tune.schedule.policies.lrtf import ShardedLRTF
+from hydra_tune.schedule.policies.lrtf_paper import LRTFPaper
+from hydra_tune.schedule.policies.policy import IncrementalPolicy, Policy
+from hydra_tune.schedule.policies.random_choice import RandomChoice
+from hydra_tune.schedule.policies.round_robin import RoundRobin
+from hydra_tune.schedule.policies.srtf import SRTF
 
 POLICIES: Mapping[str, Callable[[], IncrementalPolicy]] = MappingProxyType(
     {

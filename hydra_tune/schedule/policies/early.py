@@ -3,7 +3,7 @@
 Late binding is the default of the package; HYDRA binds early, for its double buffer.
 """
 
-from hydra_tune.schedule.policy import JobView, Selection, SpeedAware
+from hydra_tune.schedule.policies.policy import JobView, Selection, SpeedAware
 
 
 class EarlyBinding:

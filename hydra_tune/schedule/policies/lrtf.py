@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.schedule.policy import IncrementalPolicy, JobView, Selection
+from hydra_tune.schedule.policies.policy import IncrementalPolicy, JobView, Selection
 
 _Entry = tuple[float, int, int, JobView]
 _SPARE = 64  # heaps with fewer dead entries are not worth clearing

@@ -1,5 +1,5 @@
 from hydra_tune.schedule import ViewHeap
-from tests.unit.schedule.test_lrtf import view
+from tests.unit.schedule.policies.test_lrtf import view
 
 
 def test_what_was_removed_does_not_pile_up():
