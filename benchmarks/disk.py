@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.memory.disk import SpillDisk
-from hydra_tune.memory.spill_dir import SpillFolder
+from hydra_tune.memory.host.disk import SpillDisk
+from hydra_tune.memory.host.spill_dir import SpillFolder
 
 WIDTH, LAYERS = 1024, 12
 WARM_UP = 4  # when blocks are needed is known after two steps

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from hydra_tune.devices.copying import BackgroundCopy
 from hydra_tune.devices.device import Device
-from hydra_tune.memory.readers import TrialTensorReaders
-from hydra_tune.memory.states import FOLLOWING, NUM_KEPT, BlockState, impossible
-from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.block_states import FOLLOWING, NUM_KEPT, BlockState, impossible
+from hydra_tune.memory.deferred_free import TrialTensorReaders
+from hydra_tune.memory.trial_context import TrialMemoryContext
 
 
 class BlockKind(StrEnum):
@@ -89,7 +89,7 @@ class IncomingTransfer:
 
 
 class HostTierInterface(Protocol):
-    """View of the host tier from a block: counts host copies and may keep bytes on disk (`memory/host.py`)."""
+    """View of the host tier from a block: counts host copies and may keep bytes on disk (`memory/host/host_tier.py`)."""
 
     def provide(self, block: "Block", device: Device) -> None:
         """Give the block an empty host copy."""
@@ -124,7 +124,7 @@ class Block:
         state: initial state.
 
     Attributes:
-        state: present state (`memory/states.py`).
+        state: present state (`memory/block_states.py`).
         past: previous states, the latest last.
     """
 

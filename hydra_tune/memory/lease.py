@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
+from hydra_tune.memory.activation_offload import SavedTensorSpiller
 from hydra_tune.memory.block import Block, BlockKind, storage_identity
-from hydra_tune.memory.home import drop, pin
-from hydra_tune.memory.saved import SavedTensorSpiller
-from hydra_tune.memory.states import BlockState
+from hydra_tune.memory.block_release import drop, pin
+from hydra_tune.memory.block_states import BlockState
 from hydra_tune.observe.trace.turns import WorkerTurn, current_turn, in_turn, note
 
 if TYPE_CHECKING:

@@ -55,13 +55,13 @@ from hydra_tune.devices.device import Device, DeviceCopyRoute
 from hydra_tune.devices.libraries import LedgerAllowance
 from hydra_tune.errors import BlockStateError, BudgetError, HydraTuneError
 from hydra_tune.memory.block import Block, BlockKind, IncomingTransfer, whole_storage
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.block_states import BlockState
+from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.ledger import MemoryLedger
-from hydra_tune.memory.meter import CopyLog, LinkMeter
+from hydra_tune.memory.link_meter import CopyLog, LinkMeter
 from hydra_tune.memory.pressure import is_out_of_memory
-from hydra_tune.memory.states import BlockState
-from hydra_tune.memory.tenant import check_tenant
+from hydra_tune.memory.trial_context import check_tenant
 from hydra_tune.observe.trace.turns import note
 from hydra_tune.quantities import format_bytes
 

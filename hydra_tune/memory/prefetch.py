@@ -12,7 +12,8 @@ Example: while the forward pass of shard 3 computes, the prefetcher copies shard
 back, so the copies cost no time as long as they are shorter than the computation.
 
 With a host tier, the tier starts reading blocks on disk now, for sending when the next unit begins. A block under way
-keeps its host copy, and a dirty block is written back only if the host has room without waiting (`memory/host.py`).
+keeps its host copy, and a dirty block is written back only if the host has room without waiting
+(`memory/host/host_tier.py`).
 
 Prefetching binds no thread. A block sent in vain is dropped like any clean block. A unit that starts early waits only
 for the copies of its own blocks. Another device in need of a block does not wait if the copy has not begun. While
@@ -25,8 +26,8 @@ from dataclasses import dataclass
 from hydra_tune.devices.copying import BackgroundCopy
 from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.memory.block import Block, IncomingTransfer
+from hydra_tune.memory.block_states import BlockState
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.states import BlockState
 from hydra_tune.observe.trace.turns import current_turn
 
 

@@ -26,7 +26,7 @@ from hydra_tune.devices.discovery import device_kind
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.fusion.runtime.profiling_device import ProfilingDevice
 from hydra_tune.interrupts import hold_interrupts
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.checkpointing.writer import PoolCheckpointWriter, StartCheckpointSource, TrialCheckpointer

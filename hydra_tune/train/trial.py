@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.devices.device import Device, DeviceStopwatch
 from hydra_tune.errors import BadLossError, BudgetError, MetricError, TaskError
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import is_unbuilt

@@ -26,8 +26,8 @@ MOMENTS = (
     ("hydra_tune.train.state.model_state:ModelState._step", "after", 40),
     ("hydra_tune.shard.execute.compute:_run_backward", "before", 40),  # in a backward unit
     ("hydra_tune.pool.runtime.worker:run_unit", "before", 90),
-    ("hydra_tune.memory.disk:SpillDisk._write_piece", "within", 6),  # in a spill
-    ("hydra_tune.memory.disk:SpillDisk._write_piece", "after", 6),
+    ("hydra_tune.memory.host.disk:SpillDisk._write_piece", "within", 6),  # in a spill
+    ("hydra_tune.memory.host.disk:SpillDisk._write_piece", "after", 6),
     ("hydra_tune.checkpoint.direct:DirectWriter._put", "within", 6),  # in a checkpoint's write
     ("hydra_tune.checkpoint.direct:DirectWriter.finish", "before", 6),
     ("hydra_tune.checkpoint.folder:write_file", "before", 9),

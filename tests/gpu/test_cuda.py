@@ -16,7 +16,7 @@ from hydra_tune.devices import cuda, discovery
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.memory.block import Block, BlockKind
-from hydra_tune.memory.home import bring_home
+from hydra_tune.memory.block_release import bring_home
 from hydra_tune.memory.pager import Pager
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, GROUPED, PIPELINED

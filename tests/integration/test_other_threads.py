@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from hydra_tune import TrainTask, train_plain
 from hydra_tune.memory.block import TensorBlock
-from hydra_tune.memory.home import bring_home
+from hydra_tune.memory.block_release import bring_home
 from hydra_tune.pool.job import OVER, EventStream, Reported
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 

@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.block import Block, BlockKind, TensorBlock
-from hydra_tune.memory.disk import SpillDisk
-from hydra_tune.memory.home import bring_home, drop
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.block_release import bring_home, drop
+from hydra_tune.memory.block_states import BlockState
+from hydra_tune.memory.host.disk import SpillDisk
+from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.host.spill_dir import SpillFolder
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
-from hydra_tune.memory.spill_dir import SpillFolder
-from hydra_tune.memory.states import BlockState
 from tests.support.gated import settle, state_of
 
 DEVICE_BYTES = 10 * 64

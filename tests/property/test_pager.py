@@ -9,7 +9,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, BlockKind
-from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.block_release import bring_home, drop
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from tests.support.gated import state_of

@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import Future
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.memory.states import BlockState
+from hydra_tune.memory.block_states import BlockState
 
 PATIENCE_SECONDS = 60
 

@@ -28,8 +28,8 @@ from hydra_tune.fusion.matching.plan_diff import MemberDifferences
 from hydra_tune.fusion.runtime.pair_offer import PairingOffer
 from hydra_tune.fusion.runtime.planned_unit import PlannedStepCache
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
-from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.loop.training_batch import BatchPart

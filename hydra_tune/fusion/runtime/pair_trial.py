@@ -28,8 +28,8 @@ from hydra_tune.fusion.runtime.pair_side import PairDelegate, PairSide
 from hydra_tune.fusion.runtime.paired_unit import PairRound, PairStepRunner
 from hydra_tune.fusion.runtime.plan_autotuner import StepPlanAutotuner
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
-from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.trial import PendingReport, Trial

@@ -31,7 +31,7 @@ from hydra_tune.checkpoint.folder import CheckpointFolder, check_private, genera
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.train.checkpoint.snapshot import SnapshotSource
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import DeviceLostError, first_line
-from hydra_tune.memory.loss import dirty_owners, give_up
+from hydra_tune.memory.device_loss import dirty_owners, give_up
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.faults.retry import found_lost, may_be_the_devices
 from hydra_tune.pool.runtime.dispatcher import PROBE, JobDispatcher

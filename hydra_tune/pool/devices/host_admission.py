@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from hydra_tune.errors import BudgetError
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.pool.runtime.job_state import JobState
 from hydra_tune.pool.stats import DiskStats
 from hydra_tune.quantities import format_bytes, format_bytes_up

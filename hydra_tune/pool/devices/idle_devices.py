@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from hydra_tune.devices.device import Device
-from hydra_tune.memory.meter import bytes_per_second
+from hydra_tune.memory.link_meter import bytes_per_second
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.runtime.job_state import JobState
 from hydra_tune.schedule import Scheduler

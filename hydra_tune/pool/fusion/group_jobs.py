@@ -28,8 +28,8 @@ from hydra_tune.fusion.runtime.pair_side import PairSide
 from hydra_tune.fusion.runtime.pair_trial import PairTrial
 from hydra_tune.fusion.runtime.planned_group_size import PlannedSizeChooser
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
-from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.pool.fusion.fused_job import FusedJob, GroupJobEventStream
 from hydra_tune.pool.fusion.group_completion import GroupEndHandler
 from hydra_tune.pool.fusion.group_matcher import GroupMatcher

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.checkpointing.writer import TrialCheckpointer
 from hydra_tune.pool.job import OVER, Job, JobProgress, Result

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from hydra_tune.devices.device import Device
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.pool.devices.host_admission import has_room
 from hydra_tune.pool.devices.idle_devices import JobDeviceLender, PoolDeviceLender
 from hydra_tune.pool.runtime.dispatcher import JobDispatcher

@@ -15,9 +15,9 @@ from hydra_tune.devices.device import Device
 from hydra_tune.devices.discovery import open_devices, open_planned_devices
 from hydra_tune.errors import ConfigError
 from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChooser
-from hydra_tune.memory.disk import SpillDisk
-from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
+from hydra_tune.memory.host.disk import SpillDisk
+from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.host.spill_dir import SpillFolder, check_spill_dir
 from hydra_tune.observe.event_log.writer import EventLog, check_log_path
 from hydra_tune.pool.checkpointing.writer import PoolCheckpointWriter, check_saving
 from hydra_tune.pool.faults.loader_watchdog import LoaderWaitLimits, check_loader_times

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import CaptureError
-from hydra_tune.memory.saved import PackedSavedTensor, SavedStorageCopy, SavedTensorSpiller
+from hydra_tune.memory.activation_offload import PackedSavedTensor, SavedStorageCopy, SavedTensorSpiller
 from hydra_tune.shard.analysis.module_mutation import check_state
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import same_bits

@@ -1,7 +1,7 @@
 """The whole-model path: runs a step that cannot be captured eagerly, as a single shard.
 
 Parameters and buffers still live in blocks and are spilled between units. If the activations do not fit beside the
-parameters and buffers, the unit spills the activations from forward to backward (`memory/saved.py`).
+parameters and buffers, the unit spills the activations from forward to backward (`memory/activation_offload.py`).
 """
 
 from collections.abc import Callable, Sequence

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from hydra_tune.memory.activation_offload import counter_of, overwritten
 from hydra_tune.memory.block import TensorGeometry, storage_identity, whole_storage
-from hydra_tune.memory.saved import counter_of, overwritten
 
 
 class NotKeepableError(Exception):

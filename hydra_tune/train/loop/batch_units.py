@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.home import bring_home
+from hydra_tune.memory.block_release import bring_home
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable

@@ -20,7 +20,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.lease import Lease
-from hydra_tune.memory.meter import bytes_per_second
+from hydra_tune.memory.link_meter import bytes_per_second
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.capture.capture_lock import GATE

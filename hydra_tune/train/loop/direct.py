@@ -32,9 +32,9 @@ from torch.nn.parameter import is_lazy
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
+from hydra_tune.memory.activation_offload import LazySavedTensorSpiller
 from hydra_tune.memory.block import BlockKind
 from hydra_tune.memory.lease import Lease
-from hydra_tune.memory.saved import LazySavedTensorSpiller
 from hydra_tune.shard.capture.precision import eager_autocast
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import evaluation_metrics, training_loss

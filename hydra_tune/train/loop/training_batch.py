@@ -12,7 +12,7 @@ from torch import Tensor
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, TaskError
 from hydra_tune.memory.block import Block, BlockTensorView
-from hydra_tune.memory.home import drop
+from hydra_tune.memory.block_release import drop
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hydra_tune.errors import BadLossError
 from hydra_tune.memory.block import BlockTensorView
-from hydra_tune.memory.home import drop
+from hydra_tune.memory.block_release import drop
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.parallel.parallel_batch import ParallelBatch
 from hydra_tune.train.state.replicas import ParameterReplicas

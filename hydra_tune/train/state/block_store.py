@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, BlockKind, BlockTensorView, whole_storage
-from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.block_release import bring_home, drop
 from hydra_tune.memory.lease import Lease
 from hydra_tune.shard.capture.batch import same_bits
 from hydra_tune.shard.execute.chain import earlier_gradient_key, parameter_gradient_key

@@ -15,7 +15,7 @@ from functools import partial
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.home import HostBlockPin
+from hydra_tune.memory.block_release import HostBlockPin
 from hydra_tune.memory.pressure import NotRepeatableError
 from hydra_tune.shard.capture.capture_lock import GATE
 

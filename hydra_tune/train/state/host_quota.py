@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from hydra_tune.errors import BudgetError
-from hydra_tune.memory.host import HostTier
-from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.partition.plan import ShardPlan
 

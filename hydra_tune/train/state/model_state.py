@@ -28,12 +28,12 @@ from torch.optim import Optimizer
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
 from hydra_tune.memory.block import Block, BlockKind, TensorBlock, lay_out, storage_identity
-from hydra_tune.memory.home import bring_home, drop
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.block_release import bring_home, drop
+from hydra_tune.memory.deferred_free import TrialTensorReaders
+from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pressure import not_repeatable
-from hydra_tune.memory.readers import TrialTensorReaders
-from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.analysis.module_mutation import check_state, check_still_frozen
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.partition.plan import Shard, ShardPlan

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block, TensorBlock
-from hydra_tune.memory.home import await_home, drop
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.block_release import await_home, drop
+from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.train.state.model_state import ModelState

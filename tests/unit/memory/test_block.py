@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.block import Block, BlockKind, BlockTensorView, TensorBlock, lay_out, whole_storage
-from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.block_release import bring_home, drop
 from hydra_tune.memory.pager import Pager
 
 

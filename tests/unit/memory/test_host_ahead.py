@@ -11,14 +11,14 @@ import torch
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import SpillError
 from hydra_tune.memory.block import BlockKind, TensorBlock
-from hydra_tune.memory.disk import SpillDisk
-from hydra_tune.memory.home import bring_home, drop
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.block_release import bring_home, drop
+from hydra_tune.memory.host.disk import SpillDisk
+from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.host.spill_dir import SpillFolder
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
-from hydra_tune.memory.spill_dir import SpillFolder
-from hydra_tune.memory.tenant import TrialMemoryContext
-from hydra_tune.memory.uses import AHEAD, BlockUseHistory
+from hydra_tune.memory.reuse_distance import AHEAD, BlockUseHistory
+from hydra_tune.memory.trial_context import TrialMemoryContext
 from tests.support.gated import PATIENCE_SECONDS, GatedDevice, settle
 
 SIZE = 640

@@ -11,7 +11,7 @@ from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.devices.libraries import LedgerAllowance
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, BlockKind
-from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.block_release import bring_home, drop
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.trace.turns import WorkerTurn, in_turn
 

@@ -10,8 +10,8 @@ import torch
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.memory.block import Block, BlockKind
-from hydra_tune.memory.home import bring_home, drop
-from hydra_tune.memory.loss import dirty_owners, give_up
+from hydra_tune.memory.block_release import bring_home, drop
+from hydra_tune.memory.device_loss import dirty_owners, give_up
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from tests.support.gated import PATIENCE_SECONDS, GatedDevice

@@ -10,7 +10,7 @@ import pytest
 
 from hydra_tune.devices.cuda import CUDA_ALIGNMENT, CudaDevice
 from hydra_tune.memory.block import Block, BlockKind
-from hydra_tune.memory.home import bring_home, drop
+from hydra_tune.memory.block_release import bring_home, drop
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from tests.support.streams import HASTES, Gpus

@@ -10,7 +10,7 @@ from torch import nn
 
 from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator
 from hydra_tune.errors import BudgetError, CaptureError
-from hydra_tune.memory.saved import SavedTensorSpiller
+from hydra_tune.memory.activation_offload import SavedTensorSpiller
 from hydra_tune.quantities import format_bytes_up
 from hydra_tune.shard.capture.batch import flatten
 from hydra_tune.shard.capture.step_capture import named_state, state_specs

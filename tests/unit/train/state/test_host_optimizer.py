@@ -10,7 +10,7 @@ import torch
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.memory.block import BlockKind, TensorBlock
-from hydra_tune.memory.home import HostBlockPin
+from hydra_tune.memory.block_release import HostBlockPin
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.observe.event_log.reader import read_log

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hydra_tune.errors import SpillError
-from hydra_tune.memory import disk as disk_module
-from hydra_tune.memory.disk import SpillDisk
-from hydra_tune.memory.spill_dir import SpillFolder
+from hydra_tune.memory.host import disk as disk_module
+from hydra_tune.memory.host.disk import SpillDisk
+from hydra_tune.memory.host.spill_dir import SpillFolder
 
 PIECE = 16 * 1024
 

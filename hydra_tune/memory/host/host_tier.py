@@ -47,12 +47,12 @@ from dataclasses import dataclass, field
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.disk import SpillDisk
-from hydra_tune.memory.entries import HostTierEntry, costs_nothing, is_far, is_moving, may_always, worth
+from hydra_tune.memory.block_states import BlockState
+from hydra_tune.memory.host.disk import SpillDisk
+from hydra_tune.memory.host.host_eviction import HostTierEntry, costs_nothing, is_far, is_moving, may_always, worth
 from hydra_tune.memory.ledger import MemoryLedger
-from hydra_tune.memory.states import BlockState
-from hydra_tune.memory.tenant import TrialMemoryContext, check_tenant, tenant_at_work
-from hydra_tune.memory.uses import BlockUseHistory
+from hydra_tune.memory.reuse_distance import BlockUseHistory
+from hydra_tune.memory.trial_context import TrialMemoryContext, check_tenant, tenant_at_work
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
 _PATIENCE_SECONDS = 0.05  # between looks at copies being moved by other threads

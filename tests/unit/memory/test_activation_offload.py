@@ -8,7 +8,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.memory.saved import SMALL_BYTES, SavedStorageCopy, SavedTensorSpiller
+from hydra_tune.memory.activation_offload import SMALL_BYTES, SavedStorageCopy, SavedTensorSpiller
 from tests.support.tracker import StorageTracker
 
 ROWS = 64

@@ -12,12 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError, HydraTuneError, SpillError
 from hydra_tune.memory.block import BlockKind, TensorBlock
-from hydra_tune.memory.disk import SpillDisk
-from hydra_tune.memory.home import bring_home, drop
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.block_release import bring_home, drop
+from hydra_tune.memory.host.disk import SpillDisk
+from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.host.spill_dir import SpillFolder
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.spill_dir import SpillFolder
-from hydra_tune.memory.tenant import TrialMemoryContext
+from hydra_tune.memory.trial_context import TrialMemoryContext
 from tests.support.gated import settle
 
 SIZE = 640

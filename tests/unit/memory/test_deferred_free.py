@@ -8,12 +8,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.memory.block import BlockKind, TensorBlock
-from hydra_tune.memory.disk import SpillDisk
-from hydra_tune.memory.home import bring_home, drop
-from hydra_tune.memory.host import HostTier
+from hydra_tune.memory.block_release import bring_home, drop
+from hydra_tune.memory.deferred_free import TrialTensorReaders
+from hydra_tune.memory.host.disk import SpillDisk
+from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.host.spill_dir import SpillFolder
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.readers import TrialTensorReaders
-from hydra_tune.memory.spill_dir import SpillFolder
 from tests.support.gated import settle
 
 SIZE = 640

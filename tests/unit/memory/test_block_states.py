@@ -7,10 +7,10 @@ import torch
 
 from hydra_tune.errors import BlockStateError, HydraTuneError
 from hydra_tune.memory.block import Block, BlockKind
-from hydra_tune.memory.home import drop
+from hydra_tune.memory.block_release import drop
+from hydra_tune.memory.block_states import FOLLOWING, NUM_KEPT, BlockState
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
-from hydra_tune.memory.states import FOLLOWING, NUM_KEPT, BlockState
 from tests.support.gated import PATIENCE_SECONDS, GatedDevice
 
 SIZE = 640

@@ -6,7 +6,7 @@ import torch
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.link import LinkCostModel
 from hydra_tune.memory.block import Block, BlockKind
-from hydra_tune.memory.meter import CopyTimes, LinkMeter, bytes_per_second
+from hydra_tune.memory.link_meter import CopyTimes, LinkMeter, bytes_per_second
 from hydra_tune.memory.pager import Pager
 
 MIB = 1 << 20

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.uses import AHEAD, BlockUseHistory
+from hydra_tune.memory.reuse_distance import AHEAD, BlockUseHistory
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.errors import SpillError
-from hydra_tune.memory.spill_dir import SpillFolder, file_name
+from hydra_tune.memory.host.spill_dir import SpillFolder, file_name
 from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.quantities import format_bytes
 

@@ -8,7 +8,7 @@ import pytest
 
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import ConfigError
-from hydra_tune.memory.spill_dir import SpillFolder, check_spill_dir
+from hydra_tune.memory.host.spill_dir import SpillFolder, check_spill_dir
 
 STALE = f"hydra-tune-1-{'a' * 32}"
 

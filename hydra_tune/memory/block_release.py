@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 
 from hydra_tune.memory.block import Block
-from hydra_tune.memory.states import BlockState
+from hydra_tune.memory.block_states import BlockState
 from hydra_tune.observe.trace.turns import note
 
 
