@@ -34,7 +34,7 @@ from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.runtime.recorder import PoolRecorder
 from hydra_tune.schedule import LRTFPaper, make_policy, makespan_bound
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
-from hydra_tune.simulate.recording import Recording
+from hydra_tune.simulate.recorded.recording import Recording
 
 WIDTH = 128
 PARAMETER_BYTES = 4 * (WIDTH * WIDTH + WIDTH)

@@ -32,8 +32,8 @@ from hydra_tune.schedule import make_policy
 from hydra_tune.schedule.journal import decide_again
 from hydra_tune.simulate import simulate
 from hydra_tune.simulate.profile import parse_profile, recorded_profile
-from hydra_tune.simulate.recording import Recording
-from hydra_tune.simulate.replay import replay
+from hydra_tune.simulate.recorded.recording import Recording
+from hydra_tune.simulate.recorded.replay import replay
 
 WIDTH, DEPTH, BATCH_SIZE = 128, 6, 32
 OFF = 0.05

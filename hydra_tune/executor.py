@@ -49,7 +49,7 @@ from hydra_tune.quantities import parse_seconds
 from hydra_tune.schedule import Policy
 from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.partition.partitioner import NumShards
-from hydra_tune.simulate.recording import Recording
+from hydra_tune.simulate.recorded.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data import loader_workers
 

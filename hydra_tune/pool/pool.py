@@ -59,7 +59,7 @@ from hydra_tune.schedule import (
     PriorityChanged,
 )
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
-from hydra_tune.simulate.recording import Recording
+from hydra_tune.simulate.recorded.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune.train.trial import Trial

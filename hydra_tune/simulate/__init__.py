@@ -3,10 +3,10 @@
 `simulate` plays a `Scenario` with the very state machine that drives the real pool.
 """
 
-from hydra_tune.simulate.ahead import Lookahead
+from hydra_tune.simulate.engine.lookahead import Lookahead
+from hydra_tune.simulate.engine.simulator import simulate
 from hydra_tune.simulate.model import Outage, Scenario, SimulatedDevice, SimulatedTrial, Slowdown, training_step
 from hydra_tune.simulate.outcome import DeviceOutcome, Interval, SimulationResult
-from hydra_tune.simulate.simulator import simulate
 
 __all__ = [
     "DeviceOutcome",

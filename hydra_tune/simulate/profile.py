@@ -20,8 +20,8 @@ from hydra_tune.simulate.model import (
     check_size,
     training_step,
 )
-from hydra_tune.simulate.recording import Recording
-from hydra_tune.simulate.script import JobScript, scripts_of
+from hydra_tune.simulate.recorded.recording import Recording
+from hydra_tune.simulate.recorded.script import JobScript, scripts_of
 
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]

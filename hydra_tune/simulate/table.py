@@ -6,7 +6,7 @@ from rich.text import Text
 
 from hydra_tune.quantities import format_bytes, format_seconds
 from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
-from hydra_tune.simulate.replay import ReplayComparison
+from hydra_tune.simulate.recorded.replay import ReplayComparison
 
 _MOST_DEVICES = 32
 

@@ -9,8 +9,8 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
-from hydra_tune.simulate.recording import read_recording
-from hydra_tune.simulate.replay import replay
+from hydra_tune.simulate.recorded.recording import read_recording
+from hydra_tune.simulate.recorded.replay import replay
 from tests.support.cli_project import Project
 
 

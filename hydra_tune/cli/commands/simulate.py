@@ -16,8 +16,8 @@ from hydra_tune.schedule import ADMISSIONS, make_policy
 from hydra_tune.simulate import Outage, Scenario, SimulationResult, Slowdown, simulate
 from hydra_tune.simulate.plot import plot_timeline
 from hydra_tune.simulate.profile import read_profile
-from hydra_tune.simulate.recording import read_recording
-from hydra_tune.simulate.replay import replay
+from hydra_tune.simulate.recorded.recording import read_recording
+from hydra_tune.simulate.recorded.replay import replay
 from hydra_tune.simulate.table import print_replay, print_result
 from hydra_tune.simulate.workload import RandomWorkload, equal_devices, stop_early
 

@@ -1,4 +1,4 @@
-"""`PoolRecorder`: records the events, decisions and units of a running pool, for `hydra_tune.simulate.recording`."""
+"""`PoolRecorder`: records the events, decisions and units of a running pool, for `hydra_tune.simulate.recorded.recording`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.observe.trace.turns import BlockFacts, WorkerTurn, in_turn
 from hydra_tune.schedule import Command, Event
 from hydra_tune.schedule.journal import SchedulerDecision
-from hydra_tune.simulate.recording import RecordedDevice, Recording
+from hydra_tune.simulate.recorded.recording import RecordedDevice, Recording
 
 
 class PoolRecorder:

@@ -17,9 +17,9 @@ from hydra_tune.schedule import POLICIES, JobAdmitted, LRTFPaper, Run, UnitFinis
 from hydra_tune.schedule.journal import decide_again
 from hydra_tune.simulate import simulate
 from hydra_tune.simulate.profile import parse_profile, recorded_profile
-from hydra_tune.simulate.recording import read_recording
-from hydra_tune.simulate.replay import replay
-from hydra_tune.simulate.script import scripts_of
+from hydra_tune.simulate.recorded.recording import read_recording
+from hydra_tune.simulate.recorded.replay import replay
+from hydra_tune.simulate.recorded.script import scripts_of
 from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, X, against_plain, running, task, until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.trace.turns import BlockCopySpan, BlockFacts, TurnAction
-from hydra_tune.simulate.recording import RecordedDevice, Recording
-from hydra_tune.simulate.script import Copies, ScriptedCopy
+from hydra_tune.simulate.recorded.recording import RecordedDevice, Recording
+from hydra_tune.simulate.recorded.script import Copies, ScriptedCopy
 
 _PATIENCE_NS = 100_000  # poll for room this often while every possible victim is being copied
 _SENT_LEASES = 2  # as in the pager

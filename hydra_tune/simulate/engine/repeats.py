@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hydra_tune.schedule import Fifo, ShardedLRTF
-from hydra_tune.simulate.entities import Entry, SimulatedDeviceState, SimulatedJobState, SimulationEventKind
-from hydra_tune.simulate.transfers import ShardTransferSimulator, SimulationTimeline
+from hydra_tune.simulate.engine.entities import Entry, SimulatedDeviceState, SimulatedJobState, SimulationEventKind
+from hydra_tune.simulate.engine.transfers import ShardTransferSimulator, SimulationTimeline
 
 REMAINING_MATTERS: dict[type, bool] = {ShardedLRTF: True, Fifo: False}
 """Policies without memory that compare at most differences of remaining times, and whether they compare these."""

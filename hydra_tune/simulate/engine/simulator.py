@@ -30,13 +30,19 @@ from hydra_tune.schedule import (
     make_policy,
     makespan_bound,
 )
-from hydra_tune.simulate.ahead import Lookahead, SimulatedPrefetcher
-from hydra_tune.simulate.entities import ABSENT, Entry, SimulatedDeviceState, SimulatedJobState, SimulationEventKind
-from hydra_tune.simulate.grid import TimeGrid
+from hydra_tune.simulate.engine.entities import (
+    ABSENT,
+    Entry,
+    SimulatedDeviceState,
+    SimulatedJobState,
+    SimulationEventKind,
+)
+from hydra_tune.simulate.engine.grid import TimeGrid
+from hydra_tune.simulate.engine.lookahead import Lookahead, SimulatedPrefetcher
+from hydra_tune.simulate.engine.repeats import RepetitionSkipper
+from hydra_tune.simulate.engine.transfers import ShardTransferSimulator, SimulationTimeline
 from hydra_tune.simulate.model import Scenario
 from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
-from hydra_tune.simulate.repeats import RepetitionSkipper
-from hydra_tune.simulate.transfers import ShardTransferSimulator, SimulationTimeline
 
 _MOST_SECONDS = 1e250  # sums and quotients of larger floats soon overflow to infinity
 _PRECISION = 1e-3  # greatest relative error of a step's rounded time

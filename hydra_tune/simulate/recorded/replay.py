@@ -1,8 +1,8 @@
 """Replays a recorded run: measured times on a virtual clock, with a new schedule.
 
 A new scheduler receives the pool's events as the virtual clock reaches them. Each job's own behaviour comes from its
-script (`script.py`); memory effects and copy times follow from the blocks (`blocks.py`). With the run's policy, the
-replay must reproduce the run's commands in order; with another policy, the replay shows what the policy would have
+script (`script.py`); memory effects and copy times follow from the blocks (`pager_model.py`). With the run's policy,
+the replay must reproduce the run's commands in order; with another policy, the replay shows what the policy would have
 done.
 """
 
@@ -31,9 +31,9 @@ from hydra_tune.schedule import (
     make_policy,
 )
 from hydra_tune.schedule.journal import SchedulerDecision
-from hydra_tune.simulate.blocks import BACKGROUND, ReplayPager
-from hydra_tune.simulate.recording import DAMAGE, Recording
-from hydra_tune.simulate.script import STOP, JobScript, ScriptedTurn, scripts_of
+from hydra_tune.simulate.recorded.pager_model import BACKGROUND, ReplayPager
+from hydra_tune.simulate.recorded.recording import DAMAGE, Recording
+from hydra_tune.simulate.recorded.script import STOP, JobScript, ScriptedTurn, scripts_of
 
 _SECOND = 1e9
 

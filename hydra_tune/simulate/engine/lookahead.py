@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hydra_tune.schedule import JobView, NextJobPredictor, Policy, Scheduler
-from hydra_tune.simulate.entities import ABSENT, SimulatedDeviceState, SimulatedJobState
-from hydra_tune.simulate.transfers import ShardTransferSimulator
+from hydra_tune.simulate.engine.entities import ABSENT, SimulatedDeviceState, SimulatedJobState
+from hydra_tune.simulate.engine.transfers import ShardTransferSimulator
 
 
 class Lookahead(Protocol):

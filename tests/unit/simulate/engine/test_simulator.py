@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import LRTFPaper, ShardedLRTF, Unit, make_policy
 from hydra_tune.simulate import Outage, Scenario, SimulatedDevice, SimulatedTrial, Slowdown, simulate, training_step
-from hydra_tune.simulate.repeats import REMAINING_MATTERS
+from hydra_tune.simulate.engine.repeats import REMAINING_MATTERS
 from hydra_tune.simulate.workload import RandomWorkload, equal_devices, stop_early
 
 

@@ -7,8 +7,8 @@ opposite direction at the same time; their bytes are counted, but take no time. 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from hydra_tune.simulate.entities import ABSENT, SimulatedDeviceState, SimulatedJobState
-from hydra_tune.simulate.grid import TimeGrid
+from hydra_tune.simulate.engine.entities import ABSENT, SimulatedDeviceState, SimulatedJobState
+from hydra_tune.simulate.engine.grid import TimeGrid
 from hydra_tune.simulate.model import Scenario
 from hydra_tune.simulate.outcome import Interval
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from enum import IntEnum
 
 from hydra_tune.schedule import Unit
-from hydra_tune.simulate.grid import TimeGrid
+from hydra_tune.simulate.engine.grid import TimeGrid
 from hydra_tune.simulate.model import SimulatedDevice, SimulatedTrial
 
 ABSENT = -1

@@ -1,7 +1,7 @@
 """`Recording`: all events, decisions and actions of a pool, in a file for Perfetto and chrome://tracing.
 
-Viewers show the trace part of the file as a timeline; `hydra_tune.simulate.replay` reads the complete data beside the
-trace.
+Viewers show the trace part of the file as a timeline; `hydra_tune.simulate.recorded.replay` reads the complete data
+beside the trace.
 """
 
 import json
@@ -38,7 +38,7 @@ class RecordedDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """A run of a pool, for `hydra_tune.simulate.replay`.
+    """A run of a pool, for `hydra_tune.simulate.recorded.replay`.
 
     Args:
         policy: the deciding policy: its name, or the class of an object.

@@ -24,7 +24,7 @@ from hydra_tune.schedule import (
     UnitFailed,
     UnitFinished,
 )
-from hydra_tune.simulate.recording import Recording
+from hydra_tune.simulate.recorded.recording import Recording
 
 _RELEASE = Unit(kind="release", shard=0, seconds=0.0)
 STOP = "stop"
