@@ -1,4 +1,4 @@
-"""A cluster on a virtual clock: 10,000 trials under ASHA on 64 nodes of 8 devices, spread by `hydra_tune_ray.balance`.
+"""A cluster on a virtual clock: 10,000 trials under ASHA on 64 nodes of 8 devices, spread by `hydra_tune_ray.node.balance`.
 
 python benchmarks/ray_scale.py [--nodes 64] [--devices 8] [--trials 10000] [--spread 4] [--abreast 2,8,20] [--driver-ms 0,5,50]
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "integrations")]
 
-from hydra_tune_ray.balance import PoolBacklog, least_busy, moves  # noqa: E402 - found by the lines before
+from hydra_tune_ray.node.balance import PoolBacklog, least_busy, moves  # noqa: E402 - found by the lines before
 
 GRACE, FACTOR, BALANCE_SECONDS = 1, 3, 10.0
 

@@ -14,10 +14,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from hydra_tune_ray.actors import find_actor
+from hydra_tune_ray.checkpoint_transfer import write_files
 from hydra_tune_ray.errors import PoolError, TrialError
-from hydra_tune_ray.files import write_files
-from hydra_tune_ray.line import LocalSocketClient
 from hydra_tune_ray.messages import (
     BeginReply,
     BeginRequest,
@@ -28,6 +26,8 @@ from hydra_tune_ray.messages import (
     TrialTicket,
     WaitingOutcome,
 )
+from hydra_tune_ray.node.actors import find_actor
+from hydra_tune_ray.node.local_socket import LocalSocketClient
 from hydra_tune_ray.version import check_directory
 
 _ANSWER_SECONDS = 60.0

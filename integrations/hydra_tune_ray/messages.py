@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hydra_tune_ray.nodes import DeviceNode
+from hydra_tune_ray.node.nodes import DeviceNode
 
 Files = Mapping[str, bytes]
 """Contents of a checkpoint folder by file name."""
@@ -64,7 +64,7 @@ class BeginReply:
     """Confirmation that a trial is in a pool.
 
     Attributes:
-        line: path of a socket on the pool's node, as of `hydra_tune_ray.line`; empty without a socket.
+        line: path of a socket on the pool's node, as of `hydra_tune_ray.node.local_socket`; empty without a socket.
     """
 
     line: str

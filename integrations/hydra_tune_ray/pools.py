@@ -11,11 +11,11 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hydra_tune.errors import ConfigError
-from hydra_tune_ray.actors import NAMESPACE, find_actor
-from hydra_tune_ray.directory import DirectoryOptions, PoolDirectory
 from hydra_tune_ray.errors import PoolError
 from hydra_tune_ray.messages import PoolFigures
-from hydra_tune_ray.nodes import device_nodes, no_devices
+from hydra_tune_ray.node.actors import NAMESPACE, find_actor
+from hydra_tune_ray.node.nodes import device_nodes, no_devices
+from hydra_tune_ray.node.pool_directory import DirectoryOptions, PoolDirectory
 from hydra_tune_ray.pickling import pickled
 from hydra_tune_ray.version import check_directory
 

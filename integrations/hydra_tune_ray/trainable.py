@@ -25,9 +25,9 @@ from ray.tune import PlacementGroupFactory, Trainable
 from ray.tune.result import DONE, RESULT_DUPLICATE
 
 from hydra_tune.errors import ConfigError
+from hydra_tune_ray.checkpoint_transfer import FOLDER, read_files
 from hydra_tune_ray.client import TrialClient
 from hydra_tune_ray.errors import TrialError
-from hydra_tune_ray.files import FOLDER, read_files
 from hydra_tune_ray.messages import BeginRequest, Files, ReportOutcome, TrialTicket
 from hydra_tune_ray.pickling import pickled
 from hydra_tune_ray.pools import Pools, start_pools

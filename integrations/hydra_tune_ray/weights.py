@@ -5,8 +5,8 @@ from typing import Any
 from ray.tune import Checkpoint, Result
 
 from hydra_tune.errors import CheckpointError
-from hydra_tune_ray.building import Build, built
-from hydra_tune_ray.files import FOLDER
+from hydra_tune_ray.build_adapter import Build, built
+from hydra_tune_ray.checkpoint_transfer import FOLDER
 
 
 def load_module(build: Build, result: Result, checkpoint: Checkpoint | None = None) -> Any:

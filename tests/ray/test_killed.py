@@ -12,8 +12,8 @@ pytest.importorskip("ray")
 from ray import tune
 
 import hydra_tune_ray
-from hydra_tune_ray.actors import NodePoolSpec, find_actor, start_pool
-from hydra_tune_ray.nodes import device_nodes
+from hydra_tune_ray.node.actors import NodePoolSpec, find_actor, start_pool
+from hydra_tune_ray.node.nodes import device_nodes
 from hydra_tune_ray.pools import pools_of
 from tests.ray.searches import DEVICES, EACH, RATES, build, empty_pools, same, searched, trained_by_itself
 

@@ -14,7 +14,7 @@ from ray.tune.schedulers import ASHAScheduler
 
 import hydra_tune_ray
 from hydra_tune import load_module
-from hydra_tune_ray.files import FOLDER, read_files
+from hydra_tune_ray.checkpoint_transfer import FOLDER, read_files
 from hydra_tune_ray.pools import pools_of
 from tests.ray.searches import (
     DEVICES,

@@ -5,9 +5,9 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
-from hydra_tune_ray.directory import DirectoryOptions, PoolDirectory
 from hydra_tune_ray.messages import PoolLoadReport
-from hydra_tune_ray.nodes import DeviceNode
+from hydra_tune_ray.node.nodes import DeviceNode
+from hydra_tune_ray.node.pool_directory import DirectoryOptions, PoolDirectory
 
 PULSE, SLICE = 0.5, 0.05
 
@@ -68,7 +68,7 @@ class Cluster:
         self.now, self.events, self.order = 100.0, [], itertools.count()
         self.gap, self.build, self.move, self.answer, self.noise = gap, build, move, answer, noise
         self.random = random.Random(seed)
-        monkeypatch.setattr("hydra_tune_ray.directory.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("hydra_tune_ray.node.pool_directory.time.monotonic", lambda: self.now)
         monkeypatch.setattr(PoolDirectory, "_watch_nodes", lambda directory: None)  # asks Ray
         self.directory = PoolDirectory(DirectoryOptions(name="pools", options={}, start_seconds=1.0, idle_seconds=None))
         self.pools = {}

@@ -11,7 +11,7 @@ pytest.importorskip("ray")
 import hydra_tune_ray
 from hydra_tune.errors import ConfigError
 from hydra_tune_ray import installed
-from hydra_tune_ray.building import built
+from hydra_tune_ray.build_adapter import built
 from hydra_tune_ray.pickling import pickled
 
 NO_RAY = """

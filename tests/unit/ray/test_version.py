@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from hydra_tune_ray.directory import DirectoryOptions, PoolDirectory
-from hydra_tune_ray.nodes import DeviceNode
+from hydra_tune_ray.node.nodes import DeviceNode
+from hydra_tune_ray.node.pool_directory import DirectoryOptions, PoolDirectory
 from hydra_tune_ray.version import VERSION
 
 NODE = DeviceNode(node_id="0123456789", devices="cpu:1", num_gpus=0, num_devices=1)

@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from hydra_tune_ray.directory import DirectoryOptions, PoolDirectory, _RegisteredPool
 from hydra_tune_ray.messages import PoolLoadReport
-from hydra_tune_ray.nodes import DeviceNode
+from hydra_tune_ray.node.nodes import DeviceNode
+from hydra_tune_ray.node.pool_directory import DirectoryOptions, PoolDirectory, _RegisteredPool
 
 NODES = {name: DeviceNode(node_id=name, devices="cpu:1", num_gpus=0, num_devices=1) for name in ("a", "b")}
 
@@ -21,7 +21,7 @@ def told(name, trials, leaving=None):
 @pytest.fixture
 def directory(monkeypatch):
     monkeypatch.setattr(PoolDirectory, "_watch_nodes", lambda self: None)  # asks Ray
-    monkeypatch.setattr("hydra_tune_ray.directory.time.monotonic", lambda: 100.0)
+    monkeypatch.setattr("hydra_tune_ray.node.pool_directory.time.monotonic", lambda: 100.0)
     made = PoolDirectory(DirectoryOptions(name="pools", options={}, start_seconds=1.0, idle_seconds=None))
     made._pools = {name: _RegisteredPool(None, told(name, {}), time.monotonic()) for name in NODES}
     return made

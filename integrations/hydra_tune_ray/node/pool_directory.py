@@ -20,11 +20,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from hydra_tune_ray.actors import NodePoolSpec, start_pool
-from hydra_tune_ray.balance import PoolBacklog, least_busy, moves
-from hydra_tune_ray.left import RemainingTimeEstimator
 from hydra_tune_ray.messages import PoolFigures, PoolLoadReport
-from hydra_tune_ray.nodes import DeviceNode, device_nodes, draining_nodes
+from hydra_tune_ray.node.actors import NodePoolSpec, start_pool
+from hydra_tune_ray.node.balance import PoolBacklog, least_busy, moves
+from hydra_tune_ray.node.nodes import DeviceNode, device_nodes, draining_nodes
+from hydra_tune_ray.node.remaining_time import RemainingTimeEstimator
 from hydra_tune_ray.version import VERSION, wrong_pool
 
 _LOGGER = logging.getLogger("hydra_tune.ray")

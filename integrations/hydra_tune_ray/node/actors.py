@@ -1,7 +1,7 @@
 """Creation and lookup of the package's Ray actors: names, placement, and the entry point of a pool's process.
 
-A pool is an actor with one method, `call`, which forwards to `hydra_tune_ray.pool.NodePool`. Processes that start a
-pool or talk to a pool therefore import no torch.
+A pool is an actor with one method, `call`, which forwards to `hydra_tune_ray.node.node_pool.NodePool`. Processes that
+start a pool or talk to a pool therefore import no torch.
 """
 
 import threading
@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hydra_tune_ray.nodes import DeviceNode
+from hydra_tune_ray.node.nodes import DeviceNode
 from hydra_tune_ray.version import VERSION
 
 NAMESPACE = "hydra_tune"
@@ -57,7 +57,7 @@ class PoolActor:
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the `NodePool`."""
         if self._pool is None:
-            from hydra_tune_ray.pool import NodePool  # noqa: PLC0415 - imports torch, which only this process needs
+            from hydra_tune_ray.node.node_pool import NodePool  # noqa: PLC0415 - imports torch, which only this process needs
 
             # The import above takes long, and another call may have made the pool meanwhile.
             self._pool = self._pool or NodePool(self._place)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hydra_tune_ray.balance import PoolBacklog, least_busy, moves
+from hydra_tune_ray.node.balance import PoolBacklog, least_busy, moves
 
 
 def work(*seconds, devices=1, started=False, name=""):

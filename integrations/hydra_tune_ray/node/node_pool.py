@@ -22,10 +22,7 @@ from ray.exceptions import RayError
 
 from hydra_tune.errors import TaskError
 from hydra_tune.pool.job import Job
-from hydra_tune_ray.actors import NodePoolSpec
 from hydra_tune_ray.errors import PoolError
-from hydra_tune_ray.held import LeasedTrial, LeasedTrialTable, told
-from hydra_tune_ray.line import LocalSocketServer
 from hydra_tune_ray.messages import (
     BeginReply,
     BeginRequest,
@@ -38,8 +35,11 @@ from hydra_tune_ray.messages import (
     TrialTicket,
     WaitingOutcome,
 )
-from hydra_tune_ray.telling import DirectoryConnection
-from hydra_tune_ray.training import NodePoolRuntime
+from hydra_tune_ray.node.actors import NodePoolSpec
+from hydra_tune_ray.node.heartbeat import DirectoryConnection
+from hydra_tune_ray.node.local_socket import LocalSocketServer
+from hydra_tune_ray.node.pool_runtime import NodePoolRuntime
+from hydra_tune_ray.node.trial_leases import LeasedTrial, LeasedTrialTable, told
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _ANSWER_SECONDS = 10.0

@@ -12,9 +12,9 @@ from typing import Any, cast
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
-from hydra_tune_ray.actors import GONE_TIMES, find_actor
 from hydra_tune_ray.errors import PoolError
 from hydra_tune_ray.messages import PoolLoadReport
+from hydra_tune_ray.node.actors import GONE_TIMES, find_actor
 
 _ANSWER_SECONDS = 10.0
 _LOST_SECONDS = 120.0

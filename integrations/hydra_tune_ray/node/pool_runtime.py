@@ -15,8 +15,8 @@ from hydra_tune.checkpoint.folder import CheckpointFolder
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, TaskError
 from hydra_tune.pool.job import EventStream, Job
-from hydra_tune_ray.building import built
-from hydra_tune_ray.files import read_files, write_files
+from hydra_tune_ray.build_adapter import built
+from hydra_tune_ray.checkpoint_transfer import read_files, write_files
 from hydra_tune_ray.messages import BeginRequest, Files
 
 

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("ray")
 
 from hydra_tune.pool.job import JobProgress
-from hydra_tune_ray.held import LeasedTrialTable
 from hydra_tune_ray.messages import BeginRequest, MoveOutcome
+from hydra_tune_ray.node.trial_leases import LeasedTrialTable
 
 REQUEST = BeginRequest(trial_id="t", key="t-1", name="trial", build=b"", config={})
 
@@ -17,7 +17,7 @@ REQUEST = BeginRequest(trial_id="t", key="t-1", name="trial", build=b"", config=
 def test_a_trial_that_has_left_is_told_again_where_to_for_a_while(monkeypatch):
     """An answer may get lost, and its client asks again."""
     now = [100.0]
-    monkeypatch.setattr("hydra_tune_ray.held.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hydra_tune_ray.node.trial_leases.time.monotonic", lambda: now[0])
     trials = LeasedTrialTable(10.0)
     held = add(trials)
     moved = trials.leave(held, MoveOutcome(pool="other", files=None), 30.0)
@@ -34,7 +34,7 @@ def test_a_trial_that_has_left_is_told_again_where_to_for_a_while(monkeypatch):
 
 def test_a_trial_expires_unless_it_is_renewed(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("hydra_tune_ray.held.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hydra_tune_ray.node.trial_leases.time.monotonic", lambda: now[0])
     trials = LeasedTrialTable(10.0)
     held = add(trials)
     now[0] += REQUEST.lease_seconds - 1

@@ -28,7 +28,7 @@ from hydra_tune_ray.messages import (
     ReportOutcome,
     WaitingOutcome,
 )
-from hydra_tune_ray.nodes import DeviceNode
+from hydra_tune_ray.node.nodes import DeviceNode
 
 _NOT_BEGUN = ("queued", "preparing")
 _LEAVING = 1

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from hydra_tune_ray.line import LocalSocketClient, LocalSocketServer
 from hydra_tune_ray.messages import EndOutcome, MoveOutcome, ReportOutcome, WaitingOutcome
+from hydra_tune_ray.node.local_socket import LocalSocketClient, LocalSocketServer
 
 ANSWERS = {
     "report": ReportOutcome(number=3, step=2, metrics={"loss": 0.1 + 0.2, "up": math.inf, "n": 7}, is_last=False),
