@@ -36,7 +36,7 @@ from optuna import (
 
 from hydra_tune_optuna import study
 from hydra_tune_optuna.errors import TrialCancelledError
-from hydra_tune_optuna.installation import install, uninstall
+from hydra_tune_optuna.monkeypatch import install, uninstall
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.study import create_study, load_study
 from hydra_tune_optuna.weights import kept_weights, load_module, weights_path

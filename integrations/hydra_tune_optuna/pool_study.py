@@ -18,9 +18,9 @@ from torch import nn
 
 from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import ConfigError
-from hydra_tune_optuna.driver import OptimizeDriver, OptimizeLimits
-from hydra_tune_optuna.lockstep import useless_pruner
-from hydra_tune_optuna.private import ProgressBar, optimizing, storage_of, wait_for_sqlite
+from hydra_tune_optuna.optuna_internals import ProgressBar, optimizing, storage_of, wait_for_sqlite
+from hydra_tune_optuna.search.driver import OptimizeDriver, OptimizeLimits
+from hydra_tune_optuna.search.pruner_checks import useless_pruner
 from hydra_tune_optuna.weights import Build, KeepBest, StudyWeights, check_keeping, load_module
 
 _logger = get_logger("optuna.hydra_tune")  # shown and configured like Optuna's own lines

@@ -24,8 +24,8 @@ from optuna.study import (
 )
 
 from hydra_tune import HydraExecutor
+from hydra_tune_optuna.optuna_internals import storage_of
 from hydra_tune_optuna.pool_study import PoolStudy
-from hydra_tune_optuna.private import storage_of
 from hydra_tune_optuna.weights import KeepBest, check_keeping
 
 __all__ = [

@@ -23,10 +23,10 @@ from hydra_tune.cli.sweep_file.request import Outcome, SweepRequest, TrialRecord
 from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.supervision.marks import at_work
-from hydra_tune_optuna.driver import job_name
-from hydra_tune_optuna.going_on import going_on, keep_sampler
-from hydra_tune_optuna.lockstep import PrunerRemedies, useless_pruner
 from hydra_tune_optuna.pool_study import PoolStudy
+from hydra_tune_optuna.search.driver import job_name
+from hydra_tune_optuna.search.pruner_checks import PrunerRemedies, useless_pruner
+from hydra_tune_optuna.search.resume_sweep import going_on, keep_sampler
 from hydra_tune_optuna.study import create_study
 from hydra_tune_optuna.weights import check_keeping, kept_weights
 

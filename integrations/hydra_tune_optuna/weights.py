@@ -22,7 +22,7 @@ from hydra_tune import TrainTask
 from hydra_tune.checkpoint.best import BestWeights, Values, kept_trials, weights_file
 from hydra_tune.errors import ConfigError, WeightsError
 from hydra_tune.train.checkpoint.weights import load_module as load_task_module
-from hydra_tune_optuna import private
+from hydra_tune_optuna import optuna_internals
 
 KeepBest = int | Literal["pareto"]
 Build = Callable[[Any], Any]
@@ -114,7 +114,7 @@ class StudyWeights:
             task: the trained task.
             result: of the job.
         """
-        if trial.state != TrialState.COMPLETE or private.violates_constraints(trial):
+        if trial.state != TrialState.COMPLETE or optuna_internals.violates_constraints(trial):
             return
         if isinstance(self._choose, _BestTrialSelector):
             # Among equal trials keep the study's own choice: study.best_trial must lead to weights.
@@ -133,7 +133,7 @@ class StudyWeights:
 
     def lacks(self, trial: FrozenTrial) -> bool:
         """Whether a completed trial is among the best but has no kept weights, as after a crash."""
-        if private.violates_constraints(trial):
+        if optuna_internals.violates_constraints(trial):
             return False
         there = kept_trials(self._files.folder)
         return trial.number not in there and trial.number in self._choose({**there, trial.number: tuple(trial.values)})
@@ -209,7 +209,7 @@ def _own_folder(study: Study, weights_dir: str | os.PathLike[str]) -> Path:
     place = Path(os.fspath(weights_dir)).absolute()
     if not any(folder.parent == place for folder in _folders(study)):
         name = re.sub(r"[^\w.-]+", "-", study.study_name).strip("-.")[:60] or "study"
-        private.set_study_attribute(study, f"{_ATTRIBUTE}{name}-{uuid.uuid4().hex[:8]}", str(place))
+        optuna_internals.set_study_attribute(study, f"{_ATTRIBUTE}{name}-{uuid.uuid4().hex[:8]}", str(place))
     # Two processes may each have recorded a folder at the same moment; both take the first by name.
     return next(folder for folder in _folders(study) if folder.parent == place)
 
@@ -218,7 +218,7 @@ def _folders(study: Study, weights_dir: str | os.PathLike[str] | None = None) ->
     """All folders with weights of the study by name, at their recorded places; then the same in `weights_dir`."""
     noted = sorted(
         (key.removeprefix(_ATTRIBUTE), place)
-        for key, place in private.study_attributes(study).items()
+        for key, place in optuna_internals.study_attributes(study).items()
         if key.startswith(_ATTRIBUTE)
     )
     places = [Path(place) / name for name, place in noted]

@@ -265,7 +265,7 @@ def test_a_limit_on_all_trials_of_a_study_holds_but_for_those_in_flight(counted,
 def test_no_trial_starts_after_the_time_is_out_and_running_ones_finish(pool, monkeypatch):
     """It is out while there is room for one more."""
     now, begun, is_out = [0.0], [], threading.Event()
-    monkeypatch.setattr("hydra_tune_optuna.driver.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("hydra_tune_optuna.search.driver.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def objective(trial):
         begun.append(now[0])

@@ -14,7 +14,7 @@ from optuna.storages import _heartbeat
 from optuna.study import _optimize, _tell
 
 import hydra_tune_optuna
-from hydra_tune_optuna import private
+from hydra_tune_optuna import optuna_internals
 
 PACKAGE = Path(hydra_tune_optuna.__file__).parent
 
@@ -57,19 +57,19 @@ def test_a_study_has_its_storage_its_flag_and_its_mark_of_optimizing():
     assert study._storage.get_trial(trial._trial_id).number == 0
     assert study._study_id in [summary._study_id for summary in study._storage.get_all_studies()]
     assert study._thread_local.in_optimize_loop is False
-    with private.optimizing(study):
+    with optuna_internals.optimizing(study):
         assert study._thread_local.in_optimize_loop is True
-        assert not private.stop_requested(study)
+        assert not optuna_internals.stop_requested(study)
         study.stop()
         assert study._stop_flag is True
-        assert private.stop_requested(study)
+        assert optuna_internals.stop_requested(study)
     assert study._thread_local.in_optimize_loop is False
 
 
 def test_a_heartbeat_has_an_interval_and_beats_for_a_trial():
     assert parameters(_heartbeat.BaseHeartbeat.record_heartbeat) == ["self", "trial_id"]
     assert parameters(_heartbeat.BaseHeartbeat.get_heartbeat_interval) == ["self"]
-    assert private.heartbeat_of(optuna.storages.InMemoryStorage()) is None
+    assert optuna_internals.heartbeat_of(optuna.storages.InMemoryStorage()) is None
 
 
 def test_exhaustive_samplers_show_what_is_left():
@@ -78,19 +78,19 @@ def test_exhaustive_samplers_show_what_is_left():
     assert parameters(_brute_force._TreeNode.count_unexpanded) == ["self", "exclude_running"]
 
     study = optuna.create_study(sampler=optuna.samplers.GridSampler({"x": [1, 2]}))
-    assert not private.nothing_new_to_sample(study)
+    assert not optuna_internals.nothing_new_to_sample(study)
     study.ask()
-    assert not private.nothing_new_to_sample(study)
+    assert not optuna_internals.nothing_new_to_sample(study)
     study.ask()
-    assert private.nothing_new_to_sample(study)
+    assert optuna_internals.nothing_new_to_sample(study)
 
 
 def test_no_other_module_touches_a_private_name_of_optuna():
     pattern = re.compile(r"(import|from optuna\S*) _[a-z]|optuna\.\w*\._|(study|trial|sampler|storage|pruner)\._[a-z]")
     offending = [
         f"{path.name}:{number}: {line}"
-        for path in sorted(PACKAGE.glob("*.py"))
-        if path.name != "private.py"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.name != "optuna_internals.py"
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if pattern.search(line.replace("self._", ""))
     ]
@@ -121,9 +121,9 @@ def test_what_optuna_does_not_list_is_found_too():
 
 def test_libraries_note_things_of_a_study_in_its_storage():
     study = optuna.create_study()
-    private.set_study_attribute(study, "hydra_tune:test", "noted")
+    optuna_internals.set_study_attribute(study, "hydra_tune:test", "noted")
 
-    assert private.study_attributes(study) == {"hydra_tune:test": "noted"}
+    assert optuna_internals.study_attributes(study) == {"hydra_tune:test": "noted"}
     assert study.user_attrs == {}
 
 
@@ -139,17 +139,17 @@ def test_a_trial_that_runs_can_wait_again_and_keeps_its_number_and_what_was_draw
     study = optuna.create_study(storage=storages[kind]())
     trial = study.ask()
     drawn = trial.suggest_float("x", 0.0, 1.0)
-    private.note(study, private.stored(study, trial), "hydra_tune:test", value="noted")
+    optuna_internals.note(study, optuna_internals.stored(study, trial), "hydra_tune:test", value="noted")
     study.ask()
-    (first, _) = private.running(study)
-    private.wait_again(study, first)
+    (first, _) = optuna_internals.running(study)
+    optuna_internals.wait_again(study, first)
     again = study.ask()
 
     assert again.number == 0
     assert again.suggest_float("x", 0.0, 1.0) == drawn
     assert first.system_attrs["hydra_tune:test"] == "noted"
-    assert private.frozen_id(first) == private.trial_id(again)
-    assert len(private.running(study)) == len(study.trials) == 2
+    assert optuna_internals.frozen_id(first) == optuna_internals.trial_id(again)
+    assert len(optuna_internals.running(study)) == len(study.trials) == 2
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,9 @@ def test_all_that_a_sampler_draws_from_is_known(make):
     for _ in range(2):
         draw(studies[0])
     studies[1].add_trials(studies[0].trials)
-    for stream, source in zip(private.random_streams(other), private.random_streams(sampler), strict=True):
+    for stream, source in zip(
+        optuna_internals.random_streams(other), optuna_internals.random_streams(sampler), strict=True
+    ):
         stream.set_state(source.get_state())
     assert [draw(studies[0]) for _ in range(2)] == [draw(studies[1]) for _ in range(2)]
 

@@ -19,8 +19,8 @@ from optuna.pruners import (
 
 import hydra_tune_optuna
 from hydra_tune import HydraExecutor
-from hydra_tune_optuna.lockstep import num_unjudged, useless_pruner
-from hydra_tune_optuna.private import completed_needed
+from hydra_tune_optuna.optuna_internals import completed_needed
+from hydra_tune_optuna.search.pruner_checks import num_unjudged, useless_pruner
 from tests.contract.optuna_drivers import Driver, build, metrics_task, optuna_log, record
 from tests.support.gathered import gather
 from tests.unit.pool.tasks import task

@@ -6,8 +6,8 @@ import optuna
 import pytest
 
 from hydra_tune.checkpoint.sweep_folder import SweepFolder
-from hydra_tune_optuna.going_on import keep_sampler
-from hydra_tune_optuna.sampler_state import note_draws, restore, state_of
+from hydra_tune_optuna.search.resume_sweep import keep_sampler
+from hydra_tune_optuna.search.sampler_state import note_draws, restore, state_of
 
 SAMPLERS = {
     "random": lambda: optuna.samplers.RandomSampler(seed=3),

@@ -29,11 +29,11 @@ RDB = "optuna.storages._rdb.storage:RDBStorage."
 MOMENTS = (
     (RDB + "_create_new_trial", "before", 1),
     (RDB + "set_trial_state_values", "before", 3),  # a trial that waited runs, or one is told
-    ("hydra_tune_optuna.private:tell", "before", 1),
+    ("hydra_tune_optuna.optuna_internals:tell", "before", 1),
     (RDB + "set_trial_state_values", "after", 3),
     (RDB + "_create_new_trial", "after", 1),
     (RDB + "set_trial_system_attr", "after", 2),  # a trial that was left is claimed, and its old claim goes
-    ("hydra_tune_optuna.private:tell", "after", 1),
+    ("hydra_tune_optuna.optuna_internals:tell", "after", 1),
     (RDB + "_set_trial_param", "after", 3),
     (RDB + "set_trial_intermediate_value", "before", 6),
     ("sqlalchemy.orm.session:Session.commit", "before", 20),
@@ -41,11 +41,11 @@ MOMENTS = (
     ("hydra_tune.executor:HydraExecutor.submit", "before", 2),
     ("hydra_tune.executor:HydraExecutor.submit", "after", 2),
     ("sqlalchemy.orm.session:Session.commit", "after", 20),
-    ("hydra_tune_optuna.resuming:StudyResumer.forget", "before", 1),
+    ("hydra_tune_optuna.search.resume_study:StudyResumer.forget", "before", 1),
     ("hydra_tune.checkpoint.folder:CheckpointFolder.remove", "before", 1),
-    ("hydra_tune_optuna.resuming:StudyResumer._claim", "after", 1),
+    ("hydra_tune_optuna.search.resume_study:StudyResumer._claim", "after", 1),
     ("hydra_tune.pool.runtime.worker:run_unit", "after", 60),
-    ("hydra_tune_optuna.resuming:StudyResumer.begin", "after", 1),
+    ("hydra_tune_optuna.search.resume_study:StudyResumer.begin", "after", 1),
 )
 SEQUENCES = 10
 

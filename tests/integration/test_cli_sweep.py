@@ -169,7 +169,7 @@ def test_one_failing_trial_does_not_end_the_sweep(project):
 def test_the_timeout_starts_no_more_trials(project, monkeypatch):
     """It is over after fifty looks at the clock."""
     looks = itertools.count()
-    monkeypatch.setattr("hydra_tune_optuna.driver.time", SimpleNamespace(monotonic=lambda: 0.02 * next(looks)))
+    monkeypatch.setattr("hydra_tune_optuna.search.driver.time", SimpleNamespace(monotonic=lambda: 0.02 * next(looks)))
     project.change("run_cap: 8", "run_cap: 100000")
     project.change("hydra: {", "hydra: {storage: sqlite:///trials.db, study: first, ")
     done = project.call("--timeout", "1")

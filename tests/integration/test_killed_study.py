@@ -12,7 +12,7 @@ from optuna.trial import TrialState
 import hydra_tune_optuna as optuna
 from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.folder import load_checkpoint
-from hydra_tune_optuna.resuming import StudyResumer
+from hydra_tune_optuna.search.resume_study import StudyResumer
 from hydra_tune_optuna.weights import StudyWeights
 from tests.support.forked import Forked
 from tests.support.killed_study import RATES, begin, build, main, saved_trials, storage

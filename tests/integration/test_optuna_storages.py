@@ -14,7 +14,7 @@ import sqlalchemy
 
 import hydra_tune_optuna
 from hydra_tune import HydraTuneError
-from hydra_tune_optuna.heartbeat import StudyHeartbeatSender
+from hydra_tune_optuna.search.heartbeat import StudyHeartbeatSender
 from tests.contract.optuna_drivers import (
     Driver,
     RetryStale,

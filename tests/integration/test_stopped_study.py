@@ -39,7 +39,7 @@ def stopping(monkeypatch):
             if trial.number == 1:
                 signal.raise_signal(number)
 
-        monkeypatch.setattr("hydra_tune_optuna.private._InterruptSafeTrial.report", report)
+        monkeypatch.setattr("hydra_tune_optuna.optuna_internals._InterruptSafeTrial.report", report)
         try:
             study.optimize(build, n_trials=len(RATES))
         finally:
@@ -111,7 +111,7 @@ def test_a_trial_that_ends_while_others_are_saved_has_ended(tmp_path, monkeypatc
                 signal.raise_signal(signal.SIGINT)
 
         monkeypatch.setattr(pool, "suspend", suspend)
-        monkeypatch.setattr("hydra_tune_optuna.private._InterruptSafeTrial.report", report)
+        monkeypatch.setattr("hydra_tune_optuna.optuna_internals._InterruptSafeTrial.report", report)
         with pytest.raises(KeyboardInterrupt):
             study.optimize(build, n_trials=2, callbacks=[lambda _study, trial: heard.append(trial.number)])
     assert 0 in heard

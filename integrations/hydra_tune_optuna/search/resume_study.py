@@ -27,7 +27,7 @@ from hydra_tune.checkpoint.alive import LivenessFile, alone, has_died
 from hydra_tune.checkpoint.alive import forget as forget_sign
 from hydra_tune.errors import CheckpointError, HydraTuneError
 from hydra_tune.pool.checkpointing.lookup import CheckpointSummary
-from hydra_tune_optuna import private
+from hydra_tune_optuna import optuna_internals
 
 _SEARCHES = ".searches"  # no trial's folder begins with a dot
 _CLAIM = "hydra_tune:search:"
@@ -91,7 +91,7 @@ class StudyResumer:
             for left in found:
                 self._claim(left.frozen)
             # Only forget a dead search once no running trial refers to it: a forgotten name counts as foreign.
-            for name in dead - {n for frozen in private.running(self._study) for n in _claims(frozen)}:
+            for name in dead - {n for frozen in optuna_internals.running(self._study) for n in _claims(frozen)}:
                 forget_sign(self._folder, name)
         return [*self._told(is_wanted), *found]
 
@@ -99,7 +99,7 @@ class StudyResumer:
         """Find the ownerless running trials, sorted by number, without claiming any."""
         if not self.saves:
             return []
-        found = [left for frozen in private.running(self._study) if (left := self._left(frozen)) is not None]
+        found = [left for frozen in optuna_internals.running(self._study) if (left := self._left(frozen)) is not None]
         return sorted(found, key=lambda left: left.frozen.number)
 
     def close(self, *, leaves: bool) -> None:
@@ -117,7 +117,7 @@ class StudyResumer:
 
     def ask(self) -> Trial:
         """Ask for a new trial, claimed by this search."""
-        return private.ask(self._study, None if self._sign is None else _CLAIM + self._sign.name)
+        return optuna_internals.ask(self._study, None if self._sign is None else _CLAIM + self._sign.name)
 
     def submit_options(self, trial: Trial, left: ResumableTrial | None) -> tuple[dict[str, Any], frozenset[int]]:
         """Make the `submit` options under which a trial's checkpoints are found again, and from which a trial resumes.
@@ -127,7 +127,7 @@ class StudyResumer:
         """
         if not self.saves:
             return {}, frozenset()  # without asking the storage
-        frozen = private.stored(self._study, trial)
+        frozen = optuna_internals.stored(self._study, trial)
         name, known = self._saved_as(frozen.number), frozenset(frozen.intermediate_values)
         options = {"saved_as": name, "labels": labels(self._study, frozen)}
         if left is not None and left.checkpoint is not None:
@@ -171,14 +171,14 @@ class StudyResumer:
         """Claim a trial for this search, and cancel the claims of dead searches."""
         assert self._sign is not None
         # The new claim comes first: killed in between, the trial has two claims, never none.
-        private.note(self._study, frozen, _CLAIM + self._sign.name, value=True)
+        optuna_internals.note(self._study, frozen, _CLAIM + self._sign.name, value=True)
         for name in _claims(frozen):
-            private.note(self._study, frozen, _CLAIM + name, value=False)
+            optuna_internals.note(self._study, frozen, _CLAIM + name, value=False)
 
     def _told(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[ResumableTrial]:
         """Find completed trials without kept weights, after a crash; remove the checkpoints of other ended trials."""
         wanted = []
-        for frozen in private.ended(self._study, (TrialState.COMPLETE, TrialState.PRUNED)):
+        for frozen in optuna_internals.ended(self._study, (TrialState.COMPLETE, TrialState.PRUNED)):
             try:
                 checkpoint = self._pool.find_checkpoint(self._saved_as(frozen.number))
             except HydraTuneError:

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from optuna.samplers import BaseSampler
 
-from hydra_tune_optuna import private
+from hydra_tune_optuna import optuna_internals
 
 _DRAWING = ("before_trial", "sample_relative", "sample_independent")
 
 
 def state_of(sampler: BaseSampler) -> list[dict[str, Any]]:
     """Encode the random streams as JSON values, exactly."""
-    return [_encoded(stream) for stream in private.random_streams(sampler)]
+    return [_encoded(stream) for stream in optuna_internals.random_streams(sampler)]
 
 
 def restore(sampler: BaseSampler, state: list[dict[str, Any]]) -> None:
@@ -27,7 +27,7 @@ def restore(sampler: BaseSampler, state: list[dict[str, Any]]) -> None:
     Raises:
         ValueError: the state belongs to another kind of sampler, or is damaged.
     """
-    streams = private.random_streams(sampler)
+    streams = optuna_internals.random_streams(sampler)
     if len(streams) != len(state):
         raise ValueError(f"{type(sampler).__name__} has {len(streams)} random streams, and {len(state)} were noted")
     for stream, each in zip(streams, state, strict=True):

@@ -11,7 +11,7 @@ from optuna.study import Study
 from optuna.trial import TrialState
 
 from hydra_tune import HydraExecutor
-from hydra_tune_optuna.private import completed_needed
+from hydra_tune_optuna.optuna_internals import completed_needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Self
 from optuna.logging import get_logger
 from optuna.storages import BaseStorage
 
-from hydra_tune_optuna.private import heartbeat_of
+from hydra_tune_optuna.optuna_internals import heartbeat_of
 
 _logger = get_logger("optuna.hydra_tune")
 

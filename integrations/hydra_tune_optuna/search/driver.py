@@ -20,13 +20,13 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from hydra_tune import Failed, Finished, HydraExecutor, Job, Reported, Result, TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
 from hydra_tune.interrupts import hold_interrupts, is_interrupt, let_interrupts_through
-from hydra_tune_optuna import private
-from hydra_tune_optuna.collecting import StudyCheckpointCollector
-from hydra_tune_optuna.ending import give_up, leave
+from hydra_tune_optuna import optuna_internals
 from hydra_tune_optuna.errors import TrialCancelledError
-from hydra_tune_optuna.heartbeat import StudyHeartbeatSender
-from hydra_tune_optuna.resuming import ResumableTrial, StudyResumer
-from hydra_tune_optuna.values import (
+from hydra_tune_optuna.search.checkpoint_gc import StudyCheckpointCollector
+from hydra_tune_optuna.search.heartbeat import StudyHeartbeatSender
+from hydra_tune_optuna.search.resume_study import ResumableTrial, StudyResumer
+from hydra_tune_optuna.search.shutdown import give_up, leave
+from hydra_tune_optuna.search.values import (
     Values,
     check_result_choice,
     in_words,
@@ -116,7 +116,7 @@ class OptimizeDriver:
         limits: OptimizeLimits,
         *,
         callbacks: Iterable[Callback] | None,
-        progress_bar: private.ProgressBar,
+        progress_bar: optuna_internals.ProgressBar,
         weights: StudyWeights | None = None,
         settled: Callable[[], None] = lambda: None,
     ) -> None:
@@ -128,7 +128,7 @@ class OptimizeDriver:
         self._progress_bar = progress_bar
         self._weights = weights
         self._settled = settled
-        self._heartbeat = StudyHeartbeatSender(private.storage_of(study))
+        self._heartbeat = StudyHeartbeatSender(optuna_internals.storage_of(study))
         self._stream = pool.events()
         self._started_seconds = time.monotonic()
         self._asked = 0
@@ -160,7 +160,7 @@ class OptimizeDriver:
                 raise
             finally:
                 self._resuming.close(leaves=bool(self._untold) or any(not left.is_told for left in self._left))
-        private.storage_of(self._study).remove_session()
+        optuna_internals.storage_of(self._study).remove_session()
         if self._error is not None:
             raise self._error
 
@@ -168,7 +168,7 @@ class OptimizeDriver:
         self._left.extend(self._resuming.begin(self._collecting.is_wanted))
         for left in self._left:  # until their turn comes, other processes must not take these trials for dead
             if not left.is_told:
-                self._heartbeat.add(private.frozen_id(left.frozen))
+                self._heartbeat.add(optuna_internals.frozen_id(left.frozen))
         self._heartbeat.beat()
 
     def _step(self) -> bool:
@@ -198,7 +198,7 @@ class OptimizeDriver:
 
     def _may_ask(self) -> bool:
         limits = self._limits
-        if self._error is not None or private.stop_requested(self._study) or self._in_flight >= limits.width:
+        if self._error is not None or optuna_internals.stop_requested(self._study) or self._in_flight >= limits.width:
             return False
         # Resumed trials do not count towards `n_trials`.
         if self._left and not self._is_late():
@@ -209,7 +209,7 @@ class OptimizeDriver:
             return False
         # With nothing in flight the sampler is asked even so: the sampler repeats a point and stops, as in plain
         # Optuna.
-        return not self._untold or not private.nothing_new_to_sample(self._study)
+        return not self._untold or not optuna_internals.nothing_new_to_sample(self._study)
 
     def _is_late(self) -> bool:
         limit = self._limits.timeout_seconds
@@ -226,19 +226,19 @@ class OptimizeDriver:
         if left is None:
             # As Study.optimize does before each trial.
             if self._heartbeat.tells_who_lives:
-                private.fail_stale(self._study)
+                optuna_internals.fail_stale(self._study)
             trial = self._resuming.ask()
             self._asked += 1
         else:
-            trial = private.take_up(self._study, left.frozen)
+            trial = optuna_internals.take_up(self._study, left.frozen)
             if left.checkpoint is None:
                 _logger.info("Trial %d, which a process that died has left running, begins anew.", trial.number)
             else:
-                self._taken_up.add(private.trial_id(trial))
+                self._taken_up.add(optuna_internals.trial_id(trial))
                 steps = left.checkpoint.steps
                 _logger.info("Trial %d goes on from its checkpoint after %d optimizer steps.", trial.number, steps)
-        self._untold[private.trial_id(trial)] = trial
-        self._heartbeat.add(private.trial_id(trial))
+        self._untold[optuna_internals.trial_id(trial)] = trial
+        self._heartbeat.add(optuna_internals.trial_id(trial))
         try:
             with let_interrupts_through():
                 outcome = self._build(trial)
@@ -366,7 +366,7 @@ class OptimizeDriver:
         told = self._tell(trial, value=value, state=state, error=error, reason=reason)
         # Before the callbacks, which may load the module of the best trial.
         if self._weights is not None and trained is not None:
-            self._weights.completed(private.stored(self._study, trial), *trained)
+            self._weights.completed(optuna_internals.stored(self._study, trial), *trained)
         if told in (TrialState.COMPLETE, TrialState.PRUNED):
             self._collecting.told(trial.number)
         if self._limits.gc_after_trial:
@@ -375,7 +375,7 @@ class OptimizeDriver:
             self._error = self._error or error
             return told
         if self._callbacks is not None:
-            stored = private.stored(self._study, trial)
+            stored = optuna_internals.stored(self._study, trial)
             for callback in self._callbacks:
                 frozen = copy.deepcopy(stored)  # a callback may change its argument
                 with let_interrupts_through():
@@ -387,15 +387,15 @@ class OptimizeDriver:
         self, trial: Trial, *, value: object, state: TrialState | None, error: Exception | None, reason: str | None
     ) -> TrialState:
         try:
-            told, values, unfit = private.tell(self._study, trial, value=value, state=state)
+            told, values, unfit = optuna_internals.tell(self._study, trial, value=value, state=state)
         except Exception as refusal:  # a sampler may raise on what it is told; the trial has its state all the same
-            stored = private.stored(self._study, trial)
+            stored = optuna_internals.stored(self._study, trial)
             if stored.state.is_finished():
                 self._log(trial, stored.state, stored.values, value=value, error=error, reason=reason or repr(refusal))
             raise
         self._log(trial, told, values, value=value, error=error, reason=reason or unfit)
-        del self._untold[private.trial_id(trial)]
-        self._heartbeat.discard(private.trial_id(trial))
+        del self._untold[optuna_internals.trial_id(trial)]
+        self._heartbeat.discard(optuna_internals.trial_id(trial))
         return told
 
     def _log(
@@ -409,11 +409,11 @@ class OptimizeDriver:
         reason: str | None,
     ) -> None:
         if state == TrialState.COMPLETE:
-            private.log_completed(self._study, trial, values or ())
+            optuna_internals.log_completed(self._study, trial, values or ())
         elif state == TrialState.PRUNED:
-            private.logger.info("Trial %d pruned. %s", trial.number, error)
+            optuna_internals.logger.info("Trial %d pruned. %s", trial.number, error)
         else:
-            private.log_failed(trial, repr(error) if error else str(reason), error=error, value=value)
+            optuna_internals.log_failed(trial, repr(error) if error else str(reason), error=error, value=value)
 
     def _abandon(self, error: BaseException) -> None:
         """End running trials, record their fate in the storage, and wait until none of their units runs.
@@ -422,7 +422,7 @@ class OptimizeDriver:
         storage session is renewed first, because the error may have cut the old session off in the middle of a
         statement.
         """
-        private.storage_of(self._study).remove_session()
+        optuna_internals.storage_of(self._study).remove_session()
         jobs = [*(running.job for running in self._running.values()), *self._collecting.jobs]
         if is_interrupt(error) and self._resuming.saves:
             self._settled()  # running trials stay running in the storage, to be resumed
@@ -446,7 +446,7 @@ class OptimizeDriver:
             self._pool.suspend([running.job for running in self._running.values()])
         finally:
             self._tell_ended()
-            submitted = {private.trial_id(running.trial) for running in self._running.values()}
+            submitted = {optuna_internals.trial_id(running.trial) for running in self._running.values()}
             others = self._untold.keys() - submitted - self._taken_up
             stay = leave(
                 self._study,
@@ -460,7 +460,7 @@ class OptimizeDriver:
 
     def _keep_untold(self, trials: Iterable[Trial]) -> None:
         """Limit the untold trials to those that the storage still lists as running."""
-        self._untold = {private.trial_id(trial): trial for trial in trials}
+        self._untold = {optuna_internals.trial_id(trial): trial for trial in trials}
 
     def _tell_ended(self) -> None:
         """Tell the trials that ended before the search could take their events."""

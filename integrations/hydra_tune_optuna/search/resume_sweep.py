@@ -11,9 +11,9 @@ from optuna.study import Study
 from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.sweep_folder import SweepFolder
 from hydra_tune.errors import CheckpointError
-from hydra_tune_optuna import private
-from hydra_tune_optuna.resuming import StudyResumer
-from hydra_tune_optuna.sampler_state import note_draws, restore, state_of
+from hydra_tune_optuna import optuna_internals
+from hydra_tune_optuna.search.resume_study import StudyResumer
+from hydra_tune_optuna.search.sampler_state import note_draws, restore, state_of
 
 _MARK = "hydra_tune:sweep"
 _SAMPLER = "sampler"
@@ -34,7 +34,7 @@ def going_on(study: Study, pool: HydraExecutor) -> tuple[int, list[int]]:
     if not resuming.saves:
         return 0, []
     left = {found.frozen.number for found in resuming.left()}
-    return len(left), [frozen.number for frozen in private.running(study) if frozen.number not in left]
+    return len(left), [frozen.number for frozen in optuna_internals.running(study) if frozen.number not in left]
 
 
 def keep_sampler(study: Study, sampler: BaseSampler, seed: int | None, folder: SweepFolder) -> None:
@@ -55,8 +55,8 @@ def keep_sampler(study: Study, sampler: BaseSampler, seed: int | None, folder: S
     key = f"{_MARK}:{folder.identity}"
     noted = folder.noted(_SAMPLER)
     # A recreated study lacks this mark in its storage, while the folder still has the old study's position.
-    if private.study_attributes(study).get(key) is None:
-        private.set_study_attribute(study, key, True)
+    if optuna_internals.study_attributes(study).get(key) is None:
+        optuna_internals.set_study_attribute(study, key, True)
     elif noted is not None and {name: noted.get(name) for name in of} == of:
         try:
             restore(sampler, noted["streams"])

@@ -11,8 +11,8 @@ from optuna.logging import get_logger
 from optuna.study import Study
 from optuna.trial import Trial, TrialState
 
-from hydra_tune_optuna import private
-from hydra_tune_optuna.resuming import StudyResumer
+from hydra_tune_optuna import optuna_internals
+from hydra_tune_optuna.search.resume_study import StudyResumer
 
 _logger = get_logger("optuna.hydra_tune")
 
@@ -34,9 +34,9 @@ def give_up(study: Study, trials: Iterable[Trial], error: BaseException) -> list
     lost = []
     for trial in trials:
         try:
-            if not private.stored(study, trial).state.is_finished():
-                private.tell(study, trial, state=TrialState.FAIL)
-                private.log_failed(trial, reason, error=interrupt)
+            if not optuna_internals.stored(study, trial).state.is_finished():
+                optuna_internals.tell(study, trial, state=TrialState.FAIL)
+                optuna_internals.log_failed(trial, reason, error=interrupt)
                 interrupt = None  # log the traceback only once
         except Exception:
             _logger.warning("Trial %d could not be told that it failed.", trial.number, exc_info=True)
@@ -65,7 +65,7 @@ def leave(
 
 def _waits_again(study: Study, trial: Trial) -> bool:
     try:
-        private.wait_again(study, private.stored(study, trial))
+        optuna_internals.wait_again(study, optuna_internals.stored(study, trial))
     except Exception:
         _logger.warning("Trial %d seems to run still: it could not be told to wait.", trial.number, exc_info=True)
         return False

@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial
 from hydra_tune import Failed, Finished, HydraExecutor, Job, TrainTask
 from hydra_tune.interrupts import let_interrupts_through
 from hydra_tune.pool.job import EventStream
-from hydra_tune_optuna.resuming import ResumableTrial, StudyResumer
+from hydra_tune_optuna.search.resume_study import ResumableTrial, StudyResumer
 from hydra_tune_optuna.weights import StudyWeights
 
 
