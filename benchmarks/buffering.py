@@ -28,7 +28,7 @@ import psutil
 import torch
 import waiting
 
-from hydra_tune.devices.discovery import open_devices
+from hydra_tune.devices.hardware.discovery import open_devices
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.pool import Pool

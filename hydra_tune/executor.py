@@ -21,7 +21,7 @@ from typing import Any, Literal, Self, overload
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import CheckpointContent
-from hydra_tune.devices.discovery import open_device, parse_bandwidth
+from hydra_tune.devices.hardware.discovery import open_device, parse_bandwidth
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, TrialsFailed, did_you_mean
 from hydra_tune.interrupts import ends_in_order, is_interrupt
 from hydra_tune.isolation.parent import THERE_IS, IsolatedPoolClient

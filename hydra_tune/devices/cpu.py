@@ -31,7 +31,7 @@ from hydra_tune.devices.copying import (
     SimulatedLink,
 )
 from hydra_tune.devices.device import Device, DeviceCopyRoute
-from hydra_tune.devices.heap import STEP_BYTES, keep_freed_memory
+from hydra_tune.devices.hardware.heap import STEP_BYTES, keep_freed_memory
 from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.devices.positions import MersennePositions
 from hydra_tune.devices.stopwatch import WallStopwatch

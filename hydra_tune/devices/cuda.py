@@ -46,10 +46,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.caps import is_alone
 from hydra_tune.devices.copying import AwaitedCopyThread, BackgroundCopy, BackgroundCopyThread, HostComputeThread, Pairs
 from hydra_tune.devices.device import Device, DeviceCopyRoute
-from hydra_tune.devices.libraries import CudaUnitMemory
+from hydra_tune.devices.hardware.caps import is_alone
+from hydra_tune.devices.hardware.libraries import CudaUnitMemory
 from hydra_tune.devices.positions import PhiloxPositions
 from hydra_tune.devices.stopwatch import CudaStopwatch
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.devices.copying import BackgroundCopy, Pairs
-from hydra_tune.devices.libraries import LedgerAllowance
+from hydra_tune.devices.hardware.libraries import LedgerAllowance
 
 T = TypeVar("T")
 

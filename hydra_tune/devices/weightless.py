@@ -21,7 +21,7 @@ from torch import Tensor
 from hydra_tune.devices.copying import BackgroundCopy, Pairs
 from hydra_tune.devices.cpu import CpuDevice, DefaultCpuGenerator
 from hydra_tune.devices.device import Device, DeviceCopyRoute
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.devices.stopwatch import WallStopwatch
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Protocol
 
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel
 
 _LEAST_BYTES = 64 * 1024  # smallest copy that reveals the pace of the link; overhead dominates smaller copies
 _SMALL_BYTES = 4096  # largest copy that consists of overhead only

@@ -52,7 +52,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from torch import Tensor
 
 from hydra_tune.devices.device import Device, DeviceCopyRoute
-from hydra_tune.devices.libraries import LedgerAllowance
+from hydra_tune.devices.hardware.libraries import LedgerAllowance
 from hydra_tune.errors import BlockStateError, BudgetError, HydraTuneError
 from hydra_tune.memory.block import Block, BlockKind, IncomingTransfer, whole_storage
 from hydra_tune.memory.block_states import BlockState

@@ -22,7 +22,7 @@ import torch
 from hydra_tune.checkpoint.every import CheckpointInterval
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.discovery import device_kind
+from hydra_tune.devices.hardware.discovery import device_kind
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.fusion.runtime.profiling_device import ProfilingDevice
 from hydra_tune.interrupts import hold_interrupts

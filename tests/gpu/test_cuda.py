@@ -12,9 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.devices import cuda, discovery
+from hydra_tune.devices import cuda
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.device import DeviceCopyRoute
+from hydra_tune.devices.hardware import discovery
 from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.block_release import bring_home
 from hydra_tune.memory.pager import Pager

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
-from hydra_tune.devices import discovery
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.hardware import discovery
 from hydra_tune.errors import BudgetError, SpillError
 from hydra_tune.memory.block import Block, BlockKind, TensorBlock
 from tests.parity.exact import differences, without_seconds

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hydra_tune import HydraExecutor, Reported
-from hydra_tune.devices import discovery
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.hardware import discovery
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import computing, run_figures

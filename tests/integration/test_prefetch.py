@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hydra_tune import Reported
-from hydra_tune.devices import discovery
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.hardware import discovery
 from hydra_tune.memory.prefetch import BlockPrefetcher
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.train.loop import burst

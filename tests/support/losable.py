@@ -57,5 +57,5 @@ def losable(monkeypatch):
         opened[index] = LosableDevice(index, *arguments)
         return opened[index]
 
-    monkeypatch.setattr("hydra_tune.devices.discovery.CpuDevice", made)
+    monkeypatch.setattr("hydra_tune.devices.hardware.discovery.CpuDevice", made)
     return opened

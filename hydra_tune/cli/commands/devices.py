@@ -37,7 +37,7 @@ def devices(*, devices: str, device_memory: str | None, no_measure: bool, as_jso
 
     Trains nothing, and frees everything at the end.
     """
-    from hydra_tune.devices.survey import survey  # noqa: PLC0415 - torch takes seconds to import
+    from hydra_tune.devices.hardware.survey import survey  # noqa: PLC0415 - torch takes seconds to import
 
     try:
         found = survey(devices, device_memory, measures=not no_measure)

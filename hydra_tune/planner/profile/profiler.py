@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hydra_tune.devices.heap import PLAN_BYTES, keep_freed_memory
+from hydra_tune.devices.hardware.heap import PLAN_BYTES, keep_freed_memory
 from hydra_tune.planner.ir.aliasing import overwritten
 from hydra_tune.planner.ir.planner_ops import draw
 from hydra_tune.planner.ir.step_profile import OperatorProfile, SubArrayProfile

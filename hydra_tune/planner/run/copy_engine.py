@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hydra_tune.devices.heap import PLAN_BYTES, keep_freed_memory
+from hydra_tune.devices.hardware.heap import PLAN_BYTES, keep_freed_memory
 from hydra_tune.planner.ir.planner_ops import view_of
 
 _STREAMS: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}

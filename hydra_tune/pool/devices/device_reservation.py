@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.discovery import device_kind
+from hydra_tune.devices.hardware.discovery import device_kind
 from hydra_tune.errors import DeviceLostError, HydraTuneError, first_line
 from hydra_tune.fusion.runtime.profiling_device import HOST, ProfilingDevice
 from hydra_tune.memory.pager import Pager

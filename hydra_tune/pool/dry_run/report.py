@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.devices.weightless import WeightlessDevice
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.block import BlockKind

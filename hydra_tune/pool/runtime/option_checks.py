@@ -2,7 +2,7 @@
 
 import torch
 
-from hydra_tune.devices.discovery import parse_bandwidth
+from hydra_tune.devices.hardware.discovery import parse_bandwidth
 from hydra_tune.errors import ConfigError, with_hint
 from hydra_tune.quantities import parse_bytes
 

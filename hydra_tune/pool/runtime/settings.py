@@ -12,7 +12,7 @@ import psutil
 from hydra_tune import __version__
 from hydra_tune.checkpoint.every import CheckpointInterval
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.discovery import open_devices, open_planned_devices
+from hydra_tune.devices.hardware.discovery import open_devices, open_planned_devices
 from hydra_tune.errors import ConfigError
 from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChooser
 from hydra_tune.memory.host.disk import SpillDisk

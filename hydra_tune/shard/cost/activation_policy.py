@@ -14,15 +14,15 @@ times are not weighed, because the pager spills the kept activations with the mo
 Differs, on GPUs: the times of units and copies on the GPU are unknown when the plan is made on the host, so `"auto"`
 recomputes.
 
-Note: no clock. The weighed seconds are estimates (`shard/cost/compute_estimate.py`, `devices/link.py`), equal on each
-run.
+Note: no clock. The weighed seconds are estimates (`shard/cost/compute_estimate.py`, `devices/hardware/link.py`), equal
+on each run.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.shard.cost.pilot import ShardPilot
 from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.shard.verify.step_outcome import UnitSeconds

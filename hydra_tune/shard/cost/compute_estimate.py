@@ -2,8 +2,8 @@
 
 Note: the same core for all. Times measured once, on a machine with other work, err by more than the difference to be
 decided: keeping activations instead of recomputing saves one forward out of three. Besides, the same task should train
-in the same way every time, as planned. The core, like the copies (`devices/link.py`), is therefore assumed to be an
-ordinary core.
+in the same way every time, as planned. The core, like the copies (`devices/hardware/link.py`), is therefore assumed to
+be an ordinary core.
 """
 
 from collections.abc import Sequence

@@ -11,8 +11,8 @@ shortest step is taken, or the smallest of about equal numbers. Where units and 
 for a model that runs whole), the bytes moved by a step stand for its seconds.
 
 Note: no clock. The number is part of the computation, because another number rounds sums in another order. The choice
-therefore uses the pilot and the estimates of `compute_estimate.py` and `devices/link.py`, equal on each run, and never
-a measurement.
+therefore uses the pilot and the estimates of `compute_estimate.py` and `devices/hardware/link.py`, equal on each run,
+and never a measurement.
 
 Source: the tuner of Harmony (Li et al., sections 3 and 4). Differs: forward and backward use the same number, because a
 backward continues from its own piece's values, which would have to be cut or joined between the two.

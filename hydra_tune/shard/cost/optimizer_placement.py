@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.quantities import format_bytes, format_short_seconds
 from hydra_tune.shard.cost.pilot import ShardCost
 from hydra_tune.shard.cost.traffic_model import StepAccessPattern, step_traffic

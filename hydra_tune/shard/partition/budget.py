@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.shard.cost.activation_policy import ActivationBudget
 from hydra_tune.shard.cost.optimizer_placement import MachineSpeeds, OptimizerPlacement
 from hydra_tune.shard.partition.partitioner import NumShards

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.link import LinkCostModel, link_of
+from hydra_tune.devices.hardware.link import LinkCostModel, link_of
 from hydra_tune.memory.link_meter import CopyTimes
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds

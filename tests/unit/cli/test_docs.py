@@ -15,8 +15,8 @@ from hydra_tune.cli.commands.trace import trace
 from hydra_tune.cli.sweep_file.distributions import DISTRIBUTIONS
 from hydra_tune.cli.sweep_file.reader import read_sweep_file
 from hydra_tune.cli.sweep_file.sweep_model import PRUNING, HydraSection, SweepFileDocument
-from hydra_tune.devices.link import LinkRates
-from hydra_tune.devices.survey import DeviceSurvey, PeerPath, SurveyedDevice
+from hydra_tune.devices.hardware.link import LinkRates
+from hydra_tune.devices.hardware.survey import DeviceSurvey, PeerPath, SurveyedDevice
 from hydra_tune.observe.event_log.run_figures import DeviceFigures, RunFigures
 from hydra_tune.observe.live.snapshot import SweepView
 from hydra_tune.observe.live.summary import to_json

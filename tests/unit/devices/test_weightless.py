@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.devices.weightless import WeightlessDevice
 
 SECOND = [(torch.empty(100, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.link_meter import CopyTimes, LinkMeter, bytes_per_second
 from hydra_tune.memory.pager import Pager

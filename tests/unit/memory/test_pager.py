@@ -8,7 +8,7 @@ import torch
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import DeviceCopyRoute
-from hydra_tune.devices.libraries import LedgerAllowance
+from hydra_tune.devices.hardware.libraries import LedgerAllowance
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.block_release import bring_home, drop

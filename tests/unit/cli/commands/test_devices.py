@@ -9,8 +9,8 @@ from rich.console import Console
 
 from hydra_tune.cli import main
 from hydra_tune.cli.commands.devices import print_survey
-from hydra_tune.devices.link import LinkRates
-from hydra_tune.devices.survey import DeviceSurvey, PeerPath, SurveyedDevice
+from hydra_tune.devices.hardware.link import LinkRates
+from hydra_tune.devices.hardware.survey import DeviceSurvey, PeerPath, SurveyedDevice
 
 
 def ask(*arguments, **environment):

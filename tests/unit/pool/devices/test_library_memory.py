@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from hydra_tune.devices.libraries import LedgerAllowance
+from hydra_tune.devices.hardware.libraries import LedgerAllowance
 from hydra_tune.pool.runtime import settings
 from tests.support.stand_in_gpu import StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, against_plain, running, task, until

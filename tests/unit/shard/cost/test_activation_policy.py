@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.shard.cost.activation_policy import ActivationBudget, chosen, keeping, seconds_of
 from hydra_tune.shard.verify.step_outcome import UnitSeconds
 from tests.unit.shard.bench import parity_bench

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from hydra_tune.devices.dram import dram_bandwidth
-from hydra_tune.devices.link import LinkCostModel
+from hydra_tune.devices.hardware.dram import dram_bandwidth
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.shard.cost.optimizer_placement import (
     MachineSpeeds,
     PlacementCandidate,

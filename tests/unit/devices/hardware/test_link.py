@@ -3,7 +3,7 @@
 import pytest
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.link import LinkCostModel, link_of
+from hydra_tune.devices.hardware.link import LinkCostModel, link_of
 
 
 @pytest.fixture

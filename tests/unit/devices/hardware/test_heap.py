@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from hydra_tune.devices.heap import PLAN_BYTES, STEP_BYTES
+from hydra_tune.devices.hardware.heap import PLAN_BYTES, STEP_BYTES
 
 # Without huge pages (PR_SET_THP_DISABLE): with them a fault brings up to 512 pages, and counts depend on the machine's memory.
 SCRIPT = """
 import ctypes, resource, threading, torch
-from hydra_tune.devices.heap import keep_freed_memory
+from hydra_tune.devices.hardware.heap import keep_freed_memory
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)
 
 def step():

@@ -6,9 +6,9 @@ import psutil
 import pytest
 import torch
 
-from hydra_tune.devices import discovery, nvml
 from hydra_tune.devices.cuda import cuda_name
-from hydra_tune.devices.discovery import gpu_memory, gpu_parts, gpu_share, let_segments_grow, open_devices
+from hydra_tune.devices.hardware import discovery, nvml
+from hydra_tune.devices.hardware.discovery import gpu_memory, gpu_parts, gpu_share, let_segments_grow, open_devices
 from hydra_tune.errors import ConfigError
 
 

@@ -6,10 +6,11 @@ import psutil
 import pytest
 import torch
 
-from hydra_tune.devices import copying, link, nvml
+from hydra_tune.devices import copying
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.devices.link import crossing_rate, link_rates
-from hydra_tune.devices.survey import survey
+from hydra_tune.devices.hardware import link, nvml
+from hydra_tune.devices.hardware.link import crossing_rate, link_rates
+from hydra_tune.devices.hardware.survey import survey
 from hydra_tune.errors import ConfigError
 
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hydra_tune.devices.caps import capped
+from hydra_tune.devices.hardware.caps import capped
 
 
 @pytest.fixture

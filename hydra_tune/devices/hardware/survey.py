@@ -13,11 +13,11 @@ from typing import Any
 import psutil
 import torch
 
-from hydra_tune.devices import nvml
 from hydra_tune.devices.device import Device, DeviceCopyRoute
-from hydra_tune.devices.discovery import gpu_memory, open_devices
-from hydra_tune.devices.link import LinkRates, crossing_rate, link_rates
-from hydra_tune.devices.nvml import NvmlError
+from hydra_tune.devices.hardware import nvml
+from hydra_tune.devices.hardware.discovery import gpu_memory, open_devices
+from hydra_tune.devices.hardware.link import LinkRates, crossing_rate, link_rates
+from hydra_tune.devices.hardware.nvml import NvmlError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

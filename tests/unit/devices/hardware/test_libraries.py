@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hydra_tune.devices import caps, libraries
 from hydra_tune.devices.cuda import CudaDevice
-from hydra_tune.devices.libraries import LIBRARY_BYTES, CudaUnitMemory, LedgerAllowance
+from hydra_tune.devices.hardware import caps, libraries
+from hydra_tune.devices.hardware.libraries import LIBRARY_BYTES, CudaUnitMemory, LedgerAllowance
 from tests.support.streams import LATE, Gpus
 
 GIB = 1 << 30

@@ -14,13 +14,13 @@ from typing import Any
 import psutil
 import torch
 
-from hydra_tune.devices import nvml
-from hydra_tune.devices.caps import capped
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.cuda import CudaDevice, exclusive_allocator
 from hydra_tune.devices.device import Device
-from hydra_tune.devices.libraries import LIBRARY_BYTES
-from hydra_tune.devices.nvml import NvmlError
+from hydra_tune.devices.hardware import nvml
+from hydra_tune.devices.hardware.caps import capped
+from hydra_tune.devices.hardware.libraries import LIBRARY_BYTES
+from hydra_tune.devices.hardware.nvml import NvmlError
 from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import format_bytes, parse_bytes
 
