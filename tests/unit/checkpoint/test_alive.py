@@ -30,8 +30,8 @@ def test_of_another_folder_nothing_is_known(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from hydra_tune.checkpoint.alive import LifeSign, alone
-sign = LifeSign(Path(sys.argv[1]))
+from hydra_tune.checkpoint.alive import LivenessFile, alone
+sign = LivenessFile(Path(sys.argv[1]))
 with alone(Path(sys.argv[1])):
     print(sign.name, flush=True)
     sys.stdin.readline()

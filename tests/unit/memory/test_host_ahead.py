@@ -59,6 +59,7 @@ def send_at_the_gate(pager, *blocks):
     pager.device.gate.clear()
     BlockPrefetcher(pager).send([UnitMemoryNeeds(blocks)])
     assert pager.device.begun.wait(PATIENCE_SECONDS)
+    settle(pager.host)
 
 
 def changed_on_the_device_alone(pager, value):
@@ -76,13 +77,6 @@ def changed_on_the_device_alone(pager, value):
     assert made.host is None
     assert made.dirty
     return made
-
-
-def soon(condition):
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
 
 
 def test_what_is_on_its_way_keeps_its_host_copy_and_another_goes(pager):
@@ -117,6 +111,7 @@ def test_a_copy_that_has_come_goes_for_nothing_and_the_unit_that_comes_for_it_fi
     sent, other = group(pager, 1), group(pager, 2)
     prefetch.send([UnitMemoryNeeds([sent])])
     sent.coming.copy.wait()
+    settle(pager.host)  # the disk's thread may have it in hand at this moment, and the other would go
     pager.host.take(SIZE)
     assert sent.host is None
     assert other.host is not None
@@ -173,8 +168,8 @@ def test_a_write_back_in_the_background_has_its_room_from_the_tier(pager, prefet
 def test_without_room_on_the_host_a_write_back_waits_until_the_disks_thread_has_made_some(pager, prefetch):
     changed, running = changed_on_the_device_alone(pager, 7), group(pager)
     with pager.lease([running], 0):
+        settle(pager.host)  # or it would make room only once there is none any more
         idle = [group(pager, value) for value in (4, 5)]
-        settle(pager.host)
         written = pager.host.disk.bytes_written
         prefetch.send([UnitMemoryNeeds([], SIZE)])
         assert changed.leaving is None
@@ -262,7 +257,8 @@ def test_what_the_next_unit_needs_is_read_from_disk_and_then_sent(pager, prefetc
     for _ in range(AHEAD + 1):
         pager.host.used([])
     prefetch.send([UnitMemoryNeeds([first])])
-    assert soon(lambda: first.host is not None)
+    settle(pager.host)
+    assert first.host is not None
     prefetch.send([UnitMemoryNeeds([first])])
     assert first.coming is not None
     with pager.lease([first], 0):

@@ -129,7 +129,7 @@ def test_two_devices_are_replayed_in_order_where_nothing_has_to_leave():
 
 def test_what_one_device_takes_over_from_another_is_in_the_recording_and_in_the_replay(between_turns):
     """A job that goes on where it had not been: its values and what it has changed come from the other device."""
-    pool = record("round_robin", "cpu:2", between_turns)
+    pool = record("round_robin", "cpu:2", between_turns, Held())
     recording, devices = pool.recording(), pool.stats().devices.values()
     taken = [copy for turn in recording.turns for copy in turn.copies if copy.what == "across"]
     assert sum(copy.nbytes for copy in taken) == sum(device.bytes_across for device in devices) > 0
@@ -148,7 +148,7 @@ def test_what_one_device_takes_over_from_another_is_in_the_recording_and_in_the_
 @pytest.mark.parametrize("reach", [DeviceCopyRoute.NONE, DeviceCopyRoute.NEAR])
 def test_blocks_take_the_way_in_the_replay_that_they_took_in_the_run(monkeypatch, reach):
     monkeypatch.setattr(CpuDevice, "reach", lambda *_: reach)
-    pool = record("round_robin")
+    pool = record("round_robin", held=Held())
     recording, played = pool.recording(), replay(pool.recording())
     taken = [copy for turn in recording.turns for copy in turn.copies if copy.what == "across"]
     written = [copy.nbytes for turn in recording.turns for copy in turn.copies if copy.what == "out"]
@@ -160,7 +160,7 @@ def test_blocks_take_the_way_in_the_replay_that_they_took_in_the_run(monkeypatch
 
 def test_two_devices_that_have_turns_one_after_the_other_are_replayed_as_such_in_little_memory(between_turns):
     """Nothing goes at once on both but copies in the background, and here there are none."""
-    played = replay(record("lrtf", "cpu:2", between_turns, **TIGHT, buffer_fraction=0).recording())
+    played = replay(record("lrtf", "cpu:2", between_turns, Held(), **TIGHT, buffer_fraction=0).recording())
     assert played.simulated_orders == played.recorded_orders
     assert played.simulated_seconds == pytest.approx(played.recorded_seconds, rel=1e-6)
     assert played.bytes_out > 0
@@ -168,7 +168,7 @@ def test_two_devices_that_have_turns_one_after_the_other_are_replayed_as_such_in
 
 def test_two_devices_that_race_for_memory_do_the_same_in_the_replay_in_some_order():
     """Which blocks leave depends on which thread comes first, and a copy that the run has not made takes another time."""
-    played = replay(record(**TIGHT).recording())
+    played = replay(record(**TIGHT, held=Held()).recording())
     assert sorted(order[:2] for order in played.simulated_orders) == sorted(o[:2] for o in played.recorded_orders)
     assert played.simulated_seconds > 0
 
@@ -190,7 +190,7 @@ def test_what_was_sent_ahead_is_sent_in_the_replay_unless_the_policy_is_another(
 
 @pytest.mark.parametrize("device_memory", [None, "24KiB"])
 def test_what_was_sent_from_one_device_to_another_is_so_in_the_replay(device_memory, between_turns):
-    pool = record("round_robin", "cpu:2", between_turns, link_bandwidth="20MB/s", device_memory=device_memory)
+    pool = record("round_robin", "cpu:2", between_turns, Held(), link_bandwidth="20MB/s", device_memory=device_memory)
     recording = pool.recording()
     ahead = [copy for turn in recording.turns for copy in turn.sent if copy.what == "across"]
     waited = [copy for turn in recording.turns for copy in turn.copies if copy.what == "across"]

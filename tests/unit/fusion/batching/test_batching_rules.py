@@ -84,7 +84,6 @@ CASES = {
     "layer_norm": (aten.layer_norm.default, lambda: (floats(2, 5, 4), [4], floats(4), floats(4))),
     "layer_norm_2d": (aten.layer_norm.default, lambda: (floats(2, 5, 4), [5, 4], floats(5, 4))),
     "layer_norm_plain": (aten.layer_norm.default, lambda: (floats(5, 4), [4])),
-    "embedding": (aten.embedding.default, lambda: (floats(7, 4), numbers(7, 2, 5))),
     "max_pool": (aten.max_pool2d.default, lambda: (images(2, 3, 6, 6), [2, 2])),
     "avg_pool": (aten.avg_pool2d.default, lambda: (floats(2, 3, 6, 6), [3, 3], [2, 2], [1, 1])),
     "adaptive_pool": (aten.adaptive_avg_pool2d.default, lambda: (images(2, 3, 6, 6), [1, 1])),

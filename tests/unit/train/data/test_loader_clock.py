@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[4]
 PROGRAM = """
 import sys, threading
-from hydra_tune.train.data.loader_clock import DrawClock, GivenUp
+from hydra_tune.train.data.loader_clock import DrawClock, LoaderInterrupt
 
 clock, is_hanging, may_go_on = DrawClock(), threading.Event(), threading.Lock()
 
@@ -18,7 +18,7 @@ def draw():
         with clock.drawing([], in_process=False):
             is_hanging.set()
             may_go_on.acquire()  # in the system, where no exception comes through
-    except GivenUp:
+    except LoaderInterrupt:
         print("given up")
 
 def called():
