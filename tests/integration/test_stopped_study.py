@@ -1,6 +1,8 @@
 """A search that a signal ends goes on in another pool: the same trials under the same numbers, and the same values."""
 
 import signal
+import threading
+from contextlib import contextmanager
 
 import pytest
 from optuna.storages import RDBStorage
@@ -33,7 +35,7 @@ def undisturbed(tmp_path_factory):
 def stopping(monkeypatch):
     """Has the signal come at the first report of trial 1; trial 2 has been asked for, and has not begun."""
 
-    def stop(number, study):
+    def stop(number, study, objective=build):
         def report(trial, value, step, real=optuna.Trial.report):
             real(trial, value, step)
             if trial.number == 1:
@@ -41,7 +43,7 @@ def stopping(monkeypatch):
 
         monkeypatch.setattr("hydra_tune_optuna.optuna_internals._InterruptSafeTrial.report", report)
         try:
-            study.optimize(build, n_trials=len(RATES))
+            study.optimize(objective, n_trials=len(RATES))
         finally:
             monkeypatch.undo()
 
@@ -49,11 +51,23 @@ def stopping(monkeypatch):
 
 
 def interrupted(folder, stop, number, **options):
-    """A search that a signal has ended, and its trials."""
-    with HydraExecutor(devices="cpu:1", max_concurrent=3, stop_seconds=60, **options) as pool:
+    """A search that a signal has ended, and its trials; no unit begins before trial 2 has been asked for."""
+    is_asked = threading.Event()
+
+    def objective(trial):
+        if trial.number == len(RATES) - 1:
+            is_asked.set()
+        return build(trial)
+
+    @contextmanager
+    def held():
+        assert is_asked.wait(60)
+        yield
+
+    with HydraExecutor(devices="cpu:1", max_concurrent=3, stop_seconds=60, instrument=held, **options) as pool:
         study = begin(folder, pool)
         with pytest.raises(ERRORS[number]):
-            stop(number, study)
+            stop(number, study, objective)
     return study
 
 
