@@ -443,8 +443,10 @@ class Pool:
     def pause(self, job: Job, *, paused: bool) -> None:
         """Pause or unpause a job; no effect on a job that is over."""
         with self._changed:
-            if self._is_alive(job):
+            if job.state not in OVER:
+                # Held even while the job's run has just failed: a retry reads the pause when the job is submitted again.
                 job.hold(paused=paused)
+            if self._is_alive(job):
                 self._core.decide(JobPaused(job=job.key) if paused else JobUnpaused(job=job.key))
         self._core.release_all()
 
@@ -452,8 +454,10 @@ class Pool:
     def prioritize(self, job: Job, priority: int) -> None:
         """Change a job's priority; no effect on a job that is over."""
         with self._changed:
+            record = self._records.get(job.key)
+            if record is not None:
+                record.priority = priority  # a retry takes the priority over
             if self._is_alive(job):
-                self._records[job.key].priority = priority
                 self._core.decide(PriorityChanged(job=job.key, priority=priority))
         self._core.release_all()
 

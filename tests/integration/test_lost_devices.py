@@ -13,6 +13,7 @@ from hydra_tune import Finished, Reported
 from hydra_tune.errors import ConfigError, DeviceLostError, HydraTuneError, LoaderWorkerError
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.pool.job import OVER
+from hydra_tune.pool.runtime.dispatcher import JobDispatcher
 from tests.integration.test_elastic import TIGHT, long, wait_for_units
 from tests.support.losable import losable
 from tests.support.parallel import PARALLEL
@@ -165,6 +166,26 @@ def test_a_paused_trial_whose_state_is_lost_stays_paused(devices, held):
             job.unpause()
         results = [job.result(PATIENCE_SECONDS) for job in jobs]
     assert [(result.status, result.retries) for result in results] == [("completed", 0), ("completed", 1)]
+
+
+def test_a_pause_that_ends_just_before_a_trial_begins_again_has_ended(devices, held, monkeypatch):
+    instrument, reached, go_on = held
+    begin_again = JobDispatcher._begin_again
+
+    def unpaused_before(self, record, result):
+        record.job.unpause()
+        return begin_again(self, record, result)
+
+    monkeypatch.setattr(JobDispatcher, "_begin_again", unpaused_before)
+    with running(devices="cpu:2", max_concurrent=2, instrument=instrument) as pool:
+        jobs = [pool.submit(long(seed)) for seed in range(2)]
+        assert reached.wait(PATIENCE_SECONDS)
+        jobs[1].pause()
+        devices[1].lose_at(0)
+        go_on.set()
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert results[1].retries == 1
+    assert [result.status for result in results] == ["completed", "completed"]
 
 
 def test_a_device_that_works_again_may_be_added_again(devices):
