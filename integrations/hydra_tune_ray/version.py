@@ -11,7 +11,7 @@ import ray
 from hydra_tune import __version__
 from hydra_tune_ray.errors import PoolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Protocol version; increases with each change of `messages.py` and of the methods of the directory and of pools."""
 
 VERSION = f"hydra-tune {__version__} (protocol {PROTOCOL})"
