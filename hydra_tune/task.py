@@ -97,9 +97,9 @@ class TrainTask(_ClosureSnapshotSlot):
             `compile`, and where a unit would not fit its device.
         parallel: how the batches of an optimizer step (`accumulate`, `split_batches`) use devices that have nothing else to
             do: `"data"` runs batches side by side, each device with all shards; `"pipeline"` gives each device some of
-            the shards; `"none"` keeps a step on one device; `"auto"` takes what costs the least by the trial's own
-            measured times. Results are the same bits. A step that cannot be split this way runs on one device. Source:
-            Harmony, section 3, whose users choose the scheme.
+            the shards, of which there have to be two (`num_shards`); `"none"` keeps a step on one device; `"auto"` takes
+            the fastest way by the trial's own measured times. Results are the same bits. A step that cannot be split
+            this way runs on one device. Source: Harmony, section 3, whose users choose the scheme.
         on_bad_loss: whether a NaN or infinite training loss makes the trial `"fail"`, or ends the trial as if pruned
             (`"prune"`). The step is not taken.
         scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
