@@ -443,12 +443,16 @@ class Pool:
     def pause(self, job: Job, *, paused: bool) -> None:
         """Pause or unpause a job; no effect on a job that is over."""
         with self._changed:
-            if job.state not in OVER:
-                # Held even while the job's run has just failed: a retry reads the pause when the job is submitted again.
-                job.hold(paused=paused)
-            if self._is_alive(job):
-                self._core.decide(JobPaused(job=job.key) if paused else JobUnpaused(job=job.key))
+            self.hold(job, paused=paused)
         self._core.release_all()
+
+    def hold(self, job: Job, *, paused: bool) -> None:
+        """Pause or unpause a job, as `pause` does; under the lock, for callers that decide under the lock."""
+        if job.state not in OVER:
+            # Held even while the job's run has just failed: a retry reads the pause when the job is submitted again.
+            job.hold(paused=paused)
+        if self._is_alive(job):
+            self._core.decide(JobPaused(job=job.key) if paused else JobUnpaused(job=job.key))
 
     @hold_interrupts()
     def prioritize(self, job: Job, priority: int) -> None:

@@ -217,6 +217,8 @@ class GroupJobLauncher:
                 if one.job.state != "waiting":
                     one.job.enter("running")
             self._table.groups[entry.carrier.key] = group
+            # From now on the slot knows of the job's pause; a paused carrier would stop all members.
+            pool.hold(entry.carrier, paused=False)
         # Cancelled after the lock is free and after `entry.carrier` has changed, so the end of an old carrier no longer
         # concerns the job.
         for carrier in own:
@@ -304,8 +306,8 @@ class GroupJobLauncher:
             self.carry(entry)
         except HydraTuneError:  # the pool ends
             self._table.over(entry, Result(status="cancelled"))
-        if entry.job.paused:
-            self.pause(entry.job, paused=True)
+            return
+        self._pass_on_pause(entry)
 
     def pause(self, job: Job, *, paused: bool) -> None:
         """Pause or unpause a job; a paused member leaves the group until unpaused."""
@@ -314,12 +316,19 @@ class GroupJobLauncher:
             if entry is None:
                 return
             job.hold(paused=paused)
+            self._pass_on_pause(entry)
+
+    def _pass_on_pause(self, entry: FusedJob) -> None:
+        """Pause or unpause whatever runs the job, as the job is paused now."""
+        # One hold of the lock for reading and passing on: the driver may unpause the job at any moment, and the carrier
+        # may become that of a group, which one member's pause must not stop.
+        with self._table.pool.changed:
             group, carrier = self._table.group_of(entry), entry.carrier
             if entry.seat is not None:
-                entry.seat.is_paused = paused
-        if group is not None:
-            group.wake()
-        elif carrier is not None:
-            self._table.pool.pause(carrier, paused=paused)
-        else:
-            self._table.timer.do(partial(self.ends.go_on, entry))
+                entry.seat.is_paused = entry.job.paused
+            if group is not None:
+                group.wake()
+            elif carrier is not None:
+                self._table.pool.hold(carrier, paused=entry.job.paused)
+            else:
+                self._table.timer.do(partial(self.ends.go_on, entry))

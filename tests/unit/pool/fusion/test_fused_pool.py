@@ -1,6 +1,7 @@
 """Jobs that are computed together are to their driver what they are alone: reports, answers, ends and results."""
 
 import re
+import threading
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from hydra_tune.fusion.group.group_trial import GroupTrial
 from hydra_tune.fusion.matching import group_size_chooser, group_size_policy
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import run_figures
+from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
 from hydra_tune.shard.partition import plan_cache
 from tests.support.together import together
@@ -481,6 +483,58 @@ def test_a_member_that_is_paused_leaves_its_place_and_goes_on_later(sizes, other
                 jobs[1].unpause()
         for job, described in zip(jobs, tasks, strict=True):
             assert_as_plain(job.result(PATIENCE_SECONDS), described)
+
+
+def test_an_unpause_while_a_new_carrier_is_submitted_is_the_last_word(monkeypatch):
+    """The pause is read and passed on under one hold of the lock, so that the driver's later request comes later."""
+    with running(fusion="on", fusion_size=4) as pool:
+        job = pool.submit(task(epochs=100_000), "trial")
+        until(lambda: job.state == "running")
+        launcher, table = pool._fusion._carriers, pool._fusion._table
+        entry, driver = table.entries[job.key], threading.Thread(target=job.unpause)
+        carrier = entry.carrier
+        job.pause()
+
+        class Job(type(job)):
+            @property
+            def paused(self):
+                was = super().paused
+                if was and driver.ident is None:
+                    driver.start()
+                    driver.join(0.5)  # ends here only where the pause was read without the lock
+                return was
+
+        monkeypatch.setattr(job, "__class__", Job)
+        monkeypatch.setattr(launcher, "carry", lambda entry: setattr(entry, "carrier", carrier))
+        launcher.carry_anew(entry)
+        driver.join(PATIENCE_SECONDS)
+        assert not job.paused
+        assert not carrier.paused
+        job.cancel()
+        assert job.result(PATIENCE_SECONDS).status == "cancelled"
+
+
+def test_a_job_paused_while_its_carrier_forms_a_group_does_not_stop_the_others(monkeypatch):
+    formed = GroupJobLauncher._formed
+    paused = []
+
+    def pausing(self, entry, *arguments):
+        if not paused:
+            paused.append(entry.job)
+            entry.job.pause()
+        return formed(self, entry, *arguments)
+
+    monkeypatch.setattr(GroupJobLauncher, "_formed", pausing)
+    with running(fusion="on", fusion_size=4) as pool:
+        with together():
+            jobs = [pool.submit(task(seed), None) for seed in range(3)]
+        for job in jobs:
+            until(lambda job=job: job in paused or job.state in OVER)
+        [last] = paused
+        assert last.state not in OVER
+        last.unpause()
+        for seed, job in enumerate(jobs):
+            assert_as_plain(job.result(PATIENCE_SECONDS), task(seed))
 
 
 def test_a_member_that_is_paused_may_be_cancelled(sizes):
