@@ -42,12 +42,13 @@ def build_optimizer(task: TrainTask, groups: Any) -> torch.optim.Optimizer:
     try:
         optimizer = task.optimizer(groups)
     except AttributeError as error:
+        # Only an attribute of the groups themselves shows this mistake; other errors belong to the factory.
         if error.obj is not groups or error.name not in _OF_MODULES:
             raise
         made_by = "list(module.parameters())" if task.param_groups is None else "what param_groups= returns"
         raise TaskError(
-            f"optimizer= takes its argument for a module and asks for .{error.name}, but is given {made_by}; pass that on, "
-            "as in optimizer=lambda params: SGD(params, lr=0.1) or optimizer=partial(SGD, lr=0.1)"
+            f"optimizer= takes its argument for a module and asks for .{error.name}, but is given {made_by}; pass the argument "
+            "on, as in optimizer=lambda params: SGD(params, lr=0.1) or optimizer=partial(SGD, lr=0.1)"
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer= must build a torch.optim.Optimizer, but returned {type(optimizer).__name__}")

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from hydra_tune.errors import TaskError
 
 _LOCK = threading.Lock()
+# Weak: a claim that is never given up ends with its trial.
 _UNDER_WAY: "weakref.WeakSet[TrialClaim]" = weakref.WeakSet()
 _REMEDY = "let model= build its own each time, e.g. with copy.deepcopy(...) or tensor.clone()"
 
@@ -45,6 +46,7 @@ class TrialClaim:
             for name, parameter in module.named_parameters()
             if _has_memory(parameter)
         }
+        # Check and entry under one lock: of two trials built at once, one must see the other.
         with _LOCK:
             for other in _UNDER_WAY:
                 if other.module is module:
@@ -54,21 +56,21 @@ class TrialClaim:
 
     def _check_parameters(self, other: "TrialClaim") -> None:
         assert self.module is not None
-        known: dict[int, tuple[str, bool]] = {
+        claimed_storages: dict[int, tuple[str, bool]] = {
             reference.cdata: (name, is_trained) for name, (reference, is_trained) in other.storages.items()
         }
         # A trial under way moves the bytes of its parameters, so only the object identifies a parameter.
-        objects = (
+        claimed_objects = (
             {} if other.module is None else {id(p): (n, p.requires_grad) for n, p in other.module.named_parameters()}
         )
         for name, parameter in self.module.named_parameters():
-            same = objects.get(id(parameter))
-            if same is None and name in self.storages:
-                same = known.get(self.storages[name][0].cdata)
-            if same is not None and (parameter.requires_grad or same[1]):
+            claimed = claimed_objects.get(id(parameter))
+            if claimed is None and name in self.storages:
+                claimed = claimed_storages.get(self.storages[name][0].cdata)
+            if claimed is not None and (parameter.requires_grad or claimed[1]):
                 raise TaskError(
-                    f"parameter {name!r} of the module that model= returned has its memory in common with {same[0]!r} of a "
-                    f"trial under way, and each would change the other's; {_REMEDY}"
+                    f"parameter {name!r} of the module that model= returned shares memory with {claimed[0]!r} of a trial "
+                    f"under way, and each trial would change the other's numbers; {_REMEDY}"
                 )
 
     def take(self, optimizer: torch.optim.Optimizer) -> None:

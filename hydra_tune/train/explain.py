@@ -15,12 +15,12 @@ _DEVICE = (
     "module and batches on its devices, and a tensor made in forward follows its input: torch.zeros(n, device=x.device)"
 )
 _TWICE = (
-    "the task has torch go back through a step twice, as where step= or loss= calls backward() itself; return the loss, and "
-    "leave backward(), optimizer.step() and zero_grad() to hydra-tune"
+    "torch was asked to differentiate a step twice, for example because step= or loss= calls backward() itself; return the "
+    "loss, and leave backward(), optimizer.step() and zero_grad() to hydra-tune"
 )
 _NO_GRADIENT = (
-    "the training loss has no gradient, as after .detach(), .item(), torch.no_grad() or with every parameter frozen, or where "
-    "step= calls backward() itself; return the loss as the tensor that the module's parameters have led to"
+    "the training loss has no gradient, for example after .detach(), .item() or torch.no_grad(), with every parameter frozen, "
+    "or because step= calls backward() itself; return the loss as the tensor computed from the module's parameters"
 )
 
 
@@ -34,6 +34,7 @@ class _ErrorExplanation:
 
 
 _ALL = (
+    # A torch built without CUDA raises an AssertionError, a torch with CUDA on a machine without a GPU a RuntimeError.
     _ErrorExplanation(AssertionError, re.compile(r"Torch not compiled with CUDA enabled"), _DEVICE),
     _ErrorExplanation(
         RuntimeError,
@@ -49,10 +50,14 @@ def explained(error: BaseException | None) -> BaseException | None:
     """Return an error with a remedy, caused by the given error, if the error is of a known kind; else the error itself."""
     if error is None or isinstance(error, HydraTuneError):
         return error
-    known = next((one for one in _ALL if isinstance(error, one.kind) and one.text.search(str(error))), None)
-    if known is None:
+    explanation = next(
+        (candidate for candidate in _ALL if isinstance(error, candidate.kind) and candidate.text.search(str(error))),
+        None,
+    )
+    if explanation is None:
         return error
     line = user_line(error)
-    found = TaskError(f"{known.told} ({first_line(error)}{f', at {line}' if line else ''})")
-    found.__cause__ = error
-    return found
+    task_error = TaskError(f"{explanation.told} ({first_line(error)}{f', at {line}' if line else ''})")
+    # Set by hand, because a pool stores the error instead of raising it.
+    task_error.__cause__ = error
+    return task_error

@@ -11,6 +11,7 @@ from torch.nn.modules import module as global_hooks
 
 from hydra_tune.errors import TaskError
 
+# Private attribute -> public method that registers such a hook: torch has no public way to list hooks.
 _OF_PARAMETERS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
@@ -27,9 +28,9 @@ def refuse_gradient_hooks(module: nn.Module) -> None:
     Raises:
         TaskError: names the first such hook.
     """
-    for found in gradient_hooks(module):
+    for hook_description in gradient_hooks(module):
         raise TaskError(
-            f"{found}, which training in shards cannot honour; change gradients inside the forward, e.g. by a "
+            f"{hook_description}, which training in shards cannot honour; change gradients inside the forward, e.g. by a "
             "torch.autograd.Function or a hook on an activation, or in the optimizer's step"
         )
 

@@ -44,9 +44,9 @@ class TrainingOutcome:
             HydraTuneError: the run has left no weights; the error of a failed run is the cause.
         """
         if self._module is None:
-            why = "" if self.error is None else f": {first_line(self.error)}"
+            reason = "" if self.error is None else f": {first_line(self.error)}"
             raise HydraTuneError(
-                f"a {self.status} job keeps no weights, only a completed one does{why}"
+                f"a {self.status} job keeps no weights, only a completed job does{reason}"
             ) from self.error
         return self._module
 
@@ -60,6 +60,7 @@ class TrainingOutcome:
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's `state_dict()`, as defined by `torch.optim`."""
+        # Raises where the run has left no weights.
         self.module()
         assert self._optimizer is not None
         return self._optimizer.state_dict()

@@ -188,16 +188,16 @@ class Trial:
             bursts = self._bursts
             if bursts is not None and not bursts.has_due:
                 return bursts.unit()
-            said: Said | None
+            item: Said | None
             if bursts is None:
-                said = next(self._program, None)
+                item = next(self._program, None)
             else:
                 # The burst has already advanced the program, so its last value is handed out first.
-                said, bursts.due, bursts.has_due = bursts.due, None, False
-            if said is BurstMark.LEAVES:
+                item, bursts.due, bursts.has_due = bursts.due, None, False
+            if item is BurstMark.LEAVES:
                 self._bursts = None
-            elif not isinstance(said, BurstMark):
-                return said
+            elif not isinstance(item, BurstMark):
+                return item
 
     def leave_device(self) -> None:
         """Keep the burst under way, if any, from going on after its draw; on any thread, while the draw cannot end."""
@@ -231,8 +231,8 @@ class Trial:
             self._settle_pieces(module, optimizer, batch)
             piece = next(pieces(batch, self.task.num_pieces))
             leaves = batches.flatten(piece.batch)
-            kept = self._plans.find(module, optimizer, None, piece.batch, leaves, "train")
-            return kept, leaves
+            cached_plan = self._plans.find(module, optimizer, None, piece.batch, leaves, "train")
+            return cached_plan, leaves
         raise no_batch("train", self.task.train, 0)
 
     def finished(self, unit: PendingUnit, seconds: float) -> None:
@@ -241,10 +241,7 @@ class Trial:
             self.compute_seconds += seconds
             # Sums exist only where batches run side by side, so the count would depend on the devices; `_took` counts
             # the steps of bursts.
-            self.units_run += unit.kind not in (
-                "sum",
-                BURST,
-            )
+            self.units_run += unit.kind not in ("sum", BURST)
             # Under the lock, because lanes of a spread end on several workers at once.
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
@@ -342,6 +339,7 @@ class Trial:
                     self._hand_over(self.state)
                 else:
                     self.state.drop()
+            # Only now: until the bytes are home, another trial must not train the same module.
             if self._claimed is not None:
                 self._claimed.give_up()
             self._claimed = None
@@ -383,26 +381,28 @@ class Trial:
                 ) from None
             self.outcome = "pruned"
         except RuntimeError as error:
+            # Python turns a StopIteration that leaves a generator into a RuntimeError (PEP 479).
             if not isinstance(error.__cause__, StopIteration):
                 raise
-            said = f": {error.__cause__}" if str(error.__cause__) else ""
-            raise TaskError(f"the trial's own code raised StopIteration{said}") from error.__cause__
+            detail = f": {error.__cause__}" if str(error.__cause__) else ""
+            raise TaskError(f"the trial's own code raised StopIteration{detail}") from error.__cause__
 
     def _train(self) -> Generator[Said, None, None]:
         task = self.task
         for handle in (task.train, task.validate):
             self._feed.check(handle)
         module, optimizer = self._build()
-        first = self._begin()
+        start = self._begin()
         yield from self._choose_way(module, optimizer)
-        for epoch in range(first.epoch, task.epochs):
+        for epoch in range(start.epoch, task.epochs):
             self.progress.epoch = epoch
-            place = first if epoch == first.epoch else DataPosition(epoch=epoch)
+            place = start if epoch == start.epoch else DataPosition(epoch=epoch)
             if not place.is_over:
                 self.progress.batches_per_epoch = yield from self._train_epoch(module, optimizer, place)
                 if task.report_every == "epoch":
                     over = DataPosition(epoch=epoch, batches=self.progress.batches_per_epoch, is_over=True)
                     yield from self._report(epoch, over)
+            # After the report, whose metric a ReduceLROnPlateau reads.
             if task.scheduler_interval == "epoch":
                 self._step_scheduler()
             if epoch + 1 == task.epochs:
@@ -415,13 +415,16 @@ class Trial:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, place: DataPosition
     ) -> Generator[Said, None, int]:
         """Train one pass over the training data, or the rest of a pass; return the number of batches of the whole pass."""
-        drawn, count = self._draw_pass(place.batches), place.batches
+        drawn_batches, count = self._draw_pass(place.batches), place.batches
         if self._direct is not None:
-            count = yield from self._train_directly(self._direct, drawn, place)
+            count = yield from self._train_directly(self._direct, drawn_batches, place)
+        # Also where the trial has just left its own code: then the batches of an undone step come first.
         if self._direct is None:
-            undone, self._undone = self._undone, []
-            rest = itertools.chain(undone, drawn)
-            count = yield from self._train_rest(module, optimizer, rest, DataPosition(epoch=place.epoch, batches=count))
+            undone_batches, self._undone = self._undone, []
+            remaining_batches = itertools.chain(undone_batches, drawn_batches)
+            count = yield from self._train_rest(
+                module, optimizer, remaining_batches, DataPosition(epoch=place.epoch, batches=count)
+            )
         return count
 
     def _train_rest(
@@ -445,15 +448,15 @@ class Trial:
                 self._settle_pieces(module, optimizer, batch)
                 for piece in pieces(batch, self.task.num_pieces):
                     leaves = batches.flatten(piece.batch)
-                    kept = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
-                    self._open_step = step = step or self._new_step(kept)
-                    yield from self._train_part(step, kept, leaves, piece)
+                    cached_plan = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
+                    self._open_step = step = step or self._new_step(cached_plan)
+                    yield from self._train_part(step, cached_plan, leaves, piece)
                 if step is not None and step.is_full:
-                    done, step, self._open_step = step, None, None
-                    yield from self._finish(done, DataPosition(epoch=epoch, batches=count))
+                    due_step, step, self._open_step = step, None, None
+                    yield from self._finish(due_step, DataPosition(epoch=epoch, batches=count))
             if step is not None:
-                done, step, self._open_step = step, None, None
-                yield from self._finish(done, DataPosition(epoch=epoch, batches=count))
+                due_step, step, self._open_step = step, None, None
+                yield from self._finish(due_step, DataPosition(epoch=epoch, batches=count))
         finally:
             if step is not None and not self.clock.is_abandoned:
                 # An abandoned thread must leave the step alone, because `close` has already closed it on another
@@ -467,12 +470,12 @@ class Trial:
         """Start running the user's own code, unless something requires cutting the model."""
         if self._may_run_own_code and not is_unbuilt(module):
             budget = self._plans.library.budget
-            found = uncaptured(self.task, module, optimizer, budget)
-            if isinstance(found, ShardPlan):
-                self._make_own_state(module, optimizer, found)
+            plan_or_reason = uncaptured(self.task, module, optimizer, budget)
+            if isinstance(plan_or_reason, ShardPlan):
+                self._make_own_state(module, optimizer, plan_or_reason)
                 yield BurstMark.BEGINS
                 return
-            self.why_cut = found
+            self.why_cut = plan_or_reason
         refuse_lazy(module)
         refuse_gradient_hooks(module)
 
@@ -480,12 +483,12 @@ class Trial:
         self, module: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardPlan, *, always_sheds: bool = False
     ) -> None:
         self._share.check(plan)
-        left, self._left = self._left, None
+        previous_state, self._left = self._left, None
         self.state = state = ModelState(
-            module, optimizer, plan, self._device, self._host, self._tenant, left, runs_own_code=True
+            module, optimizer, plan, self._device, self._host, self._tenant, previous_state, runs_own_code=True
         )
-        if left is not None:
-            state.adopt_saved(left.optimizer_state(), self._device)
+        if previous_state is not None:
+            state.adopt_saved(previous_state.optimizer_state(), self._device)
         elif self._saved is None:
             state.adopt_made(self._device)
         self._adopt_saved()
@@ -512,41 +515,41 @@ class Trial:
         epoch, count, pending = place.epoch, place.batches, 0
         assert self.module is not None
         self.module.train()
-        batch, begun = None, time.perf_counter()
-        of_step: list[Any] = []
-        while (following := _next_of(drawn, count, epoch)) is not _END:
-            batch = following
+        batch, step_start = None, time.perf_counter()
+        step_batches: list[Any] = []
+        while (next_batch := _next_of(drawn, count, epoch)) is not _END:
+            batch = next_batch
             if not self._has_device:
                 yield BurstMark.NO_DEVICE
-                begun = time.perf_counter()
+                step_start = time.perf_counter()
             count += 1
             if not pending:
-                of_step, interval = [], self._interval.parts
-            of_step.append(batch)
+                step_batches, interval = [], self._interval.parts
+            step_batches.append(batch)
             try:
                 self._train_batch(direct, batch)
             except BudgetError:
                 if not _may_be_cut(batch) or not direct.undo():
                     raise
                 # The undone step will run again as shard units, so its losses must not count twice.
-                self._interval, self._undone = WeightedMean(*interval), of_step
+                self._interval, self._undone = WeightedMean(*interval), step_batches
                 yield from self._leave_own_code(direct, "a step does not fit, even with its activations on the host")
-                return count - len(of_step)
+                return count - len(step_batches)
             pending += 1
             if pending < self.task.accumulate:
                 continue
             pending = 0
-            yield from self._step_directly(direct, batch, begun)
+            yield from self._step_directly(direct, batch, step_start)
             yield from self._after_step(DataPosition(epoch=epoch, batches=count))
             if self._direct is None:
                 return count
             yield BurstMark.STEP
-            direct, begun = self._direct, time.perf_counter()
+            direct, step_start = self._direct, time.perf_counter()
         if not count:
             raise no_batch("train", self.task.train, epoch)
-        begun = yield from self._drawn_all(begun)
+        step_start = yield from self._drawn_all(step_start)
         if pending:
-            yield from self._step_directly(direct, batch, begun)
+            yield from self._step_directly(direct, batch, step_start)
             yield from self._after_step(DataPosition(epoch=epoch, batches=count))
         return count
 
@@ -584,17 +587,17 @@ class Trial:
             if _may_be_cut(piece):
                 self._plans.find(module, optimizer, None, piece, batches.flatten(piece), "train")
                 return
-            why: object = "its batches hold more than tensors and plain values"
+            reason: object = "its batches hold more than tensors and plain values"
         except BudgetError as error:
-            found = uncaptured(self.task, module, optimizer, self._plans.library.budget)
-            if not isinstance(found, ShardPlan):
+            plan_or_reason = uncaptured(self.task, module, optimizer, self._plans.library.budget)
+            if not isinstance(plan_or_reason, ShardPlan):
                 raise
-            why = error
+            reason = error
         else:
-            found = uncaptured(self.task, module, optimizer, self._plans.library.budget)
-        if isinstance(found, ShardPlan):
-            CHOICES.info("the trial keeps its own code, with its activations on the host: %s", why)
-            self._make_own_state(module, optimizer, found, always_sheds=True)
+            plan_or_reason = uncaptured(self.task, module, optimizer, self._plans.library.budget)
+        if isinstance(plan_or_reason, ShardPlan):
+            CHOICES.info("the trial keeps its own code, with its activations on the host: %s", reason)
+            self._make_own_state(module, optimizer, plan_or_reason, always_sheds=True)
             yield BurstMark.BEGINS
 
     def _leave_own_code(self, direct: WholeModelRunner, why: str) -> Generator[Said, None, None]:
@@ -621,30 +624,31 @@ class Trial:
         means: dict[str, WeightedMean] = {}
         count = 0
         self.module.eval()
-        drawn = self._draw(self.task.validate, shuffle=False)
+        drawn_batches = self._draw(self.task.validate, shuffle=False)
         while True:
-            with torch.no_grad():  # not around a yield: whoever goes on meanwhile records gradients
+            with torch.no_grad():
                 # Not around a yield: the caller that resumes the program must record gradients meanwhile.
-                batch = next(drawn, _END)
+                batch = next(drawn_batches, _END)
             if not self._has_device:
                 yield BurstMark.NO_DEVICE
             if batch is _END:
                 break
-            begun = time.perf_counter()
+            start = time.perf_counter()
             refuse_empty(batch, "validate", count)
-            before = self._streams.mark()
+            streams_mark = self._streams.mark()
             try:
                 with torch.no_grad():
                     values = direct.evaluate(batch)
             except BudgetError:
-                self._streams.go_back(before)
+                # The shard units evaluate the batch again, and must draw the same numbers.
+                self._streams.go_back(streams_mark)
                 yield from self._leave_own_code(direct, "a validation batch does not fit beside its state")
-                return (yield from self._evaluate_rest(itertools.chain([batch], drawn), means, count))
+                return (yield from self._evaluate_rest(itertools.chain([batch], drawn_batches), means, count))
             for name, value in values.items():
                 means.setdefault(name, WeightedMean()).add(value, num_samples(batch))
             count += 1
             self.progress.evaluated_batches += 1
-            self._took(self._evaluation_times, begun)
+            self._took(self._evaluation_times, start)
             yield BurstMark.STEP
         self.module.train()
         self._evaluated(count)
@@ -682,6 +686,7 @@ class Trial:
         if self.task.split_batches != "auto":
             self._check_pieces(module, batch, self.task.num_pieces)
             return
+        # The smallest real split: a task that cannot be split is refused before the costly search for a count.
         fewest = divisors(num_samples(batch))[:2][-1]
         self._check_pieces(module, batch, fewest)
         with self._streams.everything():
@@ -715,14 +720,15 @@ class Trial:
             return
         # Batches drawn ahead come before this batch in the order of the sums.
         yield from self._together(step)
-        before = None
+        position_before = None
+        # The first run of a plan that draws is measured, so that later batches of the plan can be drawn ahead.
         may_count = self._has_several_parts and plan.may_be_split and self._plans.library.budget.counts_draws
         if may_count and not kept.is_counted:
-            before = self._streams.position(self._device)
+            position_before = self._streams.position(self._device)
         yield from step.batch(part)
-        if before is not None:
-            after = self._streams.position(self._device)
-            kept.draws, kept.is_counted = self._device.generator.draws_between(before, after), True
+        if position_before is not None:
+            position_after = self._streams.position(self._device)
+            kept.draws, kept.is_counted = self._device.generator.draws_between(position_before, position_after), True
         self._interval.add(step.loss, piece.samples)
 
     def _together(
@@ -745,17 +751,17 @@ class Trial:
     def _new_step(self, kept: CachedPlan) -> OptimizerStep:
         assert self.module is not None
         assert self.optimizer is not None
-        how = None if self.state is None else self._arrange(kept, self.state)
+        strategy = None if self.state is None else self._arrange(kept, self.state)
         if self.state is not None:
             self.state.check_frozen()
         else:
             self._share.check(kept.plan)
-            left, self._left = self._left, None
+            previous_state, self._left = self._left, None
             self.state = ModelState(
-                self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant, left
+                self.module, self.optimizer, kept.plan, self._device, self._host, self._tenant, previous_state
             )
-            if left is not None:
-                self.state.adopt_saved(left.optimizer_state(), self._device)
+            if previous_state is not None:
+                self.state.adopt_saved(previous_state.optimizer_state(), self._device)
             elif self._saved is None:
                 self.state.adopt_made(self._device)
             # Otherwise the optimizer draws nothing: a model whose optimizer draws is not cut.
@@ -765,19 +771,22 @@ class Trial:
             self.num_shards = len(kept.plan.shards)
             self.optimizer_placement = kept.plan.optimizer_placement
         self._train_times, self._step_left = kept.times, kept.times.total
-        return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, how)
+        return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, strategy)
 
     def _arrange(self, kept: CachedPlan, state: ModelState) -> StepStrategy | None:
         """Arrange how the batches of the next step run together; None: one after the other."""
         if self._helpers is None or not self._has_several_parts or kept.draws is None:
             return None
-        how = arrange(kept, state, self._helpers, self._parts_per_step, self.task.parallel)
-        drawn = 0 if how is None else (how.width - 1) * drawn_bytes(kept.plan, how.drawn_for_each)
-        if how is not None and not self._share.change([state.layout.plan, *self._plans.all, kept.plan], drawn):
+        strategy = arrange(kept, state, self._helpers, self._parts_per_step, self.task.parallel)
+        ahead_bytes = 0 if strategy is None else (strategy.width - 1) * drawn_bytes(kept.plan, strategy.drawn_for_each)
+        if strategy is not None and not self._share.change(
+            [state.layout.plan, *self._plans.all, kept.plan], ahead_bytes
+        ):
+            # The pool has granted devices, but the host has no room for the batches drawn ahead.
             self._leave_helpers()
-            self._helpers.decline(how.way)
+            self._helpers.decline(strategy.way)
             return None
-        return how
+        return strategy
 
     def _leave_helpers(self) -> None:
         if self._helpers is not None:
@@ -835,20 +844,22 @@ class Trial:
         if beginning.only_weights:
             self._built.restore_weights(state)
             return DataPosition()
-        found = self._built.compare(state, allows_changes=beginning.allows_changes)
+        task_changes = self._built.compare(state, allows_changes=beginning.allows_changes)
         with self._own_code():
             self._built.restore(state)
         # The optimizer's state needs groups, and groups need a plan.
         self._saved = {name: state[name] for name in ("optimizer", "trained", "made_for")}
-        place = place_after(state, found)
-        if not any(what == "task.seed" for what, _, _ in found):
+        place = place_after(state, task_changes)
+        # A changed seed asks for other random numbers: the streams then begin at the new seed.
+        if not any(setting == "task.seed" for setting, _, _ in task_changes):
             self._streams.restore(state["streams"])
-        if not any(is_of_the_pass(change) for change in found):
+        if not any(is_of_the_pass(change) for change in task_changes):
             self._feed.restore(state["feed"])
         self._gradients.restore(state["gradients"])
         self._interval = WeightedMean(*state["interval"])
         self.progress.restore(state["progress"])
         self.history, self.metrics, self.units_run = state["history"], state["metrics"], state["units_run"]
+        # Reports continue the seconds of the interrupted run.
         self._started = time.perf_counter() - state["seconds"]
         self._pass_began = state["pass_began"]
         count = state.get("split_batches")
@@ -859,19 +870,19 @@ class Trial:
 
     def _adopt_saved(self) -> None:
         """Restore the parts of a checkpoint that need a plan first: the optimizer's state and frozen parameters."""
-        saved, self._saved = self._saved, None
-        if saved is None:
+        restored_state, self._saved = self._saved, None
+        if restored_state is None:
             return
         assert self._built is not None
         if self.state is not None:
-            self.state.adopt_saved(saved["optimizer"], self._device)
+            self.state.adopt_saved(restored_state["optimizer"], self._device)
         # No step has run since the restart, so there are no groups.
         else:
             assert self.module is not None
             assert self.optimizer is not None
             named = dict(self.module.named_parameters())
-            self.optimizer.state.update({named[name]: entries for name, entries in saved["optimizer"].items()})
-        self._built.restore_frozen(saved)
+            self.optimizer.state.update({named[name]: entries for name, entries in restored_state["optimizer"].items()})
+        self._built.restore_frozen(restored_state)
 
     def _reached(self, place: DataPosition, *, at_report: bool = False) -> None:
         """Tell the keeper that the trial is between two steps and may be saved."""
@@ -879,8 +890,8 @@ class Trial:
             return
         self._place = place
         try:
-            last = self.task.epochs - 1
-            is_last = place.epoch > last or (place.is_over and place.epoch == last)
+            last_epoch = self.task.epochs - 1
+            is_last = place.epoch > last_epoch or (place.is_over and place.epoch == last_epoch)
             self._keeper.reached(self, steps=self.progress.steps, at_report=at_report, is_last=is_last)
         finally:
             self._place = None
@@ -941,15 +952,16 @@ class Trial:
         if not skipped:
             self._pass_began = {} if self._keeper is None else self._data_state()
             return self._draw(self.task.train, shuffle=True)
-        now, began = self._data_state(), self._pass_began
+        current_state, pass_start = self._data_state(), self._pass_began
 
         def go_on() -> None:
             # The repeated draws have moved the streams away from their positions in the checkpoint.
-            self._streams.restore(now["streams"])
-            self._feed.restore(now["feed"])
+            self._streams.restore(current_state["streams"])
+            self._feed.restore(current_state["feed"])
 
-        self._streams.restore(began["streams"])
-        self._feed.restore(copied(began["feed"]))
+        self._streams.restore(pass_start["streams"])
+        # Copied, because drawing changes the values in place, and the next checkpoint of the pass saves them again.
+        self._feed.restore(copied(pass_start["feed"]))
         return self._feed.draw(self.task.train, shuffle=True, skip=SkippedBatches(skipped, go_on))
 
     def _data_state(self) -> dict[str, Any]:
@@ -978,19 +990,19 @@ class Trial:
         """Plan a training step without running the step, for a trial that resumes with an evaluation."""
         assert self.module is not None
         assert self.optimizer is not None
-        now = self._data_state()
-        drawn = self._draw(self.task.train, shuffle=True)
+        data_state = self._data_state()
+        drawn_batches = self._draw(self.task.train, shuffle=True)
         try:
-            batch = next(drawn)
+            batch = next(drawn_batches)
         finally:
-            drawn.close()
+            drawn_batches.close()
         self._settle_pieces(self.module, self.optimizer, batch)
         piece = next(pieces(batch, self.task.num_pieces))
         leaves = batches.flatten(piece.batch)
         self._new_step(self._plans.find(self.module, self.optimizer, None, piece.batch, leaves, "train")).close()
         # The batch was drawn only to make the plan; the next training pass must draw from the same position again.
-        self._streams.restore(now["streams"])
-        self._feed.restore(now["feed"])
+        self._streams.restore(data_state["streams"])
+        self._feed.restore(data_state["feed"])
 
     def _evaluate(self) -> Generator[Said, None, dict[str, WeightedMean]]:
         if self._direct is not None:
@@ -1009,9 +1021,9 @@ class Trial:
         for batch in drawn:
             refuse_empty(batch, "validate", count)
             leaves = batches.flatten(batch)
-            kept = self._plans.find(self.module, self.optimizer, self.state, batch, leaves, "evaluate")
-            self._evaluation_times, self._step_left = kept.times, kept.times.total
-            step = EvaluationBatch(kept.plan, kept.times, self.state, leaves, self._streams, self._device)
+            cached_plan = self._plans.find(self.module, self.optimizer, self.state, batch, leaves, "evaluate")
+            self._evaluation_times, self._step_left = cached_plan.times, cached_plan.times.total
+            step = EvaluationBatch(cached_plan.plan, cached_plan.times, self.state, leaves, self._streams, self._device)
             try:
                 yield from step.units()
             finally:
@@ -1027,8 +1039,8 @@ class Trial:
     def _step_scheduler(self) -> None:
         if self._scheduler is None:
             return
-        saved, built = self._saved, self._built
-        with self._own_code(), nullcontext() if saved is None or built is None else built.frozen(saved):
+        saved_state, objects = self._saved, self._built
+        with self._own_code(), nullcontext() if saved_state is None or objects is None else objects.frozen(saved_state):
             if not isinstance(self._scheduler, ReduceLROnPlateau):
                 self._scheduler.step()
                 return
@@ -1088,10 +1100,11 @@ def run_unit(
     with nullcontext() if instrument is None else instrument():
         watch = watch or device.stopwatch()
         with watch.running():
-            waited = unit.run(device, pager)
+            waited_seconds = unit.run(device, pager)
+        # Still inside the instrument: on a GPU, the unit's kernels may be running.
         device.synchronize()
         # On a GPU the stopwatch runs on the device and the wait on the host, so the difference can be negative.
-        return max(0.0, watch.seconds - waited)
+        return max(0.0, watch.seconds - waited_seconds)
 
 
 def refuse_lazy(module: nn.Module) -> None:

@@ -179,7 +179,7 @@ def test_a_model_without_bytes_is_split_alike(monkeypatch):
     with pool_of() as pool:
         unbuilt = pool.plan([task()])
         assert not unbuilt.trials[0].is_checked
-        with pytest.raises(TaskError, match="split_batches='auto' would change what '0' normalizes by"):
+        with pytest.raises(TaskError, match="split_batches='auto' would change the statistics of '0'"):
             pool.plan([task(model=lambda: nn.Sequential(nn.BatchNorm1d(WIDTH), net()))])
     assert unbuilt.trials[0].split == built.trials[0].split
     assert unbuilt.bytes_by_kind["parameters"] > 0

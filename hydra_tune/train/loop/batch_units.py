@@ -99,6 +99,7 @@ def unit_times(prepared: PreparedPlan, accumulate: int = 1, name: str | None = N
         if plan.mode != "train":
             times["evaluate", index] = 0.0 if seconds is None else seconds.forward[index]
             continue
+        # The last shard's backward unit runs its forward as well.
         if index < len(plan.shards) - 1:
             times["forward", index] = 0.0 if seconds is None else seconds.forward[index]
         if shard.has_backward:
@@ -234,30 +235,33 @@ class BatchUnits:
         shard, backward = self._plan.shards[index], kind == "backward"
         graph = shard.graph
         # A graph that was kept on another device cannot be used on this one: then the backward recomputes its shard.
-        played = backward and self._chain.is_kept(index, device.torch_device)
-        if backward and not played:
+        uses_kept_graph = backward and self._chain.is_kept(index, device.torch_device)
+        if backward and not uses_kept_graph:
             self._chain.let_go(index)
-        first = not backward or not self._chain.has_forward(index)
-        workspace = _workspace(shard.cost, backward=backward, recompute=not (first or played))
+        is_first = not backward or not self._chain.has_forward(index)
+        workspace = _workspace(shard.cost, backward=backward, recompute=not (is_first or uses_kept_graph))
         blocks = self._graph_blocks(kind, index)
-        draws = _KEPT if first else _NONE if played else _REPLAYED
+        draws = _KEPT if is_first else _NONE if uses_kept_graph else _REPLAYED
         start = time.perf_counter()
         with self._lease(pager, graph.state, blocks, workspace) as lease:
+            # The undo is outermost: leaving the streams' context stores the moved position, and the undo then resets it.
             with (
-                self._undo(index, is_first=first),
+                self._undo(index, is_first=is_first),
                 self._surroundings(shard, device, draws),
                 self._room(shard, lease, workspace, device),
             ):
-                waited = time.perf_counter() - start
+                waited_seconds = time.perf_counter() - start
                 self._leased(lease, partial(compute, device))
                 if self._plan.eager:
                     self._state.check()
-            if first:
+            # A recompute overwrites copies of the buffers only.
+            if is_first:
                 self._state.touched(graph.written_state)
                 if self._plan.eager:
+                    # The user's own code may have written any tensor that it can reach.
                     self._state.touched(graph.state)
                     self._store.touched_inputs()
-        return waited + (
+        return waited_seconds + (
             0.0
             if backward or shard.activations != "spill" or not self._chain.keeps(index)
             else self._spill(index, device)

@@ -1,4 +1,4 @@
-"""`Burst`: many steps of a trial's own code as one unit, under a single lease on all of the trial's state.
+"""`BurstRunner`: many steps of a trial's own code as one unit, under a single lease on all of the trial's state.
 
 For a small model, a step takes less time than the work around a unit. So a trial with its own code keeps a device for
 about 50 ms: the trial takes a single lease, and the scheduler handles a single unit. A burst ends between two steps, at
@@ -31,7 +31,8 @@ from hydra_tune.train.state.model_state import ModelState
 from hydra_tune.train.timing.unit_times import UnitTimes
 
 BURST = "burst"
-BURST_SECONDS = 0.05  # the work around a burst takes about 0.6 ms with cold caches: 1% of the burst
+# The work around a burst takes about 0.6 ms with cold caches: 1% of the burst.
+BURST_SECONDS = 0.05
 # Largest share of a turn with a device that loading the trial's state may take.
 _LOAD_SHARE = 0.1
 
@@ -147,7 +148,7 @@ class BurstRunner:
             pager.lease(self._blocks(), self._direct.workspace_bytes) as lease,
             not_repeatable("the user's own code was running"),
         ):
-            waited = time.perf_counter() - start
+            waited_seconds = time.perf_counter() - start
             for block in self._blocks():
                 # Dirty before the first step: the user's code may write anywhere, and the lease may end in the middle
                 # of the burst.
@@ -162,29 +163,29 @@ class BurstRunner:
             except BudgetError as error:
                 if type(error) is not BudgetError:
                     raise
-                told = str(error).replace("a shard unit needs", "a step of the trial's own code needs")
-                raise BudgetError(told, enough_bytes=error.enough_bytes) from error
+                message = str(error).replace("a shard unit needs", "a step of the trial's own code needs")
+                raise BudgetError(message, enough_bytes=error.enough_bytes) from error
             finally:
                 self._lease, self.has_device = None, False
         self._note_pace(pager)
-        return waited
+        return waited_seconds
 
     def _steps(self, lease: Lease, device: Device) -> None:
         """Run steps until the time is up or a mark ends the burst."""
         end = time.perf_counter() + BURST_SECONDS
-        for said in self._program:
-            if said is BurstMark.FOLLOWED:
+        for item in self._program:
+            if item is BurstMark.FOLLOWED:
                 self._state.refresh(lease, device)
                 lease.have(self._direct.workspace_bytes)
-            elif said is BurstMark.STEP:
+            elif item is BurstMark.STEP:
                 # A waiting capture needs all trials out of the gate, so the burst ends early for it.
                 if time.perf_counter() >= end or self.is_asked_to_end() or GATE.is_wanted:
                     return
                 lease.pause()
-            elif said is BurstMark.NO_DEVICE:
+            elif item is BurstMark.NO_DEVICE:
                 return
             else:
-                self.due, self.has_due = said, True
+                self.due, self.has_due = item, True
                 return
         self.due, self.has_due = None, True
 

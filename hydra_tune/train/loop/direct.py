@@ -146,26 +146,26 @@ class WholeModelRunner:
         return float(loss.item()), partial(self._backward, loss, share)
 
     def _backward(self, loss: Tensor, share: float) -> None:
-        following = self._following
-        with nullcontext() if following is None else following.differentiating(self._trained_parameters()):
+        tracked_step = self._following
+        with nullcontext() if tracked_step is None else tracked_step.differentiating(self._trained_parameters()):
             self._gradients.objective(share)(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """Take the optimizer's step, once all batches of the step have run."""
-        following, self._before = self._following, None
-        with nullcontext() if following is None else following.updating(self._trained_parameters()):
+        tracked_step, self._before = self._following, None
+        with nullcontext() if tracked_step is None else tracked_step.updating(self._trained_parameters()):
             if self._is_plain:
                 self._gradients.clip_plainly(self._optimizer)
                 self._optimizer.step()
             else:
                 self._scaled_step()
             self._optimizer.zero_grad()
-        made = sum(map(len, self._optimizer.state.values()))
-        if following is not None:
-            self._followed(following)
-        elif made != self._state_entries:
+        num_entries = sum(map(len, self._optimizer.state.values()))
+        if tracked_step is not None:
+            self._followed(tracked_step)
+        elif num_entries != self._state_entries:
             self._made_state_late()
-        self._state_entries = made
+        self._state_entries = num_entries
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """Return the metrics of one validation batch; the caller has switched off training mode and gradients.
@@ -177,15 +177,15 @@ class WholeModelRunner:
         batch = self._placed("evaluate", batch)
         with self._surroundings():
             values = evaluation_metrics(self._task, self._module, batch)
-        following = self._following
-        if following is not None:
-            self._followed(following)
+        tracked_step = self._following
+        if tracked_step is not None:
+            self._followed(tracked_step)
         return values
 
     def has_followed(self) -> bool:
         """Whether a step was followed since the last call."""
-        found, self._has_followed = self._has_followed, False
-        return found
+        has_followed, self._has_followed = self._has_followed, False
+        return has_followed
 
     def close(self) -> None:
         """Release an unfinished step."""
@@ -194,10 +194,10 @@ class WholeModelRunner:
 
     def undo(self) -> bool:
         """Restore the state before the batches of a step that does not fit; return False if the state is unknown."""
-        before, self._before = self._before, None
-        if before is None:
+        backup, self._before = self._before, None
+        if backup is None:
             return False
-        before.restore()
+        backup.restore()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -205,9 +205,9 @@ class WholeModelRunner:
 
     def _trained_parameters(self) -> list[Tensor]:
         """Return all parameters that may get a gradient."""
-        own = list(self._module.parameters())
-        others = [p for group in self._optimizer.param_groups for p in group["params"]]
-        return [p for p in dict.fromkeys([*own, *others]) if p.requires_grad and p.is_leaf]
+        module_parameters = list(self._module.parameters())
+        optimizer_parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for p in dict.fromkeys([*module_parameters, *optimizer_parameters]) if p.requires_grad and p.is_leaf]
 
     @property
     def _has_begun(self) -> bool:
@@ -230,11 +230,11 @@ class WholeModelRunner:
         quick = _quick_key(mode, batch)
         if quick in self._seen:
             return batch
-        kind, found = _kind_of(mode, batch)
-        known = None if self.always_sheds or kind is None else self._known.get(kind)
-        if known is None or not any(_covers(other, found) for other in known):
+        kind, sizes = _kind_of(mode, batch)
+        known_sizes = None if self.always_sheds or kind is None else self._known.get(kind)
+        if known_sizes is None or not any(_covers(covering_sizes, sizes) for covering_sizes in known_sizes):
             if kind is not None:
-                self._fresh.append((kind, found))
+                self._fresh.append((kind, sizes))
             if self._following is None:
                 self._following = self._follow()
                 if mode == "train" and self._before is None and not self._has_begun:
@@ -249,20 +249,20 @@ class WholeModelRunner:
         assert self._lease is not None
         assert self._device is not None
         device = self._device
-        named = dict(named_state(self._module))
-        state = [*named.values(), *optimizer_tensors(self._optimizer, device)]
+        named_tensors = dict(named_state(self._module))
+        state = [*named_tensors.values(), *optimizer_tensors(self._optimizer, device)]
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        following = _TrackedStep(self._lease, device, self.workspace_bytes, state, gradients, self._task.precision)
-        following.optimizer_bytes = self._optimizer_bytes()
+        tracked_step = _TrackedStep(self._lease, device, self.workspace_bytes, state, gradients, self._task.precision)
+        tracked_step.optimizer_bytes = self._optimizer_bytes()
         if self.always_sheds:
-            following.shed()
-        return following
+            tracked_step.shed()
+        return tracked_step
 
     def _optimizer_bytes(self) -> int:
         """Return the bytes of the optimizer's state; in mixed precision, no mode follows how the state is created."""
         assert self._device is not None
-        found = optimizer_tensors(self._optimizer, self._device)
-        return sum(aligned(t.numel() * t.element_size(), self._device.alignment) for t in found)
+        tensors = optimizer_tensors(self._optimizer, self._device)
+        return sum(aligned(t.numel() * t.element_size(), self._device.alignment) for t in tensors)
 
     def _surroundings(self) -> ExitStack:
         stack = ExitStack()
@@ -283,10 +283,10 @@ class WholeModelRunner:
         fits = self._lease.would_fit(self.workspace_bytes + following.kept_bytes)
         self.has_shed = self.has_shed or following.has_shed or not fits
         for kind, sizes in self._fresh:
-            known = self._known.setdefault(kind, [])
+            known_sizes = self._known.setdefault(kind, [])
             # A larger kind covers all smaller ones, so only maximal sizes are kept.
-            known[:] = [other for other in known if not _covers(sizes, other)]
-            known.append(sizes)
+            known_sizes[:] = [smaller_sizes for smaller_sizes in known_sizes if not _covers(sizes, smaller_sizes)]
+            known_sizes.append(sizes)
         self._fresh.clear()
 
     def _made_state_late(self) -> None:
@@ -296,20 +296,20 @@ class WholeModelRunner:
         assert self._lease is not None
         assert self._device is not None
         tensors = optimizer_tensors(self._optimizer, self._device)
-        new = [tensor for tensor in tensors if not self._lease.owns(tensor, (BlockKind.OPTIMIZER,))]
-        nbytes = sum(aligned(t.untyped_storage().nbytes(), self._device.alignment) for t in new)
+        new_tensors = [tensor for tensor in tensors if not self._lease.owns(tensor, (BlockKind.OPTIMIZER,))]
+        nbytes = sum(aligned(t.untyped_storage().nbytes(), self._device.alignment) for t in new_tensors)
         self.has_shed = self.has_shed or not self._lease.would_fit(self.workspace_bytes + nbytes)
 
     def _scaled_step(self) -> None:
         named = {name: p for name, p in self._module.named_parameters() if p.grad is not None}
         order = {id(p): None for group in self._optimizer.param_groups for p in group["params"]}
         names = {id(p): name for name, p in named.items()}
-        wanted = [names[key] for key in order if key in names]
+        ordered_names = [names[key] for key in order if key in names]
         gradients = self._gradients
-        gradients.complete({name: named[name].grad for name in wanted})  # type: ignore[misc]  # those with gradients
+        gradients.complete({name: named[name].grad for name in ordered_names})  # type: ignore[misc]  # those with gradients
         if not gradients.skips_update:
-            if wanted:
-                gradients.clip([named[name] for name in wanted], wanted)
+            if ordered_names:
+                gradients.clip([named[name] for name in ordered_names], ordered_names)
             self._optimizer.step()
         gradients.next_step()
 
@@ -326,9 +326,9 @@ class _StepBackup:
     def __init__(self, module: nn.Module, streams: RandomStreams, device: Device) -> None:
         self._device = device
         self._buffers = [
-            (each, name, buffer)
-            for each in module.modules()
-            for name, buffer in each.named_buffers(recurse=False)
+            (submodule, name, buffer)
+            for submodule in module.modules()
+            for name, buffer in submodule.named_buffers(recurse=False)
             if not is_lazy(buffer)
         ]
         self._copies: list[Tensor] = []
@@ -487,9 +487,8 @@ def _structure(value: Any, sizes: list[int], inside: tuple[int, ...] = ()) -> Ha
     if isinstance(value, _SIZED):
         sizes.append(len(value))
         return kind
-    if isinstance(getattr(value, "shape", None), tuple) and hasattr(
-        value, "dtype"
-    ):  # an array of numpy's, or one like it
+    # An array of numpy's, or of a similar library.
+    if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         sizes.extend(value.shape)
         return kind, str(value.dtype), len(value.shape)
     # A reference to an enclosing container is named by its depth, so cyclic batches end.

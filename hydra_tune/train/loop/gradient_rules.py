@@ -20,7 +20,8 @@ from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.step_module import Objective, objective
 from hydra_tune.task import TrainTask
 
-_GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL = 2.0, 0.5, 2000  # as in torch.amp.GradScaler
+# The defaults of `torch.amp.GradScaler`.
+_GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL = 2.0, 0.5, 2000
 _FIRST_SCALE = 2.0**16
 
 
@@ -96,9 +97,9 @@ class GradientProcessor:
     def next_step(self) -> None:
         """End the step: adapt the loss scale and forget the step's gradients."""
         if self._scale is not None:
-            found = torch.full((), float(self._found_inf))
+            found_inf = torch.full((), float(self._found_inf))
             torch._amp_update_scale_(
-                self._scale, self._growth, found, _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL
+                self._scale, self._growth, found_inf, _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL
             )
         self._norms.clear()
         self._found_inf = False
@@ -132,7 +133,7 @@ class GradientProcessor:
                     "model's parameters in float32, autocast casts what should be cast"
                 )
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for same in by_dtype.values():
-            found = torch.zeros((), device=same[0].device)
-            torch._amp_foreach_non_finite_check_and_unscale_(same, found, inverse.to(found.device))
-            self._found_inf = self._found_inf or bool(found.item())
+        for same_dtype in by_dtype.values():
+            found_inf = torch.zeros((), device=same_dtype[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inverse.to(found_inf.device))
+            self._found_inf = self._found_inf or bool(found_inf.item())

@@ -35,6 +35,7 @@ def piece_count(
         BudgetError: not even pieces of one sample fit.
         TaskError: the step is invalid.
     """
+    # Similar trials look the result up before they know a count, so the key is of the unsplit step.
     whole = replace(task, split_batches=1)
     request = ShardPlanRequest(
         task=whole,
@@ -46,28 +47,29 @@ def piece_count(
         like=None,
     )
     key = key_of(request)
-    known = None if key is None else library.piece_counts.get(key)
-    if known is not None:
-        return known
+    known_choice = None if key is None else library.piece_counts.get(key)
+    if known_choice is not None:
+        return known_choice
 
     def probe(count: int) -> StepCostEstimate | None:
         piece = next(pieces(batch, count))
         return library.foresee(replace(task, split_batches=count), module, optimizer, piece.batch)
 
-    found = choose_count(num_samples(batch), probe)
+    choice = choose_count(num_samples(batch), probe)
     module.train()
-    if not found.fits:
+    if not choice.fits:
         _refuse(
-            replace(task, split_batches=found.count),
-            found,
+            replace(task, split_batches=choice.count),
+            choice,
             library,
             module,
             optimizer,
-            next(pieces(batch, found.count)),
+            next(pieces(batch, choice.count)),
         )
-    if key is not None and all(one is None or one.holds_for_all for _, one in found.tried):
-        library.piece_counts[key] = found
-    return found
+    # Costs that depend on the values of this batch say nothing about the batches of other trials.
+    if key is not None and all(estimate is None or estimate.holds_for_all for _, estimate in choice.tried):
+        library.piece_counts[key] = choice
+    return choice
 
 
 def _refuse(
@@ -79,6 +81,7 @@ def _refuse(
     piece: MicroBatch,
 ) -> None:
     """Raise a `BudgetError` that names the shortage and a sufficient budget, found by preparing the smallest piece."""
+    # `foresee` tells only that a step does not fit; `prepare` also names the missing bytes.
     try:
         library.prepare(task, module, optimizer, piece.batch, "train")
     except BudgetError as error:

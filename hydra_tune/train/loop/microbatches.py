@@ -18,6 +18,7 @@ from hydra_tune.shard.verify.process_state import preserved_streams
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data.handles import num_samples
 
+# Allowed relative difference between whole and pieces: so many roundings of the parameters' type, at most 5%.
 _ROUNDINGS = 100
 _MAX_TOLERANCE = 0.05
 
@@ -82,22 +83,24 @@ def check_pieces(task: TrainTask, module: nn.Module, batch: Batch, count: int) -
     elsewhere = [t for t in (*module.parameters(), *module.buffers()) if not t.is_cpu]
     twin = copy.deepcopy(module, {id(t): _on_host(t) for t in elsewhere})
     with preserved_streams(), torch.no_grad():
-        before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+        buffers_before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
         loss(twin.train(), copy.deepcopy(batch))
-        changed = [name for name, buffer in twin.named_buffers() if not _is_same(buffer, before.get(name))]
-        if changed:
+        buffers = [name for name, buffer in twin.named_buffers() if not _is_same(buffer, buffers_before.get(name))]
+        if buffers:
             raise TaskError(
-                f"split_batches={task.split_batches!r} would change buffer {changed[0]!r}, which each forward overwrites; "
+                f"split_batches={task.split_batches!r} would change buffer {buffers[0]!r}, which each forward overwrites; "
                 "leave split_batches out"
             )
+        # Dropout would draw other masks for the pieces than for the whole batch.
         twin.eval()
         whole = float(loss(twin, copy.deepcopy(batch)))
         parts = sum(float(loss(twin, p.batch)) * p.share for p in pieces(batch, count))
     tolerance = _tolerance(module)
     if math.isfinite(whole) and not math.isclose(whole, parts, rel_tol=tolerance, abs_tol=tolerance):
         raise TaskError(
-            f"split_batches={task.split_batches!r} needs a loss that is the mean over a batch's samples, but that of the first "
-            f"batch is {whole:g}, and the mean over its pieces {parts:g}; average over samples, or leave split_batches out"
+            f"split_batches={task.split_batches!r} needs a loss that is the mean over a batch's samples, but the loss of the "
+            f"first batch is {whole:g}, and the mean over its pieces {parts:g}; average over samples, or leave "
+            "split_batches out"
         )
 
 
@@ -110,15 +113,15 @@ def refuse_batch_norm(task: TrainTask, module: nn.Module) -> None:
     name = next((name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)  # noqa: SLF001
     if name is not None:
         raise TaskError(
-            f"split_batches={task.split_batches!r} would change what {name!r} normalizes by: it looks at all samples of a "
-            "batch; leave split_batches out, or use a normalization of single samples (LayerNorm, GroupNorm)"
+            f"split_batches={task.split_batches!r} would change the statistics of {name!r}, which normalizes over all "
+            "samples of a batch; leave split_batches out, or normalize each sample by itself (LayerNorm, GroupNorm)"
         )
 
 
 def _on_host(tensor: Tensor) -> Tensor:
     """Return a copy of a parameter or buffer on the host."""
-    found = tensor.detach().cpu()
-    return nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found
+    host_tensor = tensor.detach().cpu()
+    return nn.Parameter(host_tensor, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else host_tensor
 
 
 def _tolerance(module: nn.Module) -> float:
@@ -143,8 +146,8 @@ def _cut(value: Any, part: slice, samples: int) -> Any:
             return value
         if value.size(0) != samples:
             raise TaskError(
-                f"split_batches cuts the first dimension of a batch's tensors, which must be the samples: one has {samples}, "
-                f"another {value.size(0)}"
+                f"split_batches cuts the first dimension of a batch's tensors, which must be the samples: one tensor "
+                f"has {samples}, another {value.size(0)}"
             )
         # Memory of its own, because kernels may round differently by the alignment of their input.
         return value[part].clone()

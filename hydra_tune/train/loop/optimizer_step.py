@@ -88,13 +88,13 @@ class OptimizerStep:
 
     def takes(self, plan: ShardPlan) -> bool:
         """Whether batches of a plan may run together with the step's other batches."""
-        how = self._arrangement
-        if how is None:
+        strategy = self._arrangement
+        if strategy is None:
             return False
-        if how.way == DATA_PARALLEL:
-            return plan.may_run_beside and (not how.teams or goes_with(plan, how.plan))
-        fits = plan.may_be_pipelined if how.way == GROUPED else may_pipeline(plan, self._state)
-        return plan is how.plan or (fits and goes_with(plan, how.plan))
+        if strategy.way == DATA_PARALLEL:
+            return plan.may_run_beside and (not strategy.teams or goes_with(plan, strategy.plan))
+        fits = plan.may_be_pipelined if strategy.way == GROUPED else may_pipeline(plan, self._state)
+        return plan is strategy.plan or (fits and goes_with(plan, strategy.plan))
 
     def draw_ahead(self, part: BatchPart, draws: int) -> None:
         """Keep a batch, which `together` runs with the following batches.
@@ -107,22 +107,24 @@ class OptimizerStep:
         streams = self._streams.fork()
         self._streams.skip(draws, self._device)
         end = self._streams.position(self._device) if part.plan.is_stochastic else None
-        drawn: PredrawnBatch
+        predrawn_batch: PredrawnBatch
         if self._is_grouped:
-            drawn = PredrawnBatch(part, self._state, streams, end, self._device, self._gradients)
+            predrawn_batch = PredrawnBatch(part, self._state, streams, end, self._device, self._gradients)
         else:
-            drawn = ParallelBatch(part, self._state, streams, end, self._device, self._gradients, self._replicas)
+            predrawn_batch = ParallelBatch(
+                part, self._state, streams, end, self._device, self._gradients, self._replicas
+            )
         self._drawn_batches += part.ends_batch
-        self._drawn.append(drawn)
-        for update in drawn.updates():
+        self._drawn.append(predrawn_batch)
+        for update in predrawn_batch.updates():
             self._updates |= dict.fromkeys(update.names, update)
 
     @property
     def has_drawn_enough(self) -> bool:
         """Whether the kept batches should run now."""
-        how = self._arrangement
-        most = 0 if how is None else how.width * how.drawn_for_each
-        return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == most
+        strategy = self._arrangement
+        max_batches = 0 if strategy is None else strategy.width * strategy.drawn_for_each
+        return self._drawn_batches == self._accumulate - self.count or len(self._drawn) == max_batches
 
     def together(self, *, ends: bool = False) -> Iterator[PendingUnit | ParallelStep]:
         """Run the kept batches, if any; afterwards `losses` holds their training losses.
@@ -139,13 +141,14 @@ class OptimizerStep:
             return
         # The sums of the batches so far must be in `_held` before they are handed on.
         self._let_go()
-        held, self._held = self._held, {}
+        earlier_sums, self._held = self._held, {}
         is_last = ends or self.count + self._drawn_batches == self._accumulate
         if self._is_grouped:
-            yield from self._shard_by_shard(batches, held, is_last=is_last)
+            yield from self._shard_by_shard(batches, earlier_sums, is_last=is_last)
         else:
             lanes = [batch for batch in batches if isinstance(batch, ParallelBatch)]
-            yield from self._side_by_side(lanes, held, is_last=is_last)
+            yield from self._side_by_side(lanes, earlier_sums, is_last=is_last)
+        # The last batch now holds the sums of all batches so far.
         self._batch = batches[-1]
         self.count += self._drawn_batches
         self._drawn_batches = 0
@@ -160,6 +163,7 @@ class OptimizerStep:
     ) -> Iterator[ParallelStep]:
         self._spread = spread = self._make_spread(lanes, held, is_last=is_last)
         yield spread
+        # `result` closes the spread and clears its lanes, so the sums wait in the last lane.
         sums = spread.result()
         self._spread = None
         lanes[-1].hold(sums)
@@ -173,31 +177,32 @@ class OptimizerStep:
         yield from shard_by_shard(batches, is_last=is_last)
         for batch in batches:
             batch.check_draws()
-        last = batches[-1]
+        last_batch = batches[-1]
         for batch in batches[:-1]:
             # Sums of parameters that no batch of the group has used still belong to the step.
-            last.take_in(batch.give_away(self._updates))
+            last_batch.take_in(batch.give_away(self._updates))
             batch.clear()
         self._grouped = []
 
     def _make_spread(
         self, lanes: list[ParallelBatch], held: dict[str, BlockTensorView], *, is_last: bool
     ) -> ParallelStep:
-        how = self._arrangement
-        assert how is not None, "batches are only kept where they may run beside each other"
+        strategy = self._arrangement
+        assert strategy is not None, "batches are only kept where they may run beside each other"
+        # Clipping and loss scaling need all gradients before the first update.
         updates = is_last and not self._gradients.has_two_phases
-        if how.teams:
-            return GroupedDataParallelStep(lanes, held, self._replicas, count=how.teams, updates=updates)
-        if how.way != PIPELINED:
-            return DataParallelStep(lanes, list(self._updates), held, how.width, self._replicas)
-        self._replicas.moving = groups_of_one_shard(how.plan, self._state)
+        if strategy.teams:
+            return GroupedDataParallelStep(lanes, held, self._replicas, count=strategy.teams, updates=updates)
+        if strategy.way != PIPELINED:
+            return DataParallelStep(lanes, list(self._updates), held, strategy.width, self._replicas)
+        self._replicas.moving = groups_of_one_shard(strategy.plan, self._state)
         return PipelineParallelStep(
             lanes,
             held,
-            how.width,
+            strategy.width,
             self._replicas,
-            homes=how.homes,
-            goes_on_with_shard=how.is_dealt,
+            homes=strategy.homes,
+            goes_on_with_shard=strategy.is_dealt,
             updates=updates,
         )
 
@@ -261,11 +266,12 @@ class OptimizerStep:
 
     def _waiting(self, names: set[str]) -> list[ShardUpdate]:
         """Return the updates of the parameters, by shard."""
-        found: dict[tuple[int, int], ShardUpdate] = {}
+        updates_by_shard: dict[tuple[int, int], ShardUpdate] = {}
         for name in sorted(names):
             update = self._updates[name]
-            found.setdefault((update.index, id(update.shard)), update)
+            # Batches of different kinds have different plans, whose shards of one index may train other parameters.
+            updates_by_shard.setdefault((update.index, id(update.shard)), update)
         return [
             ShardUpdate(index=u.index, shard=u.shard, names=tuple(n for n in u.names if n in names))
-            for _, u in sorted(found.items(), key=lambda item: item[0][0])
+            for _, u in sorted(updates_by_shard.items(), key=lambda item: item[0][0])
         ]

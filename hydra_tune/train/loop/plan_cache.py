@@ -108,23 +108,25 @@ class TrialPlanCache:
         plans = self._kept.setdefault(key, [])
         self._kept.move_to_end(key)
         # A graph bakes in the model's attributes, so a plan with outdated attributes no longer serves.
-        plans[:] = [kept for kept in plans if not self._is_outdated(kept, module)]
+        plans[:] = [cached_plan for cached_plan in plans if not self._is_outdated(cached_plan, module)]
         # A guard computes on the batch, and whatever computes passes the capture gate.
-        asks = any(kept.prepared.guard is not None for kept in plans)
+        asks = any(cached_plan.prepared.guard is not None for cached_plan in plans)
         with GATE.shared() if asks else nullcontext():
-            found = next((kept for kept in plans if kept.prepared.serves(leaves.tensors)), None)
-        if found is None:
-            found = self._make(module, optimizer, state, batch, mode)
-            plans.append(found)
+            serving_plan = next(
+                (cached_plan for cached_plan in plans if cached_plan.prepared.serves(leaves.tensors)), None
+            )
+        if serving_plan is None:
+            serving_plan = self._make(module, optimizer, state, batch, mode)
+            plans.append(serving_plan)
             del plans[:-_MAX_PLANS]
             while len(self._kept) > _MAX_PLANS:
                 self._kept.popitem(last=False)
-        return found
+        return serving_plan
 
     @property
     def all(self) -> list[ShardPlan]:
         """The plans kept."""
-        return [kept.plan for found in self._kept.values() for kept in found]
+        return [cached_plan.plan for plans in self._kept.values() for cached_plan in plans]
 
     def clear(self) -> None:
         """Forget all plans."""
@@ -159,6 +161,6 @@ class TrialPlanCache:
 
     def _is_outdated(self, kept: CachedPlan, module: nn.Module) -> bool:
         """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
-        if kept.plan.eager or not any(one.plan.eager for plans in self._kept.values() for one in plans):
+        if kept.plan.eager or not any(other.plan.eager for plans in self._kept.values() for other in plans):
             return False
         return kept.attributes != plain_attributes(module)

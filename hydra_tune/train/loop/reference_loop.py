@@ -85,19 +85,20 @@ def train_plain(task: TrainTask, report: Report | None = None, device: str | tor
     try:
         return _train(task, report, torch.device(device))
     except Exception as error:
-        found = explained(error)
-        if found is error or found is None:
+        explained_error = explained(error)
+        if explained_error is error or explained_error is None:
             raise
-        raise found from error
+        raise explained_error from error
 
 
 def _train(task: TrainTask, report: Report | None, device: torch.device) -> PlainResult:
     refuse_shapes_only(task)
     if task.split_batches == "auto":
         raise TaskError(
-            "split_batches='auto' is chosen by a pool for the memory of its devices, which a plain loop has not; give the "
-            "number that was chosen (Result.split_batches, or hydra-tune plan)"
+            "only a pool chooses split_batches='auto', by the memory of its devices; give the plain loop the number that a "
+            "pool has chosen (Result.split_batches, or hydra-tune plan)"
         )
+    # Before the model is built: its initial weights are drawn from the seed as well.
     _seed(task.seed)
     module = build_model(task)
     if device.type != "cpu":
@@ -123,6 +124,7 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
         if task.on_bad_loss == "fail":
             raise
         finished = False
+    # The user gets whole operators back, as the factory built them.
     operators.restore(optimizer)
     result = PlainResult(
         status="completed" if finished else "pruned", metrics=run.metrics, history=run.history, losses=run.losses
@@ -170,20 +172,22 @@ class _PlainRun:
     def epoch(self, epoch: int) -> bool:
         """Train on every batch once; return False if a report pruned the run."""
         self.module.train()
-        before = len(self.losses)
+        num_earlier = len(self.losses)
         for batch in self.own.batches(self.task.train, self.task.batch_size, shuffle=True):
-            refuse_empty(batch, "train", len(self.losses) - before, epoch)
+            refuse_empty(batch, "train", len(self.losses) - num_earlier, epoch)
             if self.task.num_pieces > 1 and not self.losses:
                 check_pieces(self.task, self.module, batch, self.task.num_pieces)
             self._backward(batch)
             if self.pending == self.task.accumulate and not self._step(epoch):
                 return False
-        if len(self.losses) == before:
+        if len(self.losses) == num_earlier:
             raise no_batch("train", self.task.train, epoch)
+        # The last step of a pass may have fewer batches: no step spans two passes.
         if self.pending and not self._step(epoch):
             return False
         if self.task.report_every == "epoch" and not self._report(epoch, epoch):
             return False
+        # After the report, whose metric a ReduceLROnPlateau reads.
         if self.task.scheduler_interval == "epoch":
             self._step_scheduler()
         return True
@@ -193,6 +197,7 @@ class _PlainRun:
         for piece in pieces(batch, self.task.num_pieces):
             with _autocast(self.task, self.device):
                 loss = _loss(self.task, self.module, self._placed(piece.batch))
+            # Before the first backward of the run, only the user's own step can have left a gradient.
             if (
                 not self.losses
                 and not self.interval.weight
@@ -204,6 +209,7 @@ class _PlainRun:
             if not math.isfinite(value):
                 self.losses.append(value)
                 raise BadLossError(f"the training loss is {value} in step {self.steps + 1}")
+            # Weighted by samples, the gradients of the pieces add up to the gradient of the whole batch's mean loss.
             self.scaler.scale(loss * piece.share / self.task.accumulate).backward()  # type: ignore[no-untyped-call]  # untyped
             self.interval.add(value, piece.samples)
         self.losses.append(mean.value())
@@ -282,6 +288,7 @@ def _autocast(task: TrainTask, device: torch.device) -> AbstractContextManager[o
 def _seed(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
+    # The package does not depend on numpy; a user's code may.
     if importlib.util.find_spec("numpy") is not None:
         numpy = importlib.import_module("numpy")
         numpy.random.seed(seed)

@@ -105,28 +105,29 @@ class TrainingBatch(BatchUnits):
             raise TaskError("the training loss does not depend on any parameter that requires gradients")
         else:
             self._chain.skip_backward(index)
+        # The last shard's backward has just computed the loss, and no parameter has been updated yet.
         if index == self.num_shards - 1 and not math.isfinite(self.loss):
             raise BadLossError(f"the training loss is {self.loss}")
         if shard.trained and self._updates_now:
             yield self.update_unit(ShardUpdate(index=index, shard=shard, names=shard.trained))
 
     def _following(self, kind: str, index: int) -> list[UpcomingUnit]:
-        shards, found = self._plan.shards, []
-        last = len(shards) - 1
+        shards, upcoming_units = self._plan.shards, []
+        last_index = len(shards) - 1
         if kind not in ("forward", "backward", "update"):
             return []
         if kind == "forward":
-            return [self._expected("forward" if index + 1 < last else "backward", index + 1)]
+            return [self._expected("forward" if index + 1 < last_index else "backward", index + 1)]
         if kind == "backward" and self._updates_now and shards[index].trained:
             update = self.expected_update(ShardUpdate(index=index, shard=shards[index], names=shards[index].trained))
             if update.workspace_bytes:
                 # The unit under way is about to create the gradients, so the present blocks do not include them.
                 update = replace(update, workspace_bytes=update.workspace_bytes + shards[index].cost.trained_bytes)
-            found.append(update)
+            upcoming_units.append(update)
         below = next((i for i in reversed(range(index)) if shards[i].has_backward), None)
         if below is not None:
-            return [*found, self._expected("backward", below)]
-        return [*found, self.expected_step()]
+            return [*upcoming_units, self._expected("backward", below)]
+        return [*upcoming_units, self.expected_step()]
 
     def expected(self, kind: str, index: int) -> UpcomingUnit | None:
         """Return the expectation of a forward or backward unit of this batch; None if the shard has no such unit."""
@@ -189,9 +190,9 @@ class TrainingBatch(BatchUnits):
             GATE.shared(),
             not_repeatable("gradients were being unscaled in place"),
         ):
-            waited = time.perf_counter() - start
+            waited_seconds = time.perf_counter() - start
             self._complete(update.names)
-        return waited
+        return waited_seconds
 
     def _gradient_blocks(self, names: tuple[str, ...]) -> list[Block]:
         return self._store.blocks([parameter_gradient_key(name) for name in names], (), ())
@@ -215,32 +216,35 @@ class TrainingBatch(BatchUnits):
         state, names, cost = self._state, update.names, update.shard.cost
         optimizer_groups = state.optimizer_groups(names)
         blocks = self._update_blocks(names)
+        # The first update creates the optimizer's state, inside the workspace.
         workspace = cost.update_workspace if optimizer_groups else cost.first_update_workspace
         start = time.perf_counter()
         with pager.lease(blocks, workspace) as lease, not_repeatable(STEP_BEGUN):
             gradients = self._present(names)
-            # Lock order: a GPU's generator before the gate. Who has the generator's turn may wait for the gate.
+            # Lock order: a GPU's generator before the gate. A holder of the generator's turn may wait for the gate.
             with state.around_step(device), GATE.shared():
-                waited = time.perf_counter() - start
+                waited_seconds = time.perf_counter() - start
                 state.update(names, gradients, self._gradients)
+            # These references would keep the gradients' memory alive after their blocks are dropped.
             gradients.clear()
             keys = [parameter_gradient_key(name) for name in names]
             self._leased(lease, partial(self._store.drop_all, keys))
             state.adopt_optimizer_state(names, device)
-        return waited
+        return waited_seconds
 
     def _update_on_host(self, update: ShardUpdate, device: Device, pager: Pager) -> float:
         """Start an update on the host; return the seconds of the gradients' way to the host."""
         start = time.perf_counter()
         keys = {name: parameter_gradient_key(name) for name in update.names}
-        found = {name: self._store.bring_home(key) for name, key in keys.items()}
-        waited = time.perf_counter() - start
-        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-        found.clear()
+        host_gradients = {name: self._store.bring_home(key) for name, key in keys.items()}
+        waited_seconds = time.perf_counter() - start
+        gradients = {name: gradient for name, gradient in host_gradients.items() if gradient is not None}
+        # Only `gradients` may refer to the tensors: the update empties it to free them.
+        host_gradients.clear()
         over = partial(self._updated_on_host, self._store.give_away(keys.values()), pager, update.index)
         with not_repeatable(STEP_BEGUN):
             self._state.update_on_host(update.names, gradients, self._gradients, device, over)
-        return waited
+        return waited_seconds
 
     def _updated_on_host(
         self, values: dict[str, BlockTensorView], pager: Pager, index: int, began_ns: int, ended_ns: int
@@ -267,8 +271,8 @@ class TrainingBatch(BatchUnits):
         shard = self._plan.shards[index]
         self._chain.backward(index, self._generator(device))
         for name in shard.trained:
-            # Autograd may give a parameter and a value one gradient in one piece of memory. The parameter's is changed from
-            # here on, by sums, scaling or the optimizer, and an earlier shard has yet to read the value's.
+            # Autograd may let the gradient of a parameter and the gradient of a value share memory. From here on sums, scaling
+            # or the optimizer change the parameter's gradient, and an earlier shard has yet to read the value's gradient.
             self._store.set_apart(parameter_gradient_key(name))
         (name,) = self._plan.outputs
         if name in shard.losses:
@@ -290,5 +294,5 @@ class TrainingBatch(BatchUnits):
         self.completed |= set(names)
 
     def _present(self, names: tuple[str, ...]) -> dict[str, Tensor]:
-        found = {name: self._store.get(parameter_gradient_key(name)) for name in names}
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
+        values = {name: self._store.get(parameter_gradient_key(name)) for name in names}
+        return {name: gradient for name, gradient in values.items() if gradient is not None}

@@ -79,6 +79,7 @@ class UnitRollback:
         if self._is_own_code:
             return
         graph = self._graph
+        # A recompute draws from a saved position and leaves the stream where it is.
         if self._is_first and graph.stochastic:
             self._mark = self._streams.mark()
         if self._is_first and graph.written_state:
@@ -114,6 +115,6 @@ class UnitRollback:
 
     def _put_buffers_back(self) -> None:
         tensors = self._store.state(self._graph.written_state)
-        for tensor, before in zip(tensors, self._chain.buffers_before(self._index), strict=True):
-            if before is not None:
-                tensor.copy_(before)
+        for tensor, buffer_before in zip(tensors, self._chain.buffers_before(self._index), strict=True):
+            if buffer_before is not None:
+                tensor.copy_(buffer_before)

@@ -58,6 +58,7 @@ class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Copies made by the shedding must not ask for room, because then they would shed again.
         if not self._is_shedding and _may_make(func):
             self._take(_made_bytes(func, args, kwargs or {}, self._alignment))
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -73,11 +74,11 @@ class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]
 
     def _take(self, more: int) -> None:
         """Ensure room for the present bytes and `more`."""
-        wanted = self.current_bytes + self.given_bytes + more
-        if wanted <= self._granted_bytes:
+        needed_bytes = self.current_bytes + self.given_bytes + more
+        if needed_bytes <= self._granted_bytes:
             return
         try:
-            self._lease.grow(wanted - self._granted_bytes)
+            self._lease.grow(needed_bytes - self._granted_bytes)
         except BudgetError:
             # Without a way to free memory, the operator's caller has to handle the error.
             if self._shed is None:
@@ -87,11 +88,11 @@ class WorkspaceTracker(StorageTracker):  # type: ignore[no-untyped-call]
                 self._shed()
             finally:
                 self._is_shedding = False
-            wanted = self.current_bytes + self.given_bytes + more
-            if wanted <= self._granted_bytes:
+            needed_bytes = self.current_bytes + self.given_bytes + more
+            if needed_bytes <= self._granted_bytes:
                 return
-            self._lease.grow(wanted - self._granted_bytes)
-        self._granted_bytes = wanted
+            self._lease.grow(needed_bytes - self._granted_bytes)
+        self._granted_bytes = needed_bytes
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,16 +105,16 @@ def _made_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignm
     """Return the bytes of an operator's results; 0 where unknown."""
     try:
         key = (func, alignment, _geometry(args), _geometry(tuple(kwargs.items())))
-        known = _KNOWN.get(key)
+        num_bytes = _KNOWN.get(key)
     # A subclass of tensors, or an argument that cannot be compared.
     except TypeError:
         return 0
-    if known is None:
+    if num_bytes is None:
         if len(_KNOWN) >= _MAX_KNOWN:
             # A crude bound: data with ever-new shapes would grow the table for ever.
             _KNOWN.clear()
-        known = _KNOWN[key] = _tried(func, args, kwargs, alignment)
-    return known
+        num_bytes = _KNOWN[key] = _tried(func, args, kwargs, alignment)
+    return num_bytes
 
 
 def _geometry(argument: Any) -> Hashable:
@@ -135,11 +136,11 @@ def _tried(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignment: 
         with _disable_current_modes(), torch.no_grad():
             # Meta tensors run the operator's shape function only, and neither modes nor autograd may see the trial run.
             bodiless = tree_map(_without_bytes, (args, kwargs))
-            made = func(*bodiless[0], **bodiless[1])
-        given = _sizes(bodiless)
+            results = func(*bodiless[0], **bodiless[1])
+        argument_sizes = _sizes(bodiless)
     except Exception:  # noqa: BLE001 - only a run tells
         return 0
-    return sum(aligned(size, alignment) for storage, size in _sizes(made).items() if storage not in given)
+    return sum(aligned(size, alignment) for storage, size in _sizes(results).items() if storage not in argument_sizes)
 
 
 def _sizes(tree: Any) -> dict[int, int]:

@@ -61,7 +61,7 @@ def step_on_a_gpu(module, batch):
 MISTAKES = {
     "an optimizer of the module": (
         {"optimizer": lambda module: torch.optim.SGD(module.parameters(), lr=0.1)},
-        r"asks for \.parameters, but is given list\(module\.parameters\(\)\); pass that on, as in optimizer=",
+        r"asks for \.parameters, but is given list\(module\.parameters\(\)\); pass the argument on, as in optimizer=",
     ),
     "backward in step": (
         {"loss": None, "step": partial(step_with_backward, retain=False)},
@@ -77,7 +77,7 @@ MISTAKES = {
     ),
     "an update in step, and a loss without a gradient": (
         {"loss": None, "step": partial(step_that_updates, detaches=True)},
-        r"the training loss has no gradient, .* or where step= calls backward\(\) itself; return the loss as the tensor",
+        r"the training loss has no gradient, .* or because step= calls backward\(\) itself; return the loss as the tensor",
     ),
     "a model without a parameter that trains": (
         {"model": frozen},
@@ -85,7 +85,7 @@ MISTAKES = {
     ),
     "a loss without a gradient": (
         {"loss": lambda output, target: functional.cross_entropy(output, target).detach()},
-        r"the training loss has no gradient, as after \.detach\(\)",
+        r"the training loss has no gradient, for example after \.detach\(\)",
     ),
     "item in loss": (
         {"loss": lambda output, target: functional.cross_entropy(output, target).item()},

@@ -40,7 +40,7 @@ def test_a_parameter_in_two_modules_is_refused_by_name(claims):
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.bias = first.bias
     claims(first)
-    with pytest.raises(TaskError, match=r"parameter 'bias' .* memory in common with 'bias' of a trial under way"):
+    with pytest.raises(TaskError, match=r"parameter 'bias' .* shares memory with 'bias' of a trial under way"):
         claims(second)
 
 

@@ -39,7 +39,7 @@ def test_a_batch_has_no_more_pieces_than_samples_and_one_piece_is_the_batch_itse
 
 
 def test_tensors_of_other_lengths_are_refused():
-    with pytest.raises(TaskError, match="one has 8, another 3"):
+    with pytest.raises(TaskError, match="one tensor has 8, another 3"):
         list(pieces((X[:8], Y[:3]), 2))
 
 
@@ -90,7 +90,10 @@ class Counting(nn.Module):
 
 
 REFUSED = {
-    "normed": ({"model": lambda: nn.Sequential(nn.BatchNorm1d(8, track_running_stats=False), mlp())}, "'0' normalizes"),
+    "normed": (
+        {"model": lambda: nn.Sequential(nn.BatchNorm1d(8, track_running_stats=False), mlp())},
+        "'0', which normalizes",
+    ),
     "counting": ({"model": Counting}, "buffer 'calls'"),
     "centred": ({"model": Centred}, "needs a loss that is the mean over a batch's samples"),
     "summed": ({"loss": partial(functional.cross_entropy, reduction="sum")}, "and the mean over its pieces"),
@@ -126,5 +129,7 @@ def test_a_number_of_pieces_is_checked():
 
 
 def test_a_plain_loop_has_no_memory_to_choose_a_number_for():
-    with pytest.raises(TaskError, match="which a plain loop has not; give the number that was chosen"):
+    with pytest.raises(
+        TaskError, match=r"only a pool chooses .* give the plain loop the number that a pool has chosen"
+    ):
         train_plain(task(split_batches="auto"))
