@@ -111,9 +111,9 @@ class TrialDataFeed:
         self.may_skip = True
         with self._drawing(handle, in_process=True):
             batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
-            known = self._begun(batches, skip)
-        if known is not None:
-            yield from self._gathered(known, skip)
+            gather_pass = self._begun(batches, skip)
+        if gather_pass is not None:
+            yield from self._gathered(gather_pass, skip)
             return
         if isinstance(batches, DataLoader) and batches.num_workers > 0:
             yield from self._draw_from_workers(handle, batches, skip)
@@ -131,8 +131,8 @@ class TrialDataFeed:
         """End the workers of every pass that has not ended, and persistent workers."""
         for iterator in list(self._with_workers):
             loader_workers.end(iterator)
-        for ready in self._persistent.values():
-            loader_workers.end(ready._iterator)  # noqa: SLF001 - torch's own, behind a generator of the user's
+        for loader in self._persistent.values():
+            loader_workers.end(loader._iterator)  # noqa: SLF001 - torch's own, behind a generator of the user's
         self._persistent.clear()
 
     def _drawing(self, handle: DataHandle, *, in_process: bool) -> "_DrawContext":
@@ -148,10 +148,11 @@ class TrialDataFeed:
             return None
         iterator = iter(batches)
         assert type(iterator) is _SingleProcessDataLoaderIter, "it has no workers"
-        known = GatherPass(source, iterator)
+        gather_pass = GatherPass(source, iterator)
         if skip is None:
-            known.look()
-        return known
+            # Here, inside the trial's streams: a sampler draws its seed with the first index.
+            gather_pass.look()
+        return gather_pass
 
     def _gathered(self, known: GatherPass, skip: SkippedBatches | None) -> Iterator[Batch | UngatheredBatches]:
         """Yield the batches of a known loader; only the first index is drawn with the trial's streams."""
@@ -185,22 +186,24 @@ class TrialDataFeed:
                     if number == 0:
                         loader_workers.warn_if_slow(iterator)
                     yield batch
+        # Also where a trial leaves the pass early: its workers must not outlive the pass.
         finally:
             if not loader.persistent_workers:
                 loader_workers.end(iterator)
 
     def _start(self, handle: DataHandle, loader: DataLoader[Any]) -> Iterator[Batch]:
         around = self._drawing(handle, in_process=True)
-        ready = self._persistent.get(loader)
-        if ready is not None:
+        ready_loader = self._persistent.get(loader)
+        # Persistent workers belong to the copy made for the first pass; its `iter` resets the workers for the next pass.
+        if ready_loader is not None:
             with around:
-                return iter(ready)
-        ready = loader_workers.ready(loader)
+                return iter(ready_loader)
+        ready_loader = loader_workers.ready(loader)
         with loader_workers.failed_start_explained(), around:
-            iterator = iter(ready)
+            iterator = iter(ready_loader)
         self._with_workers.add(iterator)
         if loader.persistent_workers:
-            self._persistent[loader] = ready
+            self._persistent[loader] = ready_loader
         return iterator
 
     def _rest(
@@ -213,7 +216,7 @@ class TrialDataFeed:
     ) -> Iterator[Batch]:
         if skip is not None:
             self._skip(iterator, around, skip)
-        before = self._mark() if watched else 0
+        mark_before = self._mark() if watched else 0
         while True:
             with around:
                 try:
@@ -222,9 +225,10 @@ class TrialDataFeed:
                     return
             if watched:
                 # A draw from the trial's streams gives other numbers when repeated without the training in between.
-                self.may_skip = watched = self._mark() == before
+                self.may_skip = watched = self._mark() == mark_before
             yield batch
-            before = self._mark() if watched else 0
+            # Anew: the training between two draws also moves the streams.
+            mark_before = self._mark() if watched else 0
 
     @staticmethod
     def _skip(iterator: Iterator[Any], around: AbstractContextManager[object], skip: SkippedBatches) -> None:
@@ -268,7 +272,7 @@ class _DrawContext:
         try:
             self._clock.__exit__(kind, error, trace)
         except BaseException as given_up:
-            # The clock may raise `GivenUp` here, and the outer context must still be left.
+            # The clock may raise `LoaderInterrupt` here, and the outer context must still be left.
             self._outer.__exit__(type(given_up), given_up, given_up.__traceback__)
             raise
         self._outer.__exit__(kind, error, trace)
@@ -276,8 +280,8 @@ class _DrawContext:
 
 def _fewer_than(skip: SkippedBatches, number: int) -> TaskError:
     return TaskError(
-        f"the trial was saved after batch {skip.count} of a pass over train, and now the pass has {number}: "
-        "the data is not what it was"
+        f"the trial was saved after batch {skip.count} of a pass over train, but the pass now ends after {number}: the data "
+        "has changed; resume with the data of the checkpoint"
     )
 
 

@@ -85,9 +85,9 @@ def num_samples(batch: Batch) -> int:
 
     A batch whose tensors are all empty has 0 samples.
     """
-    if isinstance(batch, tuple | list) and batch and isinstance(first := batch[0], Tensor) and first.dim():
+    if isinstance(batch, tuple | list) and batch and isinstance(first_leaf := batch[0], Tensor) and first_leaf.dim():
         # The usual case, kept short because every batch is asked.
-        size = first.size(0)
+        size = first_leaf.size(0)
         if size:
             return size
     sizes = [leaf.size(0) for leaf in tensors_of(batch) if leaf.dim() > 0]
@@ -133,9 +133,9 @@ def moved(value: Any, place: torch.device) -> Any:
         return value.to(place)
     if isinstance(value, dict):
         # Copied and then updated, because a subclass such as defaultdict is more than its items.
-        made = copy.copy(value)
-        made.update((key, moved(item, place)) for key, item in value.items())
-        return made
+        moved_dict = copy.copy(value)
+        moved_dict.update((key, moved(item, place)) for key, item in value.items())
+        return moved_dict
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(moved(item, place) for item in value))
     if isinstance(value, list | tuple):

@@ -63,8 +63,8 @@ class GatherSource:
 
     def batch(self, indices: Tensor) -> Batch:
         """Return a batch as the loader would."""
-        made = self.gather(indices)
-        return made[0] if self.is_bare else made
+        samples = self.gather(indices)
+        return samples[0] if self.is_bare else samples
 
     def is_of(self, other: "GatherSource") -> bool:
         """Whether indices select the same samples in both sources."""
@@ -114,6 +114,7 @@ def source_of(loader: DataLoader[Any]) -> GatherSource | None:
     """
     sampler = _known_sampler(loader)
     source = None if sampler is None else _source(loader.dataset)
+    # A sampler over other data may yield indices that the source does not have.
     return source if sampler is not None and source is not None and len(sampler.data_source) == len(source) else None
 
 
@@ -160,8 +161,8 @@ class GatherPass:
             return next(self._taken)
         if self._first is None:
             return self._picks([self._next_index()])
-        first, self._first = self._first, None
-        return self._picks([first])
+        first_index, self._first = self._first, None
+        return self._picks([first_index])
 
     def look(self) -> None:
         """Draw the first index, unless done before, and all other indices where the first index decides them."""
@@ -175,17 +176,18 @@ class GatherPass:
 
     def skip(self, count: int) -> int:
         """Skip the next batches, inside the trial's streams; return the number of batches skipped."""
-        left = count
-        while left and (picks := next(self, None)) is not None:
-            if left < len(picks):
-                self._taken = itertools.chain([picks.part(left)], self._taken or ())
-            left -= min(left, len(picks))
-        return count - left
+        num_left = count
+        while num_left and (picks := next(self, None)) is not None:
+            if num_left < len(picks):
+                # The skip ends inside a run of batches: the rest of the run comes first.
+                self._taken = itertools.chain([picks.part(num_left)], self._taken or ())
+            num_left -= min(num_left, len(picks))
+        return count - num_left
 
     def _next_index(self) -> list[int]:
         self._iterator._num_yielded += 1  # noqa: SLF001 - as its own next() does
-        found: list[int] = self._iterator._next_index()  # type: ignore[no-untyped-call]  # noqa: SLF001
-        return found
+        indices: list[int] = self._iterator._next_index()  # type: ignore[no-untyped-call]  # noqa: SLF001
+        return indices
 
     def _all(self) -> Iterator[UngatheredBatches]:
         """Return all full batches, and the rest."""
@@ -193,8 +195,8 @@ class GatherPass:
         if order is not None:
             return self._cut(order)
         lists = list(self._iterator._sampler_iter)  # noqa: SLF001
-        full = [one for one in lists if len(one) == len(lists[0])]
-        return iter([self._picks(same) for same in (full, lists[len(full) :]) if same])
+        full = [indices for indices in lists if len(indices) == len(lists[0])]
+        return iter([self._picks(equal_lists) for equal_lists in (full, lists[len(full) :]) if equal_lists])
 
     def _cut(self, order: Tensor) -> Iterator[UngatheredBatches]:
         by = self._iterator._index_sampler  # noqa: SLF001
@@ -230,18 +232,19 @@ def _shuffled(count: int) -> Tensor:
 @functools.cache
 def _shuffles_as_known() -> bool:
     """Whether torch's sampler shuffles as `_shuffled` does; tested once, on a stream apart from all trials."""
-    found = []
+    outcomes = []
     for draw in (lambda: list(RandomSampler(range(9))), lambda: _shuffled(9).tolist()):
         stream = torch.Generator().manual_seed(5)
         with drawing_from(stream):
-            found.append((draw(), stream.get_state().tolist()))
-    return found[0] == found[1]
+            # The streams' positions are compared too, because the trial's next draw continues from there.
+            outcomes.append((draw(), stream.get_state().tolist()))
+    return outcomes[0] == outcomes[1]
 
 
 @functools.lru_cache(maxsize=256)
 def _leaves(kinds: tuple[tuple[torch.Size, torch.dtype], ...], size: int, *, is_bare: bool) -> BatchLeaves:
-    made = [torch.empty((size, *shape), dtype=dtype, device="cpu") for shape, dtype in kinds]
-    return batches.flatten(made[0] if is_bare else made).without_tensors()
+    tensors = [torch.empty((size, *shape), dtype=dtype, device="cpu") for shape, dtype in kinds]
+    return batches.flatten(tensors[0] if is_bare else tensors).without_tensors()
 
 
 def _source(dataset: object) -> GatherSource | None:
@@ -251,9 +254,9 @@ def _source(dataset: object) -> GatherSource | None:
     if type(dataset) is Subset:
         inner = _source(dataset.dataset)
         return None if inner is None else _narrowed(inner, dataset.indices)
-    held: tuple[object, ...] = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
-    tensors = tuple(tensor for tensor in held if _is_plain(tensor))
-    if not held or len(tensors) < len(held):
+    candidates: tuple[object, ...] = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
+    tensors = tuple(tensor for tensor in candidates if _is_plain(tensor))
+    if not candidates or len(tensors) < len(candidates):
         return None
     return GatherSource(tensors, None, is_bare=type(dataset) is not TensorDataset)
 
@@ -278,8 +281,8 @@ def _narrowed(source: GatherSource, indices: object) -> GatherSource | None:
     if not all(-total <= index < total for index in indices):
         return None
     # Negative indices count from the end in a dataset, but not in `index_select`.
-    own = _tensor([index % total for index in indices])
-    return replace(source, chosen=own if source.chosen is None else source.chosen[own])
+    positions = _tensor([index % total for index in indices])
+    return replace(source, chosen=positions if source.chosen is None else source.chosen[positions])
 
 
 def _tensor(indices: list[int]) -> Tensor:

@@ -97,8 +97,8 @@ class DrawClock:
         frame = sys._current_frames().get(self.thread)  # noqa: SLF001 - Python has no other name for it
         if frame is None:
             return "nowhere"
-        last = traceback.extract_stack(frame, limit=1)[-1]
-        return f"{last.filename}:{last.lineno} in {last.name}"
+        location = traceback.extract_stack(frame, limit=1)[-1]
+        return f"{location.filename}:{location.lineno} in {location.name}"
 
     def under_way(self) -> "threading.Lock":
         """Return the lock under which draws end; a holder of the lock may read `seconds` and act on the value."""

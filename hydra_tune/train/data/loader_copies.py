@@ -35,16 +35,17 @@ class TrialLoaderCopies:
 
     def states(self) -> list[Any]:
         """Return the positions of the live copies, in the order of their creation."""
-        copies = [(_resolved(held), own) for held, own in list(self._copies.values())]
-        known = {id(own) for _, own in copies}
-        return [state_of(original, own, known) for original, own in copies]
+        # A list, because a garbage collection at any point may call `_forget`.
+        copies = [(_resolved(reference), own_copy) for reference, own_copy in list(self._copies.values())]
+        copy_ids = {id(own_copy) for _, own_copy in copies}
+        return [state_of(original, own_copy, copy_ids) for original, own_copy in copies]
 
     def restore(self, states: Sequence[Any]) -> None:
         """Set copies to positions from `states`, in the order of their creation; copies created later follow on creation."""
         self._waiting = deque(states)
-        for _, own in list(self._copies.values()):
+        for _, own_copy in list(self._copies.values()):
             if self._waiting:
-                give_state(own, self._waiting.popleft())
+                give_state(own_copy, self._waiting.popleft())
 
     def batches(self, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Iterable[Batch]:
         """Return the batches of one pass over a handle, as `make_loader` does, but from copies.
@@ -66,12 +67,16 @@ class TrialLoaderCopies:
 
     def _take_over_changes(self) -> None:
         """Copy numbers and texts set by the user on the originals since, as `sampler.set_epoch(n)` does."""
-        for key, (held, own) in list(self._copies.items()):
-            before, now = self._plain.get(key, {}), _plain_attributes(_resolved(held))
-            changed = {name: value for name, value in now.items() if name not in before or before[name] != value}
-            if changed:
-                vars(own).update(changed)
-                self._plain[key] = now
+        for key, (reference, own_copy) in list(self._copies.items()):
+            old_attributes, new_attributes = self._plain.get(key, {}), _plain_attributes(_resolved(reference))
+            changes = {
+                name: value
+                for name, value in new_attributes.items()
+                if name not in old_attributes or old_attributes[name] != value
+            }
+            if changes:
+                vars(own_copy).update(changes)
+                self._plain[key] = new_attributes
 
     def loader(self, original: DataLoader[Any]) -> DataLoader[Any]:
         """Return the trial's copy of a loader; always the same copy.
@@ -79,11 +84,11 @@ class TrialLoaderCopies:
         Raises:
             TaskError: the loader's sampler cannot be copied, or the loader keeps an iterator of its own.
         """
-        known: DataLoader[Any] | None = self._known(original)
-        if known is not None:
-            return known
-        own = copy.copy(original)
-        parts = vars(own)
+        known_copy: DataLoader[Any] | None = self._known(original)
+        if known_copy is not None:
+            return known_copy
+        own_copy = copy.copy(original)
+        parts = vars(own_copy)
         for name, value in parts.items():
             if name != "_iterator" and hasattr(value, "_next_data"):
                 raise TaskError(
@@ -95,43 +100,45 @@ class TrialLoaderCopies:
         parts |= {"_iterator": None, "_IterableDataset_len_called": None}
         for name in ("sampler", "batch_sampler"):
             parts[name] = self._sampler(parts[name], original.dataset)
-        self._remember(original, own)
-        return own
+        self._remember(original, own_copy)
+        return own_copy
 
     def stream_in(self, original: Any) -> Any:
         """Return the object, or a shallow copy in which the trial's own random streams replace the object's."""
-        known = self._known(original)
-        if known is not None:
-            return known
+        known_copy = self._known(original)
+        if known_copy is not None:
+            return known_copy
         if _is_stream(original):
             return self._remember(original, copy.deepcopy(original))
         if isinstance(original, IterDataPipe | MapDataPipe) or not hasattr(original, "__dict__") or _is_code(original):
             return original
-        held = {
+        parts = {
             name: value for name, value in vars(original).items() if _is_stream(value) or isinstance(value, Dataset)
         }
-        changed = {name: own for name, value in held.items() if (own := self.stream_in(value)) is not value}
+        own_parts = {
+            name: own_copy for name, value in parts.items() if (own_copy := self.stream_in(value)) is not value
+        }
         # An `IterableDataset` may keep its position in itself, so it is copied in any case.
-        if not changed and not isinstance(original, IterableDataset):
+        if not own_parts and not isinstance(original, IterableDataset):
             return original
-        own = copy.copy(original)
-        vars(own).update(changed)
-        return self._remember(original, own)
+        own_copy = copy.copy(original)
+        vars(own_copy).update(own_parts)
+        return self._remember(original, own_copy)
 
     def _sampler(self, original: Any, dataset: Dataset[Any]) -> Any:
         if original is None or isinstance(original, list | tuple | range):
             return original
-        known = self._known(original)
-        if known is not None:
-            return known
+        known_copy = self._known(original)
+        if known_copy is not None:
+            return known_copy
         if type(original).__module__ == Sampler.__module__:
-            own = copy.copy(original)
+            own_sampler = copy.copy(original)
             for name, value in vars(original).items():
                 if isinstance(value, torch.Generator):
-                    vars(own)[name] = self.stream_in(value)
+                    vars(own_sampler)[name] = self.stream_in(value)
                 elif name == "sampler":
-                    vars(own)[name] = self._sampler(value, dataset)
-            return self._remember(original, own)
+                    vars(own_sampler)[name] = self._sampler(value, dataset)
+            return self._remember(original, own_sampler)
         return self._remember(original, self._deep(original, dataset))
 
     def _deep(self, original: Any, dataset: Dataset[Any]) -> Any:
@@ -163,10 +170,10 @@ class TrialLoaderCopies:
         key = id(original)
         try:
             # A weak reference, because a callable may create a new loader and new data for each pass.
-            held: object = weakref.ref(original, lambda _: self._forget(key))
+            reference: object = weakref.ref(original, lambda _: self._forget(key))
         except TypeError:
-            held = original
-        self._copies[key], self._plain[key] = (held, own), _plain_attributes(original)
+            reference = original
+        self._copies[key], self._plain[key] = (reference, own), _plain_attributes(original)
         if self._waiting:
             give_state(own, self._waiting.popleft())
         return own

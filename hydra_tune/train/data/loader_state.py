@@ -16,7 +16,7 @@ def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
     Args:
         original: original of the copy; never changes.
         own: the copy.
-        known: ids of all copies; these have positions of their own.
+        known: ids of all copies, each of which has a position of its own.
     """
     if isinstance(own, torch.Generator | random.Random):
         return own.get_state() if isinstance(own, torch.Generator) else own.getstate()
@@ -51,12 +51,15 @@ def _keeps_its_state(own: Any) -> bool:
 
 def _moved(original: object, own: object, known: AbstractSet[int]) -> dict[str, Any]:
     """Return the attributes that differ from the original's."""
-    before, moved = getattr(original, "__dict__", {}), {}
+    original_attributes, differences = getattr(original, "__dict__", {}), {}
     for name, value in getattr(own, "__dict__", {}).items():
-        if id(value) in known or (name in before and (value is before[name] or same_value(value, before[name]))):
+        if id(value) in known or (
+            name in original_attributes
+            and (value is original_attributes[name] or same_value(value, original_attributes[name]))
+        ):
             continue
-        moved[name] = value
-    return moved
+        differences[name] = value
+    return differences
 
 
 def _numpy_state(own: Any) -> Any:

@@ -29,8 +29,8 @@ _LOGGER = logging.getLogger(__name__)
 _SLOW_SECONDS = 1.0
 
 _REMEDY = (
-    "what it printed says more. A worker that could not be forked from the program as it was imports the main script, whose "
-    "own work must then stand under if __name__ == '__main__':; num_workers=0 does without workers"
+    "read the worker's own output for the cause. A worker that is not forked from the program imports the main script, so the "
+    "script's own work must stand under if __name__ == '__main__':; num_workers=0 does without workers"
 )
 
 
@@ -45,16 +45,17 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
         and, unless the user has chosen a context, start without a fork of this process.
 
     Raises:
-        TaskError: a dataset, `collate_fn` or `worker_init_fn` cannot be pickled, or a worker could not find it again.
+        TaskError: a dataset, `collate_fn` or `worker_init_fn` cannot be pickled, or a worker could not find an object
+            that the part refers to.
     """
     if loader.num_workers == 0:
         return loader
-    made = copy.copy(loader)
+    ready_loader = copy.copy(loader)
     method, server = _start_method(loader), None
     if _is_served(loader):
         server = SERVERS.current()
-        made.multiprocessing_context = LoaderForkContext(server)
-    parts, num_bytes = vars(made), 0
+        ready_loader.multiprocessing_context = LoaderForkContext(server)
+    parts, num_bytes = vars(ready_loader), 0
     if method != "fork" or server is not None:
         for name in ("dataset", "collate_fn", "worker_init_fn"):
             # Data pipes stay unpacked: a loader recognizes data pipes by their class.
@@ -63,8 +64,8 @@ def ready(loader: DataLoader[Any]) -> DataLoader[Any]:
                 num_bytes += part.num_bytes if isinstance(part, LoaderWorkerPayload) else 0
     if method == "forkserver":
         _warm_up()
-    made.worker_init_fn = _WorkerStart(made, num_bytes)
-    return made
+    ready_loader.worker_init_fn = _WorkerStart(ready_loader, num_bytes)
+    return ready_loader
 
 
 def prepare(holder: object, *handles: object) -> None:
@@ -125,13 +126,13 @@ def death_explained() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, FileNotFoundError, ConnectionError, EOFError) as error:
-        # Where a worker dies with a batch on its way, what fails is fetching the tensor, from a process that is gone.
-        lost = not isinstance(error, RuntimeError) and "in DataLoader worker process" not in str(error)
-        if not lost and "exited unexpectedly" not in str(error):
+        # Where a worker dies with a batch on its way, this process fails to fetch the batch's tensors from the dead process.
+        is_lost_batch = not isinstance(error, RuntimeError) and "in DataLoader worker process" not in str(error)
+        if not is_lost_batch and "exited unexpectedly" not in str(error):
             raise
         raise LoaderWorkerError(
-            f"a worker of a DataLoader exited unexpectedly ({error!r}): it was killed, for want of memory perhaps, or crashed, "
-            f"or never came up; {_REMEDY}"
+            f"a worker of a DataLoader exited unexpectedly ({error!r}): it was killed (perhaps for lack of memory), crashed, "
+            f"or never started; {_REMEDY}"
         ) from error
 
 
@@ -205,13 +206,13 @@ class _WorkerStart:
 def _why_slow(how: Any, num_bytes: int) -> str:
     if not isinstance(how, LoaderForkContext):
         return (
-            "with this start method each of them imports the main script anew, so leave multiprocessing_context and the "
-            "start method as Python has them on Linux"
+            "with this start method each worker imports the main script anew; leave multiprocessing_context and the start "
+            "method as Python has them on Linux"
         )
     if how.server.names is None:
         return (
-            "a thread of this program was busy, so they could not be forked from the program and imported what it has loaded; "
+            "a thread of this program was busy, so the workers were not forked from the program but imported its modules; "
             "give the DataLoader itself, not a callable that returns it, as train= or validate= of the executor's first task"
         )
-    sent = format_bytes(num_bytes)
-    return f"each was sent {sent} of the dataset and its parts; keep large data in tensors or arrays, which are shared"
+    size = format_bytes(num_bytes)
+    return f"each worker was sent {size} of the dataset and its parts; keep large data in tensors or arrays, which are shared"

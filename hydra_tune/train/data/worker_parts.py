@@ -22,9 +22,8 @@ from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.train.data.worker_server import LoaderForkServer, has_main_file
 
-_SHARED_BYTES = (
-    1 << 20
-)  # from here on data is shared with the workers; less is sent, for sharing takes a descriptor each
+# From this size on, data is shared with the workers. Smaller data is sent, because each shared tensor takes a descriptor.
+_SHARED_BYTES = 1 << 20
 
 _HAS_MEMORY_FILES = hasattr(os, "memfd_create")
 
@@ -65,9 +64,9 @@ class _MemoryFile:
         for buffer in buffers:
             data = buffer.raw()
             self.spans.append((end, data.nbytes))
-            done = 0
-            while done < data.nbytes:
-                done += os.pwrite(self.number, data[done:], end + done)
+            num_written = 0
+            while num_written < data.nbytes:
+                num_written += os.pwrite(self.number, data[num_written:], end + num_written)
             # Each buffer starts on a page, so arrays keep the alignment of a fresh allocation.
             end += -(-data.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -101,17 +100,18 @@ class _PayloadPickler(pickle.Pickler):
         return len(self._tensors) - 1
 
     def reducer_override(self, value: object) -> Any:
+        # A worker imports every other module by its name; only `__main__` may be another module there.
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
             name = value.__qualname__.partition(".")[0]
             if self._names is None and not has_main_file():
                 raise pickle.PicklingError(
                     f"{value.__qualname__} was defined in a session, which a worker cannot import"
                 )
-            present = vars(sys.modules["__main__"]).get(name)
-            if self._names is not None and present is not None and self._names.get(name) is not present:
+            present_object = vars(sys.modules["__main__"]).get(name)
+            if self._names is not None and present_object is not None and self._names.get(name) is not present_object:
                 raise pickle.PicklingError(
-                    f"{value.__qualname__} was defined after the executor was given its first task with workers, and its "
-                    "workers know the program as it was then; define it before, or make a new HydraExecutor"
+                    f"{value.__qualname__} was defined after the executor got its first task with workers, and the workers "
+                    "know the program as it was then; define it before that task, or make a new HydraExecutor"
                 )
         return _mapped_again(value)
 
@@ -140,11 +140,16 @@ def _mapped_again(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.memmap or value.mode not in ("r", "r+", "w+"):
         return NotImplemented
-    held, path = value._mmap, value.filename  # noqa: SLF001 - the only way to its memory
-    if path is None or not isinstance(held, mmap.mmap) or not value.flags.c_contiguous or not Path(path).is_file():
+    memory_map, path = value._mmap, value.filename  # noqa: SLF001 - the only way to its memory
+    if (
+        path is None
+        or not isinstance(memory_map, mmap.mmap)
+        or not value.flags.c_contiguous
+        or not Path(path).is_file()
+    ):
         return NotImplemented
-    first = numpy.frombuffer(held, numpy.uint8).ctypes.data
-    start = value.offset - value.offset % mmap.ALLOCATIONGRANULARITY + value.ctypes.data - first
+    base_address = numpy.frombuffer(memory_map, numpy.uint8).ctypes.data
+    start = value.offset - value.offset % mmap.ALLOCATIONGRANULARITY + value.ctypes.data - base_address
     # The file may have been truncated or replaced since.
     if Path(path).stat().st_size < start + value.nbytes:
         return NotImplemented
@@ -178,11 +183,11 @@ def packed(name: str, part: object, method: str, server: LoaderForkServer | None
             # A lock or a shared value of multiprocessing, which only a starting process may receive.
             return part
         label = getattr(part, "__qualname__", type(part).__qualname__)
-        how = f"started by {method}" if server is None else "forked by a process of their own"
+        origin = f"started by {method}" if server is None else "forked by a process of their own"
         raise TaskError(
-            f"{name}={label} of a DataLoader with num_workers > 0 cannot be sent to its workers: {error}. They are {how} and "
-            "given pickled copies, because forking a process that runs threads may hang; define classes and functions at the "
-            "top of a module, or use num_workers=0, or take that risk with multiprocessing_context='fork'"
+            f"{name}={label} of a DataLoader with num_workers > 0 cannot be sent to its workers: {error}. The workers are "
+            f"{origin} and get pickled copies, because forking a process that runs threads may hang; define classes and "
+            "functions at the top of a module, use num_workers=0, or take the risk with multiprocessing_context='fork'"
         ) from error
     return LoaderWorkerPayload(file.getvalue(), tensors, packer.buffers)
 

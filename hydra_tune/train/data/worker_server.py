@@ -113,6 +113,7 @@ class LoaderForkServer(forkserver.ForkServer):
         Raises:
             ConnectionError: the server has ended.
         """
+        # As in the base class, whose method this one replaces.
         resource_tracker.ensure_running()
         with self._lock:
             pid = self._forkserver_pid
@@ -208,9 +209,9 @@ class LoaderForkContext(context.ForkServerContext):
 
     def Process(self, *arguments: Any, **options: Any) -> "_LoaderWorkerProcess":  # type: ignore[override]  # noqa: N802
         """Return an unstarted process."""
-        made = _LoaderWorkerProcess(*arguments, **options)
-        made.server = self.server
-        return made
+        worker_process = _LoaderWorkerProcess(*arguments, **options)
+        worker_process.server = self.server
+        return worker_process
 
 
 class _LoaderWorkerProcess(process.BaseProcess):
@@ -285,7 +286,7 @@ def serve(listener_fd: int, alive_r: int, spec_fd: int) -> None:
     current._inheriting = True  # noqa: SLF001 - as in a process that is being spawned
     try:
         spawn.prepare(preparation)
-    except BaseException:  # noqa: BLE001 - a script that exits; workers whose classes it has not will say so
+    except BaseException:  # noqa: BLE001 - the script may exit; a worker that misses a class reports the class itself
         traceback.print_exc()
     _import_all(names)
     del current._inheriting  # noqa: SLF001
@@ -298,7 +299,7 @@ def _import_all(names: Iterable[str]) -> None:
         for name in names:
             try:
                 __import__(name)
-            except BaseException:  # noqa: BLE001, S112 - one that no name leads to
+            except BaseException:  # noqa: BLE001, S112 - a module that cannot be imported by its name
                 continue
 
 
@@ -352,6 +353,7 @@ def _serve_forked(listener: socket.socket, alive_r: int, alive_w: int) -> None:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # The program's own handlers must not run in the copy.
         signal.set_wakeup_fd(-1)
         os.close(alive_w)
         _name_process()

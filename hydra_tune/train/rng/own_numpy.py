@@ -1,18 +1,18 @@
 """A thread's own stream of `numpy.random`, in place of the process-wide stream. Imports numpy.
 
 The functions of `numpy.random` are methods of a hidden `RandomState`. The hidden object draws for every thread from its
-present bit generator, inside the bit generator's `lock`. This module gives the hidden object a `_Facade` as bit
-generator, with a `_Turn` as lock. Entering the lock looks up the thread's own stream, or else the process's, and if
-another stream was drawn from last, switches the `RandomState` to the right bit generator. The bit generator stays until
-another thread draws, so consecutive draws of a thread exchange nothing.
+present bit generator, inside the bit generator's `lock`. This module gives the hidden object a
+`_BitGeneratorFacade` as bit generator, with a `_StreamSwitchLock` as lock. Entering the lock looks up the thread's own
+stream, or else the process's, and if another stream was drawn from last, switches the `RandomState` to the right bit
+generator. The bit generator stays until another thread draws, so consecutive draws of a thread exchange nothing.
 
 Note: normal numbers come in pairs, and the `RandomState` keeps the second number. The number is lost when the
 `RandomState` gets another bit generator, so an exchange takes the number out first and puts the number back when its
 stream is drawn from again.
 
-Note: exceptions from outside (Ctrl-C, `GivenUp`). Python raises such exceptions between any two lines, also here.
-`_Turn` then releases the lock, and an interrupted exchange is repeated from its beginning. `__exit__` is the lock's
-own, in C, where no exception is raised.
+Note: exceptions from outside (Ctrl-C, `LoaderInterrupt`). Python raises such exceptions between any two lines, also
+here. `_StreamSwitchLock` then releases the lock, and an interrupted exchange is repeated from its beginning. `__exit__`
+is the lock's own, in C, where no exception is raised.
 
 Note: replaced functions. `get_state` and `set_state`, which enter the lock only in newer versions of numpy,
 `get_bit_generator` and `set_bit_generator`, wherever `own_python.replace_everywhere` finds the functions. Objects of
@@ -30,6 +30,7 @@ from hydra_tune.errors import TaskError
 from hydra_tune.train.rng.own_python import BoundFunction
 
 _OWN: "ContextVar[NumpyStream | None]" = ContextVar("own numpy stream", default=None)
+# Reentrant, because `_get_state` already holds the lock where a newer numpy enters it again.
 _LOCK = threading.RLock()
 _SINGLETON: Any = np.random.mtrand._rand  # noqa: SLF001
 _GIVE_BIT_GENERATOR: Any = np.random.RandomState.__init__
@@ -88,7 +89,7 @@ class NumpyStream:
 
 
 class _StreamSwitchLock:
-    """The lock of `_Facade`.
+    """The lock of `_BitGeneratorFacade`.
 
     Attributes:
         base: stream of threads without a stream of their own: the process's.
@@ -107,25 +108,25 @@ class _StreamSwitchLock:
     def __enter__(self) -> NumpyStream:
         try:
             _LOCK.acquire()
-            wanted = _OWN.get()
-            if wanted is None:
-                wanted = self.base
-            wanted.moves += 1
-            if wanted is not self.installed and not self._is_exchanging:
-                self._exchange(wanted)
+            stream = _OWN.get()
+            if stream is None:
+                stream = self.base
+            stream.moves += 1
+            if stream is not self.installed and not self._is_exchanging:
+                self._exchange(stream)
         except BaseException:
             if _LOCK._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001
                 _LOCK.release()
             raise
-        return wanted
+        return stream
 
     def kept(self) -> tuple[int, float]:
         """Return the normal number kept by the hidden `RandomState`; requires the lock."""
-        before, self._is_exchanging = self._is_exchanging, True
+        was_exchanging, self._is_exchanging = self._is_exchanging, True
         try:
             state = _SINGLETON.get_state(legacy=False)
         finally:
-            self._is_exchanging = before
+            self._is_exchanging = was_exchanging
         return state["has_gauss"], state["gauss"]
 
     def replace_base(self, base: NumpyStream) -> None:
@@ -192,7 +193,8 @@ class _BitGeneratorFacade(np.random.MT19937):
         with _TURN as stream:
             if isinstance(stream.bits, np.random.MT19937):
                 stream.bits._legacy_seeding(seed)  # noqa: SLF001
-            else:  # `numpy.random.seed` does this for bit generators of other kinds, which it takes the facade for none of
+            else:
+                # As `numpy.random.seed` seeds bit generators of other kinds; numpy takes the facade for an MT19937.
                 stream.bits.state = type(stream.bits)(seed).state
 
     def __reduce__(self) -> Any:
@@ -220,8 +222,8 @@ def set_bit_generator(bitgen: Any) -> None:
     """Make the functions of `numpy.random` draw from a bit generator, in all threads that work for no trial."""
     if _OWN.get() is not None:
         raise TaskError(
-            "numpy.random.set_bit_generator() was called by a trial's own code, whose stream has to stay an MT19937, which "
-            "checkpoints can hold; draw from a numpy.random.Generator with a bit generator of your own"
+            "a trial's own code called numpy.random.set_bit_generator(), but the trial's stream has to stay an MT19937, the "
+            "kind that checkpoints can hold; draw from a numpy.random.Generator with a bit generator of your own"
         )
     with _TURN:
         _TURN.replace_base(NumpyStream(bitgen))
@@ -257,4 +259,4 @@ def install() -> dict[Any, Any]:
     # A child must begin with the lock free and with no exchange under way.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
-    return {getattr(np.random, name): new for name, new in replaced.items()}
+    return {getattr(np.random, name): replacement for name, replacement in replaced.items()}

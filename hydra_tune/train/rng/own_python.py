@@ -49,52 +49,53 @@ class _RoutedRandom(random.Random):
     __slots__ = ()
 
     def random(self) -> float:
-        own = _OWN.get()
-        if own is None:
+        own_stream = _OWN.get()
+        if own_stream is None:
             return _C_RANDOM(self)
-        own.moves += 1
-        return own.random()
+        own_stream.moves += 1
+        return own_stream.random()
 
     def getrandbits(self, k: int, /) -> int:
-        own = _OWN.get()
-        if own is None:
+        own_stream = _OWN.get()
+        if own_stream is None:
             return _C_GETRANDBITS(self, k)
-        own.moves += 1
-        return own.getrandbits(k)
+        own_stream.moves += 1
+        return own_stream.getrandbits(k)
 
     def seed(self, a: Any = None, version: int = 2) -> None:
-        own = _OWN.get()
-        if own is None:
+        own_stream = _OWN.get()
+        if own_stream is None:
             return super().seed(a, version)
-        own.moves += 1
-        return own.seed(a, version)
+        own_stream.moves += 1
+        return own_stream.seed(a, version)
 
     def getstate(self) -> tuple[Any, ...]:
-        own = _OWN.get()
-        return super().getstate() if own is None else own.getstate()
+        own_stream = _OWN.get()
+        return super().getstate() if own_stream is None else own_stream.getstate()
 
     def setstate(self, state: tuple[Any, ...]) -> None:
-        own = _OWN.get()
-        if own is None:
+        own_stream = _OWN.get()
+        if own_stream is None:
             return super().setstate(state)
-        own.moves += 1
-        return own.setstate(state)
+        own_stream.moves += 1
+        return own_stream.setstate(state)
 
     @property
     def gauss_next(self) -> float | None:
         """Left-over number of `gauss`."""
-        own = _OWN.get()
-        kept: float | None = vars(self)["gauss_next"] if own is None else own.gauss_next
-        return kept
+        own_stream = _OWN.get()
+        # In `vars`, because the property of the class hides the attribute of the instance.
+        number: float | None = vars(self)["gauss_next"] if own_stream is None else own_stream.gauss_next
+        return number
 
     @gauss_next.setter
     def gauss_next(self, value: float | None) -> None:
-        own = _OWN.get()
-        if own is None:
+        own_stream = _OWN.get()
+        if own_stream is None:
             vars(self)["gauss_next"] = value
         else:
-            own.moves += 1
-            own.gauss_next = value
+            own_stream.moves += 1
+            own_stream.gauss_next = value
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy is an independent stream, as in a process without routing.
@@ -116,9 +117,9 @@ class BoundFunction(functools.partial[Any]):
 
     def __new__(cls, run: Callable[..., Any], owner: object, name: str) -> Self:
         """Create the function with the method's name and documentation."""
-        made = super().__new__(cls, run)
-        vars(made).update(__self__=owner, __name__=name, __doc__=getattr(type(owner), name).__doc__)
-        return made
+        function = super().__new__(cls, run)
+        vars(function).update(__self__=owner, __name__=name, __doc__=getattr(type(owner), name).__doc__)
+        return function
 
     def __get__(self, instance: object, owner: type | None = None) -> Self:
         return self
@@ -168,7 +169,7 @@ def replace_everywhere(replaced: Mapping[Any, Any]) -> None:
     """
     if not replaced:
         return
-    by_id = {id(old): new for old, new in replaced.items()}
+    by_id = {id(original): replacement for original, replacement in replaced.items()}
     is_frozen = gc.get_freeze_count() > 0
     if is_frozen:
         # Frozen objects are invisible to `gc.get_referrers`.
@@ -207,7 +208,8 @@ def _instance() -> random.Random:
 
 def _reseed() -> None:
     """Reseed in a forked child: Python has reseeded the process's stream there, as in every child."""
+    # Python's reseeding has cleared the number through the property, and so perhaps on the thread's own stream.
     vars(_instance())["gauss_next"] = None
-    own = _OWN.get()
-    if own is not None:
-        own.seed()
+    own_stream = _OWN.get()
+    if own_stream is not None:
+        own_stream.seed()

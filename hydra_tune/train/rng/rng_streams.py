@@ -67,11 +67,11 @@ class RandomStreams:
 
         Draws from a fork do not move the original, nor the other way round.
         """
-        other = copy.copy(self)
-        apart = ThreadGenerator()
-        apart.set_state(self._torch.get_state())
-        vars(other).update(_torch=apart, _python=None, _numpy=None, _host_streams=[], _drawn_from=None)
-        return other
+        forked = copy.copy(self)
+        generator = ThreadGenerator()
+        generator.set_state(self._torch.get_state())
+        vars(forked).update(_torch=generator, _python=None, _numpy=None, _host_streams=[], _drawn_from=None)
+        return forked
 
     @property
     def generator(self) -> torch.Generator:
@@ -106,11 +106,11 @@ class RandomStreams:
 
         No unit may draw from the stream meanwhile.
         """
-        moved = device.generator.moved(self.position(device), count)
+        position = device.generator.moved(self.position(device), count)
         if device.shares_generator:
-            self._torch.set_state(moved)
+            self._torch.set_state(position)
         else:
-            self._gpu_state = moved
+            self._gpu_state = position
 
     def state(self) -> dict[str, Any]:
         """Return the positions of all streams, for `restore`, as plain values and tensors."""
@@ -168,13 +168,13 @@ class RandomStreams:
 
     @contextmanager
     def _drawing_on_host(self, *, keep: bool) -> Iterator[None]:
-        before = None if keep else self._torch.get_state()
+        position_before = None if keep else self._torch.get_state()
         with drawing_from(self._torch):
             try:
                 yield
             finally:
-                if before is not None:
-                    self._torch.set_state(before)
+                if position_before is not None:
+                    self._torch.set_state(position_before)
 
     @contextmanager
     def _drawing_on_gpu(self, device: Device, *, keep: bool) -> Iterator[None]:
@@ -183,11 +183,11 @@ class RandomStreams:
             device.generator.set_state(state)
             # While the unit runs, the GPU's generator holds the present position of a stream that moves, and not
             # `_gpu_state`.
-            before, self._drawn_from = self._drawn_from, device.generator if keep else None
+            outer_generator, self._drawn_from = self._drawn_from, device.generator if keep else None
             try:
                 yield
             finally:
-                self._drawn_from = before
+                self._drawn_from = outer_generator
                 if keep:
                     self._gpu_state = device.generator.get_state()
 
