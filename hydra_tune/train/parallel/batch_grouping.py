@@ -36,27 +36,34 @@ def shard_by_shard(batches: Sequence[TrainingBatch], *, is_last: bool) -> Iterat
     num_shards = batches[0].num_shards
     order = [("forward", index, batch) for index in range(num_shards - 1) for batch in batches]
     order += [("backward", index, batch) for index in reversed(range(num_shards)) for batch in batches]
-    before = None
+    previous_batch = None
     for position, (kind, index, batch) in enumerate(order):
-        following = partial(_following, order[position + 1 :], batches[-1])
+        next_units = partial(_following, order[position + 1 :], batches[-1])
         if kind == "forward":
-            yield replace(batch.forward_unit(index), following=following)
+            yield replace(batch.forward_unit(index), following=next_units)
             continue
         # The sums go from batch to batch in order, so each addition has the operands of a plain loop.
-        if before is not None and batch is not batches[0]:
-            batch.take_in(before.give_away(batch.trained[index]))
-        before = batch
+        if previous_batch is not None and batch is not batches[0]:
+            batch.take_in(previous_batch.give_away(batch.trained[index]))
+        previous_batch = batch
         for unit in batch.backward_units(index, is_last=is_last and batch is batches[-1]):
-            updates = [] if unit.kind == "update" else [one for one in unit.following() if one.kind == "update"]
-            yield replace(unit, following=partial(following, updates))
+            updates = (
+                []
+                if unit.kind == "update"
+                else [upcoming_unit for upcoming_unit in unit.following() if upcoming_unit.kind == "update"]
+            )
+            yield replace(unit, following=partial(next_units, updates))
 
 
 def _following(
     order: Sequence[tuple[str, int, TrainingBatch]], last: TrainingBatch, updates: Sequence[UpcomingUnit] = ()
 ) -> list[UpcomingUnit]:
     """Return the next unit of a group, after updates of the unit's own shard."""
-    found = (batch.expected(kind, index) for kind, index, batch in order)
-    return [*updates, next((one for one in found if one is not None), last.expected_step())]
+    expectations = (batch.expected(kind, index) for kind, index, batch in order)
+    return [
+        *updates,
+        next((expectation for expectation in expectations if expectation is not None), last.expected_step()),
+    ]
 
 
 def is_worth_it(plan: ShardPlan) -> bool:

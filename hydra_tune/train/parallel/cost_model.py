@@ -143,14 +143,14 @@ def fastest(
         parallel: the task's choice; other than "auto", the chosen way is taken whatever the cost, where exact.
     """
     alone = on_one_device(shards, num_batches, offer, grouped=GROUPED in ways)
-    found = [alone]
+    estimates = [alone]
     if DATA_PARALLEL in ways and num_batches > 1:
-        found.append(data_parallel(shards, num_batches, offer))
+        estimates.append(data_parallel(shards, num_batches, offer))
     if PIPELINED in ways and num_batches > 1 and len(shards) > 1:
-        found.append(pipelined(shards, num_batches, offer))
+        estimates.append(pipelined(shards, num_batches, offer))
     if parallel != "auto":
-        return next((estimate for estimate in found if estimate.way == _CHOSEN.get(parallel)), alone)
-    return min(found, key=lambda estimate: estimate.seconds)
+        return next((estimate for estimate in estimates if estimate.way == _CHOSEN.get(parallel)), alone)
+    return min(estimates, key=lambda estimate: estimate.seconds)
 
 
 def on_one_device(
@@ -163,6 +163,7 @@ def on_one_device(
         copied += 2 * _state(shards) + num_batches * 3 * sum(_crossing(shards))
     elif not fits(shards, offer.budget_bytes):
         loaded += 2 * num_batches * _state(shards)
+        # The note's m (2W + 2G), and the boundaries at the cuts.
         copied += num_batches * (2 * _state(shards) + 2 * _gradients(shards) + 2 * sum(_crossing(shards)))
     seconds = num_batches * _seconds(shards) + copied / offer.bytes_per_second
     return StepStrategyEstimate(way=ONE_DEVICE, seconds=seconds, parameter_bytes=loaded)
@@ -171,30 +172,31 @@ def on_one_device(
 def data_parallel(shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOffer) -> StepStrategyEstimate:
     """Estimate whole batches on each device."""
     num_devices = len(offer.devices)
-    each = -(-num_batches // num_devices)
+    batches_each = -(-num_batches // num_devices)
     copied, loaded = _of_updates(shards, offer, split=True)
     if fits(shards, offer.budget_bytes):
         loaded += (num_devices - 1) * _state(shards)
-        copied += 2 * _state(shards) + _gradients(shards) * (num_batches - each)
+        copied += 2 * _state(shards) + _gradients(shards) * (num_batches - batches_each)
     elif len(shards) >= _SHARDS_FOR_EACH * num_devices:
         return _in_teams(shards, num_batches, offer)
     else:
         loaded += 2 * num_batches * _state(shards)
-        copied += each * (2 * _state(shards) + 4 * _gradients(shards) + 2 * sum(_crossing(shards)))
-    seconds = each * _seconds(shards) + copied / offer.bytes_per_second
+        copied += batches_each * (2 * _state(shards) + 4 * _gradients(shards) + 2 * sum(_crossing(shards)))
+    seconds = batches_each * _seconds(shards) + copied / offer.bytes_per_second
     return StepStrategyEstimate(way=DATA_PARALLEL, seconds=seconds, parameter_bytes=loaded)
 
 
 def _in_teams(shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOffer) -> StepStrategyEstimate:
     count = min(len(offer.devices), num_batches)
-    each = -(-num_batches // count)
-    copied, again = _of_updates(shards, offer, split=False)
-    copied += 2 * _state(shards) + _gradients(shards) + each * 3 * sum(_crossing(shards))
-    behind = (count - 1) * each * max(shard.seconds for shard in shards)
+    batches_each = -(-num_batches // count)
+    copied, reloaded = _of_updates(shards, offer, split=False)
+    copied += 2 * _state(shards) + _gradients(shards) + batches_each * 3 * sum(_crossing(shards))
+    # Each team runs one shard behind the team before, so the last team waits for count - 1 shards.
+    behind = (count - 1) * batches_each * max(shard.seconds for shard in shards)
     return StepStrategyEstimate(
         way=DATA_PARALLEL,
-        seconds=each * _seconds(shards) + behind + copied / offer.bytes_per_second,
-        parameter_bytes=2 * count * _state(shards) + again,
+        seconds=batches_each * _seconds(shards) + behind + copied / offer.bytes_per_second,
+        parameter_bytes=2 * count * _state(shards) + reloaded,
         teams=count,
     )
 
@@ -241,13 +243,13 @@ def neighbours(shards: Sequence[ShardStepCost], num_devices: int, budget_bytes: 
 
 def _runs_to(shards: Sequence[ShardStepCost], last: int, budget_bytes: int) -> Iterator[tuple[float, int]]:
     """Yield seconds and first shard of each run that ends before `last` and fits a device."""
-    seconds, held, work = 0.0, 0, 0
+    seconds, held_bytes, work_bytes = 0.0, 0, 0
     for first in reversed(range(last)):
         shard = shards[first]
         seconds += shard.seconds
-        held += shard.state_bytes + shard.gradient_bytes
-        work = max(work, shard.work_bytes)
-        if held + work > budget_bytes:
+        held_bytes += shard.state_bytes + shard.gradient_bytes
+        work_bytes = max(work_bytes, shard.work_bytes)
+        if held_bytes + work_bytes > budget_bytes:
             return
         yield seconds, first
 
@@ -263,8 +265,9 @@ def _in_runs(
     ]
     for run in runs:
         # The update of a shard runs on the shard's device, so each device has to fit the state of its own run only.
-        more, again = _of_updates(shards[run], offer, split=False)
-        copied, loaded = copied + more, loaded + again
+        update_bytes, reloaded = _of_updates(shards[run], offer, split=False)
+        copied, loaded = copied + update_bytes, loaded + reloaded
+    # The first batch passes all devices, and each later batch follows the slowest device.
     seconds = sum(stages) + (num_batches - 1) * max(stages) + copied / offer.bytes_per_second
     homes = [device for device, run in zip(offer.devices, runs, strict=False) for _ in shards[run]]
     return StepStrategyEstimate(way=PIPELINED, seconds=seconds, parameter_bytes=loaded, homes=tuple(homes))
@@ -277,12 +280,13 @@ def _dealt(shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOffer
     busiest = 0.0
     crossing = _crossing(shards)
     for device in range(num_devices):
-        own = [index for index, place in enumerate(places) if place == device]
-        facts = [shards[index] for index in own]
-        updating, again = _of_updates(facts, offer, split=False)
-        copied = 2 * _state(facts) + num_batches * 2 * sum(crossing[index] for index in own) + updating
+        indices = [index for index, place in enumerate(places) if place == device]
+        facts = [shards[index] for index in indices]
+        updating, reloaded = _of_updates(facts, offer, split=False)
+        copied = 2 * _state(facts) + num_batches * 2 * sum(crossing[index] for index in indices) + updating
+        # With fewer batches than devices, the devices wait for each other.
         computing = num_batches * _seconds(facts) * max(1.0, num_devices / num_batches)
-        busiest, loaded = max(busiest, computing + copied / offer.bytes_per_second), loaded + again
+        busiest, loaded = max(busiest, computing + copied / offer.bytes_per_second), loaded + reloaded
     filling = (num_devices - 1) * max(shard.seconds for shard in shards)
     homes = tuple(offer.devices[place] for place in places)
     return StepStrategyEstimate(
@@ -313,8 +317,8 @@ def _of_updates(shards: Sequence[ShardStepCost], offer: DeviceOffer, *, split: b
     work = max(shard.work_bytes for shard in shards)
     if _state(shards) + _gradients(shards) + optimizer + work <= offer.budget_bytes:
         return 0, 0
-    again = _state(shards) if split else 0
-    return 2 * optimizer + _state(shards) + again + (_gradients(shards) if split else 0), again
+    reloaded = _state(shards) if split else 0
+    return 2 * optimizer + _state(shards) + reloaded + (_gradients(shards) if split else 0), reloaded
 
 
 def _crossing(shards: Sequence[ShardStepCost]) -> list[int]:

@@ -48,6 +48,7 @@ class GroupedDataParallelStep(QueuedParallelStep):
             updates=updates,
         )
         self._teams = teams
+        # The last team updates the parameters, so the originals are left to its device.
         for lane, team in zip(lanes, teams, strict=True):
             lane.takes_copies = team < count - 1
 

@@ -105,7 +105,7 @@ class QueuedParallelStep(ParallelStep):
         while self._started < min(self._end, len(self._over) + self._width):
             self._started += 1
             self._advance(self._started - 1)
-        return [found for name in self._queues if (found := self._due(name)) is not None]
+        return [due_unit for name in self._queues if (due_unit := self._due(name)) is not None]
 
     def _after(self, rank: int, device: str) -> list[ParallelUnit]:
         unit = self._running.pop(rank)

@@ -90,6 +90,7 @@ class ParallelBatch(PredrawnBatch):
 
     def sums(self, earlier: Mapping[str, BlockTensorView]) -> Iterator[PendingUnit]:
         """Yield units to add the batch's gradients to the sums of all earlier batches, shard by shard."""
+        # All sums first: `give_away` later hands them all on, also those of parameters that this batch does not use.
         self.take_in(dict(earlier))
         for update in self.updates():
             if any(name in earlier for name in update.names):
@@ -107,9 +108,9 @@ class ParallelBatch(PredrawnBatch):
             GATE.shared(),
             not_repeatable("gradients were being summed in place"),
         ):
-            waited = time.perf_counter() - start
+            waited_seconds = time.perf_counter() - start
             self._leased(lease, partial(self._add_earlier, names))
-        return waited
+        return waited_seconds
 
     def _add_earlier(self, names: tuple[str, ...]) -> None:
         for name in names:
@@ -117,8 +118,8 @@ class ParallelBatch(PredrawnBatch):
 
     @contextmanager
     def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
-        found = self._replicas.lease(pager, names, blocks, workspace, copies=self.takes_copies)
-        with found as (lease, stand_ins):
+        replica_lease = self._replicas.lease(pager, names, blocks, workspace, copies=self.takes_copies)
+        with replica_lease as (lease, stand_ins):
             self._store.stand_ins = stand_ins
             try:
                 yield lease

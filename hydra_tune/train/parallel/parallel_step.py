@@ -79,9 +79,10 @@ class ParallelStep(ABC):
             reported only once.
         """
         with self._lock:
+            # Under the lock, because units of several batches end on several workers at once.
             self._under_way -= 1
-            found = self._counted(self._after(rank, device))
-            return found, not self._under_way
+            due_units = self._counted(self._after(rank, device))
+            return due_units, not self._under_way
 
     def result(self) -> dict[str, BlockTensorView]:
         """Return the sums, by parameter name, once the spread is over.
@@ -91,9 +92,9 @@ class ParallelStep(ABC):
         """
         if self._error is not None:
             raise self._error
-        found, self._sum = self._sum, {}
+        sums, self._sum = self._sum, {}
         self.close()
-        return found
+        return sums
 
     def close(self) -> None:
         """Give up all values and copies; no unit of the spread may be running."""
@@ -147,15 +148,16 @@ class DataParallelStep(ParallelStep):
         super().close()
 
     def _first(self) -> list[ParallelUnit]:
-        found: list[ParallelUnit] = []
+        due_units: list[ParallelUnit] = []
+        # Counted from the last summed batch: until its turn, a finished batch keeps its gradients on the host.
         while self._started < min(self._end, self._summed + self._width):
             self._started += 1
-            found += self._go_on(self._started - 1, None)
-        return found
+            due_units += self._go_on(self._started - 1, None)
+        return due_units
 
     def _after(self, rank: int, device: str) -> list[ParallelUnit]:
-        own = self._go_on(rank, device)
-        return [*own, *self._first()]
+        own_units = self._go_on(rank, device)
+        return [*own_units, *self._first()]
 
     def _program(self, rank: int) -> Generator[PendingUnit | None, None, None]:
         """Yield a batch's units in order; yield None once the batch has to wait for the sums of earlier batches."""

@@ -33,10 +33,10 @@ def groups_of_one_shard(plan: ShardPlan, state: ModelState) -> set[TensorBlock]:
 
 def may_pipeline(plan: ShardPlan, state: ModelState) -> bool:
     """Whether pipelined batches of a step give the same bits as batches one after the other."""
-    written = [name for shard in plan.shards for name in shard.graph.written_state]
+    written_names = [name for shard in plan.shards for name in shard.graph.written_state]
     # Batches reach the homes at different times: a buffer written by a shard and used by another would have another
     # batch's value.
-    return plan.may_be_pipelined and groups_of_one_shard(plan, state).issuperset(state.groups(written))
+    return plan.may_be_pipelined and groups_of_one_shard(plan, state).issuperset(state.groups(written_names))
 
 
 def goes_with(plan: ShardPlan, other: ShardPlan) -> bool:

@@ -40,7 +40,7 @@ class StepStrategy:
     """Arrangement of the batches of an optimizer step.
 
     Attributes:
-        way: one of `ways.WAYS`.
+        way: one of `cost_model.WAYS`.
         width: largest number of batches under way at once; 1: one after the other.
         plan: plan of the arranged batches.
         homes: the device of each shard, where the step is pipelined.
@@ -70,11 +70,11 @@ def lane_bytes(plan: ShardPlan, way: str, *, together: bool = False) -> int:
     """
     costs = [shard.cost for shard in plan.shards]
     is_together = way == GROUPED or together
-    drawn = 0 if is_together else drawn_bytes(plan, AHEAD)
+    ahead_bytes = 0 if is_together else drawn_bytes(plan, AHEAD)
     gradients = 0 if way == PIPELINED or is_together else sum(cost.trained_bytes for cost in costs)
-    return sum(cost.value_bytes + cost.handed_bytes + cost.kept_bytes for cost in costs) + gradients + drawn
+    return sum(cost.value_bytes + cost.handed_bytes + cost.kept_bytes for cost in costs) + gradients + ahead_bytes
 
 
 def drawn_bytes(plan: ShardPlan, for_each: int) -> int:
-    """Return the part of `lane_bytes` for batches drawn ahead; these stay on the host."""
+    """Return the part of `lane_bytes` for batches drawn ahead, which stay on the host."""
     return for_each * max(shard.cost.value_bytes for shard in plan.shards)

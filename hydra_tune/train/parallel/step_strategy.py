@@ -29,16 +29,17 @@ def arrange(
     if offer is not None:
         best = fastest(shard_facts(plan, kept.times), count, offer, kept.ways, parallel)
         if best.way != ONE_DEVICE:
-            most = offer.most_devices if best.way == DATA_PARALLEL else 2 * len(offer.devices)
+            max_batches = offer.most_devices if best.way == DATA_PARALLEL else 2 * len(offer.devices)
             together = best.is_dealt or best.teams > 0
             if together:
                 # All batches at once: fewer would load each shard again for every few batches.
-                most = count
-            width = helpers.ask(best.way, lane_bytes(plan, best.way, together=together), min(count, most))
-            how = StepStrategy(
+                max_batches = count
+            width = helpers.ask(best.way, lane_bytes(plan, best.way, together=together), min(count, max_batches))
+            strategy = StepStrategy(
                 way=best.way, width=width, plan=plan, homes=best.homes, is_dealt=best.is_dealt, teams=best.teams
             )
-            return how if width > 1 else None
+            return strategy if width > 1 else None
+    # No further device helps: batches of one device go through each shard together where the host has room.
     way = GROUPED if GROUPED in kept.ways else ONE_DEVICE
     width = helpers.ask(way, lane_bytes(plan, way), count if way == GROUPED else 1)
     return StepStrategy(way=way, width=width, plan=plan) if width > 1 else None

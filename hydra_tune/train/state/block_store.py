@@ -46,14 +46,14 @@ class BlockStore:
 
     def blocks(self, keys: Sequence[str], constants: Sequence[str], inputs: Sequence[int]) -> list[Block]:
         """Return the blocks under the keys that exist. May be called from any thread."""
-        wanted = [*keys, *(_constant_key(name) for name in constants), *(_input_key(index) for index in inputs)]
-        found = [self._values.get(key) for key in wanted]
-        return [value.block for value in found if value is not None]
+        all_keys = [*keys, *(_constant_key(name) for name in constants), *(_input_key(index) for index in inputs)]
+        values = [self._values.get(key) for key in all_keys]
+        return [value.block for value in values if value is not None]
 
     def state(self, names: Sequence[str]) -> list[Tensor]:
         """Return parameters and buffers by name."""
-        tensors, others = self._state.tensors, self.stand_ins
-        return [others[name] if name in others else tensors[name] for name in names]
+        tensors, stand_ins = self._state.tensors, self.stand_ins
+        return [stand_ins[name] if name in stand_ins else tensors[name] for name in names]
 
     def constants(self, names: Sequence[str]) -> list[Tensor]:
         """Return constants by name."""
@@ -85,6 +85,7 @@ class BlockStore:
         block.tenant = self._state.tenant
         block.owner = self._state.number
         self._uses[block] += 1
+        # While the unit can be undone, a replaced value has to stay.
         if self._undo is None:
             self.drop(key)
         else:
@@ -129,21 +130,23 @@ class BlockStore:
     def changed(self, key: str) -> None:
         """Mark a value's block as dirty, because the device copy has changed."""
         block = self._values[key].block
+        # Without a device copy, the host copy is the changed copy.
         block.dirty = block.data is not None
 
     def give_away(self, keys: Iterable[str]) -> dict[str, BlockTensorView]:
         """Take values and blocks out; missing keys are skipped."""
-        given = {key: self._values.pop(key) for key in keys if key in self._values}
-        for value in given.values():
+        values = {key: self._values.pop(key) for key in keys if key in self._values}
+        for value in values.values():
             self._uses[value.block] -= 1
             self._given.add(value.block)
-        return given
+        return values
 
     def take_in(self, values: Mapping[str, BlockTensorView]) -> None:
         """Keep values from another store's `give_away`."""
         self._values |= values
         for value in values.values():
             self._uses[value.block] += 1
+            # The block is this store's own again, so the last value on it drops the block.
             self._given.discard(value.block)
 
     def drop(self, key: str) -> None:
@@ -171,7 +174,7 @@ class BlockStore:
                 self.lease.absorb(value.block)
 
     def touched_inputs(self) -> None:
-        """Mark changed device copies of the batch as dirty; unchanged copies are not written back, see `Leaves.hand_back`."""
+        """Mark changed device copies of the batch as dirty; no pager writes unchanged copies back."""
         for block in self._input_blocks():
             if block.data is not None and block.host is not None and not block.dirty:
                 block.dirty = _has_changed(block.data, block.host)

@@ -53,11 +53,11 @@ class HostUpdateQueue:
             OutOfMemoryError: an update failed for lack of host memory.
             Exception: any error of the optimizer.
         """
-        last, self._last = self._last, None
-        if last is None:
+        last_update, self._last = self._last, None
+        if last_update is None:
             return
         try:
-            last.result()
+            last_update.result()
         except NotRepeatableError as error:
             raise OutOfMemoryError(
                 f"the host ran out of memory in an update of the optimizer, and it cannot be repeated, because {error.reason} "
@@ -67,9 +67,9 @@ class HostUpdateQueue:
 
     def wait_quietly(self) -> None:
         """Wait until all updates are over, and ignore their errors."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.exception()
+        last_update, self._last = self._last, None
+        if last_update is not None:
+            last_update.exception()
 
 
 def _make(

@@ -50,8 +50,8 @@ class HostMemoryQuota:
         """Reserve room for the fixed bytes of the plans and for `extra_bytes` more; return False if there is no room."""
         if self._host is None or self._tenant is None:
             return True
-        known = list(plans)
-        fixed, largest = max(map(fixed_bytes, known)) + extra_bytes, max(map(largest_bytes, known))
+        all_plans = list(plans)
+        fixed, largest = max(map(fixed_bytes, all_plans)) + extra_bytes, max(map(largest_bytes, all_plans))
         has_room = self._host.admit(self._tenant, fixed, largest)
         if has_room:
             self._host.reserve(self._tenant)

@@ -112,9 +112,9 @@ class ModelState:
         self._adopted: dict[tuple[str, str], Tensor] = {}
         self._host_updates = HostUpdateQueue()
         # Tensors in common may lie in another trial's buffer, so a shared storage is no mistake there.
-        common = self.readers.in_common(list(self.tensors.values()))
-        own = {name: tensor for name, tensor in self.tensors.items() if id(tensor) not in common}
-        _check_storages(own, may_share=self._is_loose)
+        shared_ids = self.readers.in_common(list(self.tensors.values()))
+        private_tensors = {name: tensor for name, tensor in self.tensors.items() if id(tensor) not in shared_ids}
+        _check_storages(private_tensors, may_share=self._is_loose)
         try:
             self._build(plan, device)
         except BaseException:
@@ -138,13 +138,13 @@ class ModelState:
 
     def optimizer_groups(self, names: tuple[str, ...]) -> list[TensorBlock]:
         """Return the groups of the named parameters' optimizer state; none before the first update."""
-        found: list[TensorBlock] = []
+        matching_groups: list[TensorBlock] = []
         # A copy of the items: a prefetch asks for the blocks of coming units from another thread while an update adds a
         # group.
         for members, groups in list(self._optimizer_groups.items()):
             if not set(members).isdisjoint(names):
-                found += groups
-        return found
+                matching_groups += groups
+        return matching_groups
 
     def touched(self, names: Iterable[str]) -> None:
         """Mark the groups of the named parameters and buffers as dirty, because the device copies have changed."""
@@ -207,9 +207,9 @@ class ModelState:
         for group in groups:
             for tensor in group.collect():
                 name = self._names.get(id(tensor))
-                what = "a tensor of its state" if name is None else repr(name)
+                subject = "a tensor of its state" if name is None else repr(name)
                 raise TaskError(
-                    f"{whose} has given {what} another shape or dtype ({tuple(tensor.shape)}, {tensor.dtype}), which the "
+                    f"{whose} has given {subject} another shape or dtype ({tuple(tensor.shape)}, {tensor.dtype}), which the "
                     "memory plan of a trial that is cut cannot follow; keep both as they are when model= returns, and convert "
                     "the result instead"
                 )
@@ -245,10 +245,10 @@ class ModelState:
             gradients.clear()
 
     def stand_ins(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors to compute with in place of the trainable ones among the named parameters, in the same memory.
+        """Return stand-ins for the trainable parameters among the names: separate tensors in the same memory.
 
         A backward leaves gradients on the stand-ins and not on the trial's own parameters, so no step of the optimizer
-        picks them up.
+        applies a gradient too early.
         """
         tensors = {name: self.tensors[name] for name in names}
         return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
@@ -263,17 +263,17 @@ class ModelState:
         for name in names:
             entries = self.optimizer.state.get(self.tensors[name], {})
             for key, value in entries.items():
-                old = self._adopted.get((name, key))
+                earlier_tensor = self._adopted.get((name, key))
                 # The cheapest test first: it holds at every step but the first.
-                if old is value:
+                if earlier_tensor is value:
                     continue
                 if not isinstance(value, Tensor) or value.device.type != device.torch_device.type:
                     # Plain numbers, and the host-side step counters of GPU optimizers.
                     continue
-                if old is not None and _alike(old, value):
+                if earlier_tensor is not None and _alike(earlier_tensor, value):
                     # An optimizer that makes new state at each step: its place in the group is taken already.
-                    old.copy_(value)
-                    entries[key] = old
+                    earlier_tensor.copy_(value)
+                    entries[key] = earlier_tensor
                 else:
                     fresh[name, key] = value
         if not fresh:
@@ -299,9 +299,9 @@ class ModelState:
             return
         shards = [shard for shard in self.layout.plan.shards if shard.trained]
         on_devices = [shard.trained for shard in shards if not shard.cost.updates_on_host]
-        rest = tuple(name for name in saved if not any(name in shard.trained for shard in shards))
-        for names in (*on_devices, rest):
-            found = {
+        other_names = tuple(name for name in saved if not any(name in shard.trained for shard in shards))
+        for names in (*on_devices, other_names):
+            group_tensors = {
                 (name, key): value
                 for name in names
                 for key, value in self.optimizer.state.get(self.tensors[name], {}).items()
@@ -309,10 +309,10 @@ class ModelState:
                 and (name, key) not in self._adopted
                 and (device.torch_device.type == "cpu" or not self._stays_on_host(name, key))
             }
-            if found:
-                found = _by_key(found)
-                group = self._new_group(BlockKind.OPTIMIZER, list(found.values()), device)
-                self._adopted.update(found)
+            if group_tensors:
+                group_tensors = _by_key(group_tensors)
+                group = self._new_group(BlockKind.OPTIMIZER, list(group_tensors.values()), device)
+                self._adopted.update(group_tensors)
                 self._optimizer_groups.setdefault(names, []).append(group)
 
     def adopt_made(self, device: Device) -> None:
@@ -322,7 +322,7 @@ class ModelState:
         place, and `adopt_optimizer_state` groups the state after a step.
         """
         if device.torch_device.type != "cpu":
-            self.adopt_saved({name: made for name, made in self.optimizer_state().items() if made}, device)
+            self.adopt_saved({name: entries for name, entries in self.optimizer_state().items() if entries}, device)
 
     def _stays_on_host(self, name: str, key: str) -> bool:
         """Whether a state tensor stays on the host, as in `Optimizer.load_state_dict`.
@@ -361,13 +361,15 @@ class ModelState:
         parts: dict[BlockKind, list[Tensor]] = {BlockKind.PARAMETERS: [], BlockKind.BUFFERS: []}
         for tensor in self.tensors.values():
             parts[BlockKind.PARAMETERS if isinstance(tensor, nn.Parameter) else BlockKind.BUFFERS].append(tensor)
-        present = dict.fromkeys(self._group_of.values())
+        present_groups = dict.fromkeys(self._group_of.values())
         for kind, tensors in parts.items():
-            group = next((group for group in present if group.kind is kind), None)
+            group = next((group for group in present_groups if group.kind is kind), None)
             renewed = self._renewed(group, kind, tensors, lease, device)
             if renewed is not None:
                 renewed.dirty = True
-                self._group_of = {name: other for name, other in self._group_of.items() if other is not group}
+                self._group_of = {
+                    name: other_group for name, other_group in self._group_of.items() if other_group is not group
+                }
                 self._group_of.update({self._names[id(tensor)]: renewed for tensor in tensors})
         groups = self._optimizer_groups.get(_ALL)
         state = self._renewed(
@@ -394,9 +396,9 @@ class ModelState:
             if group is not None and not group.is_loose:
                 # The buffer of the old group goes with the group, so tensors that lie in the buffer first get memory of
                 # their own.
-                known = set(map(id, group.tensors)) - set(map(id, group.strays()))
-                kept = [tensor for tensor in tensors if id(tensor) in known]
-                self.readers.point(kept, [tensor.detach().clone() for tensor in kept])
+                kept_ids = set(map(id, group.tensors)) - set(map(id, group.strays()))
+                kept_tensors = [tensor for tensor in tensors if id(tensor) in kept_ids]
+                self.readers.point(kept_tensors, [tensor.detach().clone() for tensor in kept_tensors])
             fresh = TensorBlock(kind, tensors, device, self.readers, is_loose=True)
             fresh.owner, fresh.tenant = self.number, self.tenant
         else:
@@ -427,19 +429,19 @@ class ModelState:
                 or leaves it.
         """
         self.settle()
-        seen: set[int] = set()
+        written_ids: set[int] = set()
         with torch.no_grad():
             for block in self._blocks():
                 with block.lock:
                     bring_home(block)
                     for tensor in block.tensors:
                         write(tensor)
-                        seen.add(id(tensor))
+                        written_ids.add(id(tensor))
                     if block.tier is not None:
                         block.tier.written(block)
             # Tensors that no shard uses are in no block.
             for tensor in self.tensors.values():
-                if id(tensor) not in seen:
+                if id(tensor) not in written_ids:
                     write(tensor)
 
     def copy_out(self, targets: Mapping[int, Tensor]) -> None:
@@ -457,11 +459,11 @@ class ModelState:
 
     def aliases(self) -> dict[int, Tensor]:
         """Return an alias of each tensor of the state, by `id`; the aliased bytes do not change until a unit runs."""
-        found: dict[int, Tensor] = {}
+        aliases_by_id: dict[int, Tensor] = {}
         for block in self._blocks():
             with block.lock:
-                found |= {id(tensor): tensor.detach() for tensor in block.tensors}
-        return found
+                aliases_by_id |= {id(tensor): tensor.detach() for tensor in block.tensors}
+        return aliases_by_id
 
     def bring_home(self) -> None:
         """Bring all groups to the host."""
@@ -561,10 +563,10 @@ class ModelState:
 
     def adopt_state(self, names: Sequence[str], device: Device) -> None:
         """Group parameters and buffers that the first plan did not use and a later plan does."""
-        new = [name for name in names if name not in self._group_of]
+        new_names = [name for name in names if name not in self._group_of]
         for kind, members in (
-            (BlockKind.PARAMETERS, [n for n in new if isinstance(self.tensors[n], nn.Parameter)]),
-            (BlockKind.BUFFERS, [n for n in new if not isinstance(self.tensors[n], nn.Parameter)]),
+            (BlockKind.PARAMETERS, [n for n in new_names if isinstance(self.tensors[n], nn.Parameter)]),
+            (BlockKind.BUFFERS, [n for n in new_names if not isinstance(self.tensors[n], nn.Parameter)]),
         ):
             if members:
                 tensors = [self.tensors[name] for name in members]
@@ -602,10 +604,10 @@ def _check_storages(tensors: dict[str, Tensor], *, may_share: bool) -> None:
             )
         if may_share or not tensor.numel():
             continue
-        other = names.setdefault(tensor.untyped_storage()._cdata, name)  # noqa: SLF001 - the storage's identity
-        if other != name:
+        owner = names.setdefault(tensor.untyped_storage()._cdata, name)  # noqa: SLF001 - the storage's identity
+        if owner != name:
             raise TaskError(
-                f"{other!r} and {name!r} of the model share memory but are different tensors; to tie them, let both names "
+                f"{owner!r} and {name!r} of the model share memory but are different tensors; to tie them, let both names "
                 "hold the same Parameter, otherwise .clone() one"
             )
 
@@ -621,10 +623,10 @@ def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
             "LBFGS evaluates the model several times within a step and couples all parameters, so it cannot be stepped "
             "shard by shard; use an optimizer whose update is per parameter"
         )
-    own = {id(parameter) for parameter in module.parameters()}
+    module_ids = {id(parameter) for parameter in module.parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if id(parameter) not in own:
+            if id(parameter) not in module_ids:
                 raise TaskError(
                     f"the optimizer holds a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
                     "module that model= builds; build it inside the module"

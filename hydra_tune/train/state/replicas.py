@@ -1,9 +1,9 @@
 """Parameters and buffers that several devices read at the same time.
 
 A block is on one device at most. For units of a trial to run side by side, a device in need of a group on another
-device loads a copy from the host. The copy is a block like any other: it lies on the device's ledger, and is loaded and
-spilled as room allows. It is read-only and lives until the batches have run; parameters that are updated earlier are
-not read any more (`train/parallel/ordered_queues.py`).
+device loads a copy from the host. The copy is a block like any other: the device's ledger counts the copy, and pagers
+load and spill the copy as room allows. The copy is read-only and lives until the batches have run; parameters that are
+updated earlier are not read any more (`train/parallel/ordered_queues.py`).
 
 Where each shard has a home device, groups that only one shard uses are not copied: such a group moves to the home of
 its shard.
@@ -168,17 +168,19 @@ class ParameterReplicas:
             return copy
 
     def _stand_ins(self, names: Sequence[str], chosen: dict[TensorBlock, Block]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        stand_ins: dict[str, Tensor] = {}
         for group, block in chosen.items():
             if block is group:
-                # Only what gets gradients. A view of the block would share its version with all others, and a graph that has
-                # saved one buffer would refuse it once another is overwritten.
-                own = (tensor for tensor in group.tensors if tensor.requires_grad)
-                found |= {self._state.name_of(tensor): tensor.detach().requires_grad_() for tensor in own}
+                # Only tensors that get gradients. A view of the block would share its version counter with all other views,
+                # and a graph that has saved a buffer would refuse the buffer once another buffer is overwritten.
+                trained_tensors = (tensor for tensor in group.tensors if tensor.requires_grad)
+                stand_ins |= {
+                    self._state.name_of(tensor): tensor.detach().requires_grad_() for tensor in trained_tensors
+                }
                 continue
             assert block.data is not None, "leased blocks are on the device"
             for tensor, view in zip(group.tensors, group.views(block.data), strict=True):
                 name = self._state.name_of(tensor)
                 if name in names:
-                    found[name] = view.detach().requires_grad_(tensor.requires_grad)
-        return found
+                    stand_ins[name] = view.detach().requires_grad_(tensor.requires_grad)
+        return stand_ins

@@ -1,6 +1,6 @@
-"""How long a trial's units take, before and while it runs.
+"""Times of a trial's units, before and while the trial runs.
 
-The package must not schedule: it only tells seconds. Read `unit_times` first, what the scheduler plans by, then
+The package must not schedule, only tell seconds. Read `unit_times` first (the scheduler's estimates), then
 `shared_times` (of trials with one plan), `step_timing` (a few steps run for real) and `fake_trial`, the same units on
 tensors without bytes.
 """

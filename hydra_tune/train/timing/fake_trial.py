@@ -45,7 +45,7 @@ class _FiniteGradientProcessor(GradientProcessor):
 
 
 class TrialRehearsal:
-    """A trial, inside a `Stage`.
+    """A trial whose steps are rehearsed inside a `RehearsalFakeMode`.
 
     Args:
         task: the trial's task.
@@ -54,7 +54,7 @@ class TrialRehearsal:
         leaves: leaves of the first batch.
         device: device for host memory; the trial may run on others like it.
         knows_length: whether the trial's data tells the number of steps.
-        counts_draws: as of `Budget`.
+        counts_draws: as of `ShardPlanConstraints`.
 
     Attributes:
         times: times of the trial's units, as the scheduler gets them.
@@ -107,21 +107,23 @@ class TrialRehearsal:
 
     def _num_together(self, plan: ShardPlan) -> int:
         """Return the number of batches that go through each shard together."""
-        counted = self._counts_draws or not plan.is_stochastic
-        worth_it = counted and plan.may_be_pipelined and batch_grouping.is_worth_it(plan)
-        return self.num_parts if worth_it else 1
+        # As in `Trial`: a batch joins others only where the number of its draws is known beforehand.
+        knows_draws = self._counts_draws or not plan.is_stochastic
+        is_grouped = knows_draws and plan.may_be_pipelined and batch_grouping.is_worth_it(plan)
+        return self.num_parts if is_grouped else 1
 
     def _step(self) -> Iterator[PendingUnit]:
-        how = None
+        strategy = None
         if self.together > 1:
-            how = StepStrategy(way=GROUPED, width=self.together, plan=self.plan)
-        step = OptimizerStep(self._task.accumulate, self.state, self._streams, self._device, self._gradients, how)
+            strategy = StepStrategy(way=GROUPED, width=self.together, plan=self.plan)
+        step = OptimizerStep(self._task.accumulate, self.state, self._streams, self._device, self._gradients, strategy)
         try:
             for number in range(self.num_parts):
                 is_last = (number + 1) % self._task.num_pieces == 0
                 share = 1 / self._task.num_pieces
                 part = BatchPart(plan=self.plan, times=self.times, leaves=self._leaves, share=share, ends_batch=is_last)
                 if step.takes(self.plan):
+                    # No unit of the rehearsal draws, so the stream need not move.
                     step.draw_ahead(part, 0)
                 else:
                     yield from step.batch(part)
@@ -136,6 +138,7 @@ class TrialRehearsal:
 def _like(tensor: Tensor) -> Tensor:
     """Return a tensor of the same geometry, on a storage of the same size."""
     with torch.no_grad():
+        # A whole storage, because blocks count the bytes of storages.
         flat = torch.empty(tensor.untyped_storage().nbytes() // tensor.element_size(), dtype=tensor.dtype)
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 

@@ -35,7 +35,7 @@ class SharedUnitTimes:
         if prepared.plan.eager:
             return unit_times(prepared, accumulate)
         with self._lock:
-            known = self._times.setdefault(prepared, {})
-            if accumulate not in known:
-                known[accumulate] = unit_times(prepared, accumulate, f"plan {next(self._numbers)}")
-            return known[accumulate]
+            times = self._times.setdefault(prepared, {})
+            if accumulate not in times:
+                times[accumulate] = unit_times(prepared, accumulate, f"plan {next(self._numbers)}")
+            return times[accumulate]

@@ -30,6 +30,7 @@ from hydra_tune.train.trial import PendingReport, Trial, run_unit
 
 # The first step creates optimizer state, and the second is the first to load it.
 _WARM_STEPS = 2
+# The measurement ends after the most steps, or after the least once enough seconds have passed.
 _MOST_STEPS = 9
 _LEAST_STEPS = 5
 _ENOUGH_SECONDS = 2.0
@@ -118,18 +119,18 @@ class _StepTimingRun:
     def steps(self) -> None:
         """Run steps until enough are measured."""
         step: dict[Place, float] = {}
-        seen: Counter[tuple[str, int]] = Counter()
-        begun = time.perf_counter()
+        num_runs: Counter[tuple[str, int]] = Counter()
+        start = time.perf_counter()
         unit = self._trial.advance()
         while isinstance(unit, PendingUnit):
-            done = self._trial.progress.steps
+            steps_before = self._trial.progress.steps
             key = unit.key
-            step[*key, seen[key]], unit = self._run(unit)
-            seen[key] += 1
-            if self._trial.progress.steps > done:
+            step[*key, num_runs[key]], unit = self._run(unit)
+            num_runs[key] += 1
+            if self._trial.progress.steps > steps_before:
                 self._steps.append(step)
-                step, seen = {}, Counter()
-                has_taken = time.perf_counter() - begun > _ENOUGH_SECONDS
+                step, num_runs = {}, Counter()
+                has_taken = time.perf_counter() - start > _ENOUGH_SECONDS
                 if self.num_steps >= (_LEAST_STEPS if has_taken else _MOST_STEPS):
                     return
 
@@ -138,22 +139,27 @@ class _StepTimingRun:
         pager, waited_ns, start_ns = self._pager, self._pager.waiting_ns, time.perf_counter_ns()
         if self._prefetch is not None:
             self._prefetch.asks = lambda: [
-                UnitMemoryNeeds(one.blocks(), one.workspace_bytes) for one in unit.following()
+                UnitMemoryNeeds(upcoming_unit.blocks(), upcoming_unit.workspace_bytes)
+                for upcoming_unit in unit.following()
             ]
         self._trial.finished(unit, run_unit(unit, self._device, pager, None))
-        done = self._trial.progress.steps
-        following = self._trial.advance()
-        while following is not None and not isinstance(following, PendingUnit) and done < self._trial.progress.steps:
-            # A report, for which a measurement needs no answer.
-            following = self._trial.advance()
+        steps_before = self._trial.progress.steps
+        next_item = self._trial.advance()
+        while (
+            next_item is not None
+            and not isinstance(next_item, PendingUnit)
+            and steps_before < self._trial.progress.steps
+        ):
+            # A report: nobody answers reports of a measurement.
+            next_item = self._trial.advance()
         own_ns = time.perf_counter_ns() - start_ns - (pager.waiting_ns - waited_ns)
-        return max(0, own_ns) / 1e9, following
+        return max(0, own_ns) / 1e9, next_item
 
     def found(self, guess: LinkCostModel) -> StepTimes:
         """Return the measured times."""
-        seen = defaultdict(list)
+        samples = defaultdict(list)
         for step in self._steps[min(_WARM_STEPS, self.num_steps - 1) :]:
             for place, seconds in step.items():
-                seen[place].append(seconds)
-        usual = {place: statistics.median(found) for place, found in seen.items()}
-        return StepTimes(seconds=usual, link=self._copies.link(guess), times=self._trial.unit_times)
+                samples[place].append(seconds)
+        medians = {place: statistics.median(unit_seconds) for place, unit_seconds in samples.items()}
+        return StepTimes(seconds=medians, link=self._copies.link(guess), times=self._trial.unit_times)

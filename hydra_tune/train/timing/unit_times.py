@@ -54,15 +54,15 @@ class UnitTimes:
         if unit not in self._seconds:
             return
         with self._lock:
-            known = self._seconds[unit]
+            estimate = self._seconds[unit]
             number = self._num_measured.get(unit, 0)
             if number > 1:
-                fresh = known + _WEIGHT * (min(seconds, _MOST * known) - known)
+                fresh = estimate + _WEIGHT * (min(seconds, _MOST * estimate) - estimate)
             else:
-                fresh = min(known, seconds) if number else seconds
+                fresh = min(estimate, seconds) if number else seconds
                 self._num_measured[unit] = number + 1
             self._seconds[unit] = fresh
-            self.total += (fresh - known) * self._repeats.get(unit, 1)
+            self.total += (fresh - estimate) * self._repeats.get(unit, 1)
 
     def __len__(self) -> int:
         return sum(self._repeats.get(unit, 1) for unit in self._seconds)
