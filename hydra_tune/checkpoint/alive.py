@@ -67,6 +67,7 @@ def has_died(folder: Path, name: str) -> bool:
     except FileNotFoundError:
         return False
     try:
+        # Free: the system has released the lock, because its process has ended. The test's own lock ends with `close`.
         return try_lock(lock)
     except OSError as error:
         raise file_error("lock", folder / name, error) from error

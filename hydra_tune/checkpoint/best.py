@@ -43,26 +43,26 @@ def kept_trials(folder: Path) -> dict[int, Values]:
     Raises:
         FileError: the folder cannot be read.
     """
-    found: dict[int, Values] = {}
+    trials: dict[int, Values] = {}
     try:
         paths = sorted(folder.iterdir())
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise FileError(
-            f"cannot read the folder {str(folder)!r}: {error}; give another place", path=str(folder), errno=error.errno
+            f"cannot read the folder {str(folder)!r}: {error}; give another folder", path=str(folder), errno=error.errno
         ) from error
     for path in paths:
         match = _FILE.fullmatch(path.name)
         if match is not None:
             try:
                 values = json.loads(load_metadata(path)[_VALUES])
-                found[int(match[1])] = tuple(float(value) for value in values)
+                trials[int(match[1])] = tuple(float(value) for value in values)
             except (FileError, KeyError, TypeError, ValueError):
                 # Damaged, foreign, or removed by another process: such a file competes with no trial and is not ours to
                 # remove.
                 continue
-    return found
+    return trials
 
 
 @dataclass(slots=True)
@@ -111,13 +111,14 @@ class BestWeights:
         Raises:
             FileError: the folder cannot be read.
         """
-        there = kept_trials(self.folder)
+        # Outside the lock, because the disk is slow. A file written meanwhile is missing here; `_write` chooses again.
+        stored = kept_trials(self.folder)
         with self._changed:
-            rivals = {**there, **self._writing, **{other: one.values for other, one in self._waiting.items()}}
+            rivals = {**stored, **self._writing, **{rival: item.values for rival, item in self._waiting.items()}}
             chosen = self._choose({**rivals, number: values})
-            # Beaten before they were written: dropping them here frees their memory at once.
-            for other in self._waiting.keys() - chosen:
-                del self._waiting[other]
+            # Weights beaten before they were written: dropping them here frees their memory at once.
+            for rival in self._waiting.keys() - chosen:
+                del self._waiting[rival]
             if number not in chosen:
                 return
             self._waiting[number] = _QueuedWeights(values, tensors(), {**metadata, _VALUES: json.dumps(values)})
@@ -143,8 +144,8 @@ class BestWeights:
     def failures(self) -> list[tuple[int, str]]:
         """Return the failures since the last call: the number of a trial, and the reason why its weights are not kept."""
         with self._changed:
-            found, self._failures = self._failures, []
-        return found
+            failures, self._failures = self._failures, []
+        return failures
 
     def close(self) -> None:
         """Write the waiting weights, and end the thread."""
@@ -170,11 +171,11 @@ class BestWeights:
                 self._changed.notify_all()
             try:
                 self._write(number, item)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the search goes on, and is told
-                told = str(error) if isinstance(error, HydraTuneError) else f"{type(error).__name__}: {error}"
+            except Exception as error:  # noqa: BLE001 - the search continues and reports any error
+                reason = str(error) if isinstance(error, HydraTuneError) else f"{type(error).__name__}: {error}"
                 with self._changed:
                     # Stored as text, because an error's traceback would keep the weights alive.
-                    self._failures.append((number, told))
+                    self._failures.append((number, reason))
             # Otherwise the local variable would keep the weights alive until the next ones come.
             del item
             with self._changed:
@@ -186,6 +187,6 @@ class BestWeights:
         remove_leftovers(self.folder)
         save_tensors(weights_file(self.folder, number), item.tensors, item.metadata)
         # Read anew, because other processes may have written or removed files meanwhile.
-        there = kept_trials(self.folder)
-        for beaten in there.keys() - self._choose(there):
+        stored = kept_trials(self.folder)
+        for beaten in stored.keys() - self._choose(stored):
             remove_file(weights_file(self.folder, beaten))

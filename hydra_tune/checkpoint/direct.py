@@ -22,7 +22,8 @@ class DirectWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self._descriptor = file.fileno()
-        self._view = memoryview(mmap.mmap(-1, _BUFFER_BYTES))  # whole pages, aligned as O_DIRECT requires
+        # Whole pages, aligned as O_DIRECT requires.
+        self._view = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
         self._filled = 0
         self._offset = 0
         self._is_direct = self._set_direct(wanted=True)
@@ -33,12 +34,12 @@ class DirectWriter:
         Raises:
             OSError: the system refuses.
         """
-        rest = memoryview(piece).cast("B")
-        while rest.nbytes:
-            count = min(rest.nbytes, _BUFFER_BYTES - self._filled)
-            self._view[self._filled : self._filled + count] = rest[:count]
+        remaining = memoryview(piece).cast("B")
+        while remaining.nbytes:
+            count = min(remaining.nbytes, _BUFFER_BYTES - self._filled)
+            self._view[self._filled : self._filled + count] = remaining[:count]
             self._filled += count
-            rest = rest[count:]
+            remaining = remaining[count:]
             if self._filled == _BUFFER_BYTES:
                 self._put(_BUFFER_BYTES)
 
@@ -59,10 +60,10 @@ class DirectWriter:
         self._set_direct(wanted=False)
 
     def _put(self, count: int) -> None:
-        done = 0
-        while done < count:
+        num_written = 0
+        while num_written < count:
             try:
-                done += os.pwrite(self._descriptor, self._view[done:count], self._offset + done)
+                num_written += os.pwrite(self._descriptor, self._view[num_written:count], self._offset + num_written)
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise

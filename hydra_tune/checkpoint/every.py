@@ -28,6 +28,7 @@ def parse_every(text: object) -> CheckpointInterval:
     """
     if text is None:
         return CheckpointInterval()
+    # A bool is an int in Python, and no number of steps.
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return CheckpointInterval(steps=text)
     if isinstance(text, str):

@@ -131,8 +131,8 @@ def file_error(what: str, path: Path, error: OSError) -> FileError:
         error: the system's error.
     """
     return FileError(
-        f"cannot {what} {str(path)!r}: [Errno {error.errno}] {error.strerror or error}; make room there, have it "
-        f"writable by this user, or give another place",
+        f"cannot {what} {str(path)!r}: [Errno {error.errno}] {error.strerror or error}; free disk space, make the "
+        f"path writable for this user, or give another path",
         path=str(path),
         errno=error.errno,
     )
@@ -146,7 +146,7 @@ def _check_target(path: Path) -> None:
         return
     if not stat.S_ISREG(mode):
         raise FileError(
-            f"cannot write {str(path)!r}: a plain file was expected under that name, and it is "
+            f"cannot write {str(path)!r}: expected a plain file under that name, got "
             f"{'a folder' if stat.S_ISDIR(mode) else 'a link' if stat.S_ISLNK(mode) else 'a device or a pipe'}; "
             f"give another name",
             path=str(path),

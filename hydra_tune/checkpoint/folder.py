@@ -149,8 +149,8 @@ class CheckpointFolder:
     def _remove_unfinished(self) -> None:
         whole = set(generations(self.path))
         for path in list(self.path.iterdir()):
-            found = _FILE.fullmatch(path.name)
-            if found is not None and int(found[1]) not in whole:
+            match = _FILE.fullmatch(path.name)
+            if match is not None and int(match[1]) not in whole:
                 remove_file(path)
 
 
@@ -161,12 +161,12 @@ def generations(folder: Path) -> list[int]:
         FileError: the folder cannot be read.
     """
     try:
-        found = [_FILE.fullmatch(path.name) for path in folder.iterdir()]
+        matches = [_FILE.fullmatch(path.name) for path in folder.iterdir()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise file_error("read", folder, error) from error
-    return sorted((int(each[1]) for each in found if each is not None and each[2] == "manifest"), reverse=True)
+    return sorted((int(match[1]) for match in matches if match is not None and match[2] == "manifest"), reverse=True)
 
 
 def load_checkpoint(path: Path) -> CheckpointContent:
@@ -183,22 +183,25 @@ def load_checkpoint(path: Path) -> CheckpointContent:
         FileError: the folder, or the files of the given manifest, cannot be read.
     """
     if not path.is_dir():
-        found = _FILE.fullmatch(path.name)
-        if found is None or found[2] != "manifest" or not path.exists():
+        match = _FILE.fullmatch(path.name)
+        if match is None or match[2] != "manifest" or not path.exists():
             raise CheckpointError(
                 f"there is no checkpoint at {str(path)!r}; give the folder of a trial in checkpoint_dir"
             )
-        return _load(path.parent, int(found[1]))
+        return _load(path.parent, int(match[1]))
     refused: list[str] = []
     for number in generations(path):
         try:
-            saved = _load(path, number)
+            content = _load(path, number)
+        # A damaged generation has a predecessor, which is tried next.
         except (CheckpointError, FileError) as error:
             refused.append(str(error))
             continue
         if refused:
-            _LOGGER.warning("A checkpoint is damaged; going on from the one before it, %s: %s", saved.path, refused[-1])
-        return saved
+            _LOGGER.warning(
+                "A checkpoint is damaged; going on from the one before it, %s: %s", content.path, refused[-1]
+            )
+        return content
     if not refused:
         raise CheckpointError(f"there is no checkpoint in {str(path)!r}; give the folder of a trial in checkpoint_dir")
     raise CheckpointError(f"no checkpoint in {str(path)!r} can be used: {'; '.join(refused)}")
@@ -207,15 +210,15 @@ def load_checkpoint(path: Path) -> CheckpointContent:
 def checksum(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of tensors: names, dtypes, shapes and all bytes."""
     digest = hashlib.sha256()
+    # Sorted, so that the checksum does not depend on the order of a dict.
     for name in sorted(tensors):
         tensor = tensors[name].detach()
         kind = f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode()
         digest.update(struct.pack("<Q", len(kind)) + kind)
         flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
         if flat.numel():
-            digest.update(
-                (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
-            )  # without numpy, which may not be installed
+            # Without numpy, which may not be installed.
+            digest.update((ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr()))
     return digest.hexdigest()
 
 
@@ -223,11 +226,11 @@ def _load(folder: Path, number: int) -> CheckpointContent:
     manifest = folder / f"{number:08d}.manifest"
     noted = _parsed(manifest, _read(manifest))
     if not isinstance(noted, dict) or noted.get("format") != _FORMAT:
-        raise CheckpointError(f"{str(manifest)!r} is no checkpoint of hydra-tune, whatever its name")
+        raise CheckpointError(f"{str(manifest)!r} is not a checkpoint of hydra-tune, despite its name")
     if noted.get("version") != _VERSION:
         raise CheckpointError(
-            f"{str(manifest)!r} has version {noted.get('version')!r}, and this release reads {_VERSION}; use the release that "
-            "has written it"
+            f"{str(manifest)!r} has version {noted.get('version')!r}, but this release reads version {_VERSION}; use the "
+            "release that wrote the checkpoint"
         )
     facts_path, tensors_path = manifest.with_suffix(".json"), manifest.with_suffix(".safetensors")
     text = _read(facts_path)
@@ -257,9 +260,9 @@ def _check(path: Path, noted: Any, size: int, digest: Any) -> None:
     if not isinstance(noted, dict) or noted.get("bytes") != size:
         expected = noted.get("bytes") if isinstance(noted, dict) else None
         raise CheckpointError(f"{str(path)!r} is damaged: {expected} bytes were written, and there are {size}")
-    found = digest()
-    if found != noted.get("sha256"):
-        raise CheckpointError(f"{str(path)!r} is damaged: its SHA-256 was {noted.get('sha256')}, and is {found}")
+    actual = digest()
+    if actual != noted.get("sha256"):
+        raise CheckpointError(f"{str(path)!r} is damaged: its SHA-256 was {noted.get('sha256')}, and is {actual}")
 
 
 def _locked(path: Path) -> int:
@@ -284,6 +287,6 @@ def check_private(path: Path) -> None:
     mode = path.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise CheckpointError(
-            f"the folder of checkpoints {str(path)!r} can be written by others (mode {stat.S_IMODE(mode):04o}); have it "
-            f"writable by its owner alone: chmod 700 {path}"
+            f"the folder of checkpoints {str(path)!r} can be written by others (mode {stat.S_IMODE(mode):04o}); make "
+            f"it private: chmod 700 {path}"
         )

@@ -51,6 +51,7 @@ def is_locked(folder: Path | int) -> bool:
         descriptor = _opened(folder, os.O_RDWR)
     except FileNotFoundError:
         return False
+    # Closing the descriptor below releases the lock that the test has taken.
     try:
         return not try_lock(descriptor)
     finally:

@@ -91,9 +91,11 @@ class SweepFolder:
         except OSError as error:
             raise file_error("read", path, error) from error
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{str(path)!r} is damaged: {error}; remove it to go on without") from error
+            raise CheckpointError(f"{str(path)!r} is damaged: {error}; remove it to continue without it") from error
         if not isinstance(content, dict):
-            raise CheckpointError(f"{str(path)!r} is damaged: it holds no map; remove it to go on without")
+            raise CheckpointError(
+                f"{str(path)!r} is damaged: it holds no JSON object; remove it to continue without it"
+            )
         return content
 
     def close(self) -> None:
@@ -125,6 +127,6 @@ class SweepFolder:
         except OSError as error:
             raise file_error("lock", path, error) from error
         raise CheckpointError(
-            f"the sweep {study!r} in {str(self.path.parent)!r} is being run by another process ({holder}); wait until that is "
-            "over, or end it, or give this one another study or checkpoint_dir"
+            f"the sweep {study!r} in {str(self.path.parent)!r} is being run by another process ({holder}); wait until that "
+            "process has ended, end it, or give this sweep another study or checkpoint_dir"
         )

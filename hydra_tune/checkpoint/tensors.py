@@ -90,15 +90,19 @@ def save_tensors(
             unchanged.
     """
     # Conjugation and negation are lazy flags of a tensor that raw bytes would lose.
-    kept = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in _checked(path, tensors).items()}
-    stored, layout = _layout(path, kept)
+    plain_tensors = {
+        name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in _checked(path, tensors).items()
+    }
+    stored, layout = _layout(path, plain_tensors)
     views = {name: asdict(view) for name, view in layout.items()}
     if metadata is not None and _OWN_KEY in metadata:
         raise FileError(
-            f"cannot write {str(path)!r}: metadata {_OWN_KEY!r} is taken; rename it", path=str(path), errno=None
+            f"cannot write {str(path)!r}: metadata name {_OWN_KEY!r} is reserved; choose another",
+            path=str(path),
+            errno=None,
         )
-    own = {"format": _FORMAT, "crc32": _checksum(stored, metadata or {}, views), "views": views}
-    header = _header(stored, {**(metadata or {}), _OWN_KEY: json.dumps(own)})
+    description = {"format": _FORMAT, "crc32": _checksum(stored, metadata or {}, views), "views": views}
+    header = _header(stored, {**(metadata or {}), _OWN_KEY: json.dumps(description)})
     with replacing(path, overwrite=overwrite) as file, written_directly(file) as writer:
         writer.write(header)
         for tensor in stored.values():
@@ -121,13 +125,13 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with _opened(path) as file:
         metadata = _metadata(file)
         stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
-    own = metadata.pop(_OWN_KEY, None)
-    if own is None:
+    description = metadata.pop(_OWN_KEY, None)
+    if description is None:
         return stored, metadata
     try:
-        return _restored(path, stored, metadata, json.loads(own)), metadata
+        return _restored(path, stored, metadata, json.loads(description)), metadata
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise _damaged(path, f"a description of its views that fits its tensors, and there is: {error!r}") from error
+        raise _damaged(path, f"a description of views that fits the tensors, got {error!r}") from error
 
 
 def load_metadata(path: Path) -> dict[str, str]:
@@ -153,9 +157,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except OSError as error:
         raise file_error("read", path, error) from error
     except SafetensorError as error:
-        raise _damaged(
-            path, f"a whole safetensors file, and it is {path.stat().st_size} bytes with: {error}"
-        ) from error
+        raise _damaged(path, f"a whole safetensors file, got {path.stat().st_size} bytes with: {error}") from error
 
 
 def _metadata(file: Any) -> dict[str, str]:
@@ -167,8 +169,8 @@ def _checked(path: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         unfit = _unfit(tensor)
         if unfit is not None:
             raise FileError(
-                f"cannot write {str(path)!r}: {name!r} is {unfit}, and only dense tensors of {', '.join(_NAMES.values())} "
-                f"can be stored; convert it",
+                f"cannot write {str(path)!r}: {name!r} is {unfit}, but the format stores only dense tensors of "
+                f"{', '.join(_NAMES.values())}; convert it",
                 path=str(path),
                 errno=None,
             )
@@ -223,6 +225,7 @@ def _groups(tensors: Mapping[str, Tensor]) -> Iterator[list[_TensorStorageSpan]]
     for spans in by_storage.values():
         group: list[_TensorStorageSpan] = []
         reach = 0
+        # In memory order, a gap between the ranges so far and the next range ends a group.
         for span in sorted(spans, key=_bytes_from):
             if group and _bytes_from(span) >= reach:
                 yield group
@@ -248,6 +251,7 @@ def _lay_out(group: list[_TensorStorageSpan], stored: dict[str, Tensor], views: 
         stored[name] = tensor if tensor.is_contiguous() else tensor.contiguous()
     for span in group:
         tensor = span.tensor
+        # Any reader of the format sees the base as it is; other members exist as views for this module alone.
         if span is not base or not tensor.is_contiguous():
             views[span.name] = _StoredTensorView(name, tuple(tensor.shape), tuple(tensor.stride()), span.start - start)
 
@@ -278,11 +282,12 @@ def _header(stored: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a contiguous tensor from the host, piece by piece."""
-    held = tensor.cpu()
-    size = held.numel() * held.element_size()
+    on_host = tensor.cpu()
+    size = on_host.numel() * on_host.element_size()
     if size == 0:
         return
-    whole = memoryview((ctypes.c_ubyte * size).from_address(held.data_ptr()))
+    # By ctypes, because numpy may not be installed and cannot hold bfloat16.
+    whole = memoryview((ctypes.c_ubyte * size).from_address(on_host.data_ptr()))
     for offset in range(0, size, _PIECE_BYTES):
         yield whole[offset : offset + _PIECE_BYTES]
 
@@ -292,15 +297,16 @@ def _restored(
 ) -> dict[str, Tensor]:
     if own["format"] != _FORMAT:
         raise FileError(
-            f"cannot read {str(path)!r}: format {_FORMAT} was expected, and it is {own['format']!r}; read it with the "
-            f"release of hydra-tune that has written it",
+            f"cannot read {str(path)!r}: expected format {_FORMAT}, got {own['format']!r}; read it with the "
+            f"release of hydra-tune that wrote it",
             path=str(path),
             errno=None,
         )
-    found = _checksum(stored, metadata, own["views"])
-    if found != own["crc32"]:
-        raise _damaged(path, f"checksum {own['crc32']:08x}, and it is {found:08x}")
+    checksum = _checksum(stored, metadata, own["views"])
+    if checksum != own["crc32"]:
+        raise _damaged(path, f"checksum {own['crc32']:08x}, got {checksum:08x}")
     views = {name: _StoredTensorView(**view) for name, view in own["views"].items()}
+    # One tensor for each stored range: all of its views must share memory, as when they were saved.
     memory = {view.of: _in_place(stored[view.of], views.get(view.of)) for view in views.values()}
     tensors = {name: memory.get(name, tensor) for name, tensor in stored.items() if not name.startswith(_STRETCH)}
     for name, view in views.items():
@@ -317,8 +323,8 @@ def _in_place(tensor: Tensor, own_view: _StoredTensorView | None) -> Tensor:
 
 def _damaged(path: Path, expected: str) -> FileError:
     return FileError(
-        f"cannot use {str(path)!r}: expected {expected}; it is damaged or is something else: restore it from a copy, or "
-        f"remove it and make it again",
+        f"cannot use {str(path)!r}: expected {expected}; the file is damaged or of another kind: restore it from a "
+        f"copy, or remove it and save again",
         path=str(path),
         errno=None,
     )

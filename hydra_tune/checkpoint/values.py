@@ -48,9 +48,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     try:
         return _decoded(value, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"what was saved cannot be read: {error!r}; it was not written by this release"
-        ) from error
+        raise CheckpointError(f"the saved state cannot be read: {error!r}; this release did not write it") from error
 
 
 def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -73,8 +71,8 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         is_scalar = kind.__name__ != "ndarray"
         return {_TAG: "numpy", "is": _put(flat, name, tensors), "shape": list(value.shape), "scalar": is_scalar}
     raise CheckpointError(
-        f"{name} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it keeps numbers, texts, "
-        "tensors, and lists, tuples, sets and dicts of these; keep something like that there, or train without checkpoints"
+        f"{name} is of type {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold; use numbers, texts, "
+        "tensors, and lists, tuples, sets and dicts of these, or train without checkpoints"
     )
 
 
@@ -87,13 +85,13 @@ def _pairs(value: Any, name: str, tensors: dict[str, Tensor]) -> list[Any]:
 
 
 def _put(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
-    found, number = name, 1
+    free_name, number = name, 1
     # Two values may have equal dotted names, as keys may contain dots.
-    while found in tensors:
+    while free_name in tensors:
         number += 1
-        found = f"{name}#{number}"
-    tensors[found] = tensor
-    return found
+        free_name = f"{name}#{number}"
+    tensors[free_name] = tensor
+    return free_name
 
 
 def _defaultdict(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -142,6 +140,7 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if _TAG not in value:
         return {key: _decoded(item, tensors) for key, item in value.items()}
     kind = value[_TAG]
+    # Before the content is decoded: here `is` is a name and not a value.
     if kind in ("tensor", "numpy"):
         return _tensor(value, tensors[value["is"]])
     content = _decoded(value["is"], tensors)
@@ -158,10 +157,10 @@ def _tensor(value: Mapping[str, Any], tensor: Tensor) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is no dtype")
-    return found
+    return dtype
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

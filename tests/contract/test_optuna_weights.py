@@ -272,7 +272,10 @@ def test_a_state_that_is_no_tensor_is_told_and_the_search_goes_on(pool):
     study = create_study(pool)
     with optuna_log() as log:
         study.optimize(lambda trial: small_task(model=partial(Odd, 3, 1)), n_trials=1)
-    assert len([line for line in log if "'_extra_state' is of dict, and only dense tensors" in line]) == 1
+    assert (
+        len([line for line in log if "'_extra_state' is of dict, but the format stores only dense tensors" in line])
+        == 1
+    )
 
 
 class Keeping(Driver):

@@ -1,6 +1,6 @@
-"""A trial's state between two steps, out of the trial and into one that has just been built.
+"""A trial's state between two steps: read from the trial, and restored into a newly built trial.
 
-The package must not know files: `hydra_tune.checkpoint` writes. Read `trial_checkpoint` first, then `snapshot` (copied
-under locks) and `compatibility`, which says whether a checkpoint fits a task; `attribute_diff` finds what a user's
-objects keep beside tensors, and `weights` loads a model alone.
+The package must not know files: `hydra_tune.checkpoint` writes. Read `trial_checkpoint` first, then `snapshot` (copies
+under locks) and `compatibility`, which compares a checkpoint with a task. `attribute_diff` finds changed attributes of
+the user's objects, and `weights` loads a model alone.
 """

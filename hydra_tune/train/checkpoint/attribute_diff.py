@@ -49,7 +49,7 @@ class AttributeTracker:
         self._objects = objects
         self._left_out = left_out
         self._before = {
-            (path, name): self._seen(value) for path, one in objects() for name, value in self._attributes(one)
+            (path, name): self._seen(value) for path, item in objects() for name, value in self._attributes(item)
         }
 
     def changed(self) -> dict[str, dict[str, Any]]:
@@ -58,25 +58,27 @@ class AttributeTracker:
         Raises:
             CheckpointError: an attribute has been set since to a value that no checkpoint can hold.
         """
-        found: dict[str, dict[str, Any]] = {}
-        for path, one in self._objects():
-            for name, value in self._attributes(one):
-                before = self._before.get((path, name), _NEVER)
+        changes: dict[str, dict[str, Any]] = {}
+        for path, item in self._objects():
+            for name, value in self._attributes(item):
+                earlier = self._before.get((path, name), _NEVER)
                 text, has_tensors = self._read(value)
                 if text is None:
-                    self._refuse_new(path, name, value, before.value)
-                elif has_tensors or text != before.text:
-                    found.setdefault(path, {})[name] = value
-        return found
+                    self._refuse_new(path, name, value, earlier.value)
+                elif has_tensors or text != earlier.text:
+                    changes.setdefault(path, {})[name] = value
+        return changes
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Set attributes to the values from `changed`."""
-        for path, one in self._objects():
+        for path, item in self._objects():
             for name, value in saved.get(path, {}).items():
-                present = vars(one).get(name, _GONE)
+                current_value = vars(item).get(name, _GONE)
                 # An equal tensor stays the same object, because other objects may hold it as well.
-                if not (isinstance(value, Tensor) and isinstance(present, Tensor) and same_value(value, present)):
-                    setattr(one, name, value)
+                if not (
+                    isinstance(value, Tensor) and isinstance(current_value, Tensor) and same_value(value, current_value)
+                ):
+                    setattr(item, name, value)
 
     def _attributes(self, one: object) -> Iterable[tuple[str, Any]]:
         return [(name, value) for name, value in vars(one).items() if name not in self._left_out]
@@ -115,12 +117,14 @@ class AttributeTracker:
 
 def same_value(one: Any, other: Any) -> bool:
     """Whether two values are equal to the last bit; values that no checkpoint can hold are compared by identity."""
-    found: list[tuple[str, dict[str, Tensor]]] = []
+    encodings: list[tuple[str, dict[str, Tensor]]] = []
     for value in (one, other):
         tensors: dict[str, Tensor] = {}
         try:
-            found.append((json.dumps(encode(value, "", tensors)), tensors))
+            encodings.append((json.dumps(encode(value, "", tensors)), tensors))
         except CheckpointError:
             return one is other
-    (text, tensors), (other_text, others) = found
-    return text == other_text and all(same_bits(tensor.cpu(), others[name].cpu()) for name, tensor in tensors.items())
+    (text, tensors), (other_text, other_tensors) = encodings
+    return text == other_text and all(
+        same_bits(tensor.cpu(), other_tensors[name].cpu()) for name, tensor in tensors.items()
+    )

@@ -72,13 +72,13 @@ def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copied(value: Any) -> Any:
-    """Copy a value, down to the parts that a checkpoint can hold; other parts are shared."""
+    """Copy a value, down to the parts that a checkpoint can hold; the copy shares all other parts."""
     tensors: dict[str, Tensor] = {}
     try:
-        found = encode(value, "", tensors)
+        encoded = encode(value, "", tensors)
     except CheckpointError:
         return {key: copied(item) for key, item in value.items()} if isinstance(value, dict) else value
-    return decode(found, {name: tensor.clone() for name, tensor in tensors.items()})
+    return decode(encoded, {name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any]:
@@ -104,7 +104,9 @@ def is_of_the_pass(change: Change) -> bool:
 
 def in_words(found: list[Change]) -> str:
     """Return changes as a text."""
-    shown = [f"{what}: {old!r} when it was saved, {new!r} now" for what, old, new in found[:6]]
+    shown = [
+        f"{name}: {saved_value!r} when it was saved, {new_value!r} now" for name, saved_value, new_value in found[:6]
+    ]
     return "; ".join(shown) + (f"; and {len(found) - 6} more" if len(found) > 6 else "")  # noqa: PLR2004 - a few are enough
 
 
@@ -123,7 +125,7 @@ def merged(saved: Any, built: Any, now: Any) -> Any:
         }
     if isinstance(saved, list) and isinstance(built, list) and isinstance(now, list):
         if len(saved) == len(built) == len(now):
-            return [merged(*each) for each in zip(saved, built, now, strict=True)]
+            return [merged(*items) for items in zip(saved, built, now, strict=True)]
         # Lists of another length cannot be matched item by item; the task's new list wins if the task has changed it.
         return now if len(built) != len(now) else saved
     return saved if same_value(built, now) else now
@@ -134,8 +136,8 @@ def _changes(path: str, saved: Any, now: Any) -> Iterator[Change]:
         for key in dict.fromkeys((*saved, *now)):
             yield from _changes(f"{path}.{key}".lstrip("."), saved.get(key, _MISSING), now.get(key, _MISSING))
     elif isinstance(saved, list) and isinstance(now, list) and len(saved) == len(now):
-        for index, (old, new) in enumerate(zip(saved, now, strict=True)):
-            yield from _changes(f"{path}.{index}", old, new)
+        for index, (saved_item, new_item) in enumerate(zip(saved, now, strict=True)):
+            yield from _changes(f"{path}.{index}", saved_item, new_item)
     elif not same_value(saved, now):
         yield path, saved, now
 

@@ -44,11 +44,12 @@ class TrialStateSnapshot:
         flat = torch.empty(size, dtype=torch.uint8) if buffer is None else buffer[:size]
         copies = {name: slot.view(flat) for name, slot in zip(self.tensors, slots, strict=True)}
         targets = {id(tensor): copies[name] for name, tensor in self.tensors.items()}
-        held = set() if self.state is None else set(self.state.aliases())
+        block_ids = set() if self.state is None else set(self.state.aliases())
+        # Tensors in blocks may move at any time, so they are copied under the locks of their blocks.
         if self.state is not None:
             self.state.copy_out(targets)
         for tensor in self.tensors.values():
-            if id(tensor) not in held:
+            if id(tensor) not in block_ids:
                 targets[id(tensor)].copy_(tensor.detach())
         # By `id`, so a tensor with two names is copied once.
         return CheckpointContent(
@@ -57,8 +58,8 @@ class TrialStateSnapshot:
 
     def in_place(self, labels: Mapping[str, Any]) -> CheckpointContent:
         """Return the state in place, without a copy; valid only until the trial goes on."""
-        held = {} if self.state is None else self.state.aliases()
-        tensors = {name: held.get(id(tensor), tensor.detach()) for name, tensor in self.tensors.items()}
+        aliases = {} if self.state is None else self.state.aliases()
+        tensors = {name: aliases.get(id(tensor), tensor.detach()) for name, tensor in self.tensors.items()}
         return CheckpointContent(facts=self.facts, tensors=tensors, labels=labels)
 
 
@@ -81,13 +82,13 @@ class SnapshotSaver(Protocol):
         """Optimizer steps between two checkpoints; None if checkpoints do not depend on steps."""
 
     def reached(self, trial: SnapshotSource, *, steps: int, at_report: bool, is_last: bool) -> None:
-        """Save the trial if due; the trial is between two steps and goes on when this returns.
+        """Save the trial if due; the trial is between two steps and continues when the call returns.
 
         Args:
             trial: the trial.
             steps: optimizer steps done so far.
             at_report: whether the trial has just made a report that has not been delivered yet.
-            is_last: whether the trial is finished after this.
+            is_last: whether the trial has nothing left to train.
 
         Raises:
             CheckpointError: the trial has a value that no checkpoint can hold.

@@ -34,9 +34,8 @@ from hydra_tune.train.checkpoint.compatibility import (
 )
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
-_OPTIMIZER_INTERNALS = frozenset(
-    {"state", "param_groups", "defaults", "step"}
-)  # "step": a scheduler replaces the method
+# "step", because a scheduler replaces the method on the instance.
+_OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step"})
 _WEIGHT = "model."
 """Prefix of the names of parameters and buffers in a checkpoint."""
 
@@ -110,7 +109,7 @@ class TrialObjects:
         return {
             "made_for": self._description,
             "trained": [name for name, tensor in named.items() if tensor.requires_grad],
-            "extra": {path: one.get_extra_state() for path, one in with_extra_state(self.module)},
+            "extra": {path: submodule.get_extra_state() for path, submodule in with_extra_state(self.module)},
             "attributes": self._module_attributes.changed(),
             "optimizer": {names[id(p)]: value for p, value in states if isinstance(p, Tensor)},
             "optimizer_other": {key: value for key, value in states if not isinstance(key, Tensor)},
@@ -125,19 +124,19 @@ class TrialObjects:
         Raises:
             CheckpointError: the tasks differ without permission, or in a part that the saved state depends on.
         """
-        found = changes(state["made_for"], self._description)
-        essential = [change for change in found if is_essential(change)]
+        differences = changes(state["made_for"], self._description)
+        essential = [change for change in differences if is_essential(change)]
         if essential:
             raise CheckpointError(
                 f"the checkpoint is of another model or optimizer: {in_words(essential)}; go on with the task it was saved "
                 "from, or begin another from its weights (warm_start)"
             )
-        if found and not allows_changes:
+        if differences and not allows_changes:
             raise CheckpointError(
-                f"the checkpoint is of another task: {in_words(found)}; go on with the task it was saved from, or allow what "
-                "has changed with resume='allow-changes'"
+                f"the checkpoint is of another task: {in_words(differences)}; go on with the task it was saved from, or allow "
+                "the changes with resume='allow-changes'"
             )
-        return found
+        return differences
 
     def restore_weights(self, state: Mapping[str, Any]) -> None:
         """Restore parameters and buffers only.
@@ -146,17 +145,17 @@ class TrialObjects:
             CheckpointError: the saved weights do not match the model.
         """
         parts = ("parameters", "buffers")
-        found = changes({p: state["made_for"][p] for p in parts}, {p: self._description[p] for p in parts})
-        if found:
-            raise CheckpointError(f"the checkpoint has the weights of another model: {in_words(found)}")
+        differences = changes({p: state["made_for"][p] for p in parts}, {p: self._description[p] for p in parts})
+        if differences:
+            raise CheckpointError(f"the checkpoint has the weights of another model: {in_words(differences)}")
         self._copy_weights(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore everything that needs no plan; the optimizer's per-parameter state and frozen parameters follow later."""
         self._copy_weights(state)
-        for path, one in with_extra_state(self.module):
+        for path, submodule in with_extra_state(self.module):
             if path in state["extra"]:
-                one.set_extra_state(state["extra"][path])
+                submodule.set_extra_state(state["extra"][path])
         self._module_attributes.restore(state["attributes"])
         self._restore_schedule(state)
         for index, group in enumerate(self.optimizer.param_groups):
@@ -196,12 +195,15 @@ class TrialObjects:
                 tensor.copy_(state["model"][name])
 
     def _restore_schedule(self, state: Mapping[str, Any]) -> None:
-        built = state["made_for"]["schedule"]
+        schedule_as_built = state["made_for"]["schedule"]
         if self.scheduler is None or state["made_for"]["scheduler"] != self._description["scheduler"]:
             # Another class of scheduler starts from its beginning.
             return
+        # A scheduler's functions are not saved, so the rebuilt scheduler contributes its own.
         fresh = self.scheduler.state_dict()
-        self.scheduler.load_state_dict(fresh | merged(state["schedule"], built, schedule_of(self.scheduler)))
+        self.scheduler.load_state_dict(
+            fresh | merged(state["schedule"], schedule_as_built, schedule_of(self.scheduler))
+        )
 
     @staticmethod
     def _restore_group(group: dict[str, Any], saved: Mapping[str, Any], built: Mapping[str, Any]) -> None:
@@ -209,15 +211,23 @@ class TrialObjects:
 
         A changed learning rate is scaled by the scheduler's factor so far.
         """
-        now = hyperparameters(group)
-        found: dict[str, Any] = merged(dict(saved), dict(built), now)
-        if not isinstance(found.get("lr"), Tensor) and now.get("lr") != built.get("lr") and built.get("lr"):
-            found["lr"] = now["lr"] if saved["lr"] == built["lr"] else now["lr"] * (saved["lr"] / built["lr"])
-        for key, value in found.items():
-            present = group.get(key)
-            if isinstance(value, Tensor) and isinstance(present, Tensor) and value.shape == present.shape:
+        options_as_rebuilt = hyperparameters(group)
+        options: dict[str, Any] = merged(dict(saved), dict(built), options_as_rebuilt)
+        if (
+            not isinstance(options.get("lr"), Tensor)
+            and options_as_rebuilt.get("lr") != built.get("lr")
+            and built.get("lr")
+        ):
+            options["lr"] = (
+                options_as_rebuilt["lr"]
+                if saved["lr"] == built["lr"]
+                else options_as_rebuilt["lr"] * (saved["lr"] / built["lr"])
+            )
+        for key, value in options.items():
+            current_value = group.get(key)
+            if isinstance(value, Tensor) and isinstance(current_value, Tensor) and value.shape == current_value.shape:
                 # In place, because a scheduler may hold the very tensor.
-                present.copy_(value)
+                current_value.copy_(value)
             else:
                 group[key] = value
 
@@ -244,9 +254,9 @@ def decoded(saved: CheckpointContent) -> dict[str, Any]:
     """
     parts: dict[str, Any] = decode(dict(saved.facts), saved.tensors)
     parts["model"] = {n.removeprefix(_WEIGHT): tensor for n, tensor in saved.tensors.items() if n.startswith(_WEIGHT)}
-    missing = {"made_for", "optimizer", "streams", "place"} - parts.keys()
-    if missing:
-        raise CheckpointError(f"the checkpoint has no {min(missing)!r}, and is none of a trial")
+    missing_parts = {"made_for", "optimizer", "streams", "place"} - parts.keys()
+    if missing_parts:
+        raise CheckpointError(f"the checkpoint has no {min(missing_parts)!r}, so it is not a trial's checkpoint")
     return parts
 
 
@@ -260,6 +270,6 @@ def place_after(state: Mapping[str, Any], found: list[Change]) -> DataPosition:
 
 def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield path and module wherever `get_extra_state` is overridden."""
-    for path, one in module.named_modules():
-        if type(one).get_extra_state is not nn.Module.get_extra_state:
-            yield path, one
+    for path, submodule in module.named_modules():
+        if type(submodule).get_extra_state is not nn.Module.get_extra_state:
+            yield path, submodule

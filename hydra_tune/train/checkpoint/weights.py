@@ -71,7 +71,7 @@ def _from_checkpoint(task: TrainTask, path: Path) -> nn.Module:
 def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the arguments of `with_weights`: parameters and buffers by name, and extra states of modules by path."""
     tensors = {name: tensor.detach() for name, tensor in named_state(module)}
-    return tensors, {path: one.get_extra_state() for path, one in with_extra_state(module)}
+    return tensors, {path: submodule.get_extra_state() for path, submodule in with_extra_state(module)}
 
 
 def with_weights(
@@ -98,11 +98,12 @@ def with_weights(
                 f"{what} does not fit the task's model: {'; '.join(differing[:_NUM_NAMED])}; build "
                 "the model as it was when it was trained, without split_operators"
             )
+        # Not `load_state_dict`, which leaves out buffers that are not persistent.
         for name, tensor in named.items():
             tensor.copy_(tensors[name])
-        for name, one in with_extra_state(module):
+        for name, submodule in with_extra_state(module):
             if name in extra:
-                one.set_extra_state(extra[name])
+                submodule.set_extra_state(extra[name])
     return module
 
 

@@ -114,7 +114,7 @@ def test_a_full_disk_is_told_and_what_is_kept_stays(tmp_path: Path):
     first, second, third = done.stdout.splitlines()
     assert first == "[0]"
     assert second.startswith("[0] cannot write")
-    assert "[Errno 27] File too large; make room there" in second
+    assert "[Errno 27] File too large; free disk space" in second
     assert third == "[2]"
     assert [path.name for path in (tmp_path / "w").iterdir()] == ["trial-2.safetensors"]
 
