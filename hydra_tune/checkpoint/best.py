@@ -99,13 +99,14 @@ class BestWeights:
     ) -> None:
         """Keep the weights of a completed trial if the trial is among the best.
 
-        The call returns at once, unless so many weights wait that memory would fill up; then it returns when some are
-        written.
+        The call returns at once, unless so many weights wait that memory would fill up; then the call waits until some
+        weights are written.
 
         Args:
             number: number of the trial.
             values: values of the trial.
-            tensors: returns the weights, by name; called only if they are kept. The tensors must not change afterwards.
+            tensors: returns the weights, by name; called only if the weights are kept. The tensors must not change
+                afterwards.
             metadata: texts for the file; "values" is reserved.
 
         Raises:

@@ -107,7 +107,7 @@ class CheckpointFolder:
             self._remove(number)
 
     def go_back_to(self, manifest: Path) -> None:
-        """Remove all generations after the one from which the trial resumes: later ones are damaged or unwanted.
+        """Remove all generations after the generation from which the trial resumes: they are damaged or unwanted.
 
         Args:
             manifest: manifest of the generation from which the trial resumes, in this folder.
@@ -279,7 +279,7 @@ def _locked(path: Path) -> int:
 
 
 def check_private(path: Path) -> None:
-    """Refuse a folder that others may write to: they could replace the state from which a trial resumes.
+    """Refuse a folder that others may write to: others could replace the state from which a trial resumes.
 
     Raises:
         CheckpointError: the folder is writable by group or others.

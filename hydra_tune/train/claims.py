@@ -21,7 +21,7 @@ _REMEDY = "let model= build its own each time, e.g. with copy.deepcopy(...) or t
 
 
 class TrialClaim:
-    """The claim of a trial.
+    """A trial's claim on its module, its optimizer, and the memory of its parameters.
 
     Args:
         module: the trial's module.

@@ -180,9 +180,10 @@ class Trial:
         self._program = self._run()
 
     def advance(self) -> PendingUnit | ParallelStep | PendingReport | None:
-        """Resume the program up to the next unit, spread or report; return None at the end.
+        """Resume the program up to the next unit, parallel step or report; return None at the end.
 
-        This runs the trial's own code: never call it inside a unit, nor before all units of a `ParallelStep` have run.
+        The call runs the trial's own code: never call `advance` inside a unit, nor before all units of a `ParallelStep`
+        have run.
         """
         while True:
             bursts = self._bursts
@@ -242,7 +243,7 @@ class Trial:
             # Sums exist only where batches run side by side, so the count would depend on the devices; `_took` counts
             # the steps of bursts.
             self.units_run += unit.kind not in ("sum", BURST)
-            # Under the lock, because lanes of a spread end on several workers at once.
+            # Under the lock, because lanes of a parallel step end on several workers at once.
             self._step_left = max(0.0, self._step_left - unit.seconds)
             unit.times.measured(unit.key, seconds)
 
@@ -655,7 +656,7 @@ class Trial:
         return means
 
     def _evaluated(self, count: int) -> None:
-        """Record the number of evaluated batches."""
+        """Record the number of evaluated batches; refuse a pass without any."""
         if not count:
             assert self.task.validate is not None
             raise no_batch("validate", self.task.validate)

@@ -163,6 +163,7 @@ class BurstRunner:
             except BudgetError as error:
                 if type(error) is not BudgetError:
                     raise
+                # The pager words its error for shard units, and raises it for bursts as well.
                 message = str(error).replace("a shard unit needs", "a step of the trial's own code needs")
                 raise BudgetError(message, enough_bytes=error.enough_bytes) from error
             finally:

@@ -161,10 +161,10 @@ class OptimizerStep:
     def _side_by_side(
         self, lanes: list[ParallelBatch], held: dict[str, BlockTensorView], *, is_last: bool
     ) -> Iterator[ParallelStep]:
-        self._spread = spread = self._make_spread(lanes, held, is_last=is_last)
-        yield spread
-        # `result` closes the spread and clears its lanes, so the sums wait in the last lane.
-        sums = spread.result()
+        self._spread = parallel_step = self._make_spread(lanes, held, is_last=is_last)
+        yield parallel_step
+        # `result` closes the parallel step and clears its lanes, so the sums wait in the last lane.
+        sums = parallel_step.result()
         self._spread = None
         lanes[-1].hold(sums)
 

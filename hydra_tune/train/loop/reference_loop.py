@@ -1,8 +1,8 @@
 """`train_plain`: the meaning of a `TrainTask`, as the loop anyone would write.
 
 The pool's numbers are compared with this reference, so the module shares with the engine only how batches are drawn,
-cut and moved, and how operators are cut. It runs one task at a time, on the CPU with torch's present number of intra-op
-threads; the pool uses a single thread.
+cut and moved, and how operators are cut. The loop runs one task at a time, on the CPU with torch's present number of
+intra-op threads; the pool uses a single thread.
 """
 
 import importlib.util
@@ -60,8 +60,8 @@ class PlainResult(TrainingOutcome):
 def train_plain(task: TrainTask, report: Report | None = None, device: str | torch.device = "cpu") -> PlainResult:
     """Train a task to its end with a plain PyTorch loop.
 
-    The loop draws from the process's own random generators, as any plain loop does. As a reference it must not run
-    beside a working pool in the same process: while the pool captures a model, other threads compute with other
+    The loop draws from the process's own random generators, as any plain loop does. As a reference, the loop must not
+    run beside a working pool in the same process: while the pool captures a model, other threads compute with other
     kernels. Like the pool, the loop draws from copies of loaders, samplers and generators, so the same task can be
     trained again, here or in a pool.
 
@@ -69,7 +69,7 @@ def train_plain(task: TrainTask, report: Report | None = None, device: str | tor
         task: task to train.
         report: called with `(step, metrics)` after each report; returning False prunes. The step is the epoch, from 0,
             or with `report_every=n` the number of optimizer steps done.
-        device: destination of the module when it is built, and of each batch when it is drawn; `"cuda"` gives the
+        device: device of the module once built, and of each batch once drawn; `"cuda"` gives the
             reference for a pool's numbers on a GPU. The returned module stays there.
 
     Returns:

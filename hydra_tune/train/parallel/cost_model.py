@@ -140,7 +140,7 @@ def fastest(
         num_batches: batches of the step.
         offer: the devices.
         ways: the ways that are exact for the trial; `GROUPED` among them means that batches on one device run grouped.
-        parallel: the task's choice; other than "auto", the chosen way is taken whatever the cost, where exact.
+        parallel: the task's choice; other than "auto", the task's way is taken at any cost, where that way is exact.
     """
     alone = on_one_device(shards, num_batches, offer, grouped=GROUPED in ways)
     estimates = [alone]

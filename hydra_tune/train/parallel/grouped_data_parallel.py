@@ -6,8 +6,8 @@ forward, teams are independent. In the backward, a team begins a shard when the 
 and continues from their sums: so no gradients wait on the host for other teams, and each team runs one shard behind the
 team before. The last team updates each shard right after its backward.
 
-The last team works on the trial's parameters, which it updates, and the other teams on copies: so the originals are
-where the updates need them. Parameters moved in a step by N teams: 2N|W| loaded and |W| written back; Harmony (Li et
+The last team works on the trial's parameters and updates them; the other teams work on copies. So the originals are on
+the device of the updates. Parameters moved in a step by N teams: 2N|W| loaded and |W| written back; Harmony (Li et
 al.), where each device updates a replica, moves 3N|W|.
 """
 

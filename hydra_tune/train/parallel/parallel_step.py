@@ -29,7 +29,7 @@ class ParallelUnit:
     """A due unit.
 
     Attributes:
-        rank: place of the batch within the spread; lower ranks go first. A batch has at most one unit due.
+        rank: place of the batch within the parallel step; lower ranks go first. A batch has at most one unit due.
         pending: the unit.
         near: the preferred device; None: any.
     """
@@ -46,7 +46,7 @@ class ParallelStep(ABC):
         lanes: the batches in order.
         earlier: sums of the step's earlier batches, by parameter name.
         width: largest number of batches under way at once.
-        replicas: copies for the batches to read; closed with the spread.
+        replicas: copies for the batches to read; closed with the step.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ParallelStep(ABC):
             return due_units, not self._under_way
 
     def result(self) -> dict[str, BlockTensorView]:
-        """Return the sums, by parameter name, once the spread is over.
+        """Return the sums, by parameter name, once all batches have run.
 
         Raises:
             BadLossError: the error of the first batch with a loss that is not finite.
@@ -97,7 +97,7 @@ class ParallelStep(ABC):
         return sums
 
     def close(self) -> None:
-        """Give up all values and copies; no unit of the spread may be running."""
+        """Give up all values and copies; no unit of the step may be running."""
         for lane in self._lanes:
             lane.clear()
         for value in self._sum.values():
@@ -142,7 +142,7 @@ class DataParallelStep(ParallelStep):
         self._waiting: set[int] = set()
 
     def close(self) -> None:
-        """Close as any spread does."""
+        """Close the programs of all batches, then the step."""
         for program in self._programs:
             program.close()
         super().close()

@@ -5,12 +5,11 @@ gives the object a class whose methods look up the thread's own stream first: a 
 from and seeds that stream, and all other threads use the process's stream as before.
 
 Note: replaced functions. Most functions draw through `self.random()` and `self.getrandbits()`, so changing the class is
-enough. Five functions are bound to methods in C, or call such methods directly (`_REPLACED`). These are replaced in
-`random`, and wherever else a module, a class, an object's attribute, a dict, a list or a closure holds them (`from
-random import random`). Replacement is impossible in tuples (defaults of arguments), sets, slots, local variables of
-running functions, `functools.partial` and `staticmethod`: there the functions keep using the process's stream,
-whichever thread calls them. The process's stream stays inside `random._inst`, so threads without a stream of their own
-see no difference.
+enough. Five functions (`_REPLACED`) are bound to methods in C, or call such methods directly. This module replaces the
+five functions in `random`, and in every module, class, object's attribute, dict, list or closure that holds a function
+(`from random import random`). Replacement is impossible in tuples (defaults of arguments), sets, slots, local variables
+of running functions, `functools.partial` and `staticmethod`: functions held there use the process's stream in every
+thread. The process's stream stays inside `random._inst`, so threads without a stream of their own see no difference.
 """
 
 import functools

@@ -24,7 +24,7 @@ _WITHIN_SHARDS = ("saved:", "kept:")
 class BlockStore:
     """Values of a step, by key; a running unit sets `lease`, and `stand_ins` replaces tensors of the state.
 
-    Several values may be views of a block, as of a common storage before; the block goes with the last value.
+    Values that were views of one storage are views of one block; the block is dropped with its last value.
 
     Args:
         state: the trial's long-lived tensors.

@@ -21,7 +21,7 @@ def largest_bytes(plan: ShardPlan) -> int:
 
 
 class HostMemoryQuota:
-    """The share of a trial.
+    """A trial's share of the host memory that cannot go to disk.
 
     Args:
         host: counts host copies and sends some to disk; None: the host has room for all.
