@@ -124,7 +124,7 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     with _opened(path) as file:
         metadata = _metadata(file)
-        stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no dict
+        stored = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - the file is no dict
     description = metadata.pop(_OWN_KEY, None)
     if description is None:
         return stored, metadata
@@ -251,7 +251,7 @@ def _lay_out(group: list[_TensorStorageSpan], stored: dict[str, Tensor], views: 
         stored[name] = tensor if tensor.is_contiguous() else tensor.contiguous()
     for span in group:
         tensor = span.tensor
-        # Any reader of the format sees the base as it is; other members exist as views for this module alone.
+        # A contiguous base is stored as it is, for any reader of the format; every other member needs a view.
         if span is not base or not tensor.is_contiguous():
             views[span.name] = _StoredTensorView(name, tuple(tensor.shape), tuple(tensor.stride()), span.start - start)
 

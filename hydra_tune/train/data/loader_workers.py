@@ -156,7 +156,7 @@ def _is_served(loader: DataLoader[Any]) -> bool:
 
 def _warm_up() -> None:
     """Start the fork server with torch loaded, if none runs: workers then start in milliseconds instead of seconds."""
-    if getattr(forkserver, "_forkserver")._preload_modules == ["__main__"]:  # noqa: B009, SLF001 - as nobody changed it
+    if getattr(forkserver, "_forkserver")._preload_modules == ["__main__"]:  # noqa: B009, SLF001 - Python's default
         multiprocessing.set_forkserver_preload(["__main__", "torch.utils.data"])
     forkserver.ensure_running()
 

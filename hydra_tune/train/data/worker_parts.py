@@ -140,7 +140,7 @@ def _mapped_again(value: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is None or type(value) is not numpy.memmap or value.mode not in ("r", "r+", "w+"):
         return NotImplemented
-    memory_map, path = value._mmap, value.filename  # noqa: SLF001 - the only way to its memory
+    memory_map, path = value._mmap, value.filename  # noqa: SLF001 - numpy has no public name
     if (
         path is None
         or not isinstance(memory_map, mmap.mmap)

@@ -68,7 +68,7 @@ class LoaderForkServer(forkserver.ForkServer):
         self.names = dict(vars(sys.modules["__main__"]))
         with self._listening() as listener:
             alive_r, alive_w = os.pipe()
-            util._flush_std_streams()  # noqa: SLF001 - or the copy writes it once more
+            util._flush_std_streams()  # noqa: SLF001 - the copy would write buffered text again
             with warnings.catch_warnings():
                 # Python 3.12 warns of threads, and counts those of native libraries, which a DataLoader forks beside as well.
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -224,7 +224,7 @@ class _LoaderWorkerProcess(process.BaseProcess):
         super().run()
 
     @staticmethod
-    def _Popen(process_obj: "_LoaderWorkerProcess") -> Any:  # noqa: N802 - the base class calls it so
+    def _Popen(process_obj: "_LoaderWorkerProcess") -> Any:  # noqa: N802 - named by the base class
         return _LoaderWorkerPopen(process_obj)
 
 
@@ -361,7 +361,7 @@ def _serve_forked(listener: socket.socket, alive_r: int, alive_w: int) -> None:
         # A collection in the copy would run finalizers of the user's on objects that belong to the program.
         gc.freeze()
         forkserver.main(listener.detach(), alive_r, [])
-    except Exception:  # noqa: BLE001 - the end of a process, said where a person may see it
+    except Exception:  # noqa: BLE001 - the process ends here and prints why
         traceback.print_exc()
     finally:
         # Without exit handlers, which belong to the program.

@@ -232,7 +232,7 @@ class WholeModelRunner:
             return batch
         kind, sizes = _kind_of(mode, batch)
         known_sizes = None if self.always_sheds or kind is None else self._known.get(kind)
-        if known_sizes is None or not any(_covers(covering_sizes, sizes) for covering_sizes in known_sizes):
+        if known_sizes is None or not any(_covers(earlier_sizes, sizes) for earlier_sizes in known_sizes):
             if kind is not None:
                 self._fresh.append((kind, sizes))
             if self._following is None:
@@ -285,7 +285,7 @@ class WholeModelRunner:
         for kind, sizes in self._fresh:
             known_sizes = self._known.setdefault(kind, [])
             # A larger kind covers all smaller ones, so only maximal sizes are kept.
-            known_sizes[:] = [smaller_sizes for smaller_sizes in known_sizes if not _covers(sizes, smaller_sizes)]
+            known_sizes[:] = [earlier_sizes for earlier_sizes in known_sizes if not _covers(sizes, earlier_sizes)]
             known_sizes.append(sizes)
         self._fresh.clear()
 

@@ -191,7 +191,7 @@ def _in_teams(shards: Sequence[ShardStepCost], num_batches: int, offer: DeviceOf
     batches_each = -(-num_batches // count)
     copied, reloaded = _of_updates(shards, offer, split=False)
     copied += 2 * _state(shards) + _gradients(shards) + batches_each * 3 * sum(_crossing(shards))
-    # Each team runs one shard behind the team before, so the last team waits for count - 1 shards.
+    # The delay of the last team, one shard for each team before.
     behind = (count - 1) * batches_each * max(shard.seconds for shard in shards)
     return StepStrategyEstimate(
         way=DATA_PARALLEL,

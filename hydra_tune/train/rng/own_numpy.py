@@ -246,7 +246,7 @@ def install() -> dict[Any, Any]:
         _FACADE.lock = _TURN
         base = NumpyStream(bits)
         with bits.lock:
-            _SINGLETON._bit_generator = _FACADE  # noqa: SLF001 - so that what it keeps can be read within the lock
+            _SINGLETON._bit_generator = _FACADE  # noqa: SLF001 - so that `kept` can read the number within the lock
             base.gauss = _TURN.kept()
             _TURN.installed = None
             _TURN.replace_base(base)
