@@ -44,10 +44,10 @@ class AwaitedCopyThread:
         """
         # `pop` hands the only reference over: the executor's work item may outlive `result()` and would keep the
         # tensors alive.
-        held = [function]
+        last_reference = [function]
 
         def run() -> T:
-            return held.pop()()
+            return last_reference.pop()()
 
         return self._pool.submit(run).result()
 
@@ -171,12 +171,14 @@ class SimulatedLink:
     def send(self, copy: Callable[[], None], nbytes: int, *, is_waited_for: bool) -> None:
         """Make a copy, and occupy the link for as long as `nbytes` take at the link's bandwidth."""
         with self._changed:
+            # Counted before the wait: from now on, no background copy may begin before this copy.
             self._num_waited_for += is_waited_for
             self._changed.wait_for(lambda: not self._is_busy and (is_waited_for or not self._num_waited_for))
             self._is_busy = True
         try:
             start = time.perf_counter()
             copy()
+            # The time of the real copy counts, so only the rest is slept.
             time.sleep(max(0.0, start + nbytes / self._bytes_per_second - time.perf_counter()))
         finally:
             with self._changed:

@@ -47,16 +47,16 @@ class DefaultCpuGenerator(MersennePositions):
 
     def get_state(self) -> Tensor:
         """Return the state as a host tensor."""
-        own = own_generator()
-        return torch.get_rng_state() if own is None else own.get_state()
+        thread_generator = own_generator()
+        return torch.get_rng_state() if thread_generator is None else thread_generator.get_state()
 
     def set_state(self, state: Tensor) -> None:
         """Set the state."""
-        own = own_generator()
-        if own is None:
+        thread_generator = own_generator()
+        if thread_generator is None:
             torch.set_rng_state(state)
         else:
-            own.set_state(state)
+            thread_generator.set_state(state)
 
     def in_turn(self) -> AbstractContextManager[object]:
         """Return an empty context, because threads that work for trials draw from their own generators."""
@@ -80,7 +80,7 @@ class CpuDevice:
     is_host = True
 
     def __init__(self, index: int, budget_bytes: int, link_bandwidth: float | None = None) -> None:
-        # Has to run before any thread of the pool starts.
+        # Here, because devices are opened before the pool starts its first thread.
         keep_cuda_guard()
         keep_freed_memory(STEP_BYTES)
         self.name = f"cpu:{index}"
@@ -131,11 +131,11 @@ class CpuDevice:
 
     def start_load(self, pairs: Pairs) -> BackgroundCopy:
         """Copy host to device in the background."""
-        return self._ahead.start(pairs, lambda found: self._send(found, is_waited_for=False))
+        return self._ahead.start(pairs, lambda handed_pairs: self._send(handed_pairs, is_waited_for=False))
 
     def start_spill(self, pairs: Pairs) -> BackgroundCopy:
         """Copy device to host in the background."""
-        return self._ahead.start(pairs, lambda found: self._send(found, is_waited_for=False))
+        return self._ahead.start(pairs, lambda handed_pairs: self._send(handed_pairs, is_waited_for=False))
 
     def reach(self, source: Device) -> DeviceCopyRoute:
         """Return `LINK` for another CPU device: its memory is no nearer than the host's."""
@@ -147,7 +147,8 @@ class CpuDevice:
 
     def start_take_over(self, source: Device, pairs: Pairs) -> BackgroundCopy:
         """Copy from another CPU device's memory in the background."""
-        return self._ahead.start(pairs, lambda found: self._take(source, found, is_waited_for=False))
+        # The copy hands its pairs over: a closure over `pairs` would keep the tensors alive beyond the copy's end.
+        return self._ahead.start(pairs, lambda handed_pairs: self._take(source, handed_pairs, is_waited_for=False))
 
     def synchronize(self) -> None:
         """Do nothing: CPU operators are complete when they return."""
@@ -182,6 +183,7 @@ class CpuDevice:
 def _over(links: Sequence[SimulatedLink], pairs: Pairs, *, is_waited_for: bool) -> None:
     """Copy while all given links are occupied, taken in the given order."""
     copy, nbytes = partial(_copy, pairs), sum(target.nbytes for _, target in pairs)
+    # Wrapped from the inside out: the last wrapper runs first, so links are taken in the given order.
     for link in reversed(links):
         copy = partial(link.send, copy, nbytes, is_waited_for=is_waited_for)
     copy()

@@ -165,19 +165,22 @@ class CudaDevice:
 
     def start_load(self, pairs: Pairs) -> BackgroundCopy:
         """Copy host to device in the background."""
+        # The event is recorded now and not by the copy thread: the copy must not wait for work requested later. The
+        # copy hands its pairs over, because a closure over `pairs` would keep the tensors alive beyond the copy's end.
         ready = self.computed()
-        return self._loads.start(pairs, lambda found: _copy(found, self._inward, ready))
+        return self._loads.start(pairs, lambda handed_pairs: _copy(handed_pairs, self._inward, ready))
 
     def start_spill(self, pairs: Pairs) -> BackgroundCopy:
         """Copy device to host in the background."""
         ready = self.computed()
-        return self._spills.start(pairs, lambda found: _copy(found, self.outward, ready))
+        return self._spills.start(pairs, lambda handed_pairs: _copy(handed_pairs, self.outward, ready))
 
     def reach(self, source: Device) -> DeviceCopyRoute:
         """Return `NEAR` if the source's GPU can write to this GPU's memory itself."""
         if not isinstance(source, CudaDevice):
             return DeviceCopyRoute.NONE
         here, there = self.torch_device, source.torch_device
+        # The source's GPU makes the copy (note above), so its access to this GPU's memory counts.
         is_near = here == there or torch.cuda.can_device_access_peer(there, here)
         return DeviceCopyRoute.NEAR if is_near else DeviceCopyRoute.NONE
 
@@ -214,6 +217,7 @@ class CudaDevice:
         Unused segments go back to the system, and may return in other sizes.
         """
         self._compute.synchronize()
+        # Emptying the allocator during another thread's recording of a graph would fail (note above).
         with exclusive_allocator():
             torch.cuda.empty_cache()
             empty_host_cache = getattr(torch._C, "_host_emptyCache", None)  # noqa: SLF001 - torch has no public name for it
@@ -239,6 +243,7 @@ class CudaDevice:
         return lambda pairs: _copy(pairs, self._inward, *ready, beside=beside)
 
     def _choose(self) -> None:
+        # CUDA keeps the current GPU per thread, and a new thread starts with GPU 0.
         torch.cuda.set_device(self.torch_device)
 
     def computed(self) -> torch.cuda.Event:
@@ -268,10 +273,10 @@ def _copy(
     copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     with ExitStack() as current:
         # The copy's own stream comes last: it has to be the current stream of the current GPU.
-        for one in (*beside, stream):
-            current.enter_context(torch.cuda.stream(one))
+        for copy_stream in (*beside, stream):
+            current.enter_context(torch.cuda.stream(copy_stream))
             for event in ready:
-                one.wait_event(event)
+                copy_stream.wait_event(event)
         for source, target in pairs:
             target.copy_(source, non_blocking=True)
         copied.record(stream)

@@ -65,13 +65,13 @@ class CudaRecording:
 
     def replay(self) -> None:
         """Launch the graph on the stream that was current at the recording, and has to be current now."""
-        with CudaGenerator(
-            self._stream.device
-        ).in_turn():  # every replay advances the generator, possibly by zero draws
+        # In turn, because every replay advances the generator, possibly by zero draws.
+        with CudaGenerator(self._stream.device).in_turn():
             self._graph.replay()
 
     def drop(self) -> None:
         """Give the graph's memory back to the allocator."""
+        # A replay may still be queued, and the allocator would give the graph's memory to others.
         self._stream.synchronize()
         self.outputs = ()
         self._graph.reset()
@@ -104,10 +104,10 @@ class CudaRecorder:
                 current.wait_stream(stream)
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # during the recording, the allocator cannot free cached memory on demand
-            before = torch.cuda.memory_reserved(device)
+            reserved_before = torch.cuda.memory_reserved(device)
             graph = torch.cuda.CUDAGraph()
             outputs = _captured(graph, index, stream, run)
-            nbytes = torch.cuda.memory_reserved(device) - before
+            nbytes = torch.cuda.memory_reserved(device) - reserved_before
         return CudaRecording(graph, current, outputs, max(0, nbytes))
 
 
@@ -153,12 +153,12 @@ def _abandon(graph: torch.cuda.CUDAGraph, index: int, pool: tuple[int, int]) -> 
 
 def _end_of_drawing(index: int) -> None:
     """Tell the default generator that no recording is under way, by a further recording that succeeds."""
-    other = torch.cuda.CUDAGraph()
+    empty_graph = torch.cuda.CUDAGraph()
     pool = torch.cuda.graph_pool_handle()
     try:
-        other.capture_begin(pool=pool, capture_error_mode=_MODE)
+        empty_graph.capture_begin(pool=pool, capture_error_mode=_MODE)
         torch.zeros(1, device=torch.device("cuda", index))
-        other.capture_end()
-        other.reset()
+        empty_graph.capture_end()
+        empty_graph.reset()
     except RuntimeError:  # the GPU is lost or out of memory; the next draw raises the error
-        _abandon(other, index, pool)
+        _abandon(empty_graph, index, pool)

@@ -114,16 +114,18 @@ def _asking(operator: OpOverload[..., Any]) -> Callable[..., Any]:
     redispatch = operator._handle.redispatch_boxed  # noqa: SLF001 - as `OpOverload.redispatch`, a call less
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        own = _OWN.get()
-        if own is not None:
-            given = args[place] if len(args) > place else kwargs.get(_ARGUMENT)
-            if (given is None or given._cdata == _DEFAULT) and _computes_on_cpu(args, kwargs):  # noqa: SLF001
+        thread_generator = _OWN.get()
+        if thread_generator is not None:
+            passed_generator = args[place] if len(args) > place else kwargs.get(_ARGUMENT)
+            # A call that names the default generator counts as a call without one: other threads draw from the
+            # default generator, too.
+            if (passed_generator is None or passed_generator._cdata == _DEFAULT) and _computes_on_cpu(args, kwargs):  # noqa: SLF001
                 if len(args) > place:
-                    args = (*args[:place], own, *args[place + 1 :])
+                    args = (*args[:place], thread_generator, *args[place + 1 :])
                 else:
-                    kwargs[_ARGUMENT] = own
-                if isinstance(own, ThreadGenerator):
-                    own.moves += 1
+                    kwargs[_ARGUMENT] = thread_generator
+                if isinstance(thread_generator, ThreadGenerator):
+                    thread_generator.moves += 1
         # Below this key, or the call would come back to this wrapper.
         return redispatch(keys.remove(_KEY), *args, **kwargs)
 
@@ -142,7 +144,8 @@ class _DefaultGenerator:
     """Stand-in for the default generator in `torch.random`; resolves to the thread's own generator, if any."""
 
     def __getattr__(self, name: str) -> Any:
-        own = _OWN.get()
-        if isinstance(own, ThreadGenerator) and name not in _READING:
-            own.moves += 1
-        return getattr(torch.default_generator if own is None else own, name)
+        thread_generator = _OWN.get()
+        # Any other attribute may seed the generator or set its state, which moves the stream as draws do.
+        if isinstance(thread_generator, ThreadGenerator) and name not in _READING:
+            thread_generator.moves += 1
+        return getattr(torch.default_generator if thread_generator is None else thread_generator, name)

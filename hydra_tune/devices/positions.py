@@ -24,6 +24,7 @@ class MersennePositions:
         last, start = before, 0
         for count in range(0, _MAX_DRAWS, _BLOCK):
             stream.set_state(last)
+            # The first round skips nothing: all draws may lie within the block of `before`.
             _skip(stream, _BLOCK if count else 0)
             state = stream.get_state()
             if torch.equal(state[_INSIDE_BLOCK], after[_INSIDE_BLOCK]):

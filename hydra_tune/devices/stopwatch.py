@@ -25,6 +25,7 @@ class WallStopwatch:
     def running(self) -> Iterator[None]:
         """As of `DeviceStopwatch`."""
         began_ns = time.perf_counter_ns()
+        # Without `finally`: failed work raises here and is not counted.
         yield
         self.ended_ns = time.perf_counter_ns()
         self._running_ns += self.ended_ns - began_ns

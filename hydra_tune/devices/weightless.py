@@ -102,6 +102,7 @@ class _TimedCopyQueue:
 
     def begin_next(self) -> None:
         """Begin the first waiting copy, at the earliest possible time."""
+        # Not from `now`, which may be later: a copy may begin at any time between two looks at the queue.
         copy = self.waiting.popleft()
         copy.end = self.free_at = max(self.free_at, copy.asked) + copy.seconds
 
@@ -158,14 +159,14 @@ class WeightlessDevice:
 
     def start_on_host(self, function: Callable[[], None]) -> Future[None]:
         """Run a function at once."""
-        over: Future[None] = Future()
+        ended_future: Future[None] = Future()
         try:
             function()
         except Exception as error:  # noqa: BLE001 - raised in the thread that waits
-            over.set_exception(error)
+            ended_future.set_exception(error)
         else:
-            over.set_result(None)
-        return over
+            ended_future.set_result(None)
+        return ended_future
 
     def load(self, pairs: Pairs) -> None:
         """Advance the clock by the copy's time; nothing is copied."""
@@ -218,6 +219,7 @@ class WeightlessDevice:
         if self._link is None:
             return
         line, seconds = self._line, self._seconds(self._link, pairs)
+        # First, so that background copies due by now begin before the awaited copy.
         line.catch_up()
         if self._is_shared:
             # Copies share the link: an awaited copy waits for the running one, and delays those that have not begun.

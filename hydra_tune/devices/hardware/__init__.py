@@ -1,6 +1,6 @@
-"""The hardware: GPUs and hosts found, asked and measured, before any device is made.
+"""The hardware: finds the machine's GPUs and cores, asks for their memory, and measures their copies.
 
-The package must not hold memory for trials. Read `discovery` first, which makes the devices, then `survey` (for
-`hydra-tune devices`), `nvml` and `caps`; `link` measures copies, `dram` and `heap` are the host's, and `libraries` says
-what a GPU's libraries take.
+The package must not hold memory for trials. Read `discovery` first, which opens the devices, then `survey` (for
+`hydra-tune devices`), `nvml` and `caps`. `link` measures copies, `libraries` measures the memory that a GPU's libraries
+take, and `dram` and `heap` concern the host's memory.
 """

@@ -30,9 +30,10 @@ def capped(index: int, fraction: float) -> Callable[[], None]:
         # The first device on the GPU: the user's cap is restored after the last one is closed.
         if not _HELD.get(index):
             _BEFORE[index] = torch.cuda.get_per_process_memory_fraction(index)
-        held = _HELD.setdefault(index, [])
-        held.append(fraction)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, sum(held)), index)
+        shares = _HELD.setdefault(index, [])
+        shares.append(fraction)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, sum(shares)), index)
+    # A list, because `closed` clears it: another device may have an equal share, which a second call would remove.
     is_open = [True]
 
     def closed() -> None:
@@ -40,8 +41,8 @@ def capped(index: int, fraction: float) -> Callable[[], None]:
             if not is_open:
                 return
             is_open.clear()
-            held.remove(fraction)
+            shares.remove(fraction)
             with suppress(RuntimeError):  # raised by a lost GPU
-                torch.cuda.set_per_process_memory_fraction(min(1.0, sum(held)) if held else _BEFORE[index], index)
+                torch.cuda.set_per_process_memory_fraction(min(1.0, sum(shares)) if shares else _BEFORE[index], index)
 
     return closed

@@ -58,7 +58,7 @@ def open_devices(
     if cuda:
         if link_bandwidth is not None:
             raise ConfigError(
-                f"link_bandwidth slows CPU devices down, but devices is {devices!r}; leave it out, or use cpu:N"
+                f"link_bandwidth is for CPU devices only, but devices is {devices!r}; remove link_bandwidth, or use cpu:N"
             )
         return _open_cuda(cuda[1], budget)
     raise ConfigError(f"devices must be 'auto', 'cuda', 'cuda:0,1' or 'cpu:2', not {devices!r}")
@@ -107,9 +107,9 @@ def open_planned_devices(
         cpu, cuda = _CPU.fullmatch(devices), _CUDA.fullmatch(devices)
         count = int(cpu[1] or 1) if cpu else len(cuda[1].split(",")) if cuda and cuda[1] else 0
         if not count:
-            raise ConfigError(f"{error}; to plan for GPUs that are not here, say which: devices='cuda:0,1'") from error
+            raise ConfigError(f"{error}; to plan for absent GPUs, number them: devices='cuda:0,1'") from error
         if device_memory is None:
-            raise ConfigError(f"{error}; to plan for devices that are not here, give device_memory") from error
+            raise ConfigError(f"{error}; to plan for absent devices, give device_memory") from error
         budget = parse_bytes(device_memory, what="device_memory")
         return [CpuDevice(index, budget, parse_bandwidth(link_bandwidth)) for index in range(count)]
 
@@ -122,10 +122,9 @@ def device_kind(device: Device) -> str:
     place = device.torch_device
     if place.type != "cuda":
         return type(device).__name__
-    found = torch.cuda.get_device_properties(
-        place
-    )  # a part of a GPU may have the GPU's name, but has fewer multiprocessors
-    return f"{found.name}, {found.multi_processor_count} multiprocessors"
+    # Both, because a part of a GPU may have the GPU's name, but has fewer multiprocessors.
+    properties = torch.cuda.get_device_properties(place)
+    return f"{properties.name}, {properties.multi_processor_count} multiprocessors"
 
 
 def num_cores() -> int:
@@ -163,13 +162,15 @@ def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None, first:
 
 
 def _open_cuda(wanted: str | None, budget: int | None) -> list[Device]:
-    found = torch.cuda.device_count()
-    if found == 0:
+    num_visible = torch.cuda.device_count()
+    if num_visible == 0:
         raise ConfigError("devices='cuda' but no GPU is visible to torch; use devices='cpu:N', or install a CUDA build")
-    indices = list(range(found)) if wanted is None else [int(index) for index in wanted.split(",")]
+    indices = list(range(num_visible)) if wanted is None else [int(index) for index in wanted.split(",")]
     for index in indices:
-        if index >= found:
-            raise ConfigError(f"devices names GPU {index}, but there are {found}, numbered from 0")
+        if index >= num_visible:
+            raise ConfigError(
+                f"devices names GPU {index}, but torch sees {num_visible}, numbered from 0; name visible GPUs only"
+            )
     let_segments_grow()
     shares: dict[int, tuple[int, float]] = {}
     for index, count in Counter(indices).items():
@@ -207,12 +208,12 @@ def let_segments_grow() -> bool:
 
 def gpu_parts(indices: Sequence[int]) -> list[tuple[int, int | None]]:
     """Return the devices named by a list of GPUs: pairs of GPU and number on the GPU, None for a single device."""
-    counts, seen = Counter(indices), Counter[int]()
-    found: list[tuple[int, int | None]] = []
+    counts, num_named = Counter(indices), Counter[int]()
+    parts: list[tuple[int, int | None]] = []
     for index in indices:
-        found.append((index, seen[index] if counts[index] > 1 else None))
-        seen[index] += 1
-    return found
+        parts.append((index, num_named[index] if counts[index] > 1 else None))
+        num_named[index] += 1
+    return parts
 
 
 def gpu_share(index: int, count: int, budget: int | None, free: int, total: int, own: int = 0) -> tuple[int, float]:
@@ -231,7 +232,8 @@ def gpu_share(index: int, count: int, budget: int | None, free: int, total: int,
     """
     if budget is not None and budget * count > total:
         asked = format_bytes(budget) if count == 1 else f"{format_bytes(budget)} for each of {count} devices"
-        raise ConfigError(f"device_memory is {asked}, but cuda:{index} has {format_bytes(total)}")
+        raise ConfigError(f"device_memory is {asked}, but cuda:{index} has {format_bytes(total)}; lower device_memory")
+    # A part for each device, because each has streams of its own, and cuBLAS keeps a workspace for each stream.
     libraries = count * LIBRARY_BYTES
     # Never more than half of the free memory, or a nearly full GPU would get no budget at all.
     spare = min(max(int(free * _RESERVE), libraries), free // 2)

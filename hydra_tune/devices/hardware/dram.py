@@ -16,10 +16,10 @@ def dram_bandwidth() -> float:
     The figure comes from the fastest of a few large copies.
     """
     source, target = (torch.zeros(_BYTES, dtype=torch.uint8) for _ in range(2))
-    found = []
+    round_seconds = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
         target.copy_(source)
-        found.append(time.perf_counter() - start)
+        round_seconds.append(time.perf_counter() - start)
     # The fastest round is the least disturbed by other processes.
-    return 2 * _BYTES / max(min(found), 1e-9)
+    return 2 * _BYTES / max(min(round_seconds), 1e-9)

@@ -51,13 +51,14 @@ class CudaUnitMemory:
 
     def room(self, counted_bytes: int) -> LedgerAllowance:
         """As of `device.UnitMemory`."""
-        device, own = self._device, self._own_bytes
-        beside = torch.cuda.max_memory_allocated(device) - own - counted_bytes
-        self._beside_bytes = beside = max(self._beside_bytes, beside)
+        device, own_bytes = self._device, self._own_bytes
+        beside_bytes = torch.cuda.max_memory_allocated(device) - own_bytes - counted_bytes
+        self._beside_bytes = beside_bytes = max(self._beside_bytes, beside_bytes)
         free, total = torch.cuda.mem_get_info(device)
         cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
         # Reserved memory counts as available, because the allocator can still hand out its cache.
-        limit = max(0, min(free + torch.cuda.memory_reserved(device), cap) - own - beside)
-        spare = limit - max(beside, LIBRARY_BYTES) - self._budget_bytes
+        limit = max(0, min(free + torch.cuda.memory_reserved(device), cap) - own_bytes - beside_bytes)
+        # The bytes seen so far once more, or the standard reserve: another model's workspaces may be larger.
+        spare = limit - max(beside_bytes, LIBRARY_BYTES) - self._budget_bytes
         gain = max(0, spare // 2) if self._gives_back else 0
         return LedgerAllowance(limit_bytes=limit, gain_bytes=gain)

@@ -99,6 +99,8 @@ def crossing_rate(source: Device, target: Device) -> float:
         target: the device that takes the bytes over; the source is in its reach.
     """
     nbytes = min(_size(source), _size(target))
+    # Each device's own worker allocates, as in a pool: on a GPU, the memory then belongs to that device's compute
+    # stream.
     data = _on_worker(source, lambda: _zeros(source, nbytes))
 
     def measured() -> float:
@@ -110,6 +112,7 @@ def crossing_rate(source: Device, target: Device) -> float:
 
 def _rates(device: Device) -> LinkRates:
     nbytes = _size(device)
+    # Zeroed, so that no page is touched for the first time during a measured copy.
     hosts = device.on_host(lambda: [device.host_empty(nbytes).zero_() for _ in range(2)])
     blocks = [_zeros(device, nbytes) for _ in range(2)]
     inward, outward = [(hosts[0], blocks[0])], [(blocks[1], hosts[1])]
@@ -155,9 +158,10 @@ def _seconds(device: Device, nbytes: int) -> float:
 
 
 def _fastest(copy: Callable[[], None]) -> float:
-    found = []
+    round_seconds = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
         copy()
-        found.append(time.perf_counter() - start)
-    return max(min(found), 1e-9)
+        round_seconds.append(time.perf_counter() - start)
+    # The fastest round is the least disturbed. The floor keeps a rate finite where the clock is too coarse.
+    return max(min(round_seconds), 1e-9)

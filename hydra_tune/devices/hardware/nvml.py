@@ -24,8 +24,8 @@ def memory(address: str) -> tuple[int, int]:
         NvmlError: the memory cannot be read.
     """
     with _opened():
-        found = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByPciBusId(address.encode()))
-        return int(found.free), int(found.total)
+        gpu_memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByPciBusId(address.encode()))
+        return int(gpu_memory.free), int(gpu_memory.total)
 
 
 def driver() -> tuple[str, int]:

@@ -100,7 +100,7 @@ def survey(devices: str = "auto", device_memory: str | int | None = None, *, mea
     host = psutil.virtual_memory()
     opened = open_devices(devices, device_memory)
     try:
-        found = tuple(
+        surveyed = tuple(
             _found(device, memory.get(device.torch_device.index, (host.available, host.total)), measures=measures)
             for device in opened
         )
@@ -109,7 +109,7 @@ def survey(devices: str = "auto", device_memory: str | int | None = None, *, mea
         for device in opened:
             device.close()
     version, notes = _driver()
-    return DeviceSurvey(devices=found, crossings=crossings, driver=version, notes=notes)
+    return DeviceSurvey(devices=surveyed, crossings=crossings, driver=version, notes=notes)
 
 
 def _found(device: Device, memory: tuple[int, int], *, measures: bool) -> SurveyedDevice:
@@ -131,15 +131,15 @@ def _found(device: Device, memory: tuple[int, int], *, measures: bool) -> Survey
 
 def _crossings(devices: Sequence[Device], *, measures: bool) -> tuple[PeerPath, ...]:
     gpus = [device for device in devices if device.torch_device.type == "cuda"]
-    found = []
+    paths = []
     for source in gpus:
         for target in gpus:
             if source is not target:
                 is_direct = target.reach(source) is DeviceCopyRoute.NEAR
                 rate = crossing_rate(source, target) if measures and is_direct else None
                 crossing = PeerPath(source=source.name, target=target.name, is_direct=is_direct, bytes_per_second=rate)
-                found.append(crossing)
-    return tuple(found)
+                paths.append(crossing)
+    return tuple(paths)
 
 
 def _cpu_model() -> str:
@@ -153,16 +153,18 @@ def _cpu_model() -> str:
 
 def _driver() -> tuple[str | None, tuple[str, ...]]:
     """Return the driver's version, and notes on problems between driver and torch."""
-    seen, built = torch.cuda.device_count(), torch.version.cuda or torch.version.hip
-    blind = "torch sees no GPU" if built else f"torch {torch.__version__} is built without CUDA, so it sees no GPU"
+    num_visible, cuda_version = torch.cuda.device_count(), torch.version.cuda or torch.version.hip
+    no_gpu_text = (
+        "torch sees no GPU" if cuda_version else f"torch {torch.__version__} is built without CUDA, so it sees no GPU"
+    )
     try:
         version, num_gpus = nvml.driver()
     except NvmlError as error:
         reason = str(error).strip().rstrip(".")
-        if seen:
-            return None, (f"NVML does not answer ({reason}): free memory is what CUDA says",)
-        return None, (f"{blind}; there is no NVML either ({reason})",)
-    if num_gpus and not seen:
-        remedy = "look at CUDA_VISIBLE_DEVICES and the driver" if built else "install a CUDA build of torch"
-        return version, (f"the driver has {num_gpus} GPU{'s' if num_gpus > 1 else ''}, but {blind}; {remedy}",)
-    return version, () if seen else (blind,)
+        if num_visible:
+            return None, (f"NVML does not answer ({reason}): free memory is read from CUDA instead",)
+        return None, (f"{no_gpu_text}; NVML does not answer either ({reason})",)
+    if num_gpus and not num_visible:
+        remedy = "look at CUDA_VISIBLE_DEVICES and the driver" if cuda_version else "install a CUDA build of torch"
+        return version, (f"the driver has {num_gpus} GPU{'s' if num_gpus > 1 else ''}, but {no_gpu_text}; {remedy}",)
+    return version, () if num_visible else (no_gpu_text,)

@@ -63,7 +63,7 @@ def test_other_texts_are_refused(text):
         (("cpu:1", 0), "device_memory must be more than 0 bytes"),
         (("cpu:1", None, "slow"), "link_bandwidth must be a size such as '11GiB'"),
         (("cpu:1", None, "0MB/s"), "link_bandwidth must be more than 0 bytes"),
-        (("cuda", None, "1GB/s"), "link_bandwidth slows CPU devices down, but devices is 'cuda'"),
+        (("cuda", None, "1GB/s"), "link_bandwidth is for CPU devices only, but devices is 'cuda'"),
     ],
 )
 def test_budgets_that_make_no_sense_are_refused(arguments, message):
