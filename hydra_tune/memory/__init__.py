@@ -1,4 +1,6 @@
-"""Where every byte of every trial is: blocks, the ledger of each device, and the pager that loads and spills.
+"""The places of all bytes of all trials: blocks, the ledger of each device, and the pager that loads and spills.
 
-Knows devices; knows nothing of models, units or trials.
+The package knows devices, and must not know models, units or trials. Read `block_states` and `block` first, then `ledger`,
+`pager` (its notes explain locks and copies), `lease` and `prefetch`. `host` keeps the host copies, `activation_offload`
+spills what autograd saves, and `pressure` recognizes out-of-memory errors.
 """

@@ -51,15 +51,15 @@ class SavedStorageCopy:
 
         Views with a separate version counter (`unsafe_chunk`, as used by GRUs) need a separate copy.
         """
-        known = [self._original.cdata] if self._loaded is None else [self._original.cdata, self._loaded.cdata]
-        same = tensor.untyped_storage()._cdata in known  # noqa: SLF001 - the storage's identity
-        unchanged = self._version == tensor._version == self._counter._version  # noqa: SLF001
-        return same and unchanged and _share_counter(self._counter, tensor)
+        storage_ids = [self._original.cdata] if self._loaded is None else [self._original.cdata, self._loaded.cdata]
+        is_same_storage = tensor.untyped_storage()._cdata in storage_ids  # noqa: SLF001 - the storage's identity
+        is_unchanged = self._version == tensor._version == self._counter._version  # noqa: SLF001
+        return is_same_storage and is_unchanged and _share_counter(self._counter, tensor)
 
     def storage(self) -> torch.UntypedStorage | None:
         """Storage on the device with these bytes, or None if no such storage is alive."""
-        found = _alive(self._original)
-        return found if found is not None or self._loaded is None else _alive(self._loaded)
+        original = _alive(self._original)
+        return original if original is not None or self._loaded is None else _alive(self._loaded)
 
     def loaded(self, storage: torch.UntypedStorage) -> None:
         """Note that `storage` holds the bytes on the device again."""
@@ -103,8 +103,8 @@ class SavedTensorSpiller:
 
     def pack(self, tensor: Tensor) -> PackedSavedTensor:
         """Pack a tensor for autograd; the tensor is detached, because a node must not keep itself alive."""
-        held = self._copy_of(tensor) if self._moves(tensor) else tensor.detach()
-        return PackedSavedTensor(held, TensorGeometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
+        place = self._copy_of(tensor) if self._moves(tensor) else tensor.detach()
+        return PackedSavedTensor(place, TensorGeometry.of(tensor), counter_of(tensor), tensor._version)  # noqa: SLF001
 
     def unpack(self, packed: PackedSavedTensor) -> Tensor:
         """Return a saved tensor to a backward pass.
@@ -115,12 +115,12 @@ class SavedTensorSpiller:
         present = packed.counter._version  # noqa: SLF001
         if present != packed.version:
             raise overwritten(packed.geometry, present, packed.version)
-        held = packed.bytes
-        if isinstance(held, Tensor):
-            return held
+        place = packed.bytes
+        if isinstance(place, Tensor):
+            return place
         # Detached from the counter and not new: the result must share the version counter of the saved tensor.
         tensor = packed.counter.detach()
-        tensor.data = packed.geometry.view(self._on_device(held))
+        tensor.data = packed.geometry.view(self._on_device(place))
         return tensor
 
     def _moves(self, tensor: Tensor) -> bool:
@@ -208,7 +208,7 @@ class LazySavedTensorSpiller(SavedTensorSpiller):
         return packed
 
     def _has_shed(self) -> bool:
-        # asked anew: `_note_kept` may have called `shed`
+        # Read anew through a method: `_note_kept` may have called `shed`, which type checkers do not see.
         return self.is_shedding
 
     def shed(self) -> None:
@@ -279,6 +279,7 @@ def overwritten(geometry: TensorGeometry, present: int, expected: int) -> Runtim
 
 def counter_of(tensor: Tensor) -> Tensor:
     """Return an empty tensor that shares a tensor's version counter and none of the memory."""
+    # `detach` shares the version counter, and a new `.data` replaces the memory without replacing the counter.
     counter = tensor.detach()
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
@@ -287,6 +288,7 @@ def counter_of(tensor: Tensor) -> Tensor:
 def _share_counter(counter: Tensor, tensor: Tensor) -> bool:
     """Whether two tensors share a version counter: incrementing a shared counter shows on both."""
     before = tensor._version  # noqa: SLF001
+    # The context restores the counter, so that the probe itself does not count as an overwrite.
     with _unsafe_preserve_version_counter(counter):
         torch.autograd.graph.increment_version(counter)
         return tensor._version != before  # noqa: SLF001

@@ -280,9 +280,8 @@ class TensorBlock(Block):
         self.on_moved: Callable[[str | None], None] | None = None
         self.is_loose = is_loose
         self._strides = [tensor.stride() for tensor in self.tensors]
-        self._places: list[
-            tuple[int, int]
-        ] = []  # storage and offset of each tensor after the last move; empty while the group is loose
+        # Storage and offset of each tensor after the last move; empty while the group is loose.
+        self._places: list[tuple[int, int]] = []
         self._common: set[int] = set()  # by `id`: tensors found to belong to another trial as well
         if kind is not BlockKind.OPTIMIZER:
             # Optimizer state belongs to a single trial, and `TrialTensorReaders` would take the state for untrained
@@ -327,10 +326,10 @@ class TensorBlock(Block):
             return True
         # A numpy array, a view or another tensor on a storage shows in the size or in the use count of the storage.
         storages = [tensor.untyped_storage() for tensor in self.tensors]
-        owned = len({storage._cdata for storage in storages}) == len(storages)  # noqa: SLF001 - the storage's identity
+        are_storages_distinct = len({storage._cdata for storage in storages}) == len(storages)  # noqa: SLF001 - the storage's identity
         sizes = (tensor.numel() * tensor.element_size() for tensor in self.tensors)
         return (
-            not owned
+            not are_storages_distinct
             or any(storage.nbytes() != size for storage, size in zip(storages, sizes, strict=True))
             or any(_num_users(storage) > _sole_user() for storage in storages)
         )
@@ -372,6 +371,7 @@ class TensorBlock(Block):
         places = self._places or itertools.repeat(None)
         strides = [slot.stride for slot in self._slots] if self._places else self._strides
         entries = zip(self.tensors, self._slots, strides, places, strict=False)
+        # Tensors of several trials never move with the block, so their other place does not make them strays.
         return [
             tensor
             for tensor, slot, stride, place in entries
@@ -384,12 +384,12 @@ class TensorBlock(Block):
 
         Call under `lock`, or while a unit has the block pinned.
         """
-        found = set(map(id, self.strays()))
-        if not found or self.is_loose:
+        stray_ids = set(map(id, self.strays()))
+        if not stray_ids or self.is_loose:
             return []
         views = self._host_views if self.data is None else self.views(self.data)
         entries = list(zip(self.tensors, self._slots, views, strict=True))
-        entries = [entry for entry in entries if id(entry[0]) in found]
+        entries = [entry for entry in entries if id(entry[0]) in stray_ids]
         alike = [(tensor, view) for tensor, slot, view in entries if _is_alike(tensor, slot)]
         fresh = [  # copied first if elsewhere in the buffer, before any write there
             tensor.detach().clone() if storage_identity(tensor) == storage_identity(view) else tensor.detach()

@@ -71,9 +71,10 @@ def impossible(
         wanted: the refused state.
     """
     story = list(states)
-    whose = "no trial" if owner is None else f"trial {owner}"
+    trial_name = "no trial" if owner is None else f"trial {owner}"
     allowed = ", ".join(sorted(FOLLOWING[story[-1]])) or "nothing"
     return BlockStateError(
-        f"block {number} ({what} of {whose}) was to be {wanted!s}, but it is {story[-1]!s}, after which it can be {allowed}; "
-        f"it has been {' > '.join(story)}. This is a fault of hydra-tune, not of the trial: please report it with this message"
+        f"block {number} ({what} of {trial_name}) cannot become {wanted!s}, because it is {story[-1]!s} (allowed next: "
+        f"{allowed}; states so far: {' > '.join(story)}). This is a fault of hydra-tune, not of the trial: please report "
+        "it with this message"
     )

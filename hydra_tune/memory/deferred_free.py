@@ -40,12 +40,12 @@ class TrialTensorReaders:
         try:
             yield
         finally:
-            left: list[Tensor] = []
+            unread_memory: list[Tensor] = []
             with self._lock:
                 self._count -= 1
                 if not self._count:
-                    left, self._left = self._left, left
-            del left  # freed outside the lock, because freeing may take a while
+                    unread_memory, self._left = self._left, unread_memory
+            del unread_memory  # freed outside the lock, because freeing may take a while
 
     def hold(self, tensors: Sequence[Tensor]) -> None:
         """Note that a group of the trial has these parameters or buffers."""
@@ -65,8 +65,8 @@ class TrialTensorReaders:
         """Tensors, by `id`, that another trial has as well."""
         keys = [id(tensor) for tensor in tensors if not tensor.requires_grad]
         with _LOCK:
-            others = [other._untrained for other in _ALL if other is not self and other._untrained] if keys else []  # noqa: SLF001
-            return {key for key in keys if any(key in other for other in others)}
+            elsewhere = [other._untrained for other in _ALL if other is not self and other._untrained] if keys else []  # noqa: SLF001
+            return {key for key in keys if any(key in other for other in elsewhere)}
 
     def point(self, tensors: Sequence[Tensor], views: Sequence[Tensor]) -> set[int]:
         """Point tensors at another place of the same bytes; return the tensors in common, by `id`, which stay in place."""
@@ -74,9 +74,10 @@ class TrialTensorReaders:
             if self._count:
                 # The old memory is kept for readers that may already hold a pointer to the memory.
                 self._left += [tensor.data for tensor in tensors]
-            with _LOCK:  # so that no other trial takes a tensor up meanwhile
-                stay = self._in_common(tensors)
-                pairs = [pair for pair in zip(tensors, views, strict=True) if id(pair[0]) not in stay]
+            # Held across check and move, so that no other trial takes a tensor up in between.
+            with _LOCK:
+                common_ids = self._in_common(tensors)
+                pairs = [pair for pair in zip(tensors, views, strict=True) if id(pair[0]) not in common_ids]
                 for tensor, view in pairs:
                     if id(tensor) in self._untrained:
                         tensor.data = view
@@ -84,9 +85,9 @@ class TrialTensorReaders:
             for tensor, view in pairs:
                 if id(tensor) not in self._untrained:
                     tensor.data = view
-        return stay
+        return common_ids
 
     def _in_common(self, tensors: Sequence[Tensor]) -> set[int]:
-        own = [key for key in map(id, tensors) if key in self._untrained]
-        others = [other._untrained for other in _ALL if other is not self] if own else []  # noqa: SLF001 - of its class
-        return {key for key in own if any(key in other for other in others)}
+        keys = [key for key in map(id, tensors) if key in self._untrained]
+        elsewhere = [other._untrained for other in _ALL if other is not self] if keys else []  # noqa: SLF001 - of its class
+        return {key for key in keys if any(key in other for other in elsewhere)}

@@ -5,7 +5,7 @@ from hydra_tune.memory.pager import Pager
 
 def dirty_owners(pager: Pager) -> set[int | None]:
     """Trials with bytes that only the lost device has."""
-    found: set[int | None] = set()
+    owners: set[int | None] = set()
     for block in pager.residents():
         with block.lock:
             if pager.is_sent_off(block):
@@ -13,8 +13,8 @@ def dirty_owners(pager: Pager) -> set[int | None]:
             if block.home is pager and block.leaving is not None:
                 pager.finish_leaving(block)  # a write-back as well
             if block.home is pager and block.dirty:
-                found.add(block.owner)
-    return found
+                owners.add(block.owner)
+    return owners
 
 
 def give_up(pager: Pager) -> None:

@@ -103,6 +103,6 @@ class LinkMeter:
 
 def bytes_per_second(meters: Iterable[LinkMeter]) -> float:
     """Mean pace of several devices' links in bytes per second; a guess before enough bytes are copied."""
-    found = list(meters)
-    nbytes, seconds = sum(meter.nbytes for meter in found), sum(meter.seconds for meter in found)
+    link_meters = list(meters)
+    nbytes, seconds = sum(meter.nbytes for meter in link_meters), sum(meter.seconds for meter in link_meters)
     return nbytes / seconds if nbytes >= _ENOUGH_BYTES and seconds > 0 else _UNKNOWN_BYTES_PER_SECOND

@@ -161,7 +161,7 @@ class Pager:
         """Number of incoming copies not yet over; approximate, because the count reads block state without block locks."""
         with self._lock:
             coming = [block.coming for block in self._resident.values()]
-        return sum(one is not None and one.home is self and not one.copy.is_over for one in coming)
+        return sum(transfer is not None and transfer.home is self and not transfer.copy.is_over for transfer in coming)
 
     def lease(self, blocks: Iterable[Block], workspace_bytes: int) -> Lease:
         """Return a context that keeps the blocks resident and the workspace reserved for the length of a `with`.
@@ -188,8 +188,8 @@ class Pager:
                 self._fetch(block)
         except BaseException:
             # A block already loaded owns its room from now on; only the room of the others is given back.
-            left = sum(block.nbytes for block in missing if block.home is not self)
-            self.ledger.give_back(left + workspace_bytes)
+            unused_bytes = sum(block.nbytes for block in missing if block.home is not self)
+            self.ledger.give_back(unused_bytes + workspace_bytes)
             raise
         with self._lock:
             for block in blocks:
@@ -268,6 +268,7 @@ class Pager:
         if block.state is not BlockState.DROPPED:
             has_gone = block.host is None and block.tier is not None and block.tier is self.host
             block.enter(BlockState.DISK if has_gone else BlockState.HOST)
+        # Last, because `moved` chooses the tensors' new place by the state and the home set above.
         block.moved()
 
     def _fetch(self, block: Block) -> None:
@@ -367,6 +368,7 @@ class Pager:
         block.data, block.home = data, self
         self._list(block)
         block.moved()
+        # Only now: the other device's ledger counts the source's memory until the copy has ended.
         other.part_with(block)
         self._waited("across", block, start)
 
@@ -389,6 +391,7 @@ class Pager:
 
     def expect(self, block: Block, coming: IncomingTransfer) -> None:
         """Register a block on the way here, to memory already counted on the ledger. Call under the block's lock."""
+        # A block sent from another device stays resident, and usable, there until the copy's end.
         if block.home is None:
             block.enter(BlockState.LOADING)
         block.coming = coming
@@ -455,23 +458,30 @@ class Pager:
 
     def victims(self) -> list[Block]:
         """Blocks resident here or on the way here, in the order of preference for making room (see the module's note)."""
-        leaving: list[Block] = []
+        leaving_blocks: list[Block] = []
         latest_state: list[Block] = []
-        others: list[Block] = []
+        other_blocks: list[Block] = []
         own_state: list[Block] = []
-        own: list[Block] = []
-        sent: list[Block] = []
+        own_blocks: list[Block] = []
+        sent_blocks: list[Block] = []
         for block in self.residents():
             coming = block.coming
             if block.leaving is not None or self.is_sent_off(block):
-                leaving.append(block)
+                leaving_blocks.append(block)
             elif coming is not None and self.num_leases - coming.lease <= _SENT_LEASES:
-                sent.append(block)
+                sent_blocks.append(block)
             elif block.owner != self.owner:
-                (latest_state if block.kind is BlockKind.OPTIMIZER else others).append(block)
+                (latest_state if block.kind is BlockKind.OPTIMIZER else other_blocks).append(block)
             else:
-                (own_state if block.kind is BlockKind.OPTIMIZER else own).append(block)
-        return [*leaving, *reversed(latest_state), *others, *reversed(own_state), *own, *sent]
+                (own_state if block.kind is BlockKind.OPTIMIZER else own_blocks).append(block)
+        return [
+            *leaving_blocks,
+            *reversed(latest_state),
+            *other_blocks,
+            *reversed(own_state),
+            *own_blocks,
+            *sent_blocks,
+        ]
 
     def _await(self, block: Block) -> None:
         """Finish a pinned block's background copy before a unit works on the block."""
@@ -658,10 +668,10 @@ class Pager:
         """
         if not self.ledger.try_take(nbytes):
             return None
-        held = DeviceCacheReservation(self, nbytes, let_go)
+        reservation = DeviceCacheReservation(self, nbytes, let_go)
         with self._lock:
-            self._held.append(held)
-        return held
+            self._held.append(reservation)
+        return reservation
 
     def part_with_held(self, held: DeviceCacheReservation) -> None:
         """Give the room of `held` back, unless the room was given back before."""
@@ -674,12 +684,12 @@ class Pager:
     def _let_go(self) -> bool:
         """Free the oldest of the held data; return False if there is none."""
         with self._lock:
-            held = next(iter(self._held), None)
-        if held is None:
+            reservation = next(iter(self._held), None)
+        if reservation is None:
             return False
         # Outside the lock: `let_go` may free device memory and call back into the pager.
-        held.let_go()
-        held.release()
+        reservation.let_go()
+        reservation.release()
         return True
 
     def relieve(self) -> None:

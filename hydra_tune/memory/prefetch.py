@@ -142,9 +142,8 @@ class _UnitPrefetch:
         """Start the copy; the bytes must be taken. Call under the block's lock."""
         pager, device = self._pager, self._pager.device
         host = None if self._comes_across(block) else block.host
-        if (
-            host is None and block.home is None
-        ):  # making room took host memory, and the host copy of this very block was given up
+        # Making room took host memory, and the host copy of this very block was given up.
+        if host is None and block.home is None:
             pager.ledger.give_back(block.nbytes)
             return
         try:
@@ -257,7 +256,7 @@ class _UnitPrefetch:
         if host is None:
             return
         if victim.tier is not None:
-            # at the start of the copy: the host copy changes from now on, so the file is stale
+            # At the start of the copy: the host copy changes from now on, so the file is stale.
             victim.tier.written(victim)
         victim.leaving = copy = pager.device.start_spill([(victim.data, host)])
         victim.enter(BlockState.SPILLING)

@@ -59,11 +59,12 @@ class BlockUseHistory:
 
 def _next_gap(gaps: Sequence[int]) -> int:
     """Predict the next gap by the period that best explains the last gaps; 0, as for a due block, without enough gaps."""
-    known = [period for period in _PATTERNS if 2 * period <= len(gaps)]
-    if not known:
+    periods = [period for period in _PATTERNS if 2 * period <= len(gaps)]
+    if not periods:
         return 0
 
     def error(period: int) -> float:
         return sum(abs(gaps[-i] - gaps[-i - period]) for i in range(1, period + 1)) / period
 
-    return gaps[-min(known, key=error)]
+    # Of equally good periods `min` takes the first, that is, the shortest.
+    return gaps[-min(periods, key=error)]

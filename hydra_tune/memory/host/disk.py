@@ -200,9 +200,11 @@ def _map(descriptor: int, path: Path, size: int) -> Tensor:
     """
     if os.fstat(descriptor).st_size < size:
         raise OSError(0, _TOO_SHORT)
-    same = Path(f"/proc/self/fd/{descriptor}")  # opened again by torch; the name might lead to another file by now
+    # Torch opens the file again, and the file's name might lead to another file by now.
+    link = Path(f"/proc/self/fd/{descriptor}")
     try:
-        return torch.from_file(str(same if same.exists() else path), shared=True, size=max(size, 1), dtype=torch.uint8)[
+        # At least a byte, because the system refuses empty mappings.
+        return torch.from_file(str(link if link.exists() else path), shared=True, size=max(size, 1), dtype=torch.uint8)[
             :size
         ]
     except RuntimeError as error:

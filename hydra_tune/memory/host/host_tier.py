@@ -145,9 +145,9 @@ class HostTier:
         with self._lock:
             # Of the blocks that can go to disk, only the largest counts: any other host copy can make way for a block
             # in transit.
-            others = [share for other, share in self._shares.items() if other is not tenant]
-            fixed = sum(share.fixed_bytes for share in others) + fixed_bytes
-            if fixed + max([largest_bytes, *(share.largest_bytes for share in others)]) > self.ledger.budget_bytes:
+            shares = [share for other, share in self._shares.items() if other is not tenant]
+            fixed = sum(share.fixed_bytes for share in shares) + fixed_bytes
+            if fixed + max([largest_bytes, *(share.largest_bytes for share in shares)]) > self.ledger.budget_bytes:
                 return False
             self._shares[tenant] = _TrialHostMinimum(fixed_bytes, largest_bytes)
         return True
@@ -186,14 +186,14 @@ class HostTier:
         while not self.ledger.try_take(nbytes):
             # In every round: the trial may be stopped while waiting.
             check_tenant()
-            found = self._give_up_one()
-            if found.has_given:
+            search = self._give_up_one()
+            if search.has_given:
                 continue
             if self._num_whole:
                 self.ledger.overdraw(nbytes)
                 return
-            if found.failed and not found.is_busy:
-                _blame(found.failed)
+            if search.failed and not search.is_busy:
+                _blame(search.failed)
             else:
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
@@ -338,8 +338,8 @@ class HostTier:
         """Read a block needed soon; return False if there is none, or no room without giving up copies needed soon."""
         with self._lock:
             now = self._now
-            found = [entry for entry in self._entries.values() if entry.is_on_disk and entry.uses.is_soon(now)]
-        for entry in sorted(found, key=lambda entry: entry.uses.distance(now)):
+            due_entries = [entry for entry in self._entries.values() if entry.is_on_disk and entry.uses.is_soon(now)]
+        for entry in sorted(due_entries, key=lambda entry: entry.uses.distance(now)):
             block = entry.block
             # The disk's thread must never wait for a lock: the holder may be waiting for a write by this thread.
             if not block.lock.acquire(blocking=False):
@@ -367,13 +367,13 @@ class HostTier:
             now = self._now
             on_host = [entry for entry in self._entries.values() if entry.on_host]
             counted = sum(self._reserved.values()) + sum(entry.block.nbytes for entry in on_host)
-        found = [entry for entry in on_host if not entry.holds]
+        candidates = [entry for entry in on_host if not entry.holds]
         # The remaining bytes on the ledger belong to copies being allocated or given up at this moment.
-        search.is_busy = len(found) < len(on_host) or self.ledger.used_bytes > counted
+        search.is_busy = len(candidates) < len(on_host) or self.ledger.used_bytes > counted
         may_go = may_go or may_always
-        found = [entry for entry in found if may_go(entry, now)]
-        found.sort(key=lambda entry: worth(entry, now))
-        for entry in found:
+        candidates = [entry for entry in candidates if may_go(entry, now)]
+        candidates.sort(key=lambda entry: worth(entry, now))
+        for entry in candidates:
             try:
                 if self._give_up(entry, search, may_go):
                     search.has_given = True
@@ -419,7 +419,7 @@ class HostTier:
         if home is None or not is_moving(block):
             return True
         home.settle(block)
-        # a failed copy may have left the block in a place where the host copy is needed
+        # Asked again: a failed copy may have left the block in a place where the host copy is needed.
         return may_go(entry, self._now)
 
     def _store(self, entry: HostTierEntry) -> None:

@@ -42,28 +42,26 @@ def check_spill_dir(path: object) -> Path:
         raise ConfigError(f"spill_dir must be the path of a folder, not {path!r}")
     folder = Path(os.path.abspath(os.fspath(path)))  # noqa: PTH100 - Path.resolve would follow the symlink that is refused here
     if folder.is_symlink():
-        raise ConfigError(
-            f"spill_dir {str(folder)!r} is a symlink; give the folder it leads to, {str(folder.resolve())!r}"
-        )
+        raise ConfigError(f"spill_dir {str(folder)!r} is a symlink; give its target, {str(folder.resolve())!r}")
     if not folder.exists():
-        raise ConfigError(f"spill_dir {str(folder)!r} does not exist; make it, or give a folder that is there")
+        raise ConfigError(f"spill_dir {str(folder)!r} does not exist; create the folder, or give an existing one")
     if not folder.is_dir():
-        raise ConfigError(f"spill_dir {str(folder)!r} is not a folder; give one")
+        raise ConfigError(f"spill_dir {str(folder)!r} is not a folder; give the path of a folder")
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
-            f"spill_dir {str(folder)!r} cannot be written by this user; give a folder that is yours to write"
+            f"spill_dir {str(folder)!r} cannot be written by this user; give a folder that you may write to"
         )
     mode = folder.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise ConfigError(
-            f"spill_dir {str(folder)!r} can be written by everyone, who could replace what is spilled (mode "
+            f"spill_dir {str(folder)!r} is writable by all users, who could replace spilled files (mode "
             f"{stat.S_IMODE(mode):04o}); give a folder of your own, or set its sticky bit"
         )
     free = shutil.disk_usage(folder).free
     if free < _LEAST_FREE_BYTES:
         raise ConfigError(
-            f"spill_dir {str(folder)!r} is on a file system with {format_bytes(free)} free, less than the least of use "
-            f"({format_bytes(_LEAST_FREE_BYTES)}); make room, or give a folder on another"
+            f"spill_dir {str(folder)!r} is on a file system with {format_bytes(free)} free, but needs at least "
+            f"{format_bytes(_LEAST_FREE_BYTES)}; free some space, or give a folder on another file system"
         )
     return folder
 
@@ -96,7 +94,7 @@ class SpillFolder:
                 lock = take_lock(self.descriptor)
         except OSError as error:
             raise ConfigError(
-                f"no folder can be made in spill_dir {str(spill_dir)!r}: {error}; give another"
+                f"cannot create a folder in spill_dir {str(spill_dir)!r}: {error}; give another spill_dir"
             ) from error
         assert lock is not None, "nobody else knows the folder yet"
         self._lock = lock
@@ -114,8 +112,8 @@ class SpillFolder:
     @property
     def free_bytes(self) -> int:
         """Free bytes on the folder's file system."""
-        found = os.fstatvfs(self.descriptor)
-        return found.f_bavail * found.f_frsize
+        file_system = os.fstatvfs(self.descriptor)
+        return file_system.f_bavail * file_system.f_frsize
 
     def close(self) -> None:
         """Remove the folder and all files with names given by this module."""

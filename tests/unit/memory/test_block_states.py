@@ -38,7 +38,7 @@ def test_what_may_follow_follows_and_nothing_else(before, after):
         assert made.state is after
         assert list(made.past) == [before]
         return
-    with pytest.raises(BlockStateError, match=f"was to be {after}, but it is {before}"):
+    with pytest.raises(BlockStateError, match=f"cannot become {after}, because it is {before}"):
         made.enter(after)
     assert made.state is before, "it stays what it is"
     assert not made.past
@@ -61,10 +61,11 @@ def test_the_error_tells_which_block_whose_and_its_story():
         made.enter(state)
     with pytest.raises(HydraTuneError) as error:
         made.enter(BlockState.LOADING)
-    assert f"block {made.number} (parameters of trial 7) was to be loading, but it is computing" in str(error.value)
-    assert "it has been on host > loading > resident > computing." in str(error.value)
-    assert "after which it can be dropped, resident" in str(error.value)
-    with pytest.raises(BlockStateError, match=r"\(parameters of no trial\).*after which it can be nothing"):
+    story = f"block {made.number} (parameters of trial 7) cannot become loading, because it is computing"
+    assert story in str(error.value)
+    assert "states so far: on host > loading > resident > computing)." in str(error.value)
+    assert "allowed next: dropped, resident; " in str(error.value)
+    with pytest.raises(BlockStateError, match=r"\(parameters of no trial\).*allowed next: nothing;"):
         block(BlockState.DROPPED).enter(BlockState.HOST)
 
 
@@ -105,7 +106,7 @@ def test_a_unit_is_told_of_a_block_that_is_in_no_state_to_be_used(pager):
     made = block()
     drop(made)
     made.host = torch.zeros(SIZE, dtype=torch.uint8)  # somebody has kept the memory
-    with pytest.raises(BlockStateError, match="was to be resident, but it is dropped"), pager.lease([made], 0):
+    with pytest.raises(BlockStateError, match="cannot become resident, because it is dropped"), pager.lease([made], 0):
         pass
 
 
