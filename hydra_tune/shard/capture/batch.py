@@ -24,6 +24,7 @@ def plain_mappings(batch: Any) -> Any:
     """Return the batch with every mapping turned into a dict, as required by export (tokenizers return other mappings)."""
     if isinstance(batch, Mapping):
         return {key: plain_mappings(value) for key, value in batch.items()}
+    # The constructor of a named tuple takes the values one by one, not an iterable.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(plain_mappings(value) for value in batch))
     if isinstance(batch, list | tuple):
@@ -83,32 +84,34 @@ def flatten(batch: Any) -> BatchLeaves:
     Raises:
         TaskError: a leaf is not hashable, so no capture could be keyed by the leaf, or a tensor is not dense.
     """
-    found, spec = pytree.tree_flatten(plain_mappings(batch))
-    values = [_compact(value) if isinstance(value, Tensor) else value for value in found]
+    batch_leaves, spec = pytree.tree_flatten(plain_mappings(batch))
+    values = [_compact(value) if isinstance(value, Tensor) else value for value in batch_leaves]
     key: list[Hashable] = [str(spec)]
     for value in values:
         if isinstance(value, Tensor):
+            # With the stride: operators such as `reshape` take other branches for other strides.
             key.append(("tensor", tuple(value.shape), value.stride(), value.dtype, value.requires_grad))
         else:
+            # With the class, because 1, 1.0 and True are equal keys, but different constants of a graph.
             key.append((type(value).__qualname__, _hashable(value)))
     tensors = tuple(value for value in values if isinstance(value, Tensor))
-    places = tuple(TENSOR if isinstance(value, Tensor) else value for value in values)
-    copies = tuple((a, b) for a, b in zip(found, values, strict=True) if a is not b)
-    return BatchLeaves(tensors=tensors, signature=tuple(key), spec=spec, values=places, copies=copies)
+    marked_values = tuple(TENSOR if isinstance(value, Tensor) else value for value in values)
+    copies = tuple((a, b) for a, b in zip(batch_leaves, values, strict=True) if a is not b)
+    return BatchLeaves(tensors=tensors, signature=tuple(key), spec=spec, values=marked_values, copies=copies)
 
 
 def _compact(tensor: Tensor) -> Tensor:
     """Return the tensor with a separate storage: a slice of a data set must not drag the whole set to a device."""
     if tensor.is_nested:
         raise TaskError(
-            "a batch may hold dense tensors, and one of this batch's is nested, whose samples differ in length; pad it in the "
-            "loader's collate_fn (torch.nested.to_padded_tensor(tensor, 0.0)), with the lengths or a mask beside it, or give "
-            "its values and offsets as tensors of their own"
+            "a batch may hold dense tensors only, but a tensor of this batch is nested: its samples differ in length; pad the "
+            "tensor in the loader's collate_fn (torch.nested.to_padded_tensor(tensor, 0.0)), with the lengths or a mask beside "
+            "it, or give its values and offsets as separate tensors"
         )
     if tensor.layout is not torch.strided:
         raise TaskError(
-            f"a batch may hold dense tensors, and one of this batch's is of layout {tensor.layout}; give tensor.to_dense(), or "
-            "its indices and values as tensors of their own, from which the step makes it"
+            f"a batch may hold dense tensors only, but a tensor of this batch is of layout {tensor.layout}; give "
+            "tensor.to_dense(), or give its indices and values as separate tensors, from which the step makes the tensor"
         )
     if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
         return tensor

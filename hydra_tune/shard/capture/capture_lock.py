@@ -58,6 +58,7 @@ class CaptureGate:
     def exclusive(self) -> Iterator[None]:
         """Context for a capture."""
         with self._condition:
+            # Counted before the wait, so that no further computation enters `shared`.
             self._waiting += 1
             self._condition.wait_for(lambda: not self._alone and not self._sharing)
             self._waiting -= 1

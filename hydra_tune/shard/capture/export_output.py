@@ -68,6 +68,7 @@ def quiet_export() -> Iterator[None]:
     """Silence warnings, log lines below errors, and the partial graph printed by a failing export."""
     talkers = [logging.getLogger(name) for name in _TALKERS]
     levels = [talker.level for talker in talkers]
+    # The redirection holds for all threads, hence a stream that drops the text of this thread only.
     with quiet_fakes(), warnings.catch_warnings(), redirect_stderr(_ThreadMutedStream(sys.stderr)):
         warnings.simplefilter("ignore")
         for talker in talkers:

@@ -42,6 +42,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
         return (
             _module(model, {}, 0, contents=False),
             tuple(_value(part, {}, 0) for part in (task.loss, task.step, task.evaluate)),
+            # Code that creates tensors without a dtype gets the default dtype, and the graph bakes the dtype in.
             str(torch.get_default_dtype()),
             task.precision,
             task.compile,
@@ -64,6 +65,7 @@ def _switch(value: object) -> str:
         return str(value)
     if isinstance(value, Tensor):
         return "tensor"
+    # A rate: only a rate of 0 changes the memory, as an SGD without momentum has no state.
     return str(bool(value))
 
 
@@ -79,6 +81,7 @@ def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bo
         for name, tensor in registry.items()
         if tensor is not None
     )
+    # Sorted, because two builds of a model may set the same attributes in different orders.
     attributes = tuple(
         (name, _value(value, seen, depth + 1))
         for name, value in sorted(vars(module).items())
@@ -104,12 +107,14 @@ def _class(kind: type, seen: dict[int, int], depth: int) -> Hashable:
     """A class named by code: the class itself, and the constants and methods that code may read from the class."""
     if id(kind) in seen:
         return ("seen", seen[id(kind)])
+    # Before the methods, which may name the class.
     seen[id(kind)] = len(seen)
     return (type(kind), kind, _class_code(kind, seen, depth + 1))
 
 
 def _class_code(kind: type, seen: dict[int, int], depth: int) -> Hashable:
     """Methods of a user's class: the identity of the class alone would miss an edited helper called by the methods."""
+    # Special methods count, as code; special values such as `__doc__` and `__module__` do not.
     members = (
         (base, name, member)
         for base in kind.__mro__
@@ -144,6 +149,7 @@ def _value(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     if value is None or isinstance(
         value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | enum.Enum
     ):
+        # With the class, because 1, 1.0 and True are equal.
         return (type(value), value)
     for kinds, make in _BY_TYPE:
         if isinstance(value, kinds):
@@ -158,6 +164,7 @@ def _tensor(value: Tensor, seen: dict[int, int], depth: int = 0) -> Hashable:
         return ("seen", seen[id(value)])
     if value.numel() * value.element_size() > _MAX_TENSOR_BYTES:
         raise UnkeyableError("a large tensor outside the model's registers")
+    # Hashed, because keys live as long as plans and must not hold the contents.
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return (_geometry(value), hashlib.sha256(raw).hexdigest())
 
@@ -171,6 +178,7 @@ def _set(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _mapping(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    # In the mapping's own order, because code may iterate over the mapping.
     return (type(value), tuple((_value(k, seen, depth), _value(v, seen, depth)) for k, v in value.items()))
 
 
@@ -194,7 +202,7 @@ def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     seen[id(value)] = len(seen)
     cells = tuple(_value(cell.cell_contents, seen, depth) for cell in value.__closure__ or () if _filled(cell))
     named = ((name, value.__globals__[name]) for name in _names(value.__code__) if name in value.__globals__)
-    plain = tuple((name, _value(found, seen, depth)) for name, found in named)
+    plain = tuple((name, _value(referenced, seen, depth)) for name, referenced in named)
     defaults = _value((value.__defaults__ or (), value.__kwdefaults__ or {}), seen, depth)
     return ("function", value.__code__, value.__module__, cells, plain, defaults)
 
@@ -203,14 +211,14 @@ def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 def _names(code: types.CodeType) -> tuple[str, ...]:
     """Globals read by code; `co_names` would mix globals with attributes."""
     nested = (name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant))
-    own = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return tuple(sorted({*own, *nested}))
+    direct = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return tuple(sorted({*direct, *nested}))
 
 
 def _filled(cell: types.CellType) -> bool:
     try:
         _ = cell.cell_contents
-    except ValueError:
+    except ValueError:  # raised for an empty cell: the variable has not been assigned yet
         return False
     return True
 
@@ -222,6 +230,7 @@ def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     attributes = getattr(value, "__dict__", None)
     if attributes is None or isinstance(value, torch.Generator | types.ModuleType):
         raise UnkeyableError(f"no key for {type(value).__name__}")
+    # Before the attributes, which may lead back to the object.
     seen[id(value)] = len(seen)
     return (type(value), tuple((name, _value(item, seen, depth)) for name, item in sorted(attributes.items())))
 

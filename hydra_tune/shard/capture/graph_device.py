@@ -30,7 +30,7 @@ def placed(
     here = make(module)
     if not any(_names_a_device(body) for body in _bodies(module)):
         return here
-    others: dict[torch.device, Callable[..., Any]] = {}
+    runs_by_device: dict[torch.device, Callable[..., Any]] = {}
     lock = threading.Lock()
 
     def run(*arguments: Tensor) -> Any:
@@ -39,33 +39,34 @@ def placed(
             return here(*arguments)
         # Workers of several devices share a plan, and a copy of a graph must be made only once.
         with lock:
-            if place not in others:
-                others[place] = make(on(module, place))
-        return others[place](*arguments)
+            if place not in runs_by_device:
+                runs_by_device[place] = make(on(module, place))
+        return runs_by_device[place](*arguments)
 
     return run
 
 
 def on(module: fx.GraphModule, place: torch.device) -> fx.GraphModule:
     """Copy a graph, and replace every device in the copy by `place`."""
-    found = copy.deepcopy(module)
-    for body in _bodies(found):
+    # A copy, because workers of other devices may be running the original.
+    copied_graph = copy.deepcopy(module)
+    for body in _bodies(copied_graph):
         for node in body.graph.nodes:
             node.args, node.kwargs = moved(node.args, place), moved(node.kwargs, place)
         body.recompile()
-    return found
+    return copied_graph
 
 
 def moved(arguments: Any, place: torch.device) -> Any:
     """A node's arguments with every device replaced by `place`."""
-    return fx.node.map_aggregate(arguments, lambda one: place if isinstance(one, torch.device) else one)
+    return fx.node.map_aggregate(arguments, lambda argument: place if isinstance(argument, torch.device) else argument)
 
 
 def names_a_device(arguments: Any) -> bool:
     """Whether a node's arguments name a device."""
-    found: list[object] = []
-    fx.node.map_aggregate(arguments, found.append)
-    return any(isinstance(one, torch.device) for one in found)
+    leaves: list[object] = []
+    fx.node.map_aggregate(arguments, leaves.append)
+    return any(isinstance(leaf, torch.device) for leaf in leaves)
 
 
 def _names_a_device(body: fx.GraphModule) -> bool:
@@ -74,4 +75,4 @@ def _names_a_device(body: fx.GraphModule) -> bool:
 
 def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:
     """The graph, and the graphs of its regions."""
-    return [one for one in module.modules() if isinstance(one, fx.GraphModule)]
+    return [submodule for submodule in module.modules() if isinstance(submodule, fx.GraphModule)]

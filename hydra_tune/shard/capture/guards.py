@@ -70,20 +70,20 @@ class BatchValueGuard:
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Whether a batch with these tensors gives the same answers."""
-        found: dict[_GuardTensorSlot, Tensor] = {
+        tensors_by_slot: dict[_GuardTensorSlot, Tensor] = {
             _GuardTensorSlot(number): tensor for number, tensor in enumerate(tensors)
         }
-        found |= self.constants
+        tensors_by_slot |= self.constants
         if any(call.func._schema.is_mutable for call in self.calls):  # noqa: SLF001 - the batch must not change
-            found = {slot: tensor.clone() for slot, tensor in found.items()}
+            tensors_by_slot = {slot: tensor.clone() for slot, tensor in tensors_by_slot.items()}
         with torch.no_grad():
             for call in self.calls:
-                result = call.again(found)
+                result = call.again(tensors_by_slot)
                 if call.is_read and not _is_same(result, call.answer):
                     return False
                 if not call.is_read:
                     outs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-                    found |= dict(zip(call.outs, outs, strict=True))
+                    tensors_by_slot |= dict(zip(call.outs, outs, strict=True))
         return True
 
 
@@ -105,7 +105,7 @@ class BatchGuardRecorder:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._slots: dict[tuple[Any, ...], _GuardTensorSlot] = {}
-        # tensors are identified by the address of their storage, so no tensor may be freed
+        # Tensors are identified by the address of their storage, so no tensor may be freed.
         self._kept: list[Tensor] = []
         self._tainted: dict[int, Any] = {}  # kept alive for the same reason
         self._constants: dict[_GuardTensorSlot, Tensor] = {}
@@ -119,16 +119,17 @@ class BatchGuardRecorder:
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Record an operator that has run."""
         self._number += 1
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_read = func._schema.name in READS  # noqa: SLF001
         self.num_reads += is_read
-        if func._schema.name in _CONSTANTS and not self._knows(given[0]):  # noqa: SLF001
+        if func._schema.name in _CONSTANTS and not self._knows(operands[0]):  # noqa: SLF001
             # A tensor literal of the code. Cloned, because the code may overwrite the tensor later.
-            self._constants[self._slot(given[0])] = given[0].clone()
+            self._constants[self._slot(operands[0])] = operands[0].clone()
         written_storages = _written(func, args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags or not all(map(self._knows, given)):
+        if torch.Tag.nondeterministic_seeded in func.tags or not all(map(self._knows, operands)):
             # A tensor overwritten by an unknown operator is unknown from then on.
             self._tainted |= {storage._cdata: storage for storage in written_storages}  # noqa: SLF001
+            # The answer follows from more than the batch, so the question cannot be asked of another batch.
             self.asks_otherwise = self.asks_otherwise or is_read
             return
         args, kwargs = pytree.tree_map(
@@ -161,12 +162,12 @@ class BatchGuardRecorder:
         # By storage and not by slot: an in-place operator on another view changes the answer as well.
         storage = {slot: key[0] for key, slot in self._slots.items()}
         needed: set[Any] = set()
-        found: list[_RecordedOperator] = []
+        leading_calls: list[_RecordedOperator] = []
         for call in reversed(self._calls):
             if call.is_read or not needed.isdisjoint({storage[slot] for slot in call.outs} | call.written):
-                found.append(call)
+                leading_calls.append(call)
                 needed |= {storage[slot] for slot in call.reads}
-        return found[::-1]
+        return leading_calls[::-1]
 
     def _key(self, tensor: Tensor) -> tuple[Any, ...]:
         storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity

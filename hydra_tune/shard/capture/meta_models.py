@@ -35,7 +35,7 @@ class BuildLimitTracker(StorageTracker):  # type: ignore[no-untyped-call]
         most_bytes: limit for all tensors alive at once.
 
     Raises:
-        TooLargeError: raised from the operator that would exceed the limit.
+        BuildLimitError: raised from the operator that would exceed the limit.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -48,8 +48,8 @@ class BuildLimitTracker(StorageTracker):  # type: ignore[no-untyped-call]
     ) -> Any:
         if not _tensors((args, kwargs)):
             # The operator creates tensors without inputs, so the size can be found before any allocation.
-            made = _tried(self._shapes, func, args, kwargs or {})
-            if self.current_bytes + _nbytes(made) > self._most_bytes:
+            trial_result = _tried(self._shapes, func, args, kwargs or {})
+            if self.current_bytes + _nbytes(trial_result) > self._most_bytes:
                 raise BuildLimitError
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if self.current_bytes > self._most_bytes:
@@ -69,8 +69,8 @@ class LargeTensorFakeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(isinstance(tensor, FakeTensor) for tensor in _tensors((args, kwargs))):
             return func(*args, **kwargs)
-        made = _tried(self._mode, func, args, kwargs)
-        return made if _nbytes(made) > _SMALL_BYTES else func(*args, **kwargs)
+        trial_result = _tried(self._mode, func, args, kwargs)
+        return trial_result if _nbytes(trial_result) > _SMALL_BYTES else func(*args, **kwargs)
 
 
 def is_unbuilt(model: nn.Module) -> bool:
@@ -91,6 +91,7 @@ def bodiless_twin(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
         if isinstance(tensor, nn.Parameter):
             double = nn.Parameter(double, requires_grad=tensor.requires_grad)
         doubles[id(tensor)] = double
+    # `deepcopy` takes the copy of a tensor from the memo, so tied names share a copy, and no bytes are copied.
     memo |= doubles
     for module in model.modules():
         for tensor in _tensors(list(vars(module).values())):  # a copied fake tensor would belong to another mode

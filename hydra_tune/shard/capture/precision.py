@@ -98,6 +98,7 @@ def share_casts(captured: CapturedStepGraph, specs: dict[str, StateSpec], precis
     order = {node: position for position, node in enumerate(graph.nodes)}
     for name in dict.fromkeys(captured.state.values()):
         spec = specs[name]
+        # An untrained parameter has no gradient, so the number of its casts changes no sum.
         if not spec.requires_grad or spec.dtype != torch.float32:
             continue
         tied = [node for node in graph.nodes if captured.state.get(node.name) == name]
@@ -106,6 +107,7 @@ def share_casts(captured: CapturedStepGraph, specs: dict[str, StateSpec], precis
             continue
         with graph.inserting_before(users[0]):
             cast = graph.call_function(torch.ops.aten.to.dtype, (tied[0], getattr(torch, precision)))
+        # The meta names the module of a node: the cast counts as a part of its first user's layer.
         cast.meta = dict(users[0].meta)
         cast.meta["val"] = tied[0].meta["val"].to(getattr(torch, precision))
         for user in users:
@@ -125,8 +127,8 @@ def _cast_arguments(node: fx.Node) -> dict[int, Any]:
 
 def _nodes(argument: Any) -> list[fx.Node]:
     """A node, or the nodes of a list."""
-    found = argument if isinstance(argument, list | tuple) else [argument]
-    return [node for node in found if isinstance(node, fx.Node)]
+    arguments = argument if isinstance(argument, list | tuple) else [argument]
+    return [node for node in arguments if isinstance(node, fx.Node)]
 
 
 def _name(node: fx.Node) -> str:

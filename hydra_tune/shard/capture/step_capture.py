@@ -113,7 +113,7 @@ def capture(
         try:
             with quiet_export(), _as_eager(wrapper, answering or nullcontext()):
                 program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
-        except HydraTuneError:
+        except HydraTuneError:  # raised by the step's wrapper, with a message for the user
             raise
         except Exception as error:
             raise CaptureError(f"torch.export cannot capture this model: {describe(error)}") from error
@@ -129,6 +129,7 @@ def describe(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> str | None:
     """Return `file:line: code` of the innermost frame outside torch and hydra_tune, or None."""
+    # Installed packages may lie below the folder of the standard library, and count as the user's code.
     foreign = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -167,6 +168,7 @@ def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> 
     try:
         yield
     finally:
+        # The instance's attribute hid the method of the class, which shows again.
         del wrapper.forward
 
 
@@ -192,6 +194,7 @@ def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> Cap
             # By identity, so that tied parameters share a name.
             state[placeholder] = canonical[id(_lookup(twin, spec.target))]
         elif spec.kind == InputKind.USER_INPUT:
+            # Plain values of a batch are inputs as well, but are baked into the graph; the indices count tensors only.
             if isinstance(_value(program, placeholder), Tensor):
                 inputs[placeholder] = len(inputs)
         elif spec.kind == InputKind.CONSTANT_TENSOR:
@@ -207,6 +210,7 @@ def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> Cap
         constants=constants,
         inputs=inputs,
         outputs=outputs,
+        # The step returns a dict, and the context of a dict's spec is its keys.
         names=tuple(program.call_spec.out_spec.context),
         precision=precision,
     )
@@ -214,9 +218,9 @@ def _read(program: Any, twin: nn.Module, mode: str, precision: Precision) -> Cap
 
 def _lookup(twin: nn.Module, target: str) -> Tensor:
     owner, _, leaf = target.removeprefix(MODEL_PREFIX).rpartition(".")
-    found = getattr(twin.get_submodule(owner), leaf)
-    assert isinstance(found, Tensor), target
-    return found
+    tensor = getattr(twin.get_submodule(owner), leaf)
+    assert isinstance(tensor, Tensor), target
+    return tensor
 
 
 def _value(program: Any, placeholder: str) -> Any:

@@ -31,6 +31,7 @@ def objective(accumulate: int, scale: Tensor | None, share: float = 1.0) -> Obje
     """
 
     def from_loss(loss: Tensor) -> Tensor:
+        # No multiplication by 1 and no division by 1: a plain loop has neither of the two operators.
         part = loss if share == 1.0 else loss * share
         mean = part if accumulate == 1 else part / accumulate
         return mean if scale is None else mean * scale.to(loss.device, copy=True)
@@ -47,8 +48,8 @@ def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
 
     def step(module: nn.Module, batch: Any) -> Any:
         if not isinstance(batch, tuple | list) or len(batch) != 2:  # noqa: PLR2004 - a pair
-            got = "Tensor" if isinstance(batch, Tensor) else type(batch).__name__
-            raise TaskError(f"loss= needs batches (input, target), got {got}; give step= instead")
+            batch_type = "Tensor" if isinstance(batch, Tensor) else type(batch).__name__
+            raise TaskError(f"loss= needs batches (input, target), got {batch_type}; give step= instead")
         return loss(module(batch[0]), batch[1])
 
     return step
@@ -68,7 +69,7 @@ def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
         for owner, name, old in before
         if (new := owner._buffers.get(name)) is not old and new is not None and _is_like(old, new)  # noqa: SLF001
     ]
-    # all copies first, because buffers may have changed places
+    # All copies come first, because buffers may have changed places.
     values = [new.detach().clone() for _, _, _, new in replaced]
     for (owner, name, old, _), value in zip(replaced, values, strict=True):
         old.copy_(value)
@@ -163,6 +164,7 @@ def _scalar(name: str, value: object) -> Tensor:
         raise CaptureError(f"evaluate= returns {name!r} as a plain number, which a graph does not know")
     number = number_of(value)
     if number is not None:
+        # As exact as the Python float of the user's code.
         return torch.tensor(number, dtype=torch.float64)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise not_a_metric(name, value)

@@ -47,6 +47,7 @@ def ask(task: TrainTask, twin: nn.Module, mode: str, batch: Any) -> list[Answer]
     """
     recorder = BatchGuardRecorder(batches.flatten(batch).tensors)
     noted = _AnswerRecordingMode(recorder)
+    # `noted` sees calls of Python functions, and the recorder below sees the operators inside a call.
     with torch.set_grad_enabled(mode == "train"), StepOperatorRecorder(recorder), eager_autocast(task.precision), noted:
         step_module(task, twin, mode)(batch)
     return noted.answers if noted.is_complete and not recorder.asks_otherwise else []
@@ -67,9 +68,8 @@ class _AnswerRecordingMode(TorchFunctionMode):
         self.is_complete = self.is_complete and func not in _UNSEEN
         before = self._recorder.num_reads
         result = func(*args, **(kwargs or {}))
-        if self._recorder.num_reads > before and not isinstance(
-            result, torch.Tensor
-        ):  # an operator may read a value for itself
+        # An operator may read a value for itself, and then returns a tensor.
+        if self._recorder.num_reads > before and not isinstance(result, torch.Tensor):
             self.is_complete = self.is_complete and isinstance(result, bool | int | float)
             self.answers.append((func, result))
         return result
@@ -109,12 +109,13 @@ def answering(answers: list[Answer]) -> Iterator[None]:
 
 @contextmanager
 def _unnoticed() -> Iterator[None]:
-    found = [(sys.modules[module], name) for module, name in _NOTICING if module in sys.modules]
-    before = [(module, name, getattr(module, name)) for module, name in found if hasattr(module, name)]
-    for module, name, _ in before:
+    # A library that is not imported cannot ask.
+    loaded_functions = [(sys.modules[module], name) for module, name in _NOTICING if module in sys.modules]
+    originals = [(module, name, getattr(module, name)) for module, name in loaded_functions if hasattr(module, name)]
+    for module, name, _ in originals:
         setattr(module, name, lambda *_: False)
     try:
         yield
     finally:
-        for module, name, function in before:
+        for module, name, function in originals:
             setattr(module, name, function)
