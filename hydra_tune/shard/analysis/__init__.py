@@ -1,6 +1,6 @@
-"""Analyses of a captured graph: what each node makes, keeps alive, overwrites and draws.
+"""Analyses of a captured graph: the tensors that each node makes, keeps alive and overwrites, and its random draws.
 
-The package must not cut: `partition` does. Read `graph_analysis` first, then `random_ops` and `rng_consumption` (how
-far random operators move the generator), `mutating_ops`, and `module_mutation`, which refuses by name what user code
-may not do.
+The package must not cut a graph: `partition` does. Read `graph_analysis` first, then `random_ops` and `rng_consumption`
+(the distance by which random operators move the generator) and `mutating_ops`. `module_mutation` refuses user code that
+replaces parameters or buffers.
 """

@@ -68,7 +68,7 @@ class _NodeTensorRecorder:
     """Collects facts while the graph runs on fake tensors."""
 
     values: dict[str, NodeTensorSpec] = field(default_factory=dict)
-    # storages are identified by address, so no storage may be freed
+    # Storages are identified by address, so no storage may be freed.
     keep: dict[str, Tensor] = field(default_factory=dict)
 
     def settle(self) -> None:
@@ -111,10 +111,10 @@ def placeholders(
 ) -> dict[str, Tensor]:
     """Return fake tensors for all the graph's inputs, with tied names bound to a single tensor."""
     state = {name: fake_like(mode, specs[name]) for name in dict.fromkeys(captured.state.values())}
-    found = {placeholder: state[name] for placeholder, name in captured.state.items()}
-    found |= {placeholder: mode.from_tensor(tensor) for placeholder, tensor in captured.constants.items()}
-    found |= {placeholder: mode.from_tensor(batch[index]) for placeholder, index in captured.inputs.items()}
-    return found
+    fakes = {placeholder: state[name] for placeholder, name in captured.state.items()}
+    fakes |= {placeholder: mode.from_tensor(tensor) for placeholder, tensor in captured.constants.items()}
+    fakes |= {placeholder: mode.from_tensor(batch[index]) for placeholder, index in captured.inputs.items()}
+    return fakes
 
 
 def analyse(captured: CapturedStepGraph, specs: dict[str, StateSpec], batch: tuple[Tensor, ...]) -> GraphAnalysis:
@@ -190,11 +190,12 @@ def _written_arguments(node: fx.Node) -> list[str]:
 
 def _written_by_body_of(node: fx.Node) -> list[str]:
     """Operands overwritten by a higher-order operator (a `no_grad` or autocast region)."""
-    found: list[str] = []
+    written: list[str] = []
     for position, argument in enumerate(node.args):
         body = body_of(node, argument)
         if body is None:
             continue
+        # The operands of a region follow its body among the arguments.
         formal = [n for n in body.graph.nodes if n.op == "placeholder"]
         operands = dict(zip((n.name for n in formal), node.args[position + 1 :], strict=False))
         inside = {n.name: n for n in body.graph.nodes}
@@ -202,14 +203,15 @@ def _written_by_body_of(node: fx.Node) -> list[str]:
             for name in _written_arguments(inner) if inner.op == "call_function" else ():
                 operand = operands.get(_view_base(inside[name]).name)
                 if isinstance(operand, fx.Node):
-                    found.append(operand.name)
-    return found
+                    written.append(operand.name)
+    return written
 
 
 def _view_base(node: fx.Node) -> fx.Node:
     """Node at the start of a chain of views and in-place operators, which owns the storage."""
     while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
         schema = node.target._schema  # noqa: SLF001
+        # A result without alias has a new storage, so the chain starts here.
         if not schema.returns or schema.returns[0].alias_info is None:
             break
         named = named_arguments(node)
@@ -225,11 +227,11 @@ def _written_storages(writes: list[tuple[int, str]], values: dict[str, NodeTenso
     sharing: dict[int, set[str]] = defaultdict(set)
     for name, value in values.items():
         sharing[value.storage].add(name)
-    found: dict[int, frozenset[str]] = {}
+    sharers: dict[int, frozenset[str]] = {}
     for position, name in writes:
         if name in values:
-            found[position] = found.get(position, frozenset()) | sharing[values[name].storage]
-    return found
+            sharers[position] = sharers.get(position, frozenset()) | sharing[values[name].storage]
+    return sharers
 
 
 def _last_uses(nodes: list[fx.Node]) -> dict[str, int]:
@@ -288,6 +290,7 @@ def _overwrite_hazards(
         family = [n for n in sharing[shared] if n in index]
         external = shared in outside
         for cut in range(1, position + 1):
+            # Values on the storage that are made before the cut and used behind it.
             alive = [n for n in family if index[n] < cut <= last[n]]
             stale = any(last[n] > position for n in alive)
             if len(alive) > 1 or (alive and (stale or external)):
@@ -298,6 +301,7 @@ def _overwrite_hazards(
 def _layer(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
+    # The step's wrapper holds the model as `model`, a name that means nothing to the user.
     return paths[-1].removeprefix("model").removeprefix(".") if paths else ""
 
 

@@ -2,7 +2,7 @@
 
 Parameters and buffers live in blocks and are known to the optimizer, so a forward must not add or replace any. A buffer
 replaced by a tensor of the same kind (`self.mean = 0.9 * self.mean + ...`) counts as overwritten: the step restores the
-original tensor (`steps.settle_buffers`) before the check.
+original tensor (`step_module.settle_buffers`) before the check.
 """
 
 from collections.abc import Mapping
@@ -24,15 +24,16 @@ def check_state(before: Mapping[str, Tensor], model: nn.Module) -> None:
         TaskError: a tensor was added, removed or replaced; the message gives the name and a remedy.
     """
     present = dict(named_state(model))
-    odd = sorted(present.keys() ^ before.keys())
-    if odd:
-        name = odd[0]
-        done, kind = ("adds", present[name]) if name in present else ("removes", before[name])
+    changed_names = sorted(present.keys() ^ before.keys())
+    if changed_names:
+        name = changed_names[0]
+        verb, kind = ("adds", present[name]) if name in present else ("removes", before[name])
         raise TaskError(
-            f"the model's forward {done} its {_kind(kind)} {name!r}, which the optimizer and the memory plan cannot follow; "
+            f"the model's forward {verb} its {_kind(kind)} {name!r}, which the optimizer and the memory plan cannot follow; "
             "make it in __init__, or run one batch through the module in model="
         )
     for name, tensor in present.items():
+        # By identity: the optimizer and the blocks know the old tensor, whatever the values of the new tensor.
         if tensor is not before[name]:
             raise TaskError(
                 f"the model's forward replaces its {_kind(before[name])} {name!r} by another tensor"

@@ -31,7 +31,7 @@ def overwritten(func: Any, args: Any) -> Tensor | None:
     if not isinstance(target, Tensor) or not _only_overwrites(func):
         return None
     if isinstance(target, FakeTensor):
-        # torch knows the value of a small constant, which the operator would change
+        # Torch knows the value of a small constant, which the operator would change.
         return target if target.constant is None else None
     return target if target.is_meta else None
 

@@ -36,6 +36,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
         return False
     named = named_arguments(node)
     switches = _DROPOUT_SWITCHES.get(target._schema.name, ())  # noqa: SLF001
+    # Without switches an operator always draws, as `all` of nothing is true.
     return all(named.get(argument) != value for argument, value in switches)
 
 

@@ -72,8 +72,11 @@ class CountedRandomOpFinder(fx.Interpreter):
     def _enter(self, n: fx.Node, target: HigherOrderOperator) -> Any:
         """Run a region, body included."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        bodies = {position: body for position, given in enumerate(n.args) if (body := body_of(n, given)) is not None}
+        bodies = {
+            position: body for position, operand in enumerate(n.args) if (body := body_of(n, operand)) is not None
+        }
         inside = CountedRandomOps()
+        # Each body runs through a finder of its own, because the operators inside have to be classified as well.
         runs = [
             CountedRandomOpFinder(bodies[i], inside).run if i in bodies else argument for i, argument in enumerate(args)
         ]
