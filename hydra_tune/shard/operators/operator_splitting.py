@@ -67,11 +67,12 @@ class _SplitParameter:
         """Make the pieces, and fill the whole parameter with NaN."""
         whole = self.whole
         parts = torch.split(whole.detach(), list(self.cut.sizes), self.cut.dim)
+        # Cloned, because pieces with a common storage could not lie in different blocks.
         self.pieces = [nn.Parameter(part.clone(memory_format=torch.contiguous_format)) for part in parts]
         for piece in self.pieces:
             piece.requires_grad_(whole.requires_grad)
         # Code with a private reference to the parameter gets a NaN loss, instead of a loss that silently ignores the
-        # weights.
+        # weights. A single element fills the whole shape, so the parameter takes no memory.
         whole.data = torch.full((1,), torch.nan, dtype=whole.dtype).expand(whole.shape)
 
     def put_together(self) -> None:
@@ -100,21 +101,21 @@ class SplitOperators:
         if isinstance(groups, Mapping):
             return {key: self.in_groups(value) for key, value in groups.items()}
         if type(groups) in (list, tuple):
-            placed = [found for item in groups for found in self._expanded(item)]
+            items = [part for item in groups for part in self._expanded(item)]
             # Unchanged sequences are returned as they are, so that options such as betas stay tuples.
-            return groups if len(placed) == len(groups) and all(map(operator.is_, placed, groups)) else placed
-        found = self._known(groups)
-        return groups if found is None else list(found.pieces)
+            return groups if len(items) == len(groups) and all(map(operator.is_, items, groups)) else items
+        part = self._known(groups)
+        return groups if part is None else list(part.pieces)
 
     def _expanded(self, item: Any) -> Iterator[Any]:
-        named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)  # noqa: PLR2004 - name and parameter
-        found = self._known(item[1] if named else item)
-        if found is None:
-            yield item if named else self.in_groups(item)
-        elif named:
-            yield from ((piece_name(item[0], index), piece) for index, piece in enumerate(found.pieces))
+        is_named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)  # noqa: PLR2004 - name and parameter
+        split_parameter = self._known(item[1] if is_named else item)
+        if split_parameter is None:
+            yield item if is_named else self.in_groups(item)
+        elif is_named:
+            yield from ((piece_name(item[0], index), piece) for index, piece in enumerate(split_parameter.pieces))
         else:
-            yield from found.pieces
+            yield from split_parameter.pieces
 
     def _known(self, value: object) -> _SplitParameter | None:
         return self._by_whole.get(id(value)) if isinstance(value, nn.Parameter) else None
@@ -138,37 +139,38 @@ class SplitOperators:
         for parameter in self._parameters:
             if id(parameter.whole) in group_of:
                 raise TaskError(
-                    f"the optimizer holds the whole {parameter.name!r}, which split_operators has cut; let optimizer= build "
-                    "it from what it is given, and param_groups= return lists, or dicts with a list under 'params'"
+                    f"the optimizer holds the whole {parameter.name!r}, which split_operators has cut; let optimizer= use "
+                    "the parameters that it receives, and param_groups= return lists, or dicts with a list under 'params'"
                 )
-            first, *others = (group_of.get(id(piece)) for piece in parameter.pieces)
-            if any(other != first for other in others):
+            first_group, *other_groups = (group_of.get(id(piece)) for piece in parameter.pieces)
+            if any(other != first_group for other in other_groups):
                 raise TaskError(
                     f"the optimizer puts the pieces of {parameter.name!r} into different groups; let param_groups= make the "
                     "groups"
                 )
-            if first is not None and parameter.whole.requires_grad:
-                yield parameter.name, first, parameter.cut.dim, parameter.pieces[0]
+            if first_group is not None and parameter.whole.requires_grad:
+                yield parameter.name, first_group, parameter.cut.dim, parameter.pieces[0]
 
     def restore(self, optimizer: Optimizer) -> None:
         """Restore the model, and the optimizer over the whole parameters, as if nothing had been cut."""
-        first: dict[int, nn.Parameter] = {}
-        rest: set[int] = set()
+        whole_by_first_piece: dict[int, nn.Parameter] = {}
+        later_piece_ids: set[int] = set()
         for parameter in self._parameters:
             parameter.put_together()
             states = [optimizer.state.pop(piece, {}) for piece in parameter.pieces]
+            # An optimizer that has not stepped yet has no state to join.
             if any(states):
                 optimizer.state[parameter.whole] = whole_state(states, parameter.cut)
-            first[id(parameter.pieces[0])] = parameter.whole
-            rest.update(map(id, parameter.pieces[1:]))
+            whole_by_first_piece[id(parameter.pieces[0])] = parameter.whole
+            later_piece_ids.update(map(id, parameter.pieces[1:]))
         for group in optimizer.param_groups:
-            _put_back(group, first, rest)
-        for found in self._modules:
-            found.module.__class__ = found.kind  # type: ignore[assignment]
+            _put_back(group, whole_by_first_piece, later_piece_ids)
+        for split in self._modules:
+            split.module.__class__ = split.kind  # type: ignore[assignment]
             for name in ("split_path", "split_sizes"):
-                delattr(found.module, name)
-            found.module._parameters.clear()  # noqa: SLF001 - the registry itself is restored
-            found.module._parameters.update(found.parameters)  # noqa: SLF001
+                delattr(split.module, name)
+            split.module._parameters.clear()  # noqa: SLF001 - the registry itself is restored
+            split.module._parameters.update(split.parameters)  # noqa: SLF001
 
 
 def _listed(groups: Any) -> Any:
@@ -228,9 +230,9 @@ def _taken_apart(
 ) -> _SplitOperator:
     """Give a module its pieces, and change its class."""
     registry = module._parameters  # noqa: SLF001 - a class in pieces would not register whole parameters
-    found = _SplitOperator(module=module, kind=type(module), parameters=dict(registry))
+    split = _SplitOperator(module=module, kind=type(module), parameters=dict(registry))
     registry.clear()
-    for name, whole in found.parameters.items():
+    for name, whole in split.parameters.items():
         pieces = [] if whole is None else parameters[id(whole)].pieces
         registry.update({piece_name(name, index): piece for index, piece in enumerate(pieces)})
     if isinstance(module, nn.Linear):
@@ -238,17 +240,17 @@ def _taken_apart(
     else:
         module.__class__ = ColumnSplitEmbedding if cut.dim else RowSplitEmbedding
     vars(module).update(split_path=path, split_sizes=cut.sizes)
-    return found
+    return split
 
 
 def _put_back(group: dict[str, Any], first: Mapping[int, nn.Parameter], rest: set[int]) -> None:
     """Replace the first pieces in a group by the whole parameters, and remove the other pieces."""
     params = group["params"]
-    kept = [index for index, parameter in enumerate(params) if id(parameter) not in rest]
+    kept_indices = [index for index, parameter in enumerate(params) if id(parameter) not in rest]
     if "param_names" in group:
         names = group["param_names"]
         group["param_names"] = [
             names[index].removesuffix(piece_name("", 0)) if id(params[index]) in first else names[index]
-            for index in kept
+            for index in kept_indices
         ]
-    group["params"] = [first.get(id(params[index]), params[index]) for index in kept]
+    group["params"] = [first.get(id(params[index]), params[index]) for index in kept_indices]

@@ -35,11 +35,13 @@ class OperatorTree:
     def __init__(self, model: nn.Module) -> None:
         self.paths = {module: path for path, module in model.named_modules()}
         self.names = {id(tensor): name for name, tensor in named_state(model)}
+        # With duplicates, because the user may name a shared module by any of its names.
         self._by_path = dict(model.named_modules(remove_duplicate=False))
         self._holders: dict[int, list[nn.Module]] = {}
         for module in self.paths:
             for parameter in module._parameters.values():  # noqa: SLF001 - its own, under each name that it has for them
                 self._holders.setdefault(id(parameter), []).append(module)
+        # If one of two tensors on a common storage were cut, the other would no longer follow its changes.
         storages = Counter(tensor.untyped_storage()._cdata for _, tensor in named_state(model) if tensor.numel())  # noqa: SLF001
         self._shared = {storage for storage, count in storages.items() if count > 1}
 
@@ -49,19 +51,19 @@ class OperatorTree:
         Raises:
             TaskError: the model has no such operator.
         """
-        found = self._by_path.get(path)
-        if found is None:
+        candidate = self._by_path.get(path)
+        if candidate is None:
             operators = [name for name, module in self._by_path.items() if is_operator(module)]
-            close = difflib.get_close_matches(path, operators, n=1)
-            known = ", ".join(map(repr, operators)) or "nothing"
-            hint = f"did you mean {close[0]!r}?" if close else f"what can be cut: {known}"
+            close_names = difflib.get_close_matches(path, operators, n=1)
+            names = ", ".join(map(repr, operators)) or "nothing"
+            hint = f"did you mean {close_names[0]!r}?" if close_names else f"operators that can be cut: {names}"
             raise TaskError(f"split_operators names {path!r}, which the model does not have; {hint}")
-        if not is_operator(found):
+        if not is_operator(candidate):
             raise TaskError(
-                f"split_operators names {path!r}, which is a {_class_name(found)}; only nn.Linear and nn.Embedding "
-                "themselves can be cut, and no classes made of them, whose code may do something else"
+                f"split_operators names {path!r}, which is a {_class_name(candidate)}; only nn.Linear and nn.Embedding "
+                "can be cut, not their subclasses, whose code may use the weight in other ways"
             )
-        return found
+        return candidate
 
     def larger_than(self, limit: int) -> dict[Operator, int]:
         """Operators with more bytes of parameters than `limit`, and the fewest pieces with at most `limit` bytes each.
@@ -77,12 +79,14 @@ class OperatorTree:
 
     def _count(self, module: Operator, limit: int) -> int:
         nbytes, size = _num_bytes(module), self._size(module)
+        # From the fewest conceivable pieces on; pieces of unequal sizes may need a larger number.
         for count in range(-(-nbytes // limit), size + 1):
+            # The largest piece's share of the bytes against the limit, multiplied out to stay exact.
             if max(self.cut(module, count).sizes) * nbytes <= limit * size:
                 return count
         raise TaskError(
             f"split_operators={format_bytes(limit)!r} is less than one of the {size} rows or columns of {self._label(module)}, "
-            f"{format_bytes(nbytes / size)}"
+            f"{format_bytes(nbytes / size)}; raise the limit to at least a row or column"
         )
 
     def add_tied(self, chosen: dict[Operator, int], *, may_differ: bool) -> None:
@@ -130,7 +134,8 @@ class OperatorTree:
         size = self._size(module)
         if count > size:
             raise TaskError(
-                f"split_operators cuts {self._label(module)} into {count} pieces, but there are only {size} to make them of"
+                f"split_operators cuts {self._label(module)} into {count} pieces, but the operator has only "
+                f"{size} rows or columns"
             )
         dim = self._dim(module)
         return TensorCut(dim=dim, sizes=_sizes(size, count, 1 if dim else _UNIT))
@@ -142,12 +147,15 @@ class OperatorTree:
             TaskError: the pieces could not replace the module; the message gives the reason.
         """
         why = _why_not(module)
+        # In a piece by rows, indices of other pieces look up the first row, and would count as its occurrences.
         if why is None and self._dim(module) == 0 and isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
             why = "is tied to a Linear and scales gradients by how often an index occurs (scale_grad_by_freq)"
         if why is None and any(p.untyped_storage()._cdata in self._shared for p in module.parameters()):  # noqa: SLF001
             why = "shares memory with another parameter or buffer without holding the same Parameter"
         if why is not None:
-            raise TaskError(f"split_operators cannot cut {self._label(module)}, which {why}; leave it out")
+            raise TaskError(
+                f"split_operators cannot cut {self._label(module)}, which {why}; remove the module from split_operators"
+            )
 
     def _dim(self, module: Operator) -> int:
         """Dimension of the cut: rows for a Linear and a tied Embedding; columns, which are exact, for other Embeddings."""

@@ -55,8 +55,8 @@ class _SplitModule(nn.Module):
     def _refuse(self, name: str) -> NoReturn:
         raise TaskError(
             f"the step reads {name!r} of {self.split_path or 'the model'!r}, which split_operators has cut into "
-            f"{len(self.split_sizes)} pieces, so that there is no whole one while it trains; call the module instead, or leave "
-            "it out of split_operators"
+            f"{len(self.split_sizes)} pieces, so the whole parameter does not exist during training; call the module instead, "
+            "or remove the module from split_operators"
         )
 
 
@@ -122,11 +122,11 @@ class ColumnSplitEmbedding(_SplitEmbedding):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """Concatenate the columns of the pieces."""
-        found = [
+        columns = [
             functional.embedding(input, weight, self.padding_idx, scale_grad_by_freq=self.scale_grad_by_freq)
             for weight in self.pieces("weight")
         ]
-        return torch.cat(found, dim=-1)
+        return torch.cat(columns, dim=-1)
 
 
 class RowSplitEmbedding(_SplitEmbedding):
@@ -139,11 +139,13 @@ class RowSplitEmbedding(_SplitEmbedding):
         error of a whole embedding.
         """
         starts = list(accumulate(self.split_sizes, initial=0))
-        first, *others = self.pieces("weight")
-        result = self._found(input, first, input < starts[1], 0)
-        for index, weight in enumerate(others, start=1):
+        first_weight, *later_weights = self.pieces("weight")
+        result = self._found(input, first_weight, input < starts[1], 0)
+        for index, weight in enumerate(later_weights, start=1):
             begun = input >= starts[index]
-            is_here = begun if index == len(others) else begun & (input < starts[index + 1])
+            is_here = begun if index == len(later_weights) else begun & (input < starts[index + 1])
+            # Takes all indices from the piece's start on; the next pieces overwrite the indices behind the piece in
+            # turn.
             result = torch.where(begun.unsqueeze(-1), self._found(input, weight, is_here, starts[index]), result)
         return result
 

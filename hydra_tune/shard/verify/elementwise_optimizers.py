@@ -52,6 +52,7 @@ def _joined(states: Sequence[Mapping[str, Any]], cut: TensorCut) -> dict[str, An
 def _one(key: str, values: list[Any], cut: TensorCut) -> Any:
     """Join a single entry: concatenate tensors of the pieces' shape, or take the value common to all pieces."""
     first = values[0]
+    # A tensor with the dimension of the cut holds a number per element; a scalar belongs to the parameter as a whole.
     if isinstance(first, Tensor) and first.dim() > cut.dim:
         if [value.shape[cut.dim] for value in values] != list(cut.sizes):
             raise _PieceStateMismatchError(f"{key!r} is not of the pieces' shape")
@@ -77,16 +78,16 @@ def check_elementwise(optimizer: Optimizer, members: Sequence[tuple[str, int, in
     Raises:
         TaskError: the update of an element depends on other elements.
     """
-    tried: set[object] = set()
+    tried_kinds: set[object] = set()
     for name, group, dim, piece in members:
         kind = (group, dim, piece.dim(), piece.dtype)
-        if kind not in tried and not _updates_alike(optimizer, group, dim, piece):
+        if kind not in tried_kinds and not _updates_alike(optimizer, group, dim, piece):
             raise TaskError(
-                f"{type(optimizer).__name__} does not update each element by itself, so training {name!r} in the pieces that "
-                "split_operators asks for would not be training it whole; leave split_operators out, or use an optimizer whose "
-                "update is per element (SGD, Adam, AdamW, RMSprop, ...)"
+                f"{type(optimizer).__name__} does not update each element by itself, so training {name!r} in the pieces of "
+                "split_operators would give other results than training it whole; remove split_operators, or use an optimizer "
+                "whose update is per element (SGD, Adam, AdamW, RMSprop, ...)"
             )
-        tried.add(kind)
+        tried_kinds.add(kind)
 
 
 def _updates_alike(optimizer: Optimizer, group: int, dim: int, piece: Tensor) -> bool:
@@ -100,6 +101,7 @@ def _updates_alike(optimizer: Optimizer, group: int, dim: int, piece: Tensor) ->
     # Halves of unequal scale have different norms, so an update that depends on a norm shows.
     scale = torch.ones(shape, dtype=torch.float64)
     scale.narrow(dim, 0, cut.sizes[0]).fill_(_UNEQUAL)
+    # A user's optimizer may draw random numbers, which the trial must not miss.
     with preserved_streams():
         steppers = [_small(optimizer, group, leaves) for leaves in (whole, halves)]
         for _ in range(_STEPS):
@@ -109,7 +111,7 @@ def _updates_alike(optimizer: Optimizer, group: int, dim: int, piece: Tensor) ->
     try:
         joined = _joined([steppers[1].state[half] for half in halves], cut)
         is_same = all(_is_same(joined[key], value) for key, value in steppers[0].state[whole[0]].items())
-    except (_PieceStateMismatchError, KeyError):
+    except (_PieceStateMismatchError, KeyError):  # `KeyError`: the halves lack an entry of the whole
         return False
     return is_same and same_bits(whole[0], torch.cat(halves, dim))
 
@@ -124,5 +126,6 @@ def _small(optimizer: Optimizer, group: int, leaves: list[Tensor]) -> Optimizer:
 
 def _step(optimizer: Optimizer, leaves: list[Tensor], gradients: list[Tensor]) -> None:
     for leaf, gradient in zip(leaves, gradients, strict=True):
+        # In memory of its own and contiguous, as autograd leaves the gradient of a contiguous parameter.
         leaf.grad = gradient.clone(memory_format=torch.contiguous_format)
     optimizer.step()

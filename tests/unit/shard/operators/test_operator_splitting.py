@@ -299,8 +299,12 @@ def own_forward(model: Any) -> None:
 
 REFUSED = {
     "no such": (Net, {"haed": 2}, "split_operators names 'haed', which the model does not have; did you mean 'head'?"),
-    "far from any": (Net, {"x": 2}, "'x', which the model does not have; what can be cut: 'embed', 'middle', 'head'"),
-    "other class": (Net, {"": 2}, "names '', which is a Net; only nn.Linear and nn.Embedding themselves"),
+    "far from any": (
+        Net,
+        {"x": 2},
+        "'x', which the model does not have; operators that can be cut: 'embed', 'middle', 'head'",
+    ),
+    "other class": (Net, {"": 2}, "names '', which is a Net; only nn.Linear and nn.Embedding can be cut"),
     "subclass": (changed(own_class), {"head": 2}, "'head', which is a MyLinear; only nn.Linear and nn.Embedding"),
     "parametrized": (
         changed(lambda m: parametrizations.weight_norm(m.head)),
@@ -341,7 +345,11 @@ REFUSED = {
         {"head": 2, "embed": 3},
         "cuts 'embed' into 3 and 'head' into 2 pieces, which both hold 'embed.weight'; give them the same number",
     ),
-    "too many": (Net, {"embed": 25}, "cuts 'embed' into 25 pieces, but there are only 24 to make them of"),
+    "too many": (
+        Net,
+        {"embed": 25},
+        "cuts 'embed' into 25 pieces, but the operator has only 24 rows or columns",
+    ),
     "too small": (Net, "2000 B", "is less than one of the 24 rows or columns of 'embed', 4.0 KiB"),
 }
 
