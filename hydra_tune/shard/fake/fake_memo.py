@@ -48,6 +48,7 @@ class _MemoizedResults:
     @staticmethod
     def of(given: Sequence[Tensor], found: Mapping[_Key, Tensor], freed: Sequence[int] = ()) -> "_MemoizedResults":
         """Record the geometry of the results `found`."""
+        # Of operands on a common storage the first stands for all, as `again` needs only the storage.
         positions: dict[int, int] = {}
         for position, tensor in enumerate(given):
             positions.setdefault(storage_identity(tensor), position)
@@ -64,12 +65,13 @@ class _MemoizedResults:
 
     def again(self, given: Sequence[Tensor]) -> dict[_Key, Tensor]:
         """Make the same results for other operands of equal geometry."""
+        # Without bytes: the call is made inside the rehearsal's fake mode.
         fresh = [torch.empty(size, dtype=torch.uint8) for size in self.sizes]
-        found = {}
+        results = {}
         for key, place in self.places.items():
             source = fresh[place.new] if place.given is None else given[place.given]
-            found[key] = place.geometry.view(source.untyped_storage(), source.device)
-        return found
+            results[key] = place.geometry.view(source.untyped_storage(), source.device)
+        return results
 
 
 class MemoizedShardExecutor:
@@ -95,20 +97,20 @@ class MemoizedShardExecutor:
         """As `compute.taped_forward`; the graph is already settled."""
 
         def tape() -> ShardTape:
-            made = compute.taped_forward(shard, operands, needs_gradient)[1]
-            made.settle()
-            return made
+            shard_tape = compute.taped_forward(shard, operands, needs_gradient)[1]
+            shard_tape.settle()
+            return shard_tape
 
         def run() -> dict[_Key, Tensor]:
-            outputs, made = compute.taped_forward(shard, operands, needs_gradient)
-            kept = {str(number): flat for number, flat in made.settle().items()}
-            return _named("output", outputs) | _named("kept", kept)
+            outputs, shard_tape = compute.taped_forward(shard, operands, needs_gradient)
+            kept_storages = {str(number): flat for number, flat in shard_tape.settle().items()}
+            return _named("output", outputs) | _named("kept", kept_storages)
 
         key = ("taped", shard.first, shard.last, needs_gradient)
-        found = self._once(key, operands.all, run)
-        flats = {int(number): flat for number, flat in _taken(found, "kept").items()}
+        results = self._once(key, operands.all, run)
+        flats = {int(number): flat for number, flat in _taken(results, "kept").items()}
         # A remembered forward has no graph: the tape runs the forward again only if the backward is not remembered.
-        return _taken(found, "output"), _MemoizedShardTape(self, flats, tape)
+        return _taken(results, "output"), _MemoizedShardTape(self, flats, tape)
 
     def backward(
         self,
@@ -127,6 +129,7 @@ class MemoizedShardExecutor:
             )
             return _of_gradients(gradients)
 
+        # Without the objective, which changes the value of the loss and no geometry.
         key = ("backward", shard.first, shard.last, needs_gradient, _names(incoming))
         return _gradients(self._once(key, [*operands.all, *_handed(incoming)], run))
 
@@ -149,14 +152,14 @@ class MemoizedShardExecutor:
             on_free: as of `ShardTape.backward`.
             tape: makes a tape that can run.
         """
-        given = [*operands.all, *_handed(incoming), *flats.values()]
-        key = ("played", shard.first, shard.last, _names(incoming), tuple(flats), _likeness(given))
-        made = self._known.get(key)
-        if made is not None:
+        operand_tensors = [*operands.all, *_handed(incoming), *flats.values()]
+        key = ("played", shard.first, shard.last, _names(incoming), tuple(flats), _likeness(operand_tensors))
+        memoized = self._known.get(key)
+        if memoized is not None:
             # In the same order as in the run, so that the peak of the rehearsal is right.
-            for number in made.freed:
+            for number in memoized.freed:
                 on_free(number)
-            return _gradients(made.again(given))
+            return _gradients(memoized.again(operand_tensors))
         freed: list[int] = []
 
         def free(number: int) -> None:
@@ -164,19 +167,19 @@ class MemoizedShardExecutor:
             on_free(number)
 
         gradients = tape().backward(shard, operands, incoming, flats.__getitem__, free)
-        self._known[key] = _MemoizedResults.of(given, _of_gradients(gradients), freed)
+        self._known[key] = _MemoizedResults.of(operand_tensors, _of_gradients(gradients), freed)
         return gradients
 
     def _once(
         self, key: Hashable, given: Sequence[Tensor], run: Callable[[], dict[_Key, Tensor]]
     ) -> dict[_Key, Tensor]:
         key = (key, _likeness(given))
-        made = self._known.get(key)
-        if made is not None:
-            return made.again(given)
-        found = run()
-        self._known[key] = _MemoizedResults.of(given, found)
-        return found
+        memoized = self._known.get(key)
+        if memoized is not None:
+            return memoized.again(given)
+        results = run()
+        self._known[key] = _MemoizedResults.of(given, results)
+        return results
 
 
 class _MemoizedShardTape(ShardTape):
@@ -192,6 +195,7 @@ class _MemoizedShardTape(ShardTape):
 
     @override
     def settle(self) -> dict[int, Tensor]:
+        # Handed over, so that the tape holds no memory between the two units.
         flats, self._flats = self._flats, {}
         return flats
 
@@ -215,6 +219,7 @@ def _likeness(given: Sequence[Tensor]) -> Hashable:
         (
             TensorGeometry.of(tensor),
             tensor.requires_grad,
+            # A result may be a view of any part of the storage, also outside the operand.
             tensor.untyped_storage().nbytes(),
             numbers.setdefault(storage_identity(tensor), len(numbers)),
         )
@@ -230,6 +235,7 @@ def _handed(incoming: IncomingGradients) -> list[Tensor]:
 
 def _names(incoming: IncomingGradients) -> Hashable:
     """Return a key for the names of the incoming gradients."""
+    # An output without gradient is a loss, from which the backward starts in another way.
     outputs = tuple((name, gradient is None) for name, gradient in incoming.outputs.items())
     return outputs, tuple(incoming.live_in), tuple(incoming.parameters)
 

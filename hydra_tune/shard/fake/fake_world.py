@@ -46,5 +46,6 @@ class RehearsalFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 )
             dtype = args[0].dtype
             return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
+        # Following an operator that only overwrites would take time and change nothing (`mutating_ops`).
         target = overwritten(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs) if target is None else target
