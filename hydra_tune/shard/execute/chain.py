@@ -136,8 +136,8 @@ class ShardChain:
 
     def kept_keys(self, index: int) -> list[str]:
         """Keys of the storages kept by a shard's forward unit for its backward unit."""
-        kept = self._tapes.get(index)
-        return [] if kept is None else [kept_key(index, number) for number in kept.numbers]
+        kept_tape = self._tapes.get(index)
+        return [] if kept_tape is None else [kept_key(index, number) for number in kept_tape.numbers]
 
     def has_forward(self, index: int) -> bool:
         """Whether a shard has a separate forward unit."""
@@ -151,11 +151,13 @@ class ShardChain:
 
     def is_kept(self, index: int, place: torch.device) -> bool:
         """Whether a backward unit on this device would continue from the graph of its forward unit."""
-        kept = self._tapes.get(index)
-        return kept is not None and kept.place in (None, place)
+        kept_tape = self._tapes.get(index)
+        # A shard without operands has no device, so its graph may continue anywhere.
+        return kept_tape is not None and kept_tape.place in (None, place)
 
     def let_go(self, index: int) -> None:
         """Drop a forward unit's graph and its saved storages, if any; the backward unit then recomputes."""
+        # Before the tape goes, which has the numbers of the storages.
         keys = self.kept_keys(index)
         self._tapes.pop(index, None)
         for key in keys:
@@ -164,6 +166,7 @@ class ShardChain:
     def keeps(self, index: int) -> bool:
         """Whether a shard's forward unit keeps its activations for the backward unit."""
         shard = self.plan.shards[index]
+        # By graph and not by index: the list outlives the step, and other kinds of batches have other plans.
         return shard.keeps_activations and not any(graph is shard.graph for graph in self._recomputed)
 
     def recompute_from_now_on(self, index: int) -> None:
@@ -255,9 +258,9 @@ class ShardChain:
         operands = self._operands(shard)
         outputs, tape = self.plan.computing.taped_forward(shard.graph, operands, shard.needs_gradient)
         place = next((tensor.device for tensor in operands.all), None)
-        saved = tape.settle()
-        self._tapes[index] = _KeptTape(tape, place, tuple(saved))
-        for number, storage in saved.items():
+        saved_storages = tape.settle()
+        self._tapes[index] = _KeptTape(tape, place, tuple(saved_storages))
+        for number, storage in saved_storages.items():
             self._store.put(kept_key(index, number), storage)
         return outputs
 
@@ -287,6 +290,7 @@ class ShardChain:
     def _incoming(self, shard: Shard) -> compute.IncomingGradients:
         parameters = (*shard.trained, *shard.shared_gradients)
         return compute.IncomingGradients(
+            # A loss starts the backward, without a gradient from later shards; other values without one are left out.
             outputs={
                 name: None if name in shard.losses else gradient
                 for name in shard.gradient_outputs
@@ -300,6 +304,7 @@ class ShardChain:
         """Drop values not read by any later unit of the step."""
         self._random_states.pop(index, None)
         for name in shard.graph.live_in:
+            # Backward units run from the last shard to the first, so the first user in forward order is the last reader.
             if self.plan.first_use[name] == index:
                 self._store.drop(name)
         for name in shard.graph.live_out:
@@ -309,13 +314,13 @@ class ShardChain:
         self.let_go(index)
 
     def _value(self, key: str) -> Tensor:
-        found = self._store.get(key)
-        assert found is not None, f"{key} was dropped too early"
-        return found
+        tensor = self._store.get(key)
+        assert tensor is not None, f"{key} was dropped too early"
+        return tensor
 
     def _present(self, keys: dict[str, str]) -> dict[str, Tensor]:
-        found = {name: self._store.get(key) for name, key in keys.items()}
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        tensors = {name: self._store.get(key) for name, key in keys.items()}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def _operands(self, shard: Shard, saved: int | None = None) -> compute.ShardOperands:
         state = self._store.state(shard.graph.state)
@@ -324,6 +329,7 @@ class ShardChain:
                 if name in shard.graph.written_state:
                     # A copy of the saved buffer, because this unit may have to start from the saved buffer once more.
                     state[position] = self._value(saved_key(saved, name)).clone()
+                # This unit only reads the buffer, which a later shard's forward has overwritten since.
                 elif name in shard.graph.saved_state:
                     state[position] = self._value(saved_key(saved, name))
         live_in = [self._store.get(name) for name in shard.graph.live_in]

@@ -89,6 +89,7 @@ def forward(
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_save_nothing, _never):
         arguments = _arguments(shard, _leaves(shard, operands, needs_gradient))
         outputs = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
+    # Detached, because each output would keep the recorded graph alive.
     return {name: tensor.detach() for name, tensor in zip(shard.live_out, outputs, strict=True)}
 
 
@@ -168,6 +169,7 @@ class ShardTape:
         roots: list[_Root] = [(self._outputs[n], g) for n, g in incoming.outputs.items() if n in self._outputs]
         roots += [(self._live_in[n], g) for n, g in incoming.live_in.items() if n in self._live_in]
         roots += [(self._parameters[n], g) for n, g in incoming.parameters.items() if n in self._parameters]
+        # From here on only `roots` holds the graph, which is gone once the backward has run.
         self._outputs.clear()
         self._saved.present(operands.all, kept, on_free)
         try:
@@ -231,11 +233,11 @@ def taped_forward(
     saved = KeptActivations(operands.all)
     with torch.enable_grad(), saved.hooks():
         arguments = _arguments(shard, leaves)
-        made = shard.module(*state, *operands.constants, *operands.inputs, *arguments)
-        outputs = dict(zip(shard.live_out, made, strict=True))
-        differentiable = {name: output for name, output in outputs.items() if output.requires_grad}
+        output_tensors = shard.module(*state, *operands.constants, *operands.inputs, *arguments)
+        outputs = dict(zip(shard.live_out, output_tensors, strict=True))
+        outputs_with_gradient = {name: output for name, output in outputs.items() if output.requires_grad}
         tape = ShardTape(
-            {n: leaf for n, leaf in leaves.items() if leaf.requires_grad}, parameters, differentiable, saved
+            {n: leaf for n, leaf in leaves.items() if leaf.requires_grad}, parameters, outputs_with_gradient, saved
         )
     return {name: output.detach() for name, output in outputs.items()}, tape
 
@@ -262,10 +264,10 @@ def backward(
     parameters = {name: tensor for name, tensor in state if tensor.requires_grad}
     with torch.enable_grad():
         arguments = _arguments(shard, leaves)
-        made = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
-        # the user's code may thaw parameters
+        output_tensors = shard.module(*operands.state, *operands.constants, *operands.inputs, *arguments)
+        # Asked again, because the user's code may thaw parameters in its forward.
         parameters |= {name: tensor for name, tensor in state if tensor.requires_grad}
-        outputs = dict(zip(shard.live_out, made, strict=True))
+        outputs = dict(zip(shard.live_out, output_tensors, strict=True))
         roots: list[_Root] = [
             (objective(outputs[name]) if gradient is None else outputs[name], gradient)
             for name, gradient in incoming.outputs.items()
@@ -291,7 +293,7 @@ def _run_backward(roots: Sequence[_Root]) -> None:
 
 def _taken(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of leaves, and remove the gradients from the leaves."""
-    found = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     for leaf in leaves.values():
         leaf.grad = None
-    return found
+    return gradients

@@ -25,11 +25,9 @@ from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.shard.partition.subgraph import ShardGraph
 from hydra_tune.task import Precision, TrainTask
 
-_MOST_HELD = (
-    # share of a device for parameters and gradients, below which a first step with its activations on the host is
-    # likely to fit
-    0.75
-)
+# Share of a device for parameters and gradients, below which a first step with its activations on the host is likely to
+# fit.
+_MOST_HELD = 0.75
 _MOST_STATE = 0.95  # the same, with optimizer state included
 _GUESSED_STATES = 2  # guess for a user's own optimizer: state tensors of a parameter's size
 
@@ -144,19 +142,24 @@ def uncaptured(
     Returns:
         A plan as of `uncaptured_plan`, or a short reason for cutting the model.
     """
-    asked = _asked_for_capture(task, budget)
-    if asked is not None:
-        return asked
+    capture_reason = _asked_for_capture(task, budget)
+    if capture_reason is not None:
+        return capture_reason
     specs = state_specs(model)
     plan = uncaptured_plan(
         specs, _update_of(optimizer, model, specs, budget.alignment), task, alignment=budget.alignment
     )
     cost, room = plan.shards[0].cost, format_bytes(budget.budget_bytes)
+    # Two limits: an update has all of the state on the device and no activations, a backward has activations beside
+    # parameters and gradients.
     if plan.peak_bytes > _MOST_STATE * budget.budget_bytes:
         return f"its state alone needs {format_bytes(plan.peak_bytes)}, and the smallest device's budget is {room}"
-    held = cost.state_bytes + cost.trained_bytes
-    if held > _MOST_HELD * budget.budget_bytes:
-        return f"its parameters and gradients ({format_bytes(held)}) leave little of the smallest device's budget of {room}"
+    fixed_bytes = cost.state_bytes + cost.trained_bytes
+    if fixed_bytes > _MOST_HELD * budget.budget_bytes:
+        return (
+            f"its parameters and gradients ({format_bytes(fixed_bytes)}) leave little of the smallest device's budget of "
+            f"{room}"
+        )
     return plan
 
 
@@ -191,11 +194,11 @@ def _update_of(
 
     if type(optimizer).__module__.partition(".")[0] != "torch":
         return guess
-    known: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name in specs}
+    parameters: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name in specs}
 
     def measured(names: Sequence[str]) -> tuple[int, int, int]:
         try:
-            return optimizer_pilot(optimizer, known, specs, alignment=alignment)(names)
+            return optimizer_pilot(optimizer, parameters, specs, alignment=alignment)(names)
         except Exception:  # noqa: BLE001 - the step itself will raise the error
             return guess(names)
 
@@ -224,7 +227,8 @@ def uncaptured_plan(specs: dict[str, StateSpec], update: UpdatePilot, task: Trai
         # Gradients are the only part of the workspace that is known before the first step.
         EagerCost(names=(), workspace=sum(_state_bytes(specs[name], alignment) for name in trained)),
         update,
-        replace(GradientRules.of(task), accumulate=1, is_split=False),  # a burst ends between two optimizer steps
+        # A burst ends between two optimizer steps, so no sum of gradients waits between its units.
+        replace(GradientRules.of(task), accumulate=1, is_split=False),
         alignment=alignment,
         training=True,
     )

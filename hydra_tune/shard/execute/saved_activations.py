@@ -106,6 +106,7 @@ class KeptActivations:
             assert storage.tensor is not None, "settled once"
             flats[number] = whole_storage(storage.tensor)
             storage.tensor, storage.number = None, number
+        # The operands may move to another place before the backward unit, which lists them anew.
         self.given, self._positions = (), {}
         return flats
 
@@ -129,6 +130,7 @@ class KeptActivations:
 
     def _pack(self, tensor: Tensor) -> _PackedKeptTensor:
         """Pack a tensor for autograd; the tensor is detached, because a node must not keep itself alive."""
+        # A conjugate or negative flag is not part of a geometry, so the backward unit would read other values.
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise NotKeepableError(
                 f"a saved tensor of layout {tensor.layout} and type {tensor.dtype} is not plain memory"
@@ -157,11 +159,11 @@ class KeptActivations:
         version = packed.counter._version  # noqa: SLF001
         if version != packed.version:
             raise overwritten(packed.geometry, version, packed.version)
-        held = packed.held
-        if isinstance(held, Tensor):
-            return held
+        place = packed.held
+        if isinstance(place, Tensor):
+            return place
         assert self._present is not None, "a graph is read in its backward unit only"
-        source = self._present.given[held] if isinstance(held, int) else self._present.kept(held.number)
+        source = self._present.given[place] if isinstance(place, int) else self._present.kept(place.number)
         empty = torch.empty(0, dtype=packed.geometry.dtype, device=source.device)
         geometry = packed.geometry
         return empty.set_(source.untyped_storage(), geometry.offset, geometry.shape, geometry.stride)
