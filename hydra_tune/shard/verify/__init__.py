@@ -1,6 +1,6 @@
-"""Every new plan is held against the eager step before it is used, and optimizers against being stepped in parts.
+"""Checks before use: compares each new plan with the eager step, and an optimizer's step with its steps in parts.
 
 The package must not change a plan. Read `plan_check` and `step_outcome` first, then `sample_check` (a step of a few
-samples), and `separable_optimizers` and `elementwise_optimizers`; `process_state` puts back what trying on copies has
-moved.
+samples), `separable_optimizers` and `elementwise_optimizers`. `process_state` restores the state of the process after
+trials of code on copies.
 """

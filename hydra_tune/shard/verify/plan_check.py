@@ -67,10 +67,10 @@ def verify(
         )
         rewind()
         # A step with hidden state may agree with the graph once by luck; the second run shows the state.
-        again = run_eager(task, twin, plan.mode, batches.copied(batch))
+        second_eager = run_eager(task, twin, plan.mode, batches.copied(batch))
         rewind()
-        ours, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors)
-        _check(eager, again, ours, guards)
+        planned, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors)
+        _check(eager, second_eager, planned, guards)
         rewind()
         return seconds, None if kept is None else _kept_seconds(eager, twin, kept, batch)
     finally:
@@ -78,6 +78,8 @@ def verify(
 
 
 def _check(eager: StepOutcome, again: StepOutcome, ours: StepOutcome, guards: list[BatchValueGuard] | None) -> None:
+    # First the eager step against itself: hidden state would show as a difference to the graph as well, and be
+    # misnamed.
     _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again)
     _same_outcome("the captured graph gives other {what} than the eager step", eager, ours)
     if guards is not None and eager.reads == ours.reads:
@@ -94,8 +96,8 @@ def _check(eager: StepOutcome, again: StepOutcome, ours: StepOutcome, guards: li
 def _kept_seconds(eager: StepOutcome, twin: nn.Module, kept: ShardPlan, batch: Any) -> UnitSeconds | None:
     """Seconds of the units of a plan that keeps activations; None if the numbers differ."""
     try:
-        ours, seconds = run_plan(twin, kept, batches.flatten(batches.copied(batch)).tensors)
-        _same_outcome("the graph with its activations kept gives other {what}", eager, ours)
+        planned, seconds = run_plan(twin, kept, batches.flatten(batches.copied(batch)).tensors)
+        _same_outcome("the graph with its activations kept gives other {what}", eager, planned)
     except Exception:  # noqa: BLE001 - whatever the error, recomputing is always right
         return None
     return seconds
@@ -122,8 +124,8 @@ def verify_close(task: TrainTask, twin: nn.Module, plan: ShardPlan, batch: Any) 
         for _ in range(2):  # the first run compiles
             _restore(twin, buffers)
             torch.set_rng_state(random_state)
-            found, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors, watched=False)
-            outcomes.append(found)
+            planned, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors, watched=False)
+            outcomes.append(planned)
     except Exception as error:
         raise TaskError(f"compile={task.compile!r} fails on this model: {describe(error)}") from error
     finally:
@@ -131,8 +133,8 @@ def verify_close(task: TrainTask, twin: nn.Module, plan: ShardPlan, batch: Any) 
     tolerance = _TOLERANCE if task.precision == "float32" else _LOW_TOLERANCE
     for what in ("results", "gradients", "buffers"):
         for name, value in getattr(expected, what).items():
-            other = getattr(outcomes[-1], what).get(name)
-            if other is None or not _close(value, other, tolerance):
+            planned_value = getattr(outcomes[-1], what).get(name)
+            if planned_value is None or not _close(value, planned_value, tolerance):
                 raise TaskError(
                     f"compile={task.compile!r} gives other {what} than the eager step: {name!r} differs by more than "
                     f"{tolerance:g} of its largest value; train this model without a compiler"
@@ -144,6 +146,7 @@ def _close(expected: Tensor, found: Tensor, tolerance: float) -> bool:
     if not expected.is_floating_point():
         return torch.equal(expected, found)
     largest = float(expected.abs().max()) if expected.numel() else 0.0
+    # Against the largest value: an element near 0 may be a difference of large numbers, and rounds like them.
     return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
@@ -198,6 +201,7 @@ def _numpy_state() -> Any:
     if numpy is None:
         return None
     name, keys, *rest = numpy.random.get_state()
+    # As bytes, because a comparison of arrays gives an array.
     return (name, keys.tobytes(), *rest)
 
 
@@ -209,8 +213,8 @@ def _restore(twin: nn.Module, buffers: dict[str, Tensor]) -> None:
 
 def _compare(message: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     if expected.keys() != found.keys():
-        odd = sorted(expected.keys() ^ found.keys())
-        raise CaptureError(f"{message}: {', '.join(odd[:3])}")
+        unequal_names = sorted(expected.keys() ^ found.keys())
+        raise CaptureError(f"{message}: {', '.join(unequal_names[:3])}")
     for name, tensor in expected.items():
         if not batches.same_bits(tensor, found[name]):
             raise CaptureError(f"{message}: {name!r} differs")

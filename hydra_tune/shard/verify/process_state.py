@@ -11,6 +11,7 @@ import torch
 @contextmanager
 def preserved_streams() -> Iterator[None]:
     """Restore the random streams afterwards: draws of capture, pilot and verification must not show in the trial."""
+    # Not imported here: numpy draws nothing before its import.
     numpy = sys.modules.get("numpy")
     states = torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

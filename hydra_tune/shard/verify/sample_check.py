@@ -97,12 +97,12 @@ def _first_samples(leaves: BatchLeaves) -> Any | None:
 
 def _keeping_like(kept: ShardPlan, plan: ShardPlan, pilot: ShardPilot) -> ShardPlan | None:
     shards = []
-    for model, shard in zip(kept.shards, plan.shards, strict=True):
-        if model.keeps_activations:
+    for large_shard, shard in zip(kept.shards, plan.shards, strict=True):
+        if large_shard.keeps_activations:
             cost = pilot.cost_keeping(shard.graph.first, shard.graph.last)
             if cost is None:
                 return None
-            shards.append(replace(shard, cost=cost, activations=model.activations))
+            shards.append(replace(shard, cost=cost, activations=large_shard.activations))
         else:
             shards.append(shard)
     return replace(plan, shards=tuple(shards))
@@ -121,31 +121,33 @@ class _SampleGraphComparison:
 
     def is_same(self, large: fx.Graph, small: fx.Graph) -> bool:
         """Whether the two graphs do the same, node by node."""
-        nodes, others = list(large.nodes), list(small.nodes)
-        if len(nodes) != len(others):
+        large_nodes, small_nodes = list(large.nodes), list(small.nodes)
+        if len(large_nodes) != len(small_nodes):
             return False
-        for number, (one, other) in enumerate(zip(nodes, others, strict=True)):
-            self._numbers[one] = self._numbers[other] = number
+        for number, (large_node, small_node) in enumerate(zip(large_nodes, small_nodes, strict=True)):
+            self._numbers[large_node] = self._numbers[small_node] = number
             # An attribute is the graph of a region, which is not compared; such a step is checked as a whole.
-            if one.op == "get_attr" or one.op != other.op or one.target != other.target:
+            if large_node.op == "get_attr" or large_node.op != small_node.op or large_node.target != small_node.target:
                 return False
-            if not self._is_alike((one.args, one.kwargs), (other.args, other.kwargs)):
+            if not self._is_alike((large_node.args, large_node.kwargs), (small_node.args, small_node.kwargs)):
                 return False
         return True
 
     def _is_alike(self, one: Any, other: Any) -> bool:
         """Whether the arguments of two nodes are the same but for sizes."""
-        (leaves, tree), (others, other_tree) = pytree.tree_flatten(one), pytree.tree_flatten(other)
-        return tree == other_tree and all(map(self._is_same_argument, leaves, others))
+        (leaves, tree), (other_leaves, other_tree) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+        return tree == other_tree and all(map(self._is_same_argument, leaves, other_leaves))
 
     def _is_same_argument(self, one: Any, other: Any) -> bool:
         if type(one) is not type(other):
             return False
         if isinstance(one, fx.Node):
+            # By position, because the two graphs have nodes of their own.
             return self._numbers[one] == self._numbers[other]
         if isinstance(one, float):
             # By `hex`, so that 0.0 and -0.0 differ and NaN equals NaN.
             return bool(one.hex() == other.hex())
+        # Python's bool is an int, but True and False are no sizes.
         is_size = isinstance(one, int) and not isinstance(one, bool)
         return bool(one == other) or (is_size and one * _COUNT == other * self._size)
 

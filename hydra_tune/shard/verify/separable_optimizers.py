@@ -30,6 +30,7 @@ def check_separable(optimizer: Optimizer, parameters: dict[str, Tensor], specs: 
     """
     group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     members = [(name, group_of[id(p)]) for name, p in parameters.items() if id(p) in group_of and p.requires_grad]
+    # Stepped shard by shard, the optimizer would run its hooks once per shard, on a part of the gradients.
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooked = any(getattr(optimizer, name, None) for name in hooks)
     if hooked or not _steps_alike(optimizer, members, specs):
@@ -69,6 +70,7 @@ def _step(optimizer: Optimizer, leaves: list[Tensor], gradients: list[Tensor]) -
     for leaf, gradient in zip(leaves, gradients, strict=True):
         leaf.grad = gradient.clone()
     optimizer.step()
+    # Without gradients, because a step of other leaves must skip these leaves.
     for leaf in leaves:
         leaf.grad = None
 

@@ -116,6 +116,7 @@ class StepOperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count += 1
         if not func.is_view and name not in _NO_ARITHMETIC:
             form = _form_of_attention(func, args, kwargs or {}) if "attention" in name else ""
+            # By call, because some calls of an operator may serve only questions, and `seen` leaves these out.
             self._numbers.setdefault(name + form, set()).add(self._count)
         result = func(*args, **(kwargs or {}))
         if name in READS:
@@ -131,8 +132,8 @@ class StepOperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _form_of_attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Suffix for causal attention: attention kernels add in another order for `is_causal` than for a mask."""
-    given = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}  # noqa: SLF001
-    return " (causal)" if given.get("is_causal") else ""
+    named_arguments = {**dict(zip((a.name for a in func._schema.arguments), args, strict=False)), **kwargs}  # noqa: SLF001
+    return " (causal)" if named_arguments.get("is_causal") else ""
 
 
 class HostChainStore:
@@ -218,18 +219,19 @@ def run_eager(
 
 def _own_functions(loss: Tensor) -> frozenset[str]:
     """Names of the nodes of a loss's autograd graph with a backward in Python."""
-    found: set[str] = set()
-    seen: set[Any] = {None}
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
+    names: set[str] = set()
+    visited: set[Any] = {None}
+    # A list and not a recursion, because a graph may be deeper than Python's stack.
+    unvisited: list[Any] = [loss.grad_fn]
+    while unvisited:
+        node = unvisited.pop()
+        if node in visited:
             continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
+        visited.add(node)
+        unvisited += [following for following, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found.add(type(node).__name__.removesuffix("Backward"))
-    return frozenset(found)
+            names.add(type(node).__name__.removesuffix("Backward"))
+    return frozenset(names)
 
 
 def refuse_sparse(gradients: dict[str, Tensor]) -> None:
@@ -253,6 +255,7 @@ def run_plan(
     chain, generator = ShardChain(plan, store), DefaultCpuGenerator()
     count = len(plan.shards)
     forward, backward = [0.0] * count, [0.0] * count
+    # A generator of its own, as in the pool, whose workers never draw from the default generator.
     stream = torch.Generator()
     stream.set_state(torch.get_rng_state())
 
@@ -272,9 +275,10 @@ def run_plan(
         for index in reversed(range(count)):
             if plan.mode == "train" and plan.shards[index].has_backward:
                 backward[index] = timed(index, chain.backward)
+                # The last shard has no forward unit, so it draws and reads here. The other shards may run a second time
+                # from here on, from saved states.
                 if index == count - 1:
                     final_state = stream.get_state()
-                    # the last shard has now run once; the other shards run again from here on
                     reads = tuple(operators.reads)
     prefix = parameter_gradient_key("")
     outcome = StepOutcome(
