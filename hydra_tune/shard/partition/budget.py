@@ -51,8 +51,8 @@ class ShardPlanConstraints:
     @property
     def buffers(self) -> tuple[int, ...]:
         """Candidate sizes in bytes of the buffer beside a running shard, in ascending order."""
-        tried = _BUFFERS if self.buffer_fraction == "auto" else (self.buffer_fraction,)
-        return tuple(int(self.budget_bytes * fraction) for fraction in tried)
+        fractions = _BUFFERS if self.buffer_fraction == "auto" else (self.buffer_fraction,)
+        return tuple(int(self.budget_bytes * fraction) for fraction in fractions)
 
     @property
     def sends_ahead(self) -> bool:
@@ -61,6 +61,8 @@ class ShardPlanConstraints:
 
     def room(self, buffer_bytes: int) -> ActivationBudget:
         """Room for keeping activations, beside a buffer."""
+        # Capacity is the limit of a single unit; kept activations may wait in the buffer as well, hence the whole
+        # budget.
         return ActivationBudget(
             capacity_bytes=self.budget_bytes - buffer_bytes,
             budget_bytes=self.budget_bytes,

@@ -24,23 +24,24 @@ def in_pieces(analysis: GraphAnalysis, parts: Sequence[tuple[tuple[int, int], Sh
         parts: first and last position of each part between neighbouring cuts, and the part's cost.
         capacity_bytes: most bytes of a shard.
     """
-    found: dict[tuple[str, str], int] = {}
+    pieces_by_operator: dict[tuple[str, str], int] = {}
     for (first, last), cost in parts:
         if cost.peak_bytes <= capacity_bytes:
             continue
         operators = [p for p in range(first, last) if cost.state_bytes and analysis.classes[p] in _WHOLE | _CUT]
         count = _pieces(cost, capacity_bytes)
+        # Pieces of weights would not help here, so the message must not promise that they do.
         if not operators or not count:
-            return ""  # pieces would not help
+            return ""
         for position in operators:
             layer = analysis.layers[position].partition("@")[0]  # export numbers the calls of a module after "@"
             kind = (layer, analysis.classes[position])
-            found[kind] = max(found.get(kind, 0), count)
-    if not found:
+            pieces_by_operator[kind] = max(pieces_by_operator.get(kind, 0), count)
+    if not pieces_by_operator:
         return ""
-    count = max(found.values())  # tied operators need the same number
-    whole = {layer: count for layer, kind in found if kind in _WHOLE}
-    if len(whole) < len(found):
+    count = max(pieces_by_operator.values())  # tied operators need the same number
+    whole = {layer: count for layer, kind in pieces_by_operator if kind in _WHOLE}
+    if len(whole) < len(pieces_by_operator):
         return "cut more pieces by split_operators, "
     return f"train the weights in pieces (split_operators={whole}), "
 

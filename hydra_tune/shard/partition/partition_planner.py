@@ -55,19 +55,19 @@ class ShardPartitionPlanner:
         Raises:
             BudgetError: a part that cannot be cut further does not fit.
         """
-        like, wanted = request.like, self.budget.optimizer_placement
+        like, placement = request.like, self.budget.optimizer_placement
         if like is not None:  # the optimizer state already has its place
             return self.packed_for(request, step, updates_on_host=like.plan.updates_on_host)
-        if wanted != "auto" or request.mode != "train":
-            return self.packed_for(request, step, updates_on_host=wanted == "host")
+        if placement != "auto" or request.mode != "train":
+            return self.packed_for(request, step, updates_on_host=placement == "host")
         on_device = None
         with suppress(BudgetError):
             on_device = self.packed_for(request, step, updates_on_host=False)
         # Not suppressed: updates on the host take no room on the device, so nothing fits if this cut does not.
         on_host = self.packed_for(request, step, updates_on_host=True)
         choice = self._placement(request, step, on_device, on_host)
-        packed = on_host if choice.place == "host" or on_device is None else on_device
-        return replace(packed, placement_why=choice.reason)
+        partition = on_host if choice.place == "host" or on_device is None else on_device
+        return replace(partition, placement_why=choice.reason)
 
     def packed_for(self, request: ShardPlanRequest, step: CapturedStep, *, updates_on_host: bool) -> ShardPartition:
         """Cut with the smallest buffer that holds each shard's parameters, else with the largest buffer that allows a cut.
@@ -76,20 +76,22 @@ class ShardPartitionPlanner:
             BudgetError: as of `packed`.
         """
         pilot = step.pilot.placed(updates_on_host=updates_on_host)
-        found: ShardPartition | None = None
+        best: ShardPartition | None = None
+        # In ascending order: a larger buffer holds larger shards, but leaves less room for each.
         for buffer_bytes in self.budget.buffers:
             try:
-                packed = self._packed_beside(request, step, pilot, buffer_bytes)
+                partition = self._packed_beside(request, step, pilot, buffer_bytes)
             except BudgetError:
-                if found is None:
+                # No larger buffer can allow a cut either.
+                if best is None:
                     raise
                 break
-            found, largest = packed, max(pilot.cost(*span).state_bytes for span in pairwise(packed.edges))
-            if len(packed.edges) == 2 or largest <= buffer_bytes:  # noqa: PLR2004 - one shard needs no buffer
+            best, largest = partition, max(pilot.cost(*span).state_bytes for span in pairwise(partition.edges))
+            if len(partition.edges) == 2 or largest <= buffer_bytes:  # noqa: PLR2004 - one shard needs no buffer
                 break
-        assert found is not None, "there is a buffer to try"
+        assert best is not None, "there is a buffer to try"
         is_choice = self.budget.buffer_fraction == "auto" and request.like is None
-        return _told_of_buffer(found, self.budget.budget_bytes) if is_choice else found
+        return _told_of_buffer(best, self.budget.budget_bytes) if is_choice else best
 
     def _packed_beside(
         self, request: ShardPlanRequest, step: CapturedStep, pilot: ShardPilot, buffer_bytes: int
@@ -133,6 +135,7 @@ class ShardPartitionPlanner:
                 seconds=estimated_seconds(packed.pilot, plan, plan)[0] if speeds.is_host else None,
             )
 
+        # The measurement steps an optimizer, and optimizers ask `torch.compiler.is_compiling()`, which captures change.
         with GATE.shared():
             rate = update_seconds(request.optimizer, list(request.model.parameters()))
         return choose_placement(
@@ -176,6 +179,7 @@ class ShardPartitionPlanner:
         keeps = task.activations in ("keep", "spill") or (task.activations == "auto" and self.budget.link() is not None)
 
         def measure(first: int, last: int) -> ShardCost:
+            # The last shard has no forward unit that could keep anything, and compiled graphs keep nothing.
             kept = pilot.cost_keeping(first, last) if keeps and last < end and task.compile is None else None
             return pilot.cost(first, last) if kept is None or kept.peak_bytes > room.capacity_bytes else kept
 
@@ -186,12 +190,12 @@ def _told_of_buffer(packed: ShardPartition, budget_bytes: int) -> ShardPartition
     """Add a sentence about the buffer, if there is a buffer."""
     if len(packed.edges) == 2:  # noqa: PLR2004 - one shard has none
         return packed
-    largest = max(packed.pilot.cost(*span).state_bytes for span in pairwise(packed.edges))
-    told = (
+    largest_state_bytes = max(packed.pilot.cost(*span).state_bytes for span in pairwise(packed.edges))
+    sentence = (
         f"{format_bytes(packed.buffer_bytes)} ({packed.buffer_bytes / budget_bytes:.0%} of the device) are kept for loading, "
-        f"and the largest shard's parameters take {format_bytes(largest)}"
+        f"and the largest shard's parameters take {format_bytes(largest_state_bytes)}"
     )
-    return replace(packed, why=told if packed.why is None else f"{packed.why}; {told}")
+    return replace(packed, why=sentence if packed.why is None else f"{packed.why}; {sentence}")
 
 
 def _may_be_tuned(request: ShardPlanRequest, edges: list[int]) -> bool:

@@ -96,6 +96,7 @@ class ShardPartitioner:
         """
         edges = [0, *self._analysis.cuts, self._end]
         worst = max(self._cost(first, last).peak_bytes for first, last in pairwise(edges))
+        # Scaled up, because the buffer takes the same share of any budget.
         low, high = 0, -(-worst * self._budget // self._capacity) + 1
         while high - low > 1 + high // 1000:
             middle = (low + high) // 2
@@ -118,20 +119,20 @@ class ShardPartitioner:
         return True
 
     def _partition(self, num_shards: NumShards, boundaries: Sequence[int]) -> list[int]:
-        wanted = sorted({0, *boundaries, self._end})
+        boundary_edges = sorted({0, *boundaries, self._end})
         if num_shards == "tuned":
             num_shards = None
         # The whole budget counts here, not the capacity: a model in one shard needs no buffer for a next shard.
-        if num_shards is None and len(wanted) == 2 and self._cost(0, self._end).peak_bytes <= self._budget:  # noqa: PLR2004
-            return wanted
+        if num_shards is None and len(boundary_edges) == 2 and self._cost(0, self._end).peak_bytes <= self._budget:  # noqa: PLR2004
+            return boundary_edges
         if num_shards == "layer":
-            wanted = sorted({*wanted, *self._layer_starts()})
+            boundary_edges = sorted({*boundary_edges, *self._layer_starts()})
         elif num_shards is not None:
-            wanted = sorted({*wanted, *self._balanced(num_shards)})
-        found = [0]
-        for first, last in pairwise(wanted):
-            found += self._fill(first, last)
-        return found
+            boundary_edges = sorted({*boundary_edges, *self._balanced(num_shards)})
+        edges = [0]
+        for first, last in pairwise(boundary_edges):
+            edges += self._fill(first, last)
+        return edges
 
     def _cost(self, first: int, last: int) -> ShardCost:
         return self._pilot.cost(first, last)
@@ -156,11 +157,13 @@ class ShardPartitioner:
             furthest = self._furthest(first, inside)
             if furthest is not None:
                 return self._cheapest(first, furthest, inside)
+        # The shortest shard that could start here is too large.
         edges = [cut for cut in self._analysis.cuts if first < cut] or [self._end]
         raise _DoesNotFitError(first, min(edges[0], last))
 
     def _furthest(self, first: int, cuts: list[int]) -> int | None:
         """Last of the cuts up to which a shard from `first` fits, by bisection."""
+        # A bisection, assuming that a longer shard needs no less memory.
         low, high = -1, len(cuts) - 1
         while low < high:
             middle = (low + high + 1) // 2
@@ -189,6 +192,7 @@ class ShardPartitioner:
             spare = len(cuts) - (num_shards - 1 - index)  # leave one cut for each shard still to come
             start = cuts.index(chosen[-1]) + 1 if chosen else 0
             pool = cuts[start:spare]
+            # Cuts between blocks count only near the target, so that the shards stay about equal.
             good = [cut for cut in pool if cut in self._good and abs(cut - target) < self._end / num_shards / 2]
             chosen.append(min(good or pool, key=lambda cut, target=target: abs(cut - target)))  # type: ignore[misc]
         return chosen

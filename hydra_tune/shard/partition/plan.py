@@ -130,6 +130,7 @@ class ShardPlan:
         """
         if not self._draws_are_counted or len(self.shards) == 1:
             return False
+        # The order holds within a shard: units of two shards on the same buffer would meet in no fixed order.
         used = self.used_state()
         return all(len(used[name]) == 1 for shard in self.shards for name in shard.graph.written_state)
 
@@ -140,6 +141,7 @@ class ShardPlan:
 
     @property
     def _draws_are_counted(self) -> bool:
+        # The user's own code may draw from any generator, any number of times.
         return not self.eager and all(shard.graph.counted_draws or not shard.graph.stochastic for shard in self.shards)
 
     def used_state(self) -> dict[str, list[int]]:
@@ -161,6 +163,7 @@ def build_plan(
     """Cut a captured step at `edges` (from 0 to the number of nodes); see `cut_shard` for `backend`."""
     graphs = [cut_shard(captured, analysis, a, b, backend) for a, b in pairwise(edges)]
     shards = [_shard(captured, analysis, pilot, graph) for graph in graphs]
+    # Only values that cross a cut live longer than a unit, so only these need a first and a last use.
     uses: dict[str, list[int]] = {}
     for index, graph in enumerate(graphs):
         for name in graph.live_in:
@@ -191,6 +194,7 @@ def _shard(captured: CapturedStepGraph, analysis: GraphAnalysis, pilot: ShardPil
     training = captured.mode == "train"
     values = analysis.values
     outputs = set(captured.outputs)
+    # A parameter used by several shards is trained where its gradient is complete: at its first shard, the last to run.
     trained = tuple(pilot.trained_here(graph)) if training else ()
     trainable = {name for name in graph.state if pilot.requires_grad(name)} if training else set()
     needs = frozenset(name for name in graph.live_in if values[name].requires_grad) if training else frozenset()

@@ -184,15 +184,17 @@ class PlanLibrary:
             with self._lock, preserved_streams(), suppress(BudgetError):
                 return self._whole(request, CaptureError("batches of too many kinds"))
         key = key_of(request)
+        # The lock is held during a capture, too: trials of the same architecture wait for the plan instead of capturing.
         with self._lock, preserved_streams():
+            # Checked plans come first, because their numbers are known to be right.
             entries = [e for shelf in (self.checked, self._unchecked) for e in shelf.plans.get(key, ())]
             # A guard replays operators on the batch, and operators may run other kernels during a capture.
             with GATE.shared():
                 entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
             if entry is None:
                 request = replace(request, foreseen=self._foreseen.get(key))
-                found = self._capture(request)
-                entry = _PlanLibraryEntry(request.guard, found)
+                outcome = self._capture(request)
+                entry = _PlanLibraryEntry(request.guard, outcome)
             # A measured step holds a whole graph, and only the first `prepare` after `foresee` can use the step.
             self._foreseen.clear()
             if key is not None:
@@ -230,21 +232,21 @@ class PlanLibrary:
             only_asks=True,
         )
         with self._lock, preserved_streams():
-            found = self._look(request, [])
-            if isinstance(found, CaptureError) and not is_unbuilt(model) and (answers := _answers(request)):
+            estimate = self._look(request, [])
+            if isinstance(estimate, CaptureError) and not is_unbuilt(model) and (answers := _answers(request)):
                 with_answers = self._look(request, answers)
-                found = found if isinstance(with_answers, CaptureError) else with_answers
+                estimate = estimate if isinstance(with_answers, CaptureError) else with_answers
             with suppress(BudgetError):
-                if not isinstance(found, CaptureError):
-                    return found
-                return foreseen_whole(self._packer, task, self._whole(request, found).plan)
+                if not isinstance(estimate, CaptureError):
+                    return estimate
+                return foreseen_whole(self._packer, task, self._whole(request, estimate).plan)
         return None
 
     def _look(self, request: ShardPlanRequest, answers: list[Answer]) -> StepCostEstimate | CaptureError | None:
         """Predict the cost of a step cut into shards; the error if the step cannot be cut; None if the step does not fit."""
         try:
             step = self._measured_step(request, answers)
-            found = foreseen(self._packer, request, step)
+            estimate = foreseen(self._packer, request, step)
         except CaptureError as error:
             return CaptureError(str(error))
         except BudgetError:
@@ -257,7 +259,7 @@ class PlanLibrary:
             # Kept for `prepare`, which then skips the capture. A step with answers depends on the batch and is not
             # kept.
             self._foreseen[key] = step
-        return found
+        return estimate
 
     def _keep(self, key: Hashable, entry: _PlanLibraryEntry) -> None:
         is_checked = isinstance(entry.found, CaptureError) or entry.found.is_checked
@@ -265,18 +267,19 @@ class PlanLibrary:
 
     def _capture(self, request: ShardPlanRequest) -> PreparedPlan | CaptureError:
         """Return a verified plan, or the reason for having none; raise if the budget cannot be met."""
-        found = self._attempt(request, [])
-        if isinstance(found, CaptureError) and not is_unbuilt(request.model) and (answers := _answers(request)):
+        outcome = self._attempt(request, [])
+        if isinstance(outcome, CaptureError) and not is_unbuilt(request.model) and (answers := _answers(request)):
             # Without answers first: a step that needs no answers has a single plan for all batches.
             with_answers = self._attempt(request, answers)
-            return found if isinstance(with_answers, CaptureError) else with_answers
-        return found
+            return outcome if isinstance(with_answers, CaptureError) else with_answers
+        return outcome
 
     def _attempt(self, request: ShardPlanRequest, answers: list[Answer]) -> PreparedPlan | CaptureError:
         try:
-            known = None if answers else request.foreseen
-            return self._cut(request, known or self._measured_step(request, answers))
+            measured_step = None if answers else request.foreseen
+            return self._cut(request, measured_step or self._measured_step(request, answers))
         except CaptureError as error:
+            # A new error: the library keeps the error, and the old error's traceback would keep the copy of the model.
             return CaptureError(str(error))
         except HydraTuneError:
             raise
@@ -292,12 +295,12 @@ class PlanLibrary:
     def _cut(self, request: ShardPlanRequest, step: CapturedStep) -> PreparedPlan:
         captured, answers, analysis = step.captured, step.answers, step.analysis
         nodes = len(captured.nodes)
-        packed = self._packer.packed(request, step)
-        pilot, partitioner, edges = packed.pilot, packed.partitioner, packed.edges
-        for reason in filter(None, (packed.why, packed.placement_why)):
+        partition = self._packer.packed(request, step)
+        pilot, partitioner, edges = partition.pilot, partition.partitioner, partition.edges
+        for reason in filter(None, (partition.why, partition.placement_why)):
             CHOICES.info("%s", reason)
         plan = build_plan(captured, analysis, pilot, edges)
-        room = self.budget.room(packed.buffer_bytes)
+        room = self.budget.room(partition.buffer_bytes)
         # Compiled graphs save tensors through their own autograd functions, which do not cooperate with units.
         kept = plan if request.task.compile else keeping(plan, pilot, request.task.activations, room)
         with GATE.shared():
@@ -331,8 +334,8 @@ class PlanLibrary:
             guard=request.guard,
             smallest_budget=smallest,
             is_checked=is_checked,
-            why=packed.why,
-            placement_why=packed.placement_why,
+            why=partition.why,
+            placement_why=partition.placement_why,
         )
 
     def _may_check(self, request: ShardPlanRequest, whole: ShardCost) -> bool:
@@ -370,9 +373,9 @@ class PlanLibrary:
         sample = self._sample(request, captured, answers, plan, kept) if self.budget.checks_sample else None
         if sample is not None:
             with suppress(Exception):  # any failure with few samples is decided by the whole batch
-                found = self._verify(request, sample.plan, sample.kept, sample.batch)
+                seconds = self._verify(request, sample.plan, sample.kept, sample.batch)
                 if request.guard is None or request.guard.holds(request.leaves.tensors):
-                    return sample.for_all(found[0]), None if found[1] is None else sample.for_all(found[1])
+                    return sample.for_all(seconds[0]), None if seconds[1] is None else sample.for_all(seconds[1])
             # Guards of the failed attempt must not decide for the whole batch.
             request.guards.clear()
         return self._verify(request, plan, kept, request.batch)
@@ -380,9 +383,9 @@ class PlanLibrary:
     def _verify(
         self, request: ShardPlanRequest, plan: ShardPlan, kept: ShardPlan, batch: Any
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
-        other = None if kept is plan else kept
+        distinct_kept = None if kept is plan else kept
         with GATE.shared(), intraop_threads(self.budget.host_threads):
-            return verify(request.task, _twin(request.model), plan, batch, request.guards, other)
+            return verify(request.task, _twin(request.model), plan, batch, request.guards, distinct_kept)
 
     def _sample(
         self,
@@ -407,15 +410,16 @@ class PlanLibrary:
     def _whole(self, request: ShardPlanRequest, reason: CaptureError) -> PreparedPlan:
         if is_unbuilt(request.model):
             raise ConfigError(
-                f"the model cannot be cut ({reason}), and what it needs whole is found by running it, for which it is too "
-                "large here; make it capturable, or train some steps of it"
+                f"the model cannot be cut ({reason}), and the memory of a whole model is measured by a run, for which this "
+                "model is too large here; make it capturable, or train some steps of it"
             ) from reason
         if request.like is not None:
             return self._whole_for(request, reason, updates_on_host=request.like.plan.updates_on_host)
-        wanted = self.budget.optimizer_placement
-        if wanted != "auto":
-            return self._whole_for(request, reason, updates_on_host=wanted == "host")
+        placement = self.budget.optimizer_placement
+        if placement != "auto":
+            return self._whole_for(request, reason, updates_on_host=placement == "host")
         try:
+            # Updates on the device come first: they move no gradients and parameters, as long as everything fits.
             why = "updates on the device: the model runs whole, and fits with its optimizer state"
             return replace(self._whole_for(request, reason, updates_on_host=False), placement_why=why)
         except BudgetError:
@@ -458,6 +462,7 @@ def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> C
     """Capture the step for a batch as a graph."""
     if is_unbuilt(request.model):
         return _captured_unbuilt(request, batch)
+    # Copied outside the gate, so that computations wait for the capture alone.
     twin = _twin(request.model)
     with GATE.exclusive(), autocast(request.task.precision):
         captured = capture(request.task, twin, batch, request.mode, answering(answers))

@@ -35,6 +35,7 @@ class TrialStateLayout:
         """Each owned name -> all names loaded together with the name."""
         members: dict[tuple[int, bool], set[str]] = {}
         for name, owner in self.owners.items():
+            # Parameters and buffers of a shard lie in separate blocks.
             members.setdefault((owner, specs[name].is_parameter), set()).add(name)
         return {name: frozenset(names) for names in members.values() for name in names}
 
@@ -80,10 +81,10 @@ def key_of(request: ShardPlanRequest) -> Hashable | None:
     # An evaluation uses no optimizer and no gradients, so trials that differ only in these share its plan.
     if request.mode == "train":
         tail = (optimizer_key(request.optimizer), GradientRules.of(task), task.num_pieces, task.activations)
-    held = None
+    layout = None
     if like is not None:
-        held = (like.plan.mode, like.plan.cuts, like.plan.updates_on_host, frozenset(like.owners.items()))
-    return (architecture, request.mode, request.leaves.signature, tail, held)
+        layout = (like.plan.mode, like.plan.cuts, like.plan.updates_on_host, frozenset(like.owners.items()))
+    return (architecture, request.mode, request.leaves.signature, tail, layout)
 
 
 def cuts_like(captured: CapturedStepGraph, analysis: GraphAnalysis, like: TrialStateLayout) -> list[int]:
@@ -101,8 +102,9 @@ def _owner_cuts(captured: CapturedStepGraph, analysis: GraphAnalysis, owners: di
     for node in captured.nodes:
         used = (captured.state.get(argument.name) for argument in node.all_input_nodes)
         owner = max((owners[name] for name in used if name is not None and name in owners), default=0)
+        # Only the first use of a further shard's state begins a shard; a later use of earlier state begins none.
         if owner > reached:
             reached = owner
-            before = [cut for cut in allowed if cut <= positions[node]]
-            cuts += before[-1:]
+            cuts_before = [cut for cut in allowed if cut <= positions[node]]
+            cuts += cuts_before[-1:]
     return sorted(set(cuts))

@@ -68,6 +68,7 @@ class QuickPartitioner(ShardPartitioner):
 
     def _furthest(self, first: int, cuts: list[int]) -> int | None:
         """Do the search of `ShardPartitioner` in fewer steps, by interpolating between known candidates."""
+        # Candidates measured for other budgets narrow the search before this search measures any.
         low, high = -1, len(cuts)
         for end, peak_bytes in self._quick.peaks(first).items():
             if peak_bytes <= self._capacity:
@@ -80,6 +81,7 @@ class QuickPartitioner(ShardPartitioner):
         while high - low > 1:
             middle = (low + high) // 2
             if guesses < _MOST_GUESSES:
+                # Strictly between the bounds, so that even a bad guess narrows the search.
                 middle = min(max(self._guess(first, cuts, middle), low + 1), high - 1)
                 guesses += 1
             if self._fits(first, cuts[middle]):
@@ -90,9 +92,9 @@ class QuickPartitioner(ShardPartitioner):
 
     def _guess(self, first: int, cuts: list[int], otherwise: int) -> int:
         """Index of the last cut that is likely to fit."""
-        known = self._quick.peaks(first).items()
-        under = max((one for one in known if one[1] <= self._capacity), default=None)
-        over = min((one for one in known if one[1] > self._capacity), default=None)
+        measured = self._quick.peaks(first).items()
+        under = max((candidate for candidate in measured if candidate[1] <= self._capacity), default=None)
+        over = min((candidate for candidate in measured if candidate[1] > self._capacity), default=None)
         if under is None or over is None:
             return otherwise
         share = (self._capacity - under[1]) / (over[1] - under[1])
@@ -109,27 +111,29 @@ class QuickPartitioner(ShardPartitioner):
         """
         edges = [0, *self._analysis.cuts, self._end]
         pieces = [(self._cost(first, last), index) for index, (first, last) in enumerate(pairwise(edges))]
-        least, seen = 0, set()
+        least, checked_costs = 0, set()
         for cost, index in sorted(pieces, key=lambda piece: -piece[0].peak_bytes):
             if cost.peak_bytes <= least:
                 break
-            if cost not in seen:  # equal layers have equal costs
-                seen.add(cost)
+            if cost not in checked_costs:  # equal layers have equal costs
+                checked_costs.add(cost)
                 least = max(least, self._least_around(index, edges, least))
         return least
 
     def _least_around(self, index: int, edges: Sequence[int], enough: int) -> int:
         """Least needs of the candidates that extend this piece by a few pieces; `enough` if the least is smaller."""
-        found = self._cost(edges[index], edges[index + 1]).peak_bytes
+        least = self._cost(edges[index], edges[index + 1]).peak_bytes
         for before, after in product(range(_AROUND + 1), repeat=2):
             if index >= before and index + 1 + after < len(edges):
-                found = min(found, self._cost(edges[index - before], edges[index + 1 + after]).peak_bytes)
-            if found <= enough:
+                least = min(least, self._cost(edges[index - before], edges[index + 1 + after]).peak_bytes)
+            # Another piece has already proved that a cut needs `enough`, so a smaller figure decides nothing.
+            if least <= enough:
                 return enough
-        return found
+        return least
 
     def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
         capacity = budget_bytes * self._capacity // self._budget
+        # All attempts share the measured candidates, so an attempt measures only candidates that are new.
         pilot = self._quick.within(budget_bytes, self._analysis)
         attempt = BudgetProbePartitioner(
             pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
@@ -178,7 +182,7 @@ class _QuickPilot(ShardPilot):
         self._cuts = analysis.cuts
         self._whole = (0, num_nodes)
         self._limit_bytes = limit_bytes
-        # by first node: last nodes and costs of candidates over some limit
+        # By first node: last nodes and costs of candidates over some limit.
         self._too_large = {} if too_large is None else too_large
         self._peaks = {} if peaks is None else peaks
 
@@ -192,18 +196,19 @@ class _QuickPilot(ShardPilot):
 
     def cost(self, first: int, last: int) -> ShardCost:
         """Cost of a candidate, or of a shorter candidate that is over the limit already."""
-        # every caller asks for the whole graph, and the pilot measures the whole graph only once
+        # Every caller asks for the whole graph, and the pilot measures the whole graph only once.
         if (first, last) == self._whole:
             return self._pilot.cost(first, last)
-        found = self._too_large.setdefault(first, [])
-        for end, cost in found:
+        large_candidates = self._too_large.setdefault(first, [])
+        for end, cost in large_candidates:
+            # The list is shared with pilots of other limits, so the limit of this pilot has to be compared anew.
             if end <= last and cost.peak_bytes > self._limit_bytes:
                 return cost
         for end in self._ends(first, last):
             cost = self._pilot.cost(first, end)
             self._peaks.setdefault(first, {})[end] = cost.peak_bytes
             if cost.peak_bytes > self._limit_bytes:
-                found.append((end, cost))
+                large_candidates.append((end, cost))
                 break
         return cost
 

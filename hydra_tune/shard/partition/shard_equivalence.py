@@ -65,21 +65,22 @@ class ShardSignatureBuilder:
 
     def of(self, first: int, last: int) -> ShardSignature:
         """Likeness of the nodes `first` up to, not including, `last`."""
-        seen = _ExternalValueTable(self, first, last)
+        table = _ExternalValueTable(self, first, last)
         body = tuple(
-            (self._tokens[position], *(seen.reference(argument) for argument in self._nodes[position].all_input_nodes))
+            (self._tokens[position], *(table.reference(argument) for argument in self._nodes[position].all_input_nodes))
             for position in range(first, last)
         )
-        known = all(self._tokens[position] is not _UNKNOWN for position in range(first, last)) and seen.is_known
+        is_known = all(self._tokens[position] is not _UNKNOWN for position in range(first, last)) and table.is_known
         ends = tuple(
             (position - first, node.name in self._results, self._has_gradient(node))
             for position, node in enumerate(self._nodes[first:last], first)
             if node.name in self._results or self._last_use[node] >= last
         )
-        placeholders = sorted((n for n in seen.numbers if n.name in self._captured.state), key=self._order.__getitem__)
+        # In the order of the graph, as the arguments of a shard (`cut_shard`).
+        placeholders = sorted((n for n in table.numbers if n.name in self._captured.state), key=self._order.__getitem__)
         return ShardSignature(
             # The end of the graph belongs to the key: the last shard of a training step has no forward unit.
-            key=(last == len(self._nodes), body, tuple(seen.descriptions), ends) if known else None,
+            key=(last == len(self._nodes), body, tuple(table.descriptions), ends) if is_known else None,
             state=tuple(dict.fromkeys(self._captured.state[node.name] for node in placeholders)),
         )
 
@@ -103,15 +104,16 @@ class ShardSignatureBuilder:
         """Description of a value from outside; None if the value is not a plain tensor."""
         captured, name = self._captured, node.name
         if name in captured.state:
-            own = captured.state[name]
-            number = storages.setdefault(("state", own), len(storages))
+            canonical_name = captured.state[name]
+            # By canonical name, because tied placeholders are a single tensor.
+            number = storages.setdefault(("state", canonical_name), len(storages))
             # A buffer overwritten here or later is saved for a recompute (`ShardGraph.saved_state`), at the cost of a
             # copy.
-            saved = self._last_write.get(own, -1) >= first
+            is_saved = self._last_write.get(canonical_name, -1) >= first
             fake = self._given[name]
             # A parameter used by later shards enters the backward with a gradient.
-            later = self._state_use[own] >= last
-            return ("state", number, _geometry(fake), fake.requires_grad, saved, later)
+            is_used_later = self._state_use[canonical_name] >= last
+            return ("state", number, _geometry(fake), fake.requires_grad, is_saved, is_used_later)
         if name in captured.constants or name in captured.inputs:
             fake = self._given[name]
             storage = fake.untyped_storage()
@@ -121,8 +123,8 @@ class ShardSignatureBuilder:
         if value is None or not isinstance(node.meta.get("val"), Tensor):
             return None
         number = storages.setdefault(("value", value.storage), len(storages))
-        later = self._last_use[node] >= last
-        return ("value", number, _geometry(node.meta["val"]), value.storage_bytes, value.requires_grad, later)
+        is_used_later = self._last_use[node] >= last
+        return ("value", number, _geometry(node.meta["val"]), value.storage_bytes, value.requires_grad, is_used_later)
 
     def position(self, node: fx.Node) -> int | None:
         """Position of a computing node."""
@@ -163,18 +165,18 @@ def _plain(value: Any) -> Hashable:
 
     `all_input_nodes` lists each node once, in the same order, so the numbers tell which arguments are the same node.
     """
-    seen: dict[fx.Node, int] = {}
+    numbers: dict[fx.Node, int] = {}
 
     def walk(item: Any) -> Hashable:
         if isinstance(item, fx.Node):
-            return ("node", seen.setdefault(item, len(seen)))
+            return ("node", numbers.setdefault(item, len(numbers)))
         if isinstance(item, list | tuple):
             return (type(item).__name__, *(walk(part) for part in item))
         if isinstance(item, dict):
             return ("dict", *((key, walk(part)) for key, part in item.items()))
         if isinstance(item, slice):
             return ("slice", walk(item.start), walk(item.stop), walk(item.step))
-        # By `repr`, so that 0.0 and -0.0 differ and NaN equals NaN.
+        # With the class, because 1, 1.0 and True are equal. By `repr`, so that 0.0 and -0.0 differ and NaN equals NaN.
         return (type(item).__name__, repr(item) if isinstance(item, float) else item)
 
     return walk(value)

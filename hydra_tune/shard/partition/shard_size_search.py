@@ -73,15 +73,15 @@ class ShardPartitionChoice:
     def reason(self) -> str:
         """Sentence for the user."""
         largest, chosen = self.tried[0], self.packing
-        counts = ", ".join(f"{one.num_shards}: {format_bytes(one.step_bytes)}" for one in self.tried)
+        counts = ", ".join(f"{candidate.num_shards}: {format_bytes(candidate.step_bytes)}" for candidate in self.tried)
         if chosen is largest:
-            saved = "the largest that fit; smaller ones would not move fewer bytes"
+            gain_text = "the largest that fit; smaller ones would not move fewer bytes"
         else:
-            saved = (
+            gain_text = (
                 f"a step moves about {format_bytes(chosen.step_bytes)}, and {format_bytes(largest.step_bytes)} with "
                 f"{largest.num_shards} of up to {format_bytes(largest.peak_bytes)}"
             )
-        return f"{chosen.num_shards} shards of up to {format_bytes(chosen.peak_bytes)}: {saved} (tried {counts})"
+        return f"{chosen.num_shards} shards of up to {format_bytes(chosen.peak_bytes)}: {gain_text} (tried {counts})"
 
 
 def choose_packing(
@@ -107,29 +107,30 @@ def choose_packing(
             step_bytes=step_traffic(costs, budget_bytes, habits).nbytes,
         )
 
-    tried = [packing(largest)]
-    tried += _smaller(tried[0], pack, packing)
-    least = min(one.step_bytes for one in tried)
-    near = [one for one in tried if one.step_bytes <= least * _NEAR]
-    best = min(near, key=lambda one: (one.num_shards, one.step_bytes, one.peak_bytes))
-    if best.step_bytes > tried[0].step_bytes * _WORTH:
-        best = tried[0]
-    return ShardPartitionChoice(packing=best, tried=tuple(tried))
+    candidates = [packing(largest)]
+    candidates += _smaller(candidates[0], pack, packing)
+    least = min(candidate.step_bytes for candidate in candidates)
+    near = [candidate for candidate in candidates if candidate.step_bytes <= least * _NEAR]
+    best = min(near, key=lambda candidate: (candidate.num_shards, candidate.step_bytes, candidate.peak_bytes))
+    if best.step_bytes > candidates[0].step_bytes * _WORTH:
+        best = candidates[0]
+    return ShardPartitionChoice(packing=best, tried=tuple(candidates))
 
 
 def _smaller(
     largest: ShardPartitionCandidate, pack: Pack, packing: Callable[[Sequence[int]], ShardPartitionCandidate]
 ) -> Iterator[ShardPartitionCandidate]:
     """Yield cuts into ever smaller shards, until some part cannot be cut further."""
-    seen, size = {largest.edges}, largest.peak_bytes
+    tried_edges, size = {largest.edges}, largest.peak_bytes
     for _ in range(_MOST_CUTS):
         size = int(size * _NEXT_SIZE)
         edges = pack(size)
         if edges is None:
             return
-        if tuple(edges) in seen:
+        if tuple(edges) in tried_edges:
             continue
-        seen.add(tuple(edges))
-        found = packing(edges)
-        yield found
-        size = min(size, found.peak_bytes)
+        tried_edges.add(tuple(edges))
+        candidate = packing(edges)
+        yield candidate
+        # The shards may be smaller than asked for, and the next cut has to differ from this cut.
+        size = min(size, candidate.peak_bytes)

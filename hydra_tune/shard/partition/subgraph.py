@@ -87,6 +87,7 @@ def cut_shard(
     live_out = _live_out(captured, nodes, inside)
 
     stochastic = any(first <= position < last for position in analysis.stochastic)
+    # The placeholders are made in the order of the arguments of `ShardGraph.module`.
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     # Placeholders by canonical name: tied placeholders of the captured graph become a single argument.
@@ -98,6 +99,7 @@ def cut_shard(
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in used:
+        # The graph of a region (`no_grad`, autocast) is an attribute of the module, not an argument.
         if node.op == "get_attr":
             copies[node] = graph.node_copy(node)
     for node in nodes:
@@ -114,7 +116,7 @@ def cut_shard(
         run = placed(module)
     else:
         written = [state.index(name) for name in written_state]
-        run = placed(module, lambda one: compiled(one, backend, written))
+        run = placed(module, lambda placed_graph: compiled(placed_graph, backend, written))
     return ShardGraph(
         module=under_autocast(run, captured.precision),
         first=first,
@@ -152,19 +154,22 @@ def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Ca
     options: dict[str, str | int | bool | Callable[..., Any]] | None = None
     if backend == "inductor":
         options = {"fallback_random": True}
-    made_by: Callable[..., tuple[Tensor, ...]] = torch.compile(module, backend=backend, dynamic=False, options=options)
+    # Not dynamic, because a plan serves a single kind of batch.
+    compiled_graph: Callable[..., tuple[Tensor, ...]] = torch.compile(
+        module, backend=backend, dynamic=False, options=options
+    )
 
     def run(*arguments: Tensor) -> tuple[Tensor, ...]:
-        own = list(arguments)
+        copied_arguments = list(arguments)
         for position in written:
-            own[position] = arguments[position].clone()
-        made = made_by(*own)
+            copied_arguments[position] = arguments[position].clone()
+        results = compiled_graph(*copied_arguments)
         with torch.no_grad():
             for position in written:
-                arguments[position].copy_(own[position])
-        return made
+                arguments[position].copy_(copied_arguments[position])
+        return results
 
-    return run if written else made_by
+    return run if written else compiled_graph
 
 
 def _outside_arguments(captured: CapturedStepGraph, nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
