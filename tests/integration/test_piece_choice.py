@@ -84,7 +84,7 @@ def test_a_batch_that_fits_is_split_where_that_makes_a_step_shorter():
     assert whole.bytes_by_kind["boundaries"] > 0
     assert set(split.bytes_by_kind) == {"inputs"}
     assert result.split_batches == 4
-    assert "whole ones would take longer" in split.trials[0].split
+    assert "whole batches would take longer" in split.trials[0].split
     assert whole.trials[0].split is None
     assert against_plain(task(4), result) == []
 

@@ -98,10 +98,10 @@ def chosen(
     paying = [index for index in last_first if gains[index] > _copied_seconds(kept.shards[index], link)]
     # Shards that pay for their copies choose first; the others are kept only in room that nothing else needs.
     for index in (*paying, *(index for index in last_first if index not in paying)):
-        tried = [*shards[:index], kept.shards[index], *shards[index + 1 :]]
-        has_room = sum(shard.cost.kept_bytes for shard in tried) <= spare
-        if has_room and (index in paying or _never_moves(tried, room)):
-            shards = tried
+        candidate_shards = [*shards[:index], kept.shards[index], *shards[index + 1 :]]
+        has_room = sum(shard.cost.kept_bytes for shard in candidate_shards) <= spare
+        if has_room and (index in paying or _never_moves(candidate_shards, room)):
+            shards = candidate_shards
     return replace(plan, shards=tuple(shards))
 
 
@@ -148,6 +148,7 @@ def _never_moves(shards: Sequence[Shard], room: ActivationBudget) -> bool:
     """Whether each unit has room beside the kept activations of all earlier shards."""
     waiting = 0
     for shard in shards:
+        # Every trial of the device may have as many activations waiting at the same time.
         if shard.cost.peak_bytes + waiting * room.trials > room.budget_bytes:
             return False
         waiting += shard.cost.kept_bytes

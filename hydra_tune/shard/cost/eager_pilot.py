@@ -85,10 +85,10 @@ class EagerPilot:
         self._check()
         with _host() as device:
             twin, batch = copy.deepcopy(self._model), self._batch()
-            saved = SavedTensorSpiller(device, _owned(twin, batch))
+            spiller = SavedTensorSpiller(device, _owned(twin, batch))
             tracker = StorageTracker(self._alignment)
-            names = self._run(twin, batch, tracker, saved.hooks())
-        return EagerCost(names=names, workspace=tracker.peak_bytes, spilled_bytes=saved.peak_bytes)
+            names = self._run(twin, batch, tracker, spiller.hooks())
+        return EagerCost(names=names, workspace=tracker.peak_bytes, spilled_bytes=spiller.peak_bytes)
 
     def _check(self) -> None:
         """Run the step once, comparing each copy with the tensor that a backward without copies would read."""
@@ -117,14 +117,15 @@ class EagerPilot:
         state = dict(named_state(twin))
         with preserved_streams(), quiet_collector(), torch.set_grad_enabled(training), tracker, saving:
             if isinstance(tracker, StorageTracker):
+                # Operands count as blocks, and the workspace is the rest.
                 tracker.know(*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
             with eager_autocast(self._task.precision):
                 results = wrapper(batch)
             if training:
-                # copied as in a backward unit, so that the peak includes the copy
-                kept = results["loss"].detach().clone()
+                # Copied as in a backward unit, so that the peak includes the copy.
+                loss_copy = results["loss"].detach().clone()
                 GradientRules.of(self._task).objective(results["loss"]).backward()  # type: ignore[no-untyped-call]
-                del kept
+                del loss_copy
                 refuse_sparse({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
         check_state(state, twin)
         return tuple(results)
@@ -139,6 +140,7 @@ class _SavedTensorVerifier(SavedTensorSpiller):
 
     def pack(self, tensor: Tensor) -> PackedSavedTensor:
         packed = super().pack(tensor)
+        # With the packed tensor itself, so that its id is not used again during the step.
         self._originals[id(packed)] = (packed, tensor.detach())
         return packed
 
@@ -158,6 +160,7 @@ class _SavedTensorVerifier(SavedTensorSpiller):
 @contextmanager
 def _host() -> Iterator[Device]:
     """A CPU device for host copies, for the length of a run."""
+    # Without a budget, because the device only copies and no ledger counts its bytes.
     device = CpuDevice(0, 0)
     try:
         yield device
@@ -167,6 +170,6 @@ def _host() -> Iterator[Device]:
 
 def _owned(twin: nn.Module, batch: Any) -> Callable[[Tensor], bool]:
     """Return a test for tensors in the memory of a unit's operands: the state or the batch."""
-    given = (*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
-    storages = {tensor.untyped_storage()._cdata for tensor in given}  # noqa: SLF001 - the storage's identity
+    operands = (*twin.parameters(), *twin.buffers(), *batches.flatten(batch).tensors)
+    storages = {tensor.untyped_storage()._cdata for tensor in operands}  # noqa: SLF001 - the storage's identity
     return lambda tensor: tensor.untyped_storage()._cdata in storages  # noqa: SLF001

@@ -75,23 +75,23 @@ class PieceCountChoice:
     @property
     def reason(self) -> str:
         """Sentence for the user."""
-        found = dict(self.tried)
-        fewest = next((count for count, one in found.items() if one is not None), None)
-        chosen = found[self.count]
+        cost_of_count = dict(self.tried)
+        fewest = next((count for count, cost in cost_of_count.items() if cost is not None), None)
+        chosen = cost_of_count[self.count]
         if chosen is None or fewest is None:
             return f"batches of {self.samples} do not fit, not even in pieces of one sample"
-        what = f"{self.count} pieces of each batch of {self.samples}" if self.count > 1 else "whole batches"
+        choice_text = f"{self.count} pieces of each batch of {self.samples}" if self.count > 1 else "whole batches"
         if fewest > 1:
-            why = "whole ones would not fit" if fewest == self.count else f"fewer than {fewest} would not fit"
+            cause = "whole batches would not fit" if fewest == self.count else f"fewer than {fewest} would not fit"
         elif self.count == 1:
-            why = "pieces would not make it clearly shorter"
+            cause = "pieces would not make the step clearly shorter"
         else:
-            why = "whole ones would take longer"
-        counts = ", ".join(f"{count}: {_said(one)}" for count, one in self.tried)
+            cause = "whole batches would take longer"
+        counts = ", ".join(f"{count}: {_said(cost)}" for count, cost in self.tried)
         moved = f"about {format_bytes(chosen.step_bytes)}" if chosen.step_bytes else "nothing"
         step = f"a step in {chosen.num_shards} shard{'s' * (chosen.num_shards > 1)} moves {moved}"
         rounded = f"; sums are rounded as with split_batches={self.count}" if self.count > 1 else ""
-        return f"{what}: {step}; {why} (tried {counts}){rounded}"
+        return f"{choice_text}: {step}; {cause} (tried {counts}){rounded}"
 
 
 def choose_count(samples: int, probe: Probe) -> PieceCountChoice:
@@ -101,21 +101,21 @@ def choose_count(samples: int, probe: Probe) -> PieceCountChoice:
         samples: samples of a batch.
         probe: returns the expected cost for a number of pieces; called for some divisors of `samples`, each once.
     """
-    known: dict[int, StepCostEstimate | None] = {}
+    cost_by_count: dict[int, StepCostEstimate | None] = {}
 
-    def found(count: int) -> StepCostEstimate | None:
-        if count not in known:
-            known[count] = probe(count)
-        return known[count]
+    def cost_of(count: int) -> StepCostEstimate | None:
+        if count not in cost_by_count:
+            cost_by_count[count] = probe(count)
+        return cost_by_count[count]
 
     counts = divisors(samples)
-    first = _fewest(counts, found)
+    first = _fewest(counts, cost_of)
     if first is None:
         best = samples
     else:
-        fitting = _tried_from(counts, first, found)
+        fitting = _tried_from(counts, first, cost_of)
         best = _best(fitting)
-    return PieceCountChoice(count=best, samples=samples, tried=tuple(sorted(known.items())))
+    return PieceCountChoice(count=best, samples=samples, tried=tuple(sorted(cost_by_count.items())))
 
 
 def divisors(samples: int) -> list[int]:
@@ -145,13 +145,13 @@ def _tried_from(counts: Sequence[int], first: int, found: Probe) -> dict[int, St
             break
         if count < last * _APART:
             continue
-        last, one = count, found(count)
-        if one is None:
+        last, step = count, found(count)
+        if step is None:
             continue
-        fitting[count] = one
-        cost = _costs([least, one])
+        fitting[count] = step
+        cost = _costs([least, step])
         in_vain = 0 if cost[1] * _NEAR < cost[0] else in_vain + 1
-        least = one if cost[1] < cost[0] else least
+        least = step if cost[1] < cost[0] else least
     return fitting
 
 
@@ -165,8 +165,9 @@ def _best(fitting: dict[int, StepCostEstimate]) -> int:
 
 def _costs(steps: Sequence[StepCostEstimate]) -> list[float]:
     """Seconds of each step, or bytes if some steps have no seconds."""
-    seconds = [one.seconds for one in steps if one.seconds is not None]
-    return seconds if len(seconds) == len(steps) else [float(one.step_bytes) for one in steps]
+    # Seconds for all steps or for none: seconds cannot be compared with bytes.
+    seconds = [step.seconds for step in steps if step.seconds is not None]
+    return seconds if len(seconds) == len(steps) else [float(step.step_bytes) for step in steps]
 
 
 def _said(one: StepCostEstimate | None) -> str:

@@ -113,6 +113,7 @@ def choose_placement(
             place="device",
             reason="updates on the device: the model and its optimizer state stay there, and nothing moves",
         )
+    # A CPU device updates at the host's speed, and a GPU's update is left out (note above).
     updating = (
         sum(_update_seconds(cost, speeds, seconds_per_byte) for cost in on_device.costs) if speeds.is_host else 0.0
     )
@@ -145,13 +146,13 @@ def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
     leaf.grad = torch.zeros_like(leaf)
     stand_in = stand_in_for(optimizer, [("", groups[id(largest)])], [leaf])
     stand_in.step()  # creates the state, so that the timed steps do not
-    found = []
+    round_seconds = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
         stand_in.step()
-        found.append(time.perf_counter() - start)
+        round_seconds.append(time.perf_counter() - start)
     # The minimum: other work on the machine only ever makes a step longer.
-    return min(found) / max(leaf.nbytes, 1)
+    return min(round_seconds) / max(leaf.nbytes, 1)
 
 
 def _update_seconds(cost: ShardCost, speeds: MachineSpeeds, seconds_per_byte: float) -> float:
@@ -164,6 +165,7 @@ def _computing(cut: PlacementCandidate, num_batches: int) -> float:
     """Seconds of a step's forward and backward units."""
     if cut.seconds is None:
         return 0.0
+    # The last shard has no forward unit of its own.
     return num_batches * (sum(cut.seconds.forward[:-1]) + sum(cut.seconds.backward))
 
 
@@ -181,18 +183,18 @@ def _on_host(
 ) -> tuple[float, int]:
     """Seconds of a step with updates on the host, and bytes moved by the step."""
     traffic = step_traffic(cut.costs, budget_bytes, habits)
-    down = speeds.link.seconds(sum(cost.trained_bytes for cost in cut.costs), len(cut.costs))
-    others = max(0.0, speeds.link.seconds(traffic.nbytes, traffic.copies) - down)
+    gradient_seconds = speeds.link.seconds(sum(cost.trained_bytes for cost in cut.costs), len(cut.costs))
+    other_seconds = max(0.0, speeds.link.seconds(traffic.nbytes, traffic.copies) - gradient_seconds)
     computing = _computing(cut, habits.num_batches)
     updates = [_update_seconds(cost, speeds, seconds_per_byte) for cost in cut.costs]
-    left = sum(updates)
+    exposed_seconds = sum(updates)
     if speeds.has_core and not habits.waits:
         # Updates overlap with the backward units after the first update; the update of the first shard comes last.
         backward = 0.0 if cut.seconds is None else sum(cut.seconds.backward[:-1])
         # Half of the other copies are assumed to fall into the backward half of the step.
-        beside = _beside(backward, others / 2, habits) + down * (1 - 1 / len(cut.costs))
-        left = max(updates[0], left - beside)
-    return _beside(computing, others, habits) + down + left, traffic.nbytes
+        beside = _beside(backward, other_seconds / 2, habits) + gradient_seconds * (1 - 1 / len(cut.costs))
+        exposed_seconds = max(updates[0], exposed_seconds - beside)
+    return _beside(computing, other_seconds, habits) + gradient_seconds + exposed_seconds, traffic.nbytes
 
 
 def _reason(

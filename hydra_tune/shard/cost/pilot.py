@@ -73,6 +73,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def know(self, *tensors: Tensor) -> None:
         """Leave the storages of these tensors out of the count."""
+        # Followed with a size of 0, so that an operator that returns a view of the storage adds nothing.
         for tensor in tensors:
             self._track(tensor, size=0)
 
@@ -85,7 +86,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = with_workspace(func, args, func(*args, **(kwargs or {})))
-        # fast path: most results are a single tensor, and this code runs for every operator of the user's code
+        # The fast path: most results are a single tensor, and this code runs for every operator of the user's code.
         if isinstance(result, Tensor):
             self._track(result)
         else:
@@ -305,19 +306,19 @@ class ShardPilot:
         """Return the cost with activations kept between forward and backward unit; None if keeping is impossible."""
         shard = cut_shard(self._captured, self._analysis, first, last)
         try:
-            made, kept, backward = self._measure_keeping(shard)
+            forward_bytes, kept_sizes, backward_bytes = self._measure_keeping(shard)
         except NotKeepableError:
             return None
         cost = self.cost(first, last)
         # A forward unit that keeps its graph still saves the buffers for a recompute (see `shard/execute/chain.py`).
-        saved = sum(self._size(self._state[name]) for name in shard.saved_state)
+        saved_bytes = sum(self._size(self._state[name]) for name in shard.saved_state)
         scratch = self._rules.scratch_bytes(len(self.trained_here(shard)), self._alignment)
         return replace(
             cost,
-            forward_workspace=made + saved,
-            backward_workspace=backward + saved + scratch,
-            kept_bytes=sum(kept),
-            kept_blocks=len(kept),
+            forward_workspace=forward_bytes + saved_bytes,
+            backward_workspace=backward_bytes + saved_bytes + scratch,
+            kept_bytes=sum(kept_sizes),
+            kept_blocks=len(kept_sizes),
             recompute_workspace=cost.backward_workspace,
         )
 
@@ -356,7 +357,7 @@ class ShardPilot:
         scratch = self._rules.scratch_bytes(len(trained), self._alignment)
         state_bytes, later, first_update = self._update(trained) if self._update and trained else (0, 0, 0)
         if self._update and trained and self._groups:
-            # Optimizer state is loaded by whole groups as well.
+            # The pager loads the optimizer state of a group whole, like the group's parameters.
             state_bytes = self._update([n for n in self._loaded(trained) if self._specs[n].requires_grad])[0]
         return ShardCost(
             state_bytes=sum(self._spec_bytes(name) for name in self._loaded(alike.state)),
@@ -381,15 +382,14 @@ class ShardPilot:
         training = self._captured.mode == "train"
         # The last shard of a training step has no forward unit.
         runs_forward = not training or shard.last < len(self._captured.nodes)
-        forward = self._forward(shard, operands) if runs_forward else 0
-        saved = sum(self._size(self._state[name]) for name in shard.saved_state)
-        copied = sum(
-            self._size(self._state[name]) for name in shard.written_state
-        )  # copies for undoing a failed unit, or for a recompute
-        backward, handed_bytes = self._backward(shard, operands) if training else (0, 0)
+        forward_bytes = self._forward(shard, operands) if runs_forward else 0
+        saved_bytes = sum(self._size(self._state[name]) for name in shard.saved_state)
+        # Copies of buffers for undoing a failed unit, or for a recompute.
+        copied_bytes = sum(self._size(self._state[name]) for name in shard.written_state)
+        backward_bytes, handed_bytes = self._backward(shard, operands) if training else (0, 0)
         return _CandidateRunBytes(
-            forward=forward + (saved if training else copied) if runs_forward else 0,
-            backward=backward + (saved if runs_forward else 0) + copied,
+            forward=forward_bytes + (saved_bytes if training else copied_bytes) if runs_forward else 0,
+            backward=backward_bytes + (saved_bytes if runs_forward else 0) + copied_bytes,
             handed_bytes=handed_bytes,
             value_bytes=self._storage_bytes(values),
             input_bytes=self._storage_bytes([*operands.constants, *operands.inputs]),
@@ -405,6 +405,7 @@ class ShardPilot:
 
     def _operands(self, shard: ShardGraph) -> compute.ShardOperands:
         """Make fake operands; live-ins with a common storage share a storage here too."""
+        # One flat buffer for each storage, under the name of any live-in on the storage.
         with self._mode:
             storages = {
                 name: torch.empty(self._analysis.values[name].storage_bytes, dtype=torch.uint8)
@@ -463,6 +464,7 @@ class ShardPilot:
         parameters: dict[str, Tensor] = {}
         with self._mode:
             for name in shard.live_out:
+                # The backward of a loss starts from the loss itself, without a gradient handed in.
                 if name in results:
                     outputs[name] = None
                 elif values[name].requires_grad:
@@ -485,30 +487,31 @@ class ShardPilot:
         """
         operands = self._operands(shard)
         incoming, handed = self._incoming(shard)
-        before, after = StorageTracker(self._alignment), StorageTracker(self._alignment)
+        forward_tracker, backward_tracker = StorageTracker(self._alignment), StorageTracker(self._alignment)
         with quiet_collector(), _uncached(self._mode), self._mode:
-            before.know(*operands.all)
-            with before:
+            forward_tracker.know(*operands.all)
+            with forward_tracker:
                 outputs, tape = compute.taped_forward(shard, operands, self._needs_gradient(shard))
             del outputs
-            kept = tape.settle()
-            sizes = [self._size(storage) for storage in kept.values()]
+            storages = tape.settle()
+            sizes = [self._size(storage) for storage in storages.values()]
             # A second tracker: the backward frees storages made in the forward, and the two peaks are wanted apart.
-            after.know(*operands.all, *handed)
-            with after:
-                after.follow(*kept.values())
-                made = tape.backward(shard, operands, incoming, kept.__getitem__, kept.__delitem__)
-            del made
-        return before.peak_bytes, sizes, after.peak_bytes - sum(sizes)
+            backward_tracker.know(*operands.all, *handed)
+            with backward_tracker:
+                backward_tracker.follow(*storages.values())
+                gradients = tape.backward(shard, operands, incoming, storages.__getitem__, storages.__delitem__)
+            del gradients
+        return forward_tracker.peak_bytes, sizes, backward_tracker.peak_bytes - sum(sizes)
 
     def _peak(self, run: Callable[[], object], given: Sequence[Tensor]) -> int:
         """Peak of the bytes made by a unit; views of the operands do not count."""
         tracker = StorageTracker(self._alignment)
         with quiet_collector(), self._mode:
             tracker.know(*given)
+            # Entered last: the tracker then sees each operator first, and the fake tensors that the fake mode returns.
             with tracker:
-                made = run()
-            del made
+                results = run()
+            del results
         return tracker.peak_bytes
 
     def _size(self, tensor: Tensor) -> int:
@@ -523,11 +526,11 @@ class ShardPilot:
 @contextmanager
 def _uncached(mode: FakeTensorMode) -> Iterator[None]:
     """Context without the fake-tensor cache, because the cache keeps alive each storage that a tensor was set to."""
-    cached, mode.cache_enabled = mode.cache_enabled, False
+    was_enabled, mode.cache_enabled = mode.cache_enabled, False
     try:
         yield
     finally:
-        mode.cache_enabled = cached
+        mode.cache_enabled = was_enabled
 
 
 def _gradient_of(value: Tensor) -> Tensor:

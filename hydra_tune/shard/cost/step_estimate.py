@@ -23,11 +23,12 @@ def foreseen(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: Cap
         BudgetError: the step does not fit.
     """
     budget, task = packer.budget, request.task
-    packed = _packed(packer, request, step)
-    plan = build_plan(step.captured, step.analysis, packed.pilot, packed.edges)
-    room, link = budget.room(packed.buffer_bytes), budget.link()
-    kept = plan if task.compile else keeping(plan, packed.pilot, task.activations, room)
-    estimates = None if link is None else estimated_seconds(packed.pilot, plan, kept)
+    partition = _packed(packer, request, step)
+    plan = build_plan(step.captured, step.analysis, partition.pilot, partition.edges)
+    room, link = budget.room(partition.buffer_bytes), budget.link()
+    kept = plan if task.compile else keeping(plan, partition.pilot, task.activations, room)
+    estimates = None if link is None else estimated_seconds(partition.pilot, plan, kept)
+    # Without comparable copies "auto" recomputes, as in `chosen`.
     if task.activations == "auto":
         kept = plan if estimates is None else chosen(plan, kept, *estimates, link, room)
     habits = packer.habits(task, kept)
@@ -37,6 +38,7 @@ def foreseen(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: Cap
         units = seconds_of(kept, *estimates)
         computing = habits.num_batches * (sum(units.forward[:-1]) + sum(units.backward))
         copying = link.seconds(traffic.nbytes, traffic.copies)
+        # Copies hide behind computation only where blocks are sent ahead.
         seconds = max(computing, copying) if habits.sends_ahead else computing + copying
     return StepCostEstimate(
         num_shards=len(kept.shards),
@@ -72,10 +74,10 @@ def _packed(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: Capt
 
     The choice by "auto" would use a clock, which is not allowed here.
     """
-    wanted = packer.budget.optimizer_placement
+    placement = packer.budget.optimizer_placement
     try:
-        return packer.packed_for(request, step, updates_on_host=wanted == "host")
+        return packer.packed_for(request, step, updates_on_host=placement == "host")
     except BudgetError:
-        if wanted != "auto":
+        if placement != "auto":
             raise
         return packer.packed_for(request, step, updates_on_host=True)

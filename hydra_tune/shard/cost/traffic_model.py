@@ -105,6 +105,7 @@ def played(
     device = _TrafficSimulator(sizes, budget_bytes)
     before = (0, 0)
     for _ in range(_WARM_STEPS + 1):
+        # Taken anew before each step: only the last step counts, after the steps that fill the device.
         before = (device.moved_bytes, device.copies)
         for number, unit in enumerate(units):
             # The next step follows at once, hence the modulo. As in the pool, an update that follows a backward is sent
@@ -131,17 +132,17 @@ def is_worth_grouping(costs: Sequence[ShardCost]) -> bool:
 
 def sizes_of(costs: Sequence[ShardCost], num_batches: int) -> dict[PlayedBlock, int]:
     """Bytes of each shard's blocks."""
-    found: dict[PlayedBlock, int] = {}
+    sizes: dict[PlayedBlock, int] = {}
     for index, cost in enumerate(costs):
-        found["parameters", index, 0] = cost.state_bytes
-        found["optimizer", index, 0] = 0 if cost.updates_on_host else cost.optimizer_bytes
-        found["gradients", index, 0] = cost.trained_bytes
+        sizes["parameters", index, 0] = cost.state_bytes
+        sizes["optimizer", index, 0] = 0 if cost.updates_on_host else cost.optimizer_bytes
+        sizes["gradients", index, 0] = cost.trained_bytes
         for batch in range(num_batches):
-            found["inputs", index, batch] = cost.input_bytes
-            found["values", index, batch] = cost.value_bytes - cost.input_bytes
-            found["handed", index, batch] = cost.handed_bytes
-            found["activations", index, batch] = cost.kept_bytes
-    return found
+            sizes["inputs", index, batch] = cost.input_bytes
+            sizes["values", index, batch] = cost.value_bytes - cost.input_bytes
+            sizes["handed", index, batch] = cost.handed_bytes
+            sizes["activations", index, batch] = cost.kept_bytes
+    return sizes
 
 
 def units_of(costs: Sequence[ShardCost], habits: StepAccessPattern) -> Iterator[TrafficUnit]:
@@ -174,16 +175,20 @@ def _forward(cost: ShardCost, index: int, batch: int) -> TrafficUnit:
 
 def _backward(cost: ShardCost, index: int, batch: int, over: Sequence[PlayedBlock] = ()) -> TrafficUnit:
     """Make a backward unit; `over` lists further blocks no longer needed after the unit."""
-    own: tuple[PlayedBlock, ...] = (("values", index, batch), ("activations", index, batch), ("handed", index, batch))
-    gradients: tuple[PlayedBlock, ...] = (("gradients", index, 0),)
-    made: tuple[PlayedBlock, ...] = (("handed", index - 1, batch),) if index else ()
+    own_blocks: tuple[PlayedBlock, ...] = (
+        ("values", index, batch),
+        ("activations", index, batch),
+        ("handed", index, batch),
+    )
+    gradient_block: tuple[PlayedBlock, ...] = (("gradients", index, 0),)
+    handed_on: tuple[PlayedBlock, ...] = (("handed", index - 1, batch),) if index else ()
     is_first = batch == 0  # later batches add to the gradients of the first batch
     return TrafficUnit(
-        needs=(("parameters", index, 0), *own, ("inputs", index, batch), *(() if is_first else gradients)),
+        needs=(("parameters", index, 0), *own_blocks, ("inputs", index, batch), *(() if is_first else gradient_block)),
         workspace_bytes=cost.backward_workspace,
-        makes=(*gradients, *made) if is_first else made,
-        changes=() if is_first else gradients,
-        drops=(*own, *over),
+        makes=(*gradient_block, *handed_on) if is_first else handed_on,
+        changes=() if is_first else gradient_block,
+        drops=(*own_blocks, *over),
     )
 
 
@@ -231,6 +236,7 @@ class _TrafficSimulator:
         for block in missing:
             self._load(block)
         for block in pinned:
+            # To the end of the dict, as the most recently used block.
             self._resident[block] = self._resident.pop(block)
         self._free_bytes -= unit.workspace_bytes
         # Between the two changes of the free bytes: blocks are sent while the unit holds its workspace.
@@ -273,12 +279,17 @@ class _TrafficSimulator:
     def _victims(self, kept: Sequence[PlayedBlock]) -> list[PlayedBlock]:
         """Victims in the pager's order: leaving blocks; optimizer state, most recent first; the rest, least recent first."""
         free = [block for block in self._resident if block not in kept]
-        fresh = [block for block, sent in self._sent.items() if self._now - sent <= _SENT_UNITS]
+        sent_blocks = [block for block, sent in self._sent.items() if self._now - sent <= _SENT_UNITS]
         leaving = [block for block in free if block in self._leaving]
-        free = [block for block in free if block not in self._leaving and block not in fresh]
-        state = [block for block in free if block[0] == "optimizer"]
-        own = [block for block in free if block[0] != "optimizer"]
-        return [*leaving, *reversed(state), *own, *(block for block in fresh if block not in kept)]
+        free = [block for block in free if block not in self._leaving and block not in sent_blocks]
+        optimizer_blocks = [block for block in free if block[0] == "optimizer"]
+        other_blocks = [block for block in free if block[0] != "optimizer"]
+        return [
+            *leaving,
+            *reversed(optimizer_blocks),
+            *other_blocks,
+            *(block for block in sent_blocks if block not in kept),
+        ]
 
     def _send(self, following: Sequence[TrafficUnit], pinned: Sequence[PlayedBlock]) -> None:
         """Imitate `memory/prefetch.py` while a unit computes; a block written back for room gives its room the next time."""
@@ -289,6 +300,7 @@ class _TrafficSimulator:
             needs = self._existing(unit)
             for block in needs:
                 room -= self._size(block)
+                # As in `BlockPrefetcher.send`: a block without room beside earlier needs would be spilled again at once.
                 if room < 0:
                     break
                 if block in self._resident:
@@ -302,6 +314,7 @@ class _TrafficSimulator:
         self._shed(max(unit.workspace_bytes for unit in following) + owed, kept, drops=False)
 
     def _find_room(self, nbytes: int, owed: int, kept: Sequence[PlayedBlock]) -> bool:
+        # As in the prefetcher, no victim leaves unless all victims together make enough room.
         if nbytes > self._free_bytes and nbytes + owed - self._free_bytes <= sum(map(self._size, self._victims(kept))):
             self._shed(nbytes + owed, kept, drops=True)
         return nbytes <= self._free_bytes
@@ -326,6 +339,7 @@ class _TrafficSimulator:
         if self._resident[block]:
             self._move(block)
             self._resident[block] = False
+        # State exists on the host from the start, a value only after a spill.
         if block[0] not in _STATE:
             self._away.add(block)
 

@@ -24,7 +24,7 @@ from hydra_tune.shard.fake.fake_world import RehearsalFakeMode
 from hydra_tune.shard.verify.process_state import preserved_streams
 
 _LATE = 10_000  # a step number by which every optimizer does all of its work
-# bytes of parameters, below which running real operators is faster than following the operators on fakes
+# Bytes of parameters, below which running real operators is faster than following the operators on fakes.
 _SMALL_BYTES = 4 << 20
 _MAX_KNOWN = 1 << 12
 _KNOWN: dict[Hashable, tuple[int, int, int]] = {}
@@ -61,7 +61,7 @@ def optimizer_pilot(
     # A user's class may be edited, and existing state affects the measurement, so such an optimizer does not share
     # results.
     is_common = type(optimizer).__module__.partition(".")[0] == "torch" and not optimizer.state
-    known = _KNOWN if is_common else {}
+    results = _KNOWN if is_common else {}
 
     def measure(names: Sequence[str]) -> tuple[int, int, int]:
         members = [(name, group_of[name]) for name in names if name in group_of]
@@ -69,12 +69,12 @@ def optimizer_pilot(
             return 0, 0, 0
         geometry = tuple((specs[name].shape, specs[name].stride, specs[name].dtype, group) for name, group in members)
         key = kind, alignment, geometry
-        found = known.get(key)  # a deep model has many groups of parameters that differ only in their names
-        if found is None:
-            if len(known) >= _MAX_KNOWN:
-                known.clear()
-            found = known[key] = _measured(bare, members, specs, alignment)
-        return found
+        measured_bytes = results.get(key)  # a deep model has many groups of parameters that differ only in their names
+        if measured_bytes is None:
+            if len(results) >= _MAX_KNOWN:
+                results.clear()
+            measured_bytes = results[key] = _measured(bare, members, specs, alignment)
+        return measured_bytes
 
     return measure
 
@@ -114,21 +114,21 @@ def _measure(
         tracker.know(*leaves, *(leaf.grad for leaf in leaves if leaf.grad is not None))
         stand_in = _stand_in(optimizer, members, leaves)
         stand_in.step()
-        first = tracker.peak_bytes
-        kept = tracker.current_bytes
+        first_peak = tracker.peak_bytes
+        state_bytes = tracker.current_bytes
         # The peak starts again from the state, so that the first update does not count for the later updates.
         tracker.peak_bytes = tracker.current_bytes
         stand_in.step()
         _grow_old(stand_in)
         stand_in.step()
-        later = tracker.peak_bytes - kept
+        later_bytes = tracker.peak_bytes - state_bytes
     state = [
         aligned(value.untyped_storage().nbytes(), alignment)
         for entries in stand_in.state.values()
         for value in entries.values()
         if isinstance(value, Tensor)
     ]
-    return sum(state), later, first
+    return sum(state), later_bytes, first_peak
 
 
 def _grow_old(optimizer: Optimizer) -> None:
@@ -184,30 +184,31 @@ def _over(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Ten
         {**group, "params": [leaf for leaf, (_, owner) in zip(leaves, members, strict=True) if owner == index]}
         for index, group in enumerate(optimizer.param_groups)
     ]
-    made = object.__new__(type(optimizer))
-    made.__dict__.update(optimizer.__dict__)
+    # Without the constructor, whose arguments are unknown and which may refuse an empty list of parameters.
+    copied_optimizer = object.__new__(type(optimizer))
+    copied_optimizer.__dict__.update(optimizer.__dict__)
     # A learning-rate scheduler replaces `step` by a method bound to the trial's optimizer; hooks belong to the trial as
     # well.
-    made.__dict__.pop("step", None)
+    copied_optimizer.__dict__.pop("step", None)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        made.__dict__[hooks] = OrderedDict()
-    made.param_groups = [group for group in groups if group["params"]]
-    made.state = defaultdict(dict)
-    return made
+        copied_optimizer.__dict__[hooks] = OrderedDict()
+    copied_optimizer.param_groups = [group for group in groups if group["params"]]
+    copied_optimizer.state = defaultdict(dict)
+    return copied_optimizer
 
 
 def _has_state_at_once(optimizer: Optimizer) -> bool:
     """Whether the constructor creates the state, as `Adagrad` did up to torch 2.11: a step fails for a new parameter."""
-    placed = ((p, index) for index, group in enumerate(optimizer.param_groups) for p in group["params"])
-    like, group = next(((p, index) for p, index in placed if optimizer.state.get(p)), (None, 0))
-    if like is None:
+    members = ((p, index) for index, group in enumerate(optimizer.param_groups) for p in group["params"])
+    parameter_with_state, group = next(((p, index) for p, index in members if optimizer.state.get(p)), (None, 0))
+    if parameter_with_state is None:
         return False
-    leaf = torch.zeros([2] * like.dim(), dtype=like.dtype)
+    leaf = torch.zeros([2] * parameter_with_state.dim(), dtype=parameter_with_state.dtype)
     leaf.grad = torch.zeros_like(leaf)
-    tried = _over(optimizer, [("", group)], [leaf])
+    probe = _over(optimizer, [("", group)], [leaf])
     with preserved_streams():
         try:
-            tried.step()
+            probe.step()
         except KeyError:
             return True
         except Exception:  # noqa: BLE001 - another stand-in will show the error
@@ -226,4 +227,5 @@ def _state_like(optimizer: Optimizer, parameter: Tensor, leaf: Tensor) -> dict[s
 def _entry_like(value: Tensor, parameter: Tensor, leaf: Tensor) -> Tensor:
     if value.shape == parameter.shape:
         return torch.zeros_like(leaf, dtype=value.dtype, requires_grad=False)
+    # Scalars such as step counters stay on the host, where torch's optimizers keep and read them.
     return torch.zeros(value.shape, dtype=value.dtype, device="cpu" if value.dim() == 0 else leaf.device)

@@ -29,6 +29,7 @@ def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     if func is _RNN_BACKWARD:  # the gradients of the two biases are a single fake tensor, but two real tensors
         with result[3].fake_mode:
             return (*result[:4], torch.empty_like(result[3]), *result[5:])
+    # Geometry alone, hashable for the cache: the size does not depend on values.
     key = tuple((tuple(a.shape), a.dtype) if isinstance(a, Tensor) else _frozen(a) for a in args)
     with result[3].fake_mode:
         return (*result[:3], torch.empty(_workspace_bytes(key), dtype=torch.uint8))
@@ -40,6 +41,7 @@ def _frozen(argument: object) -> object:
 
 @functools.lru_cache(maxsize=256)
 def _workspace_bytes(key: tuple[Any, ...]) -> int:
+    # A real run, outside the fake mode of the caller: only the kernel knows the size.
     with unset_fake_temporarily():
         args = [torch.zeros(part[0], dtype=part[1]) if _is_tensor(part) else part for part in key]
         args[8] = list(args[8])  # batch sizes

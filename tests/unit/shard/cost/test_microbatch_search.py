@@ -97,15 +97,15 @@ def test_a_number_beyond_that_does_not_fit_after_all_is_left_out():
 REASONS = {
     "whole": (
         {1: (2048, 0.5), 2: (2048, 0.5)},
-        "whole batches: a step in 2 shards moves about 2.0 KiB; pieces would not make it",
+        "whole batches: a step in 2 shards moves about 2.0 KiB; pieces would not make the step clearly shorter",
     ),
     "shorter": (
         {1: (4096, 0.5), 2: (0, 0.25)},
-        "2 pieces of each batch of 4: a step in 2 shards moves nothing; whole ones would take",
+        "2 pieces of each batch of 4: a step in 2 shards moves nothing; whole batches would take",
     ),
     "must": (
         {2: (4096, 1.5)},
-        "2 pieces of each batch of 4: a step in 2 shards moves about 4.0 KiB; whole ones would not fit",
+        "2 pieces of each batch of 4: a step in 2 shards moves about 4.0 KiB; whole batches would not fit",
     ),
     "more": ({2: (4096, 1.5), 4: (1024, 1.0)}, "4 pieces of each batch of 4: .*; fewer than 2 would not fit"),
 }
