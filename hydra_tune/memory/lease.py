@@ -207,12 +207,14 @@ class Lease:
 
         The unit must end inside the context.
         """
-        saved = SavedTensorSpiller(self._pager.device, stays=lambda tensor: storage_identity(tensor) in self._storages)
+        spiller = SavedTensorSpiller(
+            self._pager.device, stays=lambda tensor: storage_identity(tensor) in self._storages
+        )
         try:
-            with saved.hooks():
+            with spiller.hooks():
                 yield
         finally:
-            self.count(saved)
+            self.count(spiller)
 
     def count(self, saved: SavedTensorSpiller) -> None:
         """Add the spilled and loaded activations of the unit to the pager's counts."""

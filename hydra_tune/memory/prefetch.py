@@ -78,19 +78,19 @@ class BlockPrefetcher:
 
     def send(self, needs: Sequence[UnitMemoryNeeds]) -> None:
         """Send blocks that fit beside the running unit and beside blocks needed earlier."""
-        wanted = [block for need in needs for block in need.blocks]
+        wanted_blocks = [block for need in needs for block in need.blocks]
         if self._pager.host is not None:
-            self._pager.host.expect(wanted)
-        journey = _UnitPrefetch(self._pager, wanted)
-        room, sent = self._pager.ledger.limit_bytes, set[Block]()
+            self._pager.host.expect(wanted_blocks)
+        journey = _UnitPrefetch(self._pager, wanted_blocks)
+        room, sent_blocks = self._pager.ledger.limit_bytes, set[Block]()
         for need in needs:
             for block in dict.fromkeys(need.blocks):
-                if block in sent:
+                if block in sent_blocks:
                     continue
                 room -= block.nbytes
                 if room < 0:
                     break  # the block would be spilled again before its unit starts
-                sent.add(block)
+                sent_blocks.add(block)
                 if block.home is not self._pager:
                     journey.send(block)
             # A block is sent only if it would survive the units before its own; each of those leaves at most the limit

@@ -231,8 +231,10 @@ def gpu_share(index: int, count: int, budget: int | None, free: int, total: int,
         ConfigError: the budgets exceed the GPU's memory.
     """
     if budget is not None and budget * count > total:
-        asked = format_bytes(budget) if count == 1 else f"{format_bytes(budget)} for each of {count} devices"
-        raise ConfigError(f"device_memory is {asked}, but cuda:{index} has {format_bytes(total)}; lower device_memory")
+        request_text = format_bytes(budget) if count == 1 else f"{format_bytes(budget)} for each of {count} devices"
+        raise ConfigError(
+            f"device_memory is {request_text}, but cuda:{index} has {format_bytes(total)}; lower device_memory"
+        )
     # A part for each device, because each has streams of its own, and cuBLAS keeps a workspace for each stream.
     libraries = count * LIBRARY_BYTES
     # Never more than half of the free memory, or a nearly full GPU would get no budget at all.

@@ -158,9 +158,9 @@ class SpillDisk:
     def _write_piece(self, descriptor: int, offset: int, part: Tensor) -> None:
         self._piece[: part.numel()].copy_(part)
         end = _aligned(part.numel())
-        done = 0
-        while done < end:
-            done += os.pwrite(descriptor, memoryview(self._buffer)[done:end], offset + done)
+        written_bytes = 0
+        while written_bytes < end:
+            written_bytes += os.pwrite(descriptor, memoryview(self._buffer)[written_bytes:end], offset + written_bytes)
         if not self.is_direct:
             # Flushed first: `posix_fadvise` evicts only clean pages.
             os.fdatasync(descriptor)
@@ -168,12 +168,12 @@ class SpillDisk:
 
     def _read_piece(self, descriptor: int, offset: int, part: Tensor) -> None:
         end = _aligned(part.numel())
-        done = 0
-        while done < end:
-            count = os.preadv(descriptor, [memoryview(self._buffer)[done:end]], offset + done)
+        read_bytes = 0
+        while read_bytes < end:
+            count = os.preadv(descriptor, [memoryview(self._buffer)[read_bytes:end]], offset + read_bytes)
             if count == 0:
                 raise OSError(0, _TOO_SHORT)
-            done += count
+            read_bytes += count
         part.copy_(self._piece[: part.numel()])
         if not self.is_direct:
             _forget_pages(descriptor, offset, end)

@@ -154,14 +154,14 @@ class HostTier:
 
     def reserve(self, tenant: TrialMemoryContext) -> None:
         """Take the admitted bytes that cannot go to disk, or give back the part no longer needed."""
-        share, taken = self._shares.get(tenant), self._reserved.get(tenant, 0)
+        share, taken_bytes = self._shares.get(tenant), self._reserved.get(tenant, 0)
         if share is None:
             return
-        if share.fixed_bytes > taken:
+        if share.fixed_bytes > taken_bytes:
             # Outside the lock of the tier, because `take` waits and needs the lock for its search.
-            self.take(share.fixed_bytes - taken)
+            self.take(share.fixed_bytes - taken_bytes)
         else:
-            self.ledger.give_back(taken - share.fixed_bytes)
+            self.ledger.give_back(taken_bytes - share.fixed_bytes)
         with self._lock:
             self._reserved[tenant] = share.fixed_bytes
 
@@ -169,8 +169,8 @@ class HostTier:
         """Free the reservation of a trial that is over."""
         with self._lock:
             self._shares.pop(tenant, None)
-            taken = self._reserved.pop(tenant, 0)
-        self.ledger.give_back(taken)
+            taken_bytes = self._reserved.pop(tenant, 0)
+        self.ledger.give_back(taken_bytes)
 
     # Copies.
 
