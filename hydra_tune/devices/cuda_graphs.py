@@ -46,7 +46,7 @@ _FAILED: list[torch.cuda.CUDAGraph] = []  # kept alive: allocator and generator 
 
 
 class CudaRecording:
-    """A graph, as of `fusion.captures.Recording`.
+    """A graph, as of `DeviceGraphRecording` in `fusion/compile/cuda_graph_steps.py`.
 
     Args:
         graph: the recorded graph.

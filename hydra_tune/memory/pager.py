@@ -129,7 +129,7 @@ class Pager:
         self.waiting_ns = 0
         self.copying_ns = 0
         self.host_ns = 0
-        # Both hooks are set by `Prefetch`; without a prefetcher the pager copies only on demand.
+        # Both hooks are set by `BlockPrefetcher`; without a prefetcher the pager copies only on demand.
         self.begins: Callable[[], None] | None = None
         self.pauses: Callable[[], None] | None = None
         self.num_leases = 0

@@ -4,6 +4,9 @@ Note: periodicity. A training step repeats. Optimizer state is used once per ste
 times, at distances repeated in the next step. The distances between a block's last uses therefore predict the next
 distance. Time is counted in units of the whole pool. An overdue block belongs to a waiting trial: the longer the delay,
 the later the predicted use.
+
+Example: a block used at the times 0, 3, 8, 11 and 16 has the gaps 3, 5, 3 and 5. The gaps repeat every two uses, so the
+next use is expected at 16 + 3 = 19.
 """
 
 import itertools

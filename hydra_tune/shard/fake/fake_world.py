@@ -21,7 +21,7 @@ class EndlessReadError(Exception):
 
 
 class RehearsalFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Mode in which new tensors have sizes but no bytes. Rehearsals are made and run inside a stage.
+    """Mode in which new tensors have sizes but no bytes. Rehearsals are made and run inside the mode.
 
     Every read of a value returns 1: losses and norms are finite, and an optimizer can divide by its counters. Code that
     reads values without end, like a loop that waits for another value, is stopped by `EndlessReadError`.

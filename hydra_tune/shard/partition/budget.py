@@ -22,7 +22,7 @@ class ShardPlanConstraints:
             fits. "auto": the smallest buffer that holds the parameters of any shard, so that all next blocks can be
             sent ahead.
         alignment: bytes to which the devices align allocations.
-        num_shards: see `Partitioner.partition`.
+        num_shards: see `ShardPartitioner.partition`.
         optimizer_placement: place of optimizer state and updates; "auto": see `shard/cost/optimizer_placement.py`.
         speeds: speeds of the machine, needed by "auto".
         trials: trials in flight for each device.

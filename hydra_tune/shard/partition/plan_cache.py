@@ -125,7 +125,7 @@ class PlanLibrary:
         self.piece_counts: dict[Hashable, PieceCountChoice] = {} if known is None else known.piece_counts
         self._unchecked = _ShardPlanCache()
         self._packer = ShardPartitionPlanner(budget)
-        # A single lock for both libraries of a pair, because the two share a shelf.
+        # A single lock for both libraries of a pair, because the two share their checked plans.
         self._lock = self.checked.lock
         self._for_plans: PlanLibrary | None = None
         self._foreseen: dict[Hashable, CapturedStep] = {}  # steps measured by `foresee` that may be prepared next
@@ -187,7 +187,7 @@ class PlanLibrary:
         # The lock is held during a capture, too: trials of the same architecture wait for the plan instead of capturing.
         with self._lock, preserved_streams():
             # Checked plans come first, because their numbers are known to be right.
-            entries = [e for shelf in (self.checked, self._unchecked) for e in shelf.plans.get(key, ())]
+            entries = [e for cache in (self.checked, self._unchecked) for e in cache.plans.get(key, ())]
             # A guard replays operators on the batch, and operators may run other kernels during a capture.
             with GATE.shared():
                 entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
