@@ -3,8 +3,8 @@
 Before each step the rates are read from the members' own optimizers, where the members' schedulers write. Every member
 has its own step count, so members may begin and pause independently.
 
-Optimizers without a form for all members run member by member (`SlicedOptimizer`): each member's own optimizer receives
-its part of the parameters and gradients, and does whatever it does.
+An optimizer without such a form runs member by member (`PerMemberOptimizer`): each member's own optimizer steps that
+member's part of the parameters and gradients.
 """
 
 from abc import ABC, abstractmethod
@@ -38,8 +38,8 @@ def is_stackable(optimizer: Optimizer) -> bool:
     if type(optimizer) not in UPDATES or any(group.get(name) for group in optimizer.param_groups for name in _OWN):
         return False
     # Hooks receive the optimizer whose step runs, and a stacked step never calls the members' own `step`.
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
-    return not (own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
+    return not (own_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def options_key(optimizer: Optimizer) -> Hashable:
@@ -148,17 +148,17 @@ class BatchedOptimizer(StackedOptimizer):
         present = [
             (p, number) for number, group in enumerate(self.param_groups) for p in group["params"] if p.grad is not None
         ]
-        addresses = tuple(
-            [(id(p), p.data_ptr()) for p, _ in present]
-        )  # ids too, because after a block moves another may take its address
-        known = self._runs.get(addresses, [])
-        found = [self._state_of(run) for run in known]
-        if not known or None in found:
-            known = self._runs[addresses] = self._runs_of(present)
+        # Ids too, because another block may take the address of a block that has moved.
+        addresses = tuple([(id(p), p.data_ptr()) for p, _ in present])
+        parameter_runs = self._runs.get(addresses, [])
+        states = [self._state_of(run) for run in parameter_runs]
+        # A parameter without a gradient misses a step, and a loaded state may lie elsewhere: form the runs again.
+        if not parameter_runs or None in states:
+            parameter_runs = self._runs[addresses] = self._runs_of(present)
             if len(self._runs) > _MAX_REMEMBERED:
-                self._runs = {addresses: known}
-            found = [self._state_of(run) for run in known]
-        for run, state in zip(known, found, strict=True):
+                self._runs = {addresses: parameter_runs}
+            states = [self._state_of(run) for run in parameter_runs]
+        for run, state in zip(parameter_runs, states, strict=True):
             assert state is not None, "state lies as the parameters do"
             self._step(run, state)
 
@@ -180,14 +180,14 @@ class BatchedOptimizer(StackedOptimizer):
         """
         for member in self._members:
             member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - as in `step`
-        wanted = {id(p) for p in parameters}
+        stepped_ids = {id(p) for p in parameters}
         for number, group in enumerate(self.param_groups):
-            for state in (self.state[p] for p in group["params"] if id(p) in wanted):
+            for state in (self.state[p] for p in group["params"] if id(p) in stepped_ids):
                 if "momentum_buffer" in state and not self._counts:
                     # The same rule as `StackedParameterUpdate.begun`, so planned and plain steps can alternate.
-                    before = state.get("begun", [False] * len(self.active))
-                    own = zip(before, self._rates[number]("momentum"), self.active, strict=True)
-                    state["begun"] = [begun or (bool(m) and active) for begun, m, active in own]
+                    begun_before = state.get("begun", [False] * len(self.active))
+                    members = zip(begun_before, self._rates[number]("momentum"), self.active, strict=True)
+                    state["begun"] = [begun or (bool(m) and active) for begun, m, active in members]
                 state["steps"] = [step + active for step, active in zip(state["steps"], self.active, strict=True)]
 
     # Torch sets `hooked` on a step once wrapped to call hooks. `is_stackable` refuses hooks, so skip the wrapper.
@@ -198,15 +198,15 @@ class BatchedOptimizer(StackedOptimizer):
         state = self.state.get(p, {})
         if not state or not state["steps"][index]:
             return {}
-        found: dict[str, Any] = {
+        entries: dict[str, Any] = {
             name: value[index].clone() for name, value in state.items() if isinstance(value, Tensor)
         }
         begun = state["begun"][index] if "begun" in state else self._option(p, "momentum", index) != 0
         if not begun:  # other members have momentum, but not this member
-            found.pop("momentum_buffer", None)
+            entries.pop("momentum_buffer", None)
         if self._counts:
-            found["step"] = torch.tensor(float(state["steps"][index]), dtype=torch.get_default_dtype())
-        return found
+            entries["step"] = torch.tensor(float(state["steps"][index]), dtype=torch.get_default_dtype())
+        return entries
 
     @override
     def admits(self, optimizer: Optimizer) -> bool:
@@ -232,23 +232,25 @@ class BatchedOptimizer(StackedOptimizer):
 
     @override
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        steps, state = [_steps_of(own) for own in owns], self.state.get(p, {})
+        steps, state = [_steps_of(row) for row in owns], self.state.get(p, {})
         if not any(steps):
             return {}
-        names = {name for own in owns for name, value in own.items() if isinstance(value, Tensor)} - {"step"}
-        made: dict[str, Any] = {}
+        # A stack counts steps for each member in `steps`, in place of torch's `step` tensors.
+        names = {name for row in owns for name, value in row.items() if isinstance(value, Tensor)} - {"step"}
+        new_entries: dict[str, Any] = {}
         for name in sorted(names):
-            one = next(own[name] for own in owns if name in own)
-            made[name] = torch.stack(
-                [own[name] if name in own else self._fresh(p, name, one, i) for i, own in enumerate(owns)]
+            like = next(row[name] for row in owns if name in row)
+            new_entries[name] = torch.stack(
+                [row[name] if name in row else self._fresh(p, name, like, i) for i, row in enumerate(owns)]
             )
-        made["steps"] = steps
+        new_entries["steps"] = steps
         if "momentum_buffer" in names and not self._counts:
-            made["begun"] = ["momentum_buffer" in own for own in owns]
-        return {name: value for name, value in made.items() if name not in state}
+            new_entries["begun"] = ["momentum_buffer" in row for row in owns]
+        return {name: value for name, value in new_entries.items() if name not in state}
 
     def _fresh(self, p: Tensor, name: str, like: Tensor, index: int) -> Tensor:
         """Return a member's state before its first step."""
+        # Adagrad's sum begins with an option's value, all other state with zeros.
         if name != "sum":
             return torch.zeros_like(like)
         return torch.full_like(like, self._option(p, "initial_accumulator_value", index))
@@ -259,14 +261,14 @@ class BatchedOptimizer(StackedOptimizer):
 
     def _runs_of(self, present: Sequence[tuple[Tensor, int]]) -> list[_ContiguousParameters]:
         """Return the sets of parameters that take a step together."""
-        alike: dict[Hashable, list[tuple[Tensor, int]]] = {}
+        kinds: dict[Hashable, list[tuple[Tensor, int]]] = {}
         for p, number in present:
-            alike.setdefault(self._kind(p, number), []).append((p, number))
+            kinds.setdefault(self._kind(p, number), []).append((p, number))
         return [
-            one
-            for found in alike.values()
-            for layout, run in runs(found)
-            for one in self._steppable(_known(layout, run))
+            parameter_run
+            for same_kind in kinds.values()
+            for layout, run in runs(same_kind)
+            for parameter_run in self._steppable(_known(layout, run))
         ]
 
     def _kind(self, p: Tensor, number: int) -> Hashable:
@@ -290,10 +292,10 @@ class BatchedOptimizer(StackedOptimizer):
         flats: dict[str, FlatTensor] = {}
         for name in first:
             if name not in _NOT_TENSORS:
-                found = run.layout.found([state[name] for state in states])
-                if found is None:
+                flat_tensor = run.layout.found([state[name] for state in states])
+                if flat_tensor is None:
                     return None
-                flats[name] = found
+                flats[name] = flat_tensor
         return flats
 
     def _steppable(self, run: _ContiguousParameters) -> Iterator[_ContiguousParameters]:
@@ -301,15 +303,16 @@ class BatchedOptimizer(StackedOptimizer):
         states = [self.state[p] for p in run.parameters]
         names = [name for name in states[0] if name not in _NOT_TENSORS]
         tensors = {name: [state[name] for state in states] for name in names}
-        if all(run.layout.fits(same) and run.layout.found(same) is not None for same in tensors.values()):
+        if all(run.layout.fits(entries) and run.layout.found(entries) is not None for entries in tensors.values()):
             yield run
             return
         for p, number, state in zip(run.parameters, run.groups, states, strict=True):
             for name in names:
+                # Flat operators pair elements by position in memory, so the state takes the parameter's strides.
                 if state[name].stride() != p.stride():
                     state[name] = torch.empty_like(p).copy_(state[name])
-            ((layout, own),) = runs([(p, number)])
-            yield _known(layout, own)
+            ((layout, parameters),) = runs([(p, number)])
+            yield _known(layout, parameters)
 
     def _step(self, run: _ContiguousParameters, state: dict[str, FlatTensor]) -> None:
         whole = run.layout.found(run.parameters)

@@ -51,11 +51,11 @@ class GroupGenerator(torch.Generator):
         probabilities: Mapping[str, Sequence[float]] | None = None,
     ) -> Self:
         """Create a generator for identification only; no operator draws from it directly."""
-        made = super().__new__(cls)
-        made.members = list(members)
-        made.active = [True] * len(made.members) if active is None else list(active)
-        made.probabilities = {} if probabilities is None else probabilities
-        return made
+        generator = super().__new__(cls)
+        generator.members = list(members)
+        generator.active = [True] * len(generator.members) if active is None else list(active)
+        generator.probabilities = {} if probabilities is None else probabilities
+        return generator
 
     def get_state(self) -> Tensor:
         """Return the states of all members, a row for each."""
@@ -95,9 +95,9 @@ class TurnTakingGenerator(GroupGenerator):
         probabilities: Mapping[str, Sequence[float]],
     ) -> Self:
         """As of `GroupGenerator`, without generators."""
-        made = super().__new__(cls, (), active, probabilities)
-        made.states, made._default = list(states), default
-        return made
+        generator = super().__new__(cls, (), active, probabilities)
+        generator.states, generator._default = list(states), default
+        return generator
 
     @override
     def get_state(self) -> Tensor:
@@ -146,36 +146,36 @@ class HoistedDraw:
     def draw(self, group: GroupGenerator, device: torch.device) -> Tensor:
         """Draw the numbers of all members, stacked along a first dimension."""
         if isinstance(group, TurnTakingGenerator):
-            (made,) = _in_turns([self], group, device)
-            return made
+            (numbers,) = _in_turns([self], group, device)
+            return numbers
         if self.slot is not None:
             return self._scaled(group, group.probabilities[self.slot], device)
-        made = self.room(len(group.members), device).zero_()
+        numbers = self.room(len(group.members), device).zero_()
         # Calls name a generator, so skip the dispatch key that would look for one (`devices/own_generator.py`).
         with torch._C._ExcludeDispatchKeyGuard(_LOOKING):  # noqa: SLF001
-            for row, generator, active in zip(made.unbind(), group.members, group.active, strict=True):
+            for row, generator, active in zip(numbers.unbind(), group.members, group.active, strict=True):
                 if active:
                     row.bernoulli_(*self.arguments, generator=generator)
-        return made
+        return numbers
 
     def _scaled(self, group: GroupGenerator, probabilities: Sequence[float], device: torch.device) -> Tensor:
         """Draw masks scaled as dropout scales; like dropout, draw nothing for the probabilities 0 and 1."""
-        made = self.room(len(group.members), device)
-        for row, generator, active, p in zip(made, group.members, group.active, probabilities, strict=True):
+        numbers = self.room(len(group.members), device)
+        for row, generator, active, p in zip(numbers, group.members, group.active, probabilities, strict=True):
             if not active or p in (0.0, 1.0):
                 row.fill_(0.0 if p == 1.0 or not active else 1.0)
             else:
                 row.bernoulli_(1 - p, generator=generator).div_(1 - p)
-        return made
+        return numbers
 
     def fill(self, row: Tensor, group: GroupGenerator, index: int) -> None:
         """Draw a member's numbers into `row`, during the member's turn."""
         if self.slot is None:
-            kept: float = self.arguments[0]
-            row.copy_(dropout_mask(row, kept)) if self.is_dropout else row.bernoulli_(kept)
+            keep_probability: float = self.arguments[0]
+            row.copy_(dropout_mask(row, keep_probability)) if self.is_dropout else row.bernoulli_(keep_probability)
             return
-        # Dropout itself draws nothing for the probabilities 0 and 1;
-        # drawing here would advance the stream past the unfused run.
+        # Dropout itself draws nothing for the probabilities 0 and 1. Drawing here would advance the member's stream past
+        # its state in an unfused run.
         p = group.probabilities[self.slot][index]
         if p in (0.0, 1.0):
             row.fill_(1.0 - p)
@@ -195,9 +195,8 @@ def dropout_mask(like: Tensor, kept: float) -> Tensor:
     Returns:
         Zeros and ones, shaped like `like`.
     """
-    whole = torch.ones_like(
-        like
-    )  # separate memory, because the kernel visits elements in an order that depends on the layout
+    # Separate memory, because the kernel visits elements in an order that depends on the layout.
+    whole = torch.ones_like(like)
     return torch.native_dropout(whole, 1 - kept, True)[1].to(like.dtype)
 
 
@@ -205,20 +204,20 @@ def draw_all(noise: Sequence[HoistedDraw], group: GroupGenerator, device: torch.
     """Draw the numbers of all members, for every entry of `noise` in order."""
     if isinstance(group, TurnTakingGenerator):
         return _in_turns(noise, group, device)
-    return [one.draw(group, device) for one in noise]
+    return [draw.draw(group, device) for draw in noise]
 
 
 def _in_turns(noise: Sequence[HoistedDraw], group: TurnTakingGenerator, device: torch.device) -> list[Tensor]:
     """Draw all numbers of each member in a single turn."""
-    made = [one.room(len(group.active), device).zero_() for one in noise]
+    rooms = [draw.room(len(group.active), device).zero_() for draw in noise]
     for index, active in enumerate(group.active):
         if active:
             # A single turn exchanges the generator's state once per member instead
             # of once per draw. Draws inside a turn keep the order of an unfused run.
             with group.turn(index):
-                for one, room in zip(noise, made, strict=True):
-                    one.fill(room[index], group, index)
-    return made
+                for draw, room in zip(noise, rooms, strict=True):
+                    draw.fill(room[index], group, index)
+    return rooms
 
 
 @dataclass(slots=True)
@@ -237,10 +236,10 @@ _NOTED: ContextVar[_DrawTape | None] = ContextVar("noise of a traced run", defau
 @contextmanager
 def noting() -> Iterator[_DrawTape]:
     """Record the draws of a run on fake tensors, without drawing."""
-    noted = _DrawTape([], None)
-    token = _NOTED.set(noted)
+    tape = _DrawTape([], None)
+    token = _NOTED.set(tape)
     try:
-        yield noted
+        yield tape
     finally:
         _NOTED.reset(token)
 
@@ -277,29 +276,36 @@ def drawn(
             the first argument.
         is_dropout: as of `HoistedDraw`.
     """
-    noted = _NOTED.get()
-    if noted is not None:
-        return _noted(noted, target, arguments, is_stacked, count, strides, is_dropout=is_dropout)
+    tape = _NOTED.get()
+    if tape is not None:
+        return _noted(tape, target, arguments, is_stacked, count, strides, is_dropout=is_dropout)
     group = _group()
+    # A GPU's dropout kernel draws other numbers than `bernoulli_` does, and an unfused run uses the dropout kernel.
     if isinstance(group, TurnTakingGenerator) and is_dropout:
-        one = arguments[0][0] if is_stacked[0] else arguments[0]
-        lies = one.stride() if strides is None else strides
-        return _noise(target, one.shape, lies, one.dtype, arguments[1:], is_dropout=True).draw(group, one.device)
+        like = arguments[0][0] if is_stacked[0] else arguments[0]
+        member_strides = like.stride() if strides is None else strides
+        return _noise(target, like.shape, member_strides, like.dtype, arguments[1:], is_dropout=True).draw(
+            group, like.device
+        )
     rows: list[Tensor | None] = []
     for index, active in enumerate(group.active):
         if not active:
             rows.append(None)
             continue
-        own = [_of_member(a, index) if stacked else a for a, stacked in zip(arguments, is_stacked, strict=True)]
+        member_arguments = [
+            _of_member(a, index) if stacked else a for a, stacked in zip(arguments, is_stacked, strict=True)
+        ]
         if _overwrites_first(target):  # an in-place primitive must not write into the stacked argument
-            own[0] = own[0].clone() if strides is None else _lying(own[0], strides)
+            member_arguments[0] = (
+                member_arguments[0].clone() if strides is None else _lying(member_arguments[0], strides)
+            )
         if isinstance(group, TurnTakingGenerator):
             with group.turn(index):
-                rows.append(target(*own, **keywords))
+                rows.append(target(*member_arguments, **keywords))
         else:
-            rows.append(target(*own, **keywords, generator=group.members[index]))
-    some = next(row for row in rows if row is not None)
-    return torch.stack([torch.zeros_like(some) if row is None else row for row in rows])
+            rows.append(target(*member_arguments, **keywords, generator=group.members[index]))
+    active_row = next(row for row in rows if row is not None)
+    return torch.stack([torch.zeros_like(active_row) if row is None else row for row in rows])
 
 
 def masks(slot: str, like: Tensor, strides: Sequence[int] | None = None, *, is_dropout: bool = True) -> Tensor:
@@ -312,14 +318,14 @@ def masks(slot: str, like: Tensor, strides: Sequence[int] | None = None, *, is_d
         is_dropout: as of `HoistedDraw`.
     """
     target = torch.ops.aten.bernoulli_.float
-    lies = like.stride()[1:] if strides is None else strides
-    noted = _NOTED.get()
-    if noted is None:
-        made = _noise(target, like.shape[1:], lies, like.dtype, (), slot, is_dropout=is_dropout)
-        return made.draw(_group(), like.device)
-    if noted.given is not None:
-        return next(noted.given)
-    noted.found.append(_noise(target, like.shape[1:], lies, like.dtype, (), slot, is_dropout=is_dropout))
+    member_strides = like.stride()[1:] if strides is None else strides
+    tape = _NOTED.get()
+    if tape is None:
+        draw = _noise(target, like.shape[1:], member_strides, like.dtype, (), slot, is_dropout=is_dropout)
+        return draw.draw(_group(), like.device)
+    if tape.given is not None:
+        return next(tape.given)
+    tape.found.append(_noise(target, like.shape[1:], member_strides, like.dtype, (), slot, is_dropout=is_dropout))
     return torch.ones_like(like)
 
 
@@ -330,9 +336,9 @@ def for_each(run: Callable[[int], Any], count: int) -> list[Any]:
         run: the function; takes the member's index.
         count: number of members.
     """
-    noted = _NOTED.get()
-    if noted is not None:
-        noted.is_hoistable = False
+    tape = _NOTED.get()
+    if tape is not None:
+        tape.is_hoistable = False
         return [run(index) for index in range(count)]
     group = _group()
     rows: list[Any] = [None] * count
@@ -340,10 +346,12 @@ def for_each(run: Callable[[int], Any], count: int) -> list[Any]:
         if active:
             with group.turn(index):
                 rows[index] = run(index)
-    some = next(row for row, active in zip(rows, group.active, strict=True) if active)
+    active_row = next(row for row, active in zip(rows, group.active, strict=True) if active)
     # Fresh zeros, not the member's own result: gradients of a resting place must not flow into an active member.
     return [
-        row if active else tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, some)
+        row
+        if active
+        else tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, active_row)
         for row, active in zip(rows, group.active, strict=True)
     ]
 
@@ -367,14 +375,16 @@ def _noted(
     if noted.given is not None:
         return next(noted.given)
     like: Tensor = arguments[0]
-    one = like[0] if is_stacked[0] else like
+    member_tensor = like[0] if is_stacked[0] else like
     # Such numbers depend on values inside the graph, so they cannot
     # be drawn before the graph runs, and the shard stays untraced.
     if target not in _HOISTABLE:
         noted.is_hoistable = False
         noted.refused.append(str(target))
-    lies = one.stride() if strides is None else strides
-    noted.found.append(_noise(target, one.shape, lies, one.dtype, arguments[1:], is_dropout=is_dropout))
+    member_strides = member_tensor.stride() if strides is None else strides
+    noted.found.append(
+        _noise(target, member_tensor.shape, member_strides, member_tensor.dtype, arguments[1:], is_dropout=is_dropout)
+    )
     return like if is_stacked[0] else like.expand(count, *like.shape).clone()
 
 
@@ -400,8 +410,8 @@ def _of_member(value: Any, index: int) -> Any:
 
 
 def _overwrites_first(target: Any) -> bool:
-    declared = target._schema.arguments[0].alias_info  # noqa: SLF001
-    return declared is not None and bool(declared.is_write)
+    alias_info = target._schema.arguments[0].alias_info  # noqa: SLF001
+    return alias_info is not None and bool(alias_info.is_write)
 
 
 def _lying(value: Tensor, strides: Sequence[int]) -> Tensor:

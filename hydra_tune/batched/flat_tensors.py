@@ -55,8 +55,8 @@ class FlatTensor:
         if isinstance(numbers, float):
             torch.mul(other.whole, numbers, out=self.whole)
             return
-        for part, own, number in zip(self.parts, other.parts, numbers, strict=True):
-            torch.mul(own, number, out=part)
+        for part, source, number in zip(self.parts, other.parts, numbers, strict=True):
+            torch.mul(source, number, out=part)
 
     def add_product_(self, other: "FlatTensor", numbers: Numbers) -> None:
         """Add another's values, each multiplied by its number."""
@@ -78,6 +78,7 @@ class FlatTensor:
         if isinstance(added, float):
             self.whole.addcmul_(other.whole, other.whole, value=added)
             return
+        # `addcmul` takes two factors; the squares and their numbers are three.
         squares = _torch._foreach_mul(other.parts, other.parts)  # noqa: SLF001
         _torch._foreach_addcmul_(self.parts, squares, added)
 
@@ -106,23 +107,24 @@ class FlatLayout:
     def room(self, like: Tensor) -> FlatTensor:
         """Return uninitialized tensors in the layout; the gaps are zeros."""
         whole = like.new_empty(self.size)
-        last = 0
+        end = 0
         for offset, (shape, _) in zip(self.offsets, self.geometry, strict=True):
-            if offset > last:
+            if offset > end:
                 # Operators compute on the gaps too, and leftover bytes may be NaN, infinite or denormal.
-                whole[last:offset].zero_()
-            last = offset + shape.numel()
+                whole[end:offset].zero_()
+            end = offset + shape.numel()
         return FlatTensor(whole, self.parts(whole))
 
     def gathered(self, tensors: Sequence[Tensor]) -> FlatTensor:
         """Return the tensors as they are if they fill a buffer in the layout, otherwise copies in this layout."""
+        # The caller overwrites the result, gaps included, so tensors that share a buffer with others are copied.
         if self._is_whole(tensors):
-            found = self.found(tensors)
-            if found is not None:
-                return found
-        made = self.room(tensors[0])
-        _torch._foreach_copy_(made.parts, tensors)
-        return made
+            flat_tensor = self.found(tensors)
+            if flat_tensor is not None:
+                return flat_tensor
+        copies = self.room(tensors[0])
+        _torch._foreach_copy_(copies.parts, tensors)
+        return copies
 
     def found(self, tensors: Sequence[Tensor]) -> FlatTensor | None:
         """Return tensors of matching shapes and strides as a single tensor; None if they do not lie in the layout."""
@@ -143,7 +145,9 @@ class FlatLayout:
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether tensors have the shapes and strides of the layout."""
-        return all((t.shape, t.stride()) == one for t, one in zip(tensors, self.geometry, strict=True))
+        return all(
+            (tensor.shape, tensor.stride()) == geometry for tensor, geometry in zip(tensors, self.geometry, strict=True)
+        )
 
 
 def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[FlatLayout, list[tuple[Tensor, Any]]]]:
@@ -152,21 +156,21 @@ def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[FlatLayout, list[t
     Args:
         tensors: dense tensors of the same dtype, each with arbitrary attached data.
     """
-    found: list[list[tuple[Tensor, Any]]] = []
+    groups: list[list[tuple[Tensor, Any]]] = []
     end, size = 0, 0
-    for one in sorted(tensors, key=lambda pair: pair[0].data_ptr()):
-        tensor = one[0]
+    for entry in sorted(tensors, key=lambda pair: pair[0].data_ptr()):
+        tensor = entry[0]
         gap = tensor.data_ptr() - end
-        follows = bool(found) and 0 <= gap < _MAX_GAP_BYTES and size + tensor.numel() <= MAX_ELEMENTS
+        follows = bool(groups) and 0 <= gap < _MAX_GAP_BYTES and size + tensor.numel() <= MAX_ELEMENTS
         # Separate allocations can be neighbours by chance, so compare storages as well as addresses.
-        if follows and found[-1][0][0].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            found[-1].append(one)
+        if follows and groups[-1][0][0].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            groups[-1].append(entry)
             size += tensor.numel()
         else:
-            found.append([one])
+            groups.append([entry])
             size = tensor.numel()
         end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-    return [(_layout([tensor for tensor, _ in run]), run) for run in found]
+    return [(_layout([tensor for tensor, _ in run]), run) for run in groups]
 
 
 def _layout(tensors: Sequence[Tensor]) -> FlatLayout:

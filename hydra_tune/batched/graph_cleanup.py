@@ -71,22 +71,22 @@ def write_in_place(module: fx.GraphModule, first: int) -> tuple[int, ...]:
     """
     graph = module.graph
     outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    *_, last = graph.find_nodes(op="placeholder")
-    found = []
+    *_, last_argument = graph.find_nodes(op="placeholder")
+    written_indices = []
     for index, node in enumerate(outputs[first:]):
         # An output that is returned twice would need two rooms for the same value.
         if node.target not in _WRITTEN or outputs.count(node) > 1:
             continue
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"room_{index}")
+        with graph.inserting_after(last_argument):
+            last_argument = graph.placeholder(f"room_{index}")
         with graph.inserting_before(node):
-            made = graph.call_function(_WRITTEN[node.target], node.args, {**node.kwargs, "out": last})
-        made.meta = dict(node.meta)
-        node.replace_all_uses_with(made)
+            writer = graph.call_function(_WRITTEN[node.target], node.args, {**node.kwargs, "out": last_argument})
+        writer.meta = dict(node.meta)
+        node.replace_all_uses_with(writer)
         graph.erase_node(node)
-        found.append(index)
+        written_indices.append(index)
     module.recompile()
-    return tuple(found)
+    return tuple(written_indices)
 
 
 def call_directly(module: fx.GraphModule) -> None:
@@ -136,20 +136,26 @@ def _turn(graph: fx.Graph, node: fx.Node, product: fx.Node) -> None:
     assert isinstance(left, fx.Node), "a product is of tensors"
     assert isinstance(right, fx.Node), "a product is of tensors"
     with graph.inserting_before(node):
-        factors = [_transposed(graph, one) for one in (*bias, right, left)]  # type: ignore[arg-type]
-        turned = graph.call_function(product.target, tuple(factors), dict(product.kwargs))  # type: ignore[arg-type]
-    turned.meta = {"val": node.meta["val"].contiguous()}
+        # (A B)ᵀ = Bᵀ Aᵀ, and the bias is transposed with the product.
+        factors = [_transposed(graph, factor) for factor in (*bias, right, left)]  # type: ignore[arg-type]
+        turned_product = graph.call_function(product.target, tuple(factors), dict(product.kwargs))  # type: ignore[arg-type]
+    turned_product.meta = {"val": node.meta["val"].contiguous()}
     users = list(node.users)
-    node.replace_all_uses_with(turned)
+    node.replace_all_uses_with(turned_product)
     graph.erase_node(node)
     graph.erase_node(product)
-    if len(users) == 1 and users[0].target is _CLONE and _are_alike(users[0].meta.get("val"), turned.meta["val"]):
-        users[0].replace_all_uses_with(turned)  # a copy into the same layout
+    if (
+        len(users) == 1
+        and users[0].target is _CLONE
+        and _are_alike(users[0].meta.get("val"), turned_product.meta["val"])
+    ):
+        users[0].replace_all_uses_with(turned_product)  # a copy into the same layout
         graph.erase_node(users[0])
 
 
 def _swaps_rows(node: fx.Node) -> bool:
     """Return whether a node transposes each member's matrix."""
+    # Counted from the end, -1 and -2 are the rows and columns behind the members only in a tensor of three dimensions.
     return set(node.args[1:]) == {1, 2} or (set(node.args[1:]) == {-1, -2} and _dimensions(node) == _MATRICES)
 
 

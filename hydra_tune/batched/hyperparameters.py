@@ -45,8 +45,8 @@ class MemberRates:
         self._made: dict[Hashable, tuple[float, ...]] = {}
         self._values = itemgetter(*[name for name in groups[0] if name not in _NO_RATES])
         self._read: list[Any] = []
-        own = [_steady(group) for group in groups]
-        self._alike = {n: v for n, v in own[0].items() if all(n in o and o[n] == v for o in own)}
+        steady_options = [_steady(group) for group in groups]
+        self._alike = {n: v for n, v in steady_options[0].items() if all(n in o and o[n] == v for o in steady_options)}
 
     @property
     def key(self) -> Hashable:
@@ -55,22 +55,26 @@ class MemberRates:
 
     def admits(self, group: Mapping[str, Any]) -> bool:
         """Return whether a member with the given options keeps the common options common."""
-        own = _steady(group)
-        return all(name in own and own[name] == value for name, value in self._alike.items())
+        steady_options = _steady(group)
+        return all(name in steady_options and steady_options[name] == value for name, value in self._alike.items())
 
     def replace(self, index: int, group: Mapping[str, Any]) -> None:
         """Give a place to another member's options."""
-        own = _steady(group)
+        steady_options = _steady(group)
         self._groups[index] = group
-        self._alike = {n: v for n, v in self._alike.items() if n in own and own[n] == v}
+        # Only shrinks: an option that became common again would turn tensors into a float, and some operators round
+        # differently for a float.
+        self._alike = {n: v for n, v in self._alike.items() if n in steady_options and steady_options[n] == v}
         self._made.clear()
 
     def read(self) -> None:
         """Begin a step: read the options, which schedulers may have changed since the last step."""
-        now = list(map(self._values, self._groups))
-        if now != self._read or len(self._made) > _MAX_REMEMBERED:
+        options = list(map(self._values, self._groups))
+        # Keys of Adam's rates hold step counts (`update_kernels.py`), so entries grow even while the options stay the
+        # same.
+        if options != self._read or len(self._made) > _MAX_REMEMBERED:
             self._made.clear()
-            self._read = now
+            self._read = options
 
     def __call__(self, name: str) -> tuple[float, ...]:
         """Return an option of each member; Adam's betas are named `beta1` and `beta2`."""
@@ -78,10 +82,10 @@ class MemberRates:
 
     def made(self, key: Hashable, make: Callable[[], Sequence[float]]) -> tuple[float, ...]:
         """Return numbers, one for each member, computed once per step and key."""
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = tuple(make())
-        return found
+        numbers = self._made.get(key)
+        if numbers is None:
+            numbers = self._made[key] = tuple(make())
+        return numbers
 
     def begins_alike(self, name: str) -> bool:
         """Return whether all members began with the same value of an option that no scheduler changes."""
@@ -89,13 +93,13 @@ class MemberRates:
 
     def beside(self, values: tuple[float, ...], like: Tensor) -> Tensor:
         """Return the members' numbers as a tensor that broadcasts over a stacked tensor; cached."""
-        known = self._known.setdefault(values, {})
+        tensors = self._known.setdefault(values, {})
         key = like.dim(), like.dtype, like.device
-        if key not in known:
+        if key not in tensors:
             # A schedule makes new values at every step, and each would stay cached on the device.
             if len(self._known) > _MAX_REMEMBERED:
                 self._known.clear()
-                known = self._known.setdefault(values, {})
-            one = torch.tensor(values, dtype=like.dtype, device=like.device)
-            known[key] = one.view(-1, *[1] * (like.dim() - 1))
-        return known[key]
+                tensors = self._known.setdefault(values, {})
+            rates = torch.tensor(values, dtype=like.dtype, device=like.device)
+            tensors[key] = rates.view(-1, *[1] * (like.dim() - 1))
+        return tensors[key]

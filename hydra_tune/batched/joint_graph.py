@@ -82,14 +82,18 @@ class JointTrace:
         with torch.no_grad():
             room = self._room([operands.state[place] for place in self.places], is_laid_out=is_laid_out)
             if self.code is not None:
+                # Compiled code allocates its own outputs.
                 written: tuple[int, ...] = ()
                 losses, *gradients = self.code(*operands.all, *noise)
             else:
                 written = self.written
                 losses, *gradients = self.forward(*operands.all, *noise, *[room[index] for index in written])
             if is_laid_out and len(written) < len(room):
-                rest = [index for index in range(len(room)) if index not in written]
-                torch._foreach_copy_([room[index] for index in rest], [gradients[index] for index in rest])
+                # Operators without an output argument have allocated their gradients: copy these into the room.
+                missing_indices = [index for index in range(len(room)) if index not in written]
+                torch._foreach_copy_(
+                    [room[index] for index in missing_indices], [gradients[index] for index in missing_indices]
+                )
                 gradients = [room[index] for index in range(len(room))]
         return ShardGradients(
             live_in={}, parameters=dict(zip(self.trained, gradients, strict=True)), outputs={self.loss: losses}
@@ -166,25 +170,25 @@ def traced(
     """
     mode = FakeTensorMode()
     fakes = [_fake(mode, tensor.detach(), place) for tensor in operands.all]
-    drawn: Sequence[HoistedDraw] | None = _drawn(run, fakes, mode) if draws else ()
-    if drawn is None:
+    hoisted_draws: Sequence[HoistedDraw] | None = _drawn(run, fakes, mode) if draws else ()
+    if hoisted_draws is None:
         return None
     with mode:
-        noise = [n.room(count, fakes[0].device) for n in drawn]
-    trained_at = [index for index, one in enumerate(trains) if one]
-    reached: list[int] = []
+        noise = [n.room(count, fakes[0].device) for n in hoisted_draws]
+    trained_at = [index for index, is_trained in enumerate(trains) if is_trained]
+    reached_places: list[int] = []
 
     def joint(*tensors: Tensor) -> list[Tensor]:
-        own = list(tensors[: len(fakes)])
+        arguments = list(tensors[: len(fakes)])
         for index in trained_at:
-            own[index] = own[index].detach().requires_grad_()
+            arguments[index] = arguments[index].detach().requires_grad_()
         with given(tensors[len(fakes) :]), torch.enable_grad():
-            (losses,) = run(*own)
-            wanted = [own[index] for index in trained_at]
+            (losses,) = run(*arguments)
+            trained_tensors = [arguments[index] for index in trained_at]
             # No operator mixes members, so the gradient of the sum of all losses holds every member's own gradient.
-            begins = torch.full_like(losses, 1 / accumulate)
-            gradients = torch.autograd.grad(losses, wanted, begins, allow_unused=True)
-        reached[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
+            loss_gradients = torch.full_like(losses, 1 / accumulate)
+            gradients = torch.autograd.grad(losses, trained_tensors, loss_gradients, allow_unused=True)
+        reached_places[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
         return [losses, *(gradient for gradient in gradients if gradient is not None)]
 
     with quiet_fakes():  # failed attempts at batching are expected here: `StackedGraph` falls back to single members
@@ -197,11 +201,11 @@ def traced(
     # Last, because the other passes recognize operators by their overloads.
     call_directly(module)
     with mode, torch.no_grad():  # run once, so that a trace that cannot run is rejected now
-        module(*fakes, *noise, *[torch.empty_like(fakes[reached[index]]) for index in written])
-    trained = tuple(names[place] for place in reached)
+        module(*fakes, *noise, *[torch.empty_like(fakes[reached_places[index]]) for index in written])
+    trained = tuple(names[place] for place in reached_places)
     home = fakes[0].device
     forward = placed(module, home=home)
-    return JointTrace(module, trained, tuple(reached), written, tuple(drawn), loss, pure, home, forward)
+    return JointTrace(module, trained, tuple(reached_places), written, tuple(hoisted_draws), loss, pure, home, forward)
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> Tensor:
@@ -214,6 +218,6 @@ def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> T
 
 def _drawn(run: Any, fakes: Sequence[Tensor], mode: FakeTensorMode) -> Sequence[HoistedDraw] | None:
     """Return the random numbers that a shard draws; None if the draws depend on values."""
-    with mode, torch.no_grad(), noting() as noted:
+    with mode, torch.no_grad(), noting() as tape:
         run(*fakes)
-    return noted.found if noted.is_hoistable else None
+    return tape.found if tape.is_hoistable else None

@@ -30,12 +30,12 @@ class PerMemberOptimizer(StackedOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
         """Step the parameters that have gradients, for the members that are active."""
         assert closure is None, "a stacked step has its gradients"
-        for index, (member, own, active) in enumerate(zip(self._members, self._own, self.active, strict=True)):
+        for index, (member, parts, active) in enumerate(zip(self._members, self._own, self.active, strict=True)):
             if not active:
                 # The member's scheduler would warn about a missing optimizer step.
                 member._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001
                 continue
-            present = [(p, stacked) for p, stacked in own if stacked.grad is not None]
+            present = [(p, stacked) for p, stacked in parts if stacked.grad is not None]
             self._take_over(index, member, present)
             with _parts(index, present):
                 member.step()
@@ -56,10 +56,7 @@ class PerMemberOptimizer(StackedOptimizer):
         self._own[index] = self._parts_of(optimizer)
 
     def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
-        """As of `StackedOptimizer`.
-
-        Drops the old state, so the next step uses the state from `entries`, or begins anew.
-        """
+        """As of `StackedOptimizer`; drops the old state, so the next step uses the state from `entries`, or begins anew."""
         del own
         state = self.state.get(p, {})
         for name in [name for name in state if name.startswith(_name(index, ""))]:
@@ -68,13 +65,15 @@ class PerMemberOptimizer(StackedOptimizer):
 
     @override
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        made = {_name(index, name): value for index, own in enumerate(owns) for name, value in own.items()}
-        return {name: value for name, value in made.items() if name not in self.state.get(p, {})}
+        named_entries = {
+            _name(index, name): value for index, own_state in enumerate(owns) for name, value in own_state.items()
+        }
+        return {name: value for name, value in named_entries.items() if name not in self.state.get(p, {})}
 
     def _parts_of(self, member: Optimizer) -> list[tuple[Tensor, Tensor]]:
         """Return a member's own parameters, each with the stacked parameter."""
-        own = [p for group in member.param_groups for p in group["params"]]
-        return list(zip(own, self._stacked, strict=True))
+        parameters = [p for group in member.param_groups for p in group["params"]]
+        return list(zip(parameters, self._stacked, strict=True))
 
     def _take_over(self, index: int, member: Optimizer, present: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Give the member's optimizer the state tensors that the group holds.
@@ -83,9 +82,9 @@ class PerMemberOptimizer(StackedOptimizer):
         """
         prefix = _name(index, "")
         for p, stacked in present:
-            known = {n: value for n, value in self.state.get(stacked, {}).items() if n.startswith(prefix)}
-            if known:
-                member.state[p].update({name.removeprefix(prefix): value for name, value in known.items()})
+            entries = {n: value for n, value in self.state.get(stacked, {}).items() if n.startswith(prefix)}
+            if entries:
+                member.state[p].update({name.removeprefix(prefix): value for name, value in entries.items()})
 
     def _note(self, index: int, member: Optimizer, present: Sequence[tuple[Tensor, Tensor]]) -> None:
         for p, stacked in present:
@@ -100,7 +99,7 @@ def _name(index: int, name: str) -> str:
 def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Make a member's own parameters views of the stacked parameters inside the context, with their gradients."""
     # Swap `.data` instead of the parameters: the optimizer and its hooks refer to the parameter objects themselves.
-    before = [p.data for p, _ in present]
+    own_data = [p.data for p, _ in present]
     for p, stacked in present:
         assert stacked.grad is not None
         p.data = stacked.detach()[index]
@@ -108,7 +107,7 @@ def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Non
     try:
         yield
     finally:
-        for (p, _), data in zip(present, before, strict=True):
+        for (p, _), data in zip(present, own_data, strict=True):
             p.grad = None
             p.data = data
 

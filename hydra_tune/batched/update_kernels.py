@@ -65,8 +65,8 @@ class StackedParameterUpdate:
         Returns:
             A float if all active members agree in all parameter groups; otherwise tensors.
         """
-        own = [self._of_active(rates.made(key, partial(make, rates))) for rates in self._distinct]
-        return own[0][0] if _are_all_one(own) else self._beside(own)
+        group_rates = [self._of_active(rates.made(key, partial(make, rates))) for rates in self._distinct]
+        return group_rates[0][0] if _are_all_one(group_rates) else self._beside(group_rates)
 
     def option(self, name: str, make: Callable[[float], float] = float) -> Numbers:
         """Return an option that never changes between steps, for any operator.
@@ -74,11 +74,11 @@ class StackedParameterUpdate:
         Some operators round differently for a float than for a tensor. So the result is a float only if all members
         began with the same value: members that rest or end must not change the operators of the others.
         """
-        own = [
+        group_rates = [
             self._of_active(rates.made((name, make), partial(_options, rates, name, make))) for rates in self._distinct
         ]
         common = all(rates.begins_alike(name) for rates in self._distinct)
-        return own[0][0] if common and _are_all_one(own) else self._beside(own)
+        return group_rates[0][0] if common and _are_all_one(group_rates) else self._beside(group_rates)
 
     def every(self, name: str) -> Numbers:
         """Return an option of all members, active or resting."""
@@ -99,15 +99,15 @@ class StackedParameterUpdate:
     def state(self, name: str, first: Callable[[], Numbers] = float) -> FlatTensor:
         """Return a state entry of all parameters, created with the value of `first` (default 0) if missing."""
         if not self.has(name):
-            made = self._layout.new(self.p.whole)
-            made.add_(first())
-            for state, part in zip(self._states, made.parts, strict=True):
+            new_entry = self._layout.new(self.p.whole)
+            new_entry.add_(first())
+            for state, part in zip(self._states, new_entry.parts, strict=True):
                 state[name] = part
-            self._hold(made)
-            return made
-        found = self._found[name]
-        self._hold(found)
-        return found
+            self._hold(new_entry)
+            return new_entry
+        entry = self._found[name]
+        self._hold(entry)
+        return entry
 
     def begun(self) -> list[bool]:
         """Return whether each member's momentum has begun; active members with momentum begin now."""
@@ -144,8 +144,8 @@ class StackedParameterUpdate:
         """
         if self._everybody:
             return values
-        some = values[self._active.index(True)]
-        return tuple(value if active else some for value, active in zip(values, self._active, strict=True))
+        active_value = values[self._active.index(True)]
+        return tuple(value if active else active_value for value, active in zip(values, self._active, strict=True))
 
     def _beside(self, own: Sequence[tuple[float, ...]]) -> list[Tensor]:
         """Return a tensor of numbers for each part, given the numbers of each parameter group."""
@@ -188,6 +188,8 @@ def _decay(run: StackedParameterUpdate) -> None:
 def _follow(run: StackedParameterUpdate, name: str, momentum: Numbers) -> FlatTensor:
     """Add the gradients to the decayed buffer of earlier gradients."""
     buffer, steady = run.state(name), run.option("momentum")
+    # A single kernel, which may round differently from the two below: only a momentum that never changes takes this
+    # branch.
     if isinstance(steady, float):
         torch.add(run.gradient.whole, buffer.whole, alpha=steady, out=buffer.whole)
         return buffer
@@ -208,6 +210,7 @@ def _sgd(run: StackedParameterUpdate) -> None:
     # schedulers may change momentum; the buffer must decay.
     if momentum != 0.0 or run.has("momentum_buffer"):
         begun = run.begun()
+        # As in torch, a member's momentum buffer begins as the first gradient, without dampening (`_fresh`).
         if not run.switches["nesterov"]:
             gradient.mul_(run.numbers(("fresh", *begun), lambda rates: _fresh(rates, begun)))
             direction = _follow(run, "momentum_buffer", momentum)
@@ -219,8 +222,8 @@ def _sgd(run: StackedParameterUpdate) -> None:
 
 def _fresh(rates: MemberRates, begun: Sequence[bool]) -> list[float]:
     """Return the factors of the gradients: undampened for a member's first gradient."""
-    own = zip(rates("dampening"), begun, rates("momentum"), strict=True)
-    return [1 - d if b and m else 1.0 for d, b, m in own]
+    options = zip(rates("dampening"), begun, rates("momentum"), strict=True)
+    return [1 - d if b and m else 1.0 for d, b, m in options]
 
 
 def _adam(run: StackedParameterUpdate) -> None:
@@ -229,10 +232,11 @@ def _adam(run: StackedParameterUpdate) -> None:
 
 
 def _adamw(run: StackedParameterUpdate) -> None:
-    def kept(rates: MemberRates) -> list[float]:
+    def decay_factors(rates: MemberRates) -> list[float]:
         return [1 - lr * decay for lr, decay in zip(rates("lr"), rates("weight_decay"), strict=True)]
 
-    run.p.mul_(run.numbers("kept", kept))
+    # AdamW decays the parameters themselves, before the step: p (1 - lr decay).
+    run.p.mul_(run.numbers("kept", decay_factors))
     _adam_step(run)
 
 
@@ -241,39 +245,40 @@ def _adam_step(run: StackedParameterUpdate) -> None:
 
     `m / (sqrt(v) / r + eps)` equals `r m / (sqrt(v) + r eps)`.
     """
-    done = run.steps
+    steps_before = run.steps
     mean, square, gradient = run.state("exp_avg"), run.state("exp_avg_sq"), run.gradient
     mean.lerp_(gradient, run.option("beta1", _rest))
     square.average_square_(gradient, run.option("beta2"), run.option("beta2", _rest))
 
-    def made(rates: MemberRates) -> list[float]:
-        return [(1 - b ** (n + 1)) ** 0.5 for b, n in zip(rates("beta2"), done, strict=True)]
+    def root_values(rates: MemberRates) -> list[float]:
+        return [(1 - b ** (n + 1)) ** 0.5 for b, n in zip(rates("beta2"), steps_before, strict=True)]
 
     def roots(rates: MemberRates) -> tuple[float, ...]:
-        return rates.made(("roots", *done), partial(made, rates))
+        return rates.made(("roots", *steps_before), partial(root_values, rates))
 
     def epsilons(rates: MemberRates) -> list[float]:
         return [eps * root for eps, root in zip(rates("eps"), roots(rates), strict=True)]
 
     def sizes(rates: MemberRates) -> list[float]:
-        own = zip(rates("lr"), rates("beta1"), done, roots(rates), strict=True)
-        return [-lr / (1 - b ** (n + 1)) * root for lr, b, n, root in own]
+        options = zip(rates("lr"), rates("beta1"), steps_before, roots(rates), strict=True)
+        return [-lr / (1 - b ** (n + 1)) * root for lr, b, n, root in options]
 
     # The gradient is not needed any more, so its memory holds
     # the denominator. A separate temporary would raise the peak.
     torch.sqrt(square.whole, out=gradient.whole)
-    gradient.add_(run.numbers(("eps", *done), epsilons))
+    gradient.add_(run.numbers(("eps", *steps_before), epsilons))
     torch.div(mean.whole, gradient.whole, out=gradient.whole)
-    run.descend(gradient, run.numbers(("sizes", *done), sizes))
+    run.descend(gradient, run.numbers(("sizes", *steps_before), sizes))
 
 
 def _rmsprop(run: StackedParameterUpdate) -> None:
     _decay(run)
-    gradient, square, rest = run.gradient, run.state("square_avg"), run.option("alpha", _rest)
-    square.average_square_(gradient, run.option("alpha"), rest)
+    gradient, square, one_minus_alpha = run.gradient, run.state("square_avg"), run.option("alpha", _rest)
+    square.average_square_(gradient, run.option("alpha"), one_minus_alpha)
     if run.switches["centered"]:
         mean = run.state("grad_avg")
-        mean.lerp_(gradient, rest)
+        mean.lerp_(gradient, one_minus_alpha)
+        # The centered variant divides by the standard deviation: sqrt(E[g²] - E[g]²).
         root = torch.addcmul(square.whole, mean.whole, mean.whole, value=-1).sqrt_()
     else:
         root = square.whole.sqrt()
@@ -287,7 +292,7 @@ def _rmsprop(run: StackedParameterUpdate) -> None:
 
 def _adagrad(run: StackedParameterUpdate) -> None:
     _decay(run)
-    done, gradient = run.steps, run.gradient
+    steps_before, gradient = run.steps, run.gradient
     total = run.state("sum", lambda: run.every("initial_accumulator_value"))
     total.whole.addcmul_(gradient.whole, gradient.whole)
     root = total.whole.sqrt()
@@ -295,10 +300,10 @@ def _adagrad(run: StackedParameterUpdate) -> None:
     gradient.whole.div_(root)
 
     def sizes(rates: MemberRates) -> list[float]:
-        own = zip(rates("lr"), rates("lr_decay"), done, strict=True)
-        return [-rate / (1 + step * decay) for rate, decay, step in own]
+        options = zip(rates("lr"), rates("lr_decay"), steps_before, strict=True)
+        return [-rate / (1 + step * decay) for rate, decay, step in options]
 
-    run.descend(gradient, run.numbers(("sizes", *done), sizes))
+    run.descend(gradient, run.numbers(("sizes", *steps_before), sizes))
 
 
 UPDATES: dict[type[Optimizer], Callable[[StackedParameterUpdate], None]] = {
@@ -317,6 +322,7 @@ COUNTED = (Adam, AdamW, RMSprop, Adagrad)
 def update_of(optimizer: Optimizer) -> Callable[[StackedParameterUpdate], None]:
     """Return the update function for optimizers like the given optimizer."""
     kind = type(optimizer)
+    # With this switch torch's Adam decays weights as AdamW does.
     if kind is Adam and optimizer.param_groups[0].get("decoupled_weight_decay"):
         return _adamw
     return UPDATES[kind]
