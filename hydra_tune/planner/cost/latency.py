@@ -62,32 +62,33 @@ def timed(pieces: Iterable[Instruction | InstructionSlice], *, is_duplex: bool) 
     now = compute = recompute = stall = copies = 0
     free = {InstructionKind.OFFLOAD: 0, InstructionKind.PREFETCH: 0}
     ends: dict[tuple[bool, int, str], int] = {}
-    for one in pieces:
-        if isinstance(one, InstructionSlice):
-            took = one.line.clock[one.end] - one.line.clock[one.begin]
+    for piece in pieces:
+        if isinstance(piece, InstructionSlice):
+            took = piece.line.clock[piece.end] - piece.line.clock[piece.begin]
             now += took
-            compute, recompute = (compute, recompute + took) if one.line.is_again else (compute + took, recompute)
-        elif one.kind in (InstructionKind.RUN, InstructionKind.RERUN):
-            took = ticks(one.seconds)
+            compute, recompute = (compute, recompute + took) if piece.line.is_again else (compute + took, recompute)
+        elif piece.kind in (InstructionKind.RUN, InstructionKind.RERUN):
+            took = ticks(piece.seconds)
             now += took
-            if one.kind is InstructionKind.RUN:
+            if piece.kind is InstructionKind.RUN:
                 compute += took
             else:
                 recompute += took
-        elif one.kind in (InstructionKind.OFFLOAD, InstructionKind.PREFETCH):
-            took, handing = ticks(one.seconds), ticks(one.hand_seconds)
+        elif piece.kind in (InstructionKind.OFFLOAD, InstructionKind.PREFETCH):
+            took, handing = ticks(piece.seconds), ticks(piece.hand_seconds)
             now += handing
             stall += handing
             copies += took
             end = now
             # A copy that the computing thread has made itself has ended already, and uses no link.
-            if not one.is_at_once:
+            if not piece.is_at_once:
                 # Without duplex, copies of both directions queue on a single link.
-                link = one.kind if is_duplex else InstructionKind.OFFLOAD
+                link = piece.kind if is_duplex else InstructionKind.OFFLOAD
                 free[link] = end = max(free[link], now) + took
-            ends[one.kind is InstructionKind.PREFETCH, one.side, one.storage] = end
-        elif one.kind in (InstructionKind.RELEASE, InstructionKind.ARRIVE):
-            wait = max(0, ends[one.kind is InstructionKind.ARRIVE, one.side, one.storage] - now)
+            ends[piece.kind is InstructionKind.PREFETCH, piece.side, piece.storage] = end
+        elif piece.kind in (InstructionKind.RELEASE, InstructionKind.ARRIVE):
+            # Both wait for the end of a copy; deletions take no time.
+            wait = max(0, ends[piece.kind is InstructionKind.ARRIVE, piece.side, piece.storage] - now)
             now += wait
             stall += wait
     return StepTimeBreakdown(
@@ -97,7 +98,7 @@ def timed(pieces: Iterable[Instruction | InstructionSlice], *, is_duplex: bool) 
 
 def times_of(schedule: SubArraySchedule, *, is_duplex: bool) -> StepTimeBreakdown:
     """Return the times of a step of all sub-arrays of a schedule."""
-    found = StepTimeBreakdown()
+    times = StepTimeBreakdown()
     for segment in schedule.segments:
-        found += timed(stretched(schedule, segment), is_duplex=is_duplex)
-    return found
+        times += timed(stretched(schedule, segment), is_duplex=is_duplex)
+    return times

@@ -49,11 +49,11 @@ def followed(pieces: Iterable[Instruction | InstructionSlice], start: int) -> Se
         start: bytes on the device at the beginning.
     """
     state = _SegmentMemorySimulator(start)
-    for one in pieces:
-        if isinstance(one, InstructionSlice):
-            state.runs(one)
+    for piece in pieces:
+        if isinstance(piece, InstructionSlice):
+            state.runs(piece)
         else:
-            state.does(one)
+            state.does(piece)
     return state.memory()
 
 
@@ -64,12 +64,12 @@ def curve(schedule: SubArraySchedule, segment: ScheduleSegment) -> tuple[int, ..
         schedule: the decisions.
         segment: of the schedule.
     """
-    live, found = start_bytes(schedule, segment), []
-    for one in lowered(schedule, segment):
-        live += one.made_bytes
-        found.append(live + one.workspace_bytes)
-        live -= one.freed_bytes
-    return tuple(found)
+    live, live_bytes = start_bytes(schedule, segment), []
+    for instruction in lowered(schedule, segment):
+        live += instruction.made_bytes
+        live_bytes.append(live + instruction.workspace_bytes)
+        live -= instruction.freed_bytes
+    return tuple(live_bytes)
 
 
 class _SegmentMemorySimulator:
@@ -81,9 +81,11 @@ class _SegmentMemorySimulator:
 
     def does(self, one: Instruction) -> None:
         """Account for a single instruction."""
+        # Made bytes are there from the beginning of the instruction, and freed bytes up to its end.
         self._live += one.made_bytes
         if not one.is_backward:
             self._forward = one.rank
+        # A recomputation counts as backward, but its rank is of the forward.
         elif one.kind is not InstructionKind.RERUN:
             self._backward = one.rank
         self._reaches(self._live + one.workspace_bytes, self._backward, self._forward)
@@ -126,12 +128,12 @@ class _SegmentMemorySimulator:
     def _reaches(self, num_bytes: int, backward: int, forward: int) -> None:
         if num_bytes > self._most:
             self._most = num_bytes
-            # Strictly above, so the first place of the peak counts, as in `Line.top`.
+            # Strictly above, so the first place of the peak counts, as in `InstructionSequence.top`.
             if num_bytes > self._peak:
                 self._peak, self._at = num_bytes, (backward, forward)
 
 
 def peak_of(schedule: SubArraySchedule) -> tuple[ScheduleSegment, SegmentMemory]:
     """Return the segment of a schedule that needs the most memory, with its memory."""
-    each = [(segment, simulated(schedule, segment)) for segment in schedule.segments]
-    return max(each, key=lambda found: found[1].peak_bytes)
+    memories = [(segment, simulated(schedule, segment)) for segment in schedule.segments]
+    return max(memories, key=lambda entry: entry[1].peak_bytes)

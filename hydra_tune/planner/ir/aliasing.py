@@ -87,8 +87,8 @@ def seen(
         mode: for tensors without bytes.
         layouts: strides of nodes whose results lie otherwise on the device than the traced operators say.
     """
-    found = StorageAccessTable()
-    named: dict[int, str] = {}
+    table = StorageAccessTable()
+    storage_names: dict[int, str] = {}
     values: dict[fx.Node, Any] = {}
     with mode, torch.no_grad():
         for node in graph.nodes:
@@ -98,9 +98,8 @@ def seen(
                 values[node] = arguments[node.name]
             elif node.op == "get_attr":
                 constant = getattr(owner, str(node.target))
-                place = next(
-                    iter(arguments.values())
-                ).device  # where the graph runs; the constant may lie elsewhere now
+                # Where the graph runs; the constant may lie elsewhere now.
+                place = next(iter(arguments.values())).device
                 values[node] = torch.empty_strided(
                     constant.size(), constant.stride(), dtype=constant.dtype, device=place
                 )
@@ -111,8 +110,8 @@ def seen(
                 values[node] = node.target(*args, **kwargs)
                 if layouts and node.name in layouts:
                     values[node] = _laid(values[node], layouts[node.name])
-            _note(found, named, node, values)
-    return found
+            _note(table, storage_names, node, values)
+    return table
 
 
 def layout_of(value: Any) -> Layout:
@@ -138,35 +137,36 @@ def is_like(layout: Layout, other: Layout) -> bool:
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     # The stride of a dimension of at most one element places nothing, and kernels and fake tensors disagree there.
-    each = zip(tensor.stride(), tensor.size(), strict=True)
-    return tuple(stride if size > 1 and tensor.numel() else 0 for stride, size in each)
+    pairs = zip(tensor.stride(), tensor.size(), strict=True)
+    return tuple(stride if size > 1 and tensor.numel() else 0 for stride, size in pairs)
 
 
 def _laid(value: Any, layout: Layout) -> Any:
     """Return a node's results, with tensors made anew where their strides differ from a layout."""
     leaves, structure = tree_flatten(value)
     for place, strides in enumerate(layout[: len(leaves)]):
-        one = leaves[place]
-        if isinstance(one, Tensor) and strides is not None and _strides(one) != strides:
-            leaves[place] = torch.empty_strided(one.size(), strides, dtype=one.dtype, device=one.device)
+        leaf = leaves[place]
+        if isinstance(leaf, Tensor) and strides is not None and _strides(leaf) != strides:
+            leaves[place] = torch.empty_strided(leaf.size(), strides, dtype=leaf.dtype, device=leaf.device)
     return tree_unflatten(leaves, structure)
 
 
 def overwritten(node: fx.Node) -> tuple[list[fx.Node], bool]:
     """Return the arguments that a node overwrites, and whether None in their place leaves them untouched."""
     schema = getattr(node.target, "_schema", None)
+    # Python functions such as `operator.getitem` have no schema, and overwrite nothing.
     if schema is None:
         return [], False
     if schema.name in _RUNNING_STATISTICS:
         places, switch = _RUNNING_STATISTICS[schema.name]
-        written = [node.args[place] for place in places] if node.args[switch] else []
-        return [one for one in written if isinstance(one, fx.Node)], True
-    found: list[fx.Node] = []
+        statistics = [node.args[place] for place in places] if node.args[switch] else []
+        return [argument for argument in statistics if isinstance(argument, fx.Node)], True
+    written_nodes: list[fx.Node] = []
     for place, declared in enumerate(schema.arguments):
         if declared.alias_info is not None and declared.alias_info.is_write:
             value = node.args[place] if place < len(node.args) else node.kwargs.get(declared.name)
-            found.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node))
-    return found, False
+            written_nodes.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node))
+    return written_nodes, False
 
 
 def without_statistics(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -184,28 +184,28 @@ def without_statistics(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _note(found: StorageAccessTable, named: dict[int, str], node: fx.Node, values: dict[fx.Node, Any]) -> None:
     tensors = [leaf for leaf in tree_leaves(values[node]) if isinstance(leaf, Tensor)]
-    made: list[str] = []
-    own: list[str] = []
+    new_storages: list[str] = []
+    storages: list[str] = []
     for number, tensor in enumerate(tensors):
         key = tensor.untyped_storage()._cdata  # noqa: SLF001 - unique as long as all values are alive
         if key not in named:
             named[key] = node.name if len(tensors) == 1 else f"{node.name}.{number}"
             found.sizes[named[key]] = tensor.untyped_storage().nbytes()
-            made.append(named[key])
-        own.append(named[key])
+            new_storages.append(named[key])
+        storages.append(named[key])
     found.layouts[node.name] = layout_of(values[node])
-    found.storages[node.name] = tuple(dict.fromkeys(own))
-    found.makes[node.name] = tuple(made)
-    read = (name for argument in node.all_input_nodes for name in found.storages[argument.name])
-    found.reads[node.name] = tuple(dict.fromkeys(read))
-    written = (name for argument in overwritten(node)[0] for name in found.storages[argument.name])
-    found.writes[node.name] = tuple(dict.fromkeys(written))
+    found.storages[node.name] = tuple(dict.fromkeys(storages))
+    found.makes[node.name] = tuple(new_storages)
+    read_names = (name for argument in node.all_input_nodes for name in found.storages[argument.name])
+    found.reads[node.name] = tuple(dict.fromkeys(read_names))
+    written_names = (name for argument in overwritten(node)[0] for name in found.storages[argument.name])
+    found.writes[node.name] = tuple(dict.fromkeys(written_names))
     if isinstance(values[node], Tensor):
-        one: Tensor = values[node]
+        result: Tensor = values[node]
         found.places[node.name] = StorageView(
-            storage=own[0],
-            dtype=one.dtype,
-            size=tuple(one.size()),
-            stride=tuple(one.stride()),
-            offset=int(one.storage_offset()),
+            storage=storages[0],
+            dtype=result.dtype,
+            size=tuple(result.size()),
+            stride=tuple(result.stride()),
+            offset=int(result.storage_offset()),
         )

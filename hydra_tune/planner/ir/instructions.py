@@ -86,12 +86,12 @@ class InstructionSequence:
 
     def __init__(self, instructions: Sequence[Instruction]) -> None:
         self.instructions = tuple(instructions)
-        self.is_again = any(one.kind is InstructionKind.RERUN for one in instructions)
-        self.is_backward = not self.is_again and any(one.is_backward for one in instructions)
-        self.before = list(accumulate((one.made_bytes - one.freed_bytes for one in instructions), initial=0))
-        needs = (one.made_bytes + one.workspace_bytes for one in instructions)
+        self.is_again = any(op.kind is InstructionKind.RERUN for op in instructions)
+        self.is_backward = not self.is_again and any(op.is_backward for op in instructions)
+        self.before = list(accumulate((op.made_bytes - op.freed_bytes for op in instructions), initial=0))
+        needs = (op.made_bytes + op.workspace_bytes for op in instructions)
         self.during = [before + need for before, need in zip(self.before, needs, strict=False)]
-        self.clock = list(accumulate((ticks(one.seconds) for one in instructions), initial=0))
+        self.clock = list(accumulate((ticks(op.seconds) for op in instructions), initial=0))
         self._tops = [list(range(len(self.during)))]  # see `top`
         while len(shorter := self._tops[-1]) > (half := 1 << len(self._tops) - 1):
             self._tops.append([self._higher(left, right) for left, right in zip(shorter, shorter[half:], strict=False)])
@@ -108,6 +108,7 @@ class InstructionSequence:
         """Return the first operator of a stretch that needs more than so many bytes; the stretch's end if none does."""
         if self.during[self.top(begin, end)] <= num_bytes:
             return end
+        # A prefix's maximum only grows with the prefix, so bisection finds the first operator above the limit.
         while end - begin > 1:
             middle = (begin + end) // 2
             if self.during[self.top(begin, middle)] > num_bytes:

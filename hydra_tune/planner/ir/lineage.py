@@ -36,19 +36,19 @@ def lineage(array: SubArrayProfile, name: str) -> FeatureMapLineage | None:
     """
     sources: set[str] = set()
     ops: set[int] = set()
-    wanted, known = [name], {name}
-    while wanted:
-        storage = wanted.pop()
+    pending_storages, visited_storages = [name], {name}
+    while pending_storages:
+        storage = pending_storages.pop()
         for rank in array.forward_writers[storage]:
             op = array.forward[rank]
             # Writes into the storage that is being computed are part of computing it; other writes would be visible
             # elsewhere.
-            made = {*op.makes, storage}
-            if op.is_random or not set(op.writes) <= made | set(op.repeated_writes):
+            own_storages = {*op.makes, storage}
+            if op.is_random or not set(op.writes) <= own_storages | set(op.repeated_writes):
                 return None
             ops.add(rank)
             for read in op.reads:
-                if read in made or read in op.repeated_writes:
+                if read in own_storages or read in op.repeated_writes:
                     continue
                 if _overwritten_after(array, read, rank):
                     return None
@@ -56,11 +56,11 @@ def lineage(array: SubArrayProfile, name: str) -> FeatureMapLineage | None:
                     sources.add(read)
                 # Used by the forward alone, so freed by the time of the backward: compute this storage again as well.
                 # Static tensors have no size here, and are always on the device.
-                elif read in array.sizes and read not in known:
-                    known.add(read)
-                    wanted.append(read)
-    found = FeatureMapLineage(frozenset(sources), frozenset(ops))
-    return found if holds(array, found.ops, array.maps[name].first_backward) else None
+                elif read in array.sizes and read not in visited_storages:
+                    visited_storages.add(read)
+                    pending_storages.append(read)
+    origin = FeatureMapLineage(frozenset(sources), frozenset(ops))
+    return origin if holds(array, origin.ops, array.maps[name].first_backward) else None
 
 
 def holds(array: SubArrayProfile, ops: frozenset[int], at_rank: int) -> bool:
@@ -73,8 +73,8 @@ def holds(array: SubArrayProfile, ops: frozenset[int], at_rank: int) -> bool:
         for read in array.forward[rank].reads:
             if array.backward_writes.get(read, at_rank) < at_rank:
                 return False
-            before = {writer for writer in array.forward_writers.get(read, ()) if writer < rank}
-            if before & ops and not before <= ops:
+            earlier_writers = {writer for writer in array.forward_writers.get(read, ()) if writer < rank}
+            if earlier_writers & ops and not earlier_writers <= ops:
                 return False
     return True
 

@@ -35,13 +35,13 @@ def lowered(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instru
         schedule: the decisions.
         segment: a segment or an end of the schedule.
     """
-    found: list[Instruction] = []
-    for one in stretched(schedule, segment):
-        if isinstance(one, InstructionSlice):
-            found += one.line.instructions[one.begin : one.end]
+    instructions: list[Instruction] = []
+    for piece in stretched(schedule, segment):
+        if isinstance(piece, InstructionSlice):
+            instructions += piece.line.instructions[piece.begin : piece.end]
         else:
-            found.append(one)
-    return found
+            instructions.append(piece)
+    return instructions
 
 
 def stretched(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instruction | InstructionSlice]:
@@ -56,8 +56,8 @@ def stretched(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Inst
 
 def kept_bytes(array: SubArrayProfile, decisions: SubArrayDecisions) -> int:
     """Bytes of the feature maps that stay on the device between a sub-array's forward and backward."""
-    gone = (array.maps[name].num_bytes for name in (*decisions.swaps, *decisions.recomputes))
-    return array.kept_bytes - sum(gone)
+    moved_bytes = (array.maps[name].num_bytes for name in (*decisions.swaps, *decisions.recomputes))
+    return array.kept_bytes - sum(moved_bytes)
 
 
 def copied(storage: str, made_for: str) -> str:
@@ -81,10 +81,10 @@ class _SubArrayLowering:
         maps, needs = self.array.maps, self.decisions.changed_needs(self.array.maps)
         for name in sorted((*self.decisions.swaps, *self.decisions.recomputes), key=self.array.order.__getitem__):
             self._look_up(name, maps[name], needs)
-        for found in self.prompts.values():
-            found.sort(key=lambda one: (_first(one, needs), one.made))
+        for maps_due in self.prompts.values():
+            maps_due.sort(key=lambda feature_map: (_first(feature_map, needs), feature_map.made))
         self._change_ends(
-            needs, {name: self._returns(maps[name], each) for name, each in self.decisions.returns.items()}
+            needs, {name: self._returns(maps[name], prompts) for name, prompts in self.decisions.returns.items()}
         )
         self.leaving_ranks = sorted(self.leaves)
 
@@ -92,10 +92,10 @@ class _SubArrayLowering:
         self, key: str, ops: Sequence[OperatorProfile], ends: Mapping[int, tuple[str, ...]]
     ) -> InstructionSequence:
         if key not in self.known:
-            each = [self._run(rank, op, ends.get(rank, ()), key) for rank, op in enumerate(ops)]
-            self.known[key] = InstructionSequence(each)
-        found: InstructionSequence = self.known[key]
-        return found
+            runs = [self._run(rank, op, ends.get(rank, ()), key) for rank, op in enumerate(ops)]
+            self.known[key] = InstructionSequence(runs)
+        line: InstructionSequence = self.known[key]
+        return line
 
     def _run(self, rank: int, op: OperatorProfile, frees: tuple[str, ...], which: str) -> Instruction:
         return Instruction(
@@ -112,29 +112,32 @@ class _SubArrayLowering:
         )
 
     def _look_up(self, name: str, one: FeatureMap, needs: Mapping[str, tuple[int, int]]) -> None:
-        decided = self.decisions
+        decisions = self.decisions
         self.leaves.setdefault(one.last_forward, []).append(one)
-        if name in decided.swaps:
+        if name in decisions.swaps:
             need = _first(one, needs)
+            # A map that the computing thread copies itself is copied where it is needed: an earlier begin would hide
+            # nothing.
             if name not in self.array.at_once:
-                self.prompts.setdefault(min(decided.swaps[name], need), []).append(one)
+                self.prompts.setdefault(min(decisions.swaps[name], need), []).append(one)
             self.arrivals.setdefault(need, []).append(one)
         else:
             self.recomputed.setdefault(one.first_backward, []).append(one)
 
     def _returns(self, one: FeatureMap, each: Mapping[int, int]) -> set[int]:
         """Add the copies back after a map's absences; return the ranks behind which the map is freed for an absence."""
-        uses, found = self.decisions.uses(one, self.array.backward_ranks[one.name]), set[int]()
-        for left, prompt in each.items():
-            next_use = bisect_left(uses, left + 1)
-            if not 0 < next_use < len(uses) or uses[next_use - 1] in found:
+        uses, departure_ranks = self.decisions.uses(one, self.array.backward_ranks[one.name]), set[int]()
+        for departure, prompt in each.items():
+            next_use = bisect_left(uses, departure + 1)
+            if not 0 < next_use < len(uses) or uses[next_use - 1] in departure_ranks:
                 continue  # a recomputation that needed the map there has been undone, or needs the map only now
-            last, need = uses[next_use - 1], uses[next_use]
-            found.add(last)
+            last_use, need = uses[next_use - 1], uses[next_use]
+            departure_ranks.add(last_use)
             if one.name not in self.array.at_once:
-                self.prompts.setdefault(min(max(prompt, last + 1), need), []).append(one)
+                # Other decisions may have moved either use since the prompt was set.
+                self.prompts.setdefault(min(max(prompt, last_use + 1), need), []).append(one)
             self.arrivals.setdefault(need, []).append(one)
-        return found
+        return departure_ranks
 
     def _change_ends(self, needs: Mapping[str, tuple[int, int]], away: Mapping[str, set[int]]) -> None:
         """Change the backward operators that free feature maps.
@@ -142,13 +145,14 @@ class _SubArrayLowering:
         A source of recomputations is freed behind the last of them, and a returning map is freed before each absence.
         """
         maps, base = self.array.maps, self.array.all_backward_ends
-        later = {name: last for name, (_, last) in needs.items() if last != maps[name].last_backward}
-        for rank in {*later.values(), *(maps[name].last_backward for name in later), *chain(*away.values())}:
-            own = [name for name in base.get(rank, ()) if name not in maps]
-            left = [name for name in base.get(rank, ()) if name in maps and name not in later]
-            left += [name for name, last in later.items() if last == rank]
-            left += [name for name, ranks in away.items() if rank in ranks]
-            ends = (*own, *sorted(left, key=self.array.order.__getitem__))
+        # Base ends hold for an undecided schedule. Only ranks with a moved end get instructions of their own.
+        later_ends = {name: end for name, (_, end) in needs.items() if end != maps[name].last_backward}
+        for rank in {*later_ends.values(), *(maps[name].last_backward for name in later_ends), *chain(*away.values())}:
+            other_storages = [name for name in base.get(rank, ()) if name not in maps]
+            freed_maps = [name for name in base.get(rank, ()) if name in maps and name not in later_ends]
+            freed_maps += [name for name, end in later_ends.items() if end == rank]
+            freed_maps += [name for name, ranks in away.items() if rank in ranks]
+            ends = (*other_storages, *sorted(freed_maps, key=self.array.order.__getitem__))
             # The key holds the freed storages, so all decisions that free the same storages here share the instruction.
             key = ("ends", rank, ends)
             if key not in self.known:
@@ -159,10 +163,11 @@ class _SubArrayLowering:
         """Return a copy, the end of a copy, or a deletion, after `rank` operators have run."""
         key = (kind, one.name, rank)
         if key not in self.known:
-            freed = (one.name,) if kind in (InstructionKind.DELETE, InstructionKind.RELEASE) else ()
-            made = (one.name,) if kind is InstructionKind.PREFETCH else ()
+            freed_storages = (one.name,) if kind in (InstructionKind.DELETE, InstructionKind.RELEASE) else ()
+            made_storages = (one.name,) if kind is InstructionKind.PREFETCH else ()
             seconds = {InstructionKind.PREFETCH: one.in_seconds, InstructionKind.OFFLOAD: one.out_seconds}.get(kind)
             is_at_once = seconds is not None and one.name in self.array.at_once
+            # The computing thread is busy for a whole copy of its own, and for the hand-over of any other.
             hand_seconds = 0.0 if seconds is None else seconds if is_at_once else self.array.hand_seconds
             self.known[key] = Instruction(
                 kind=kind,
@@ -173,31 +178,33 @@ class _SubArrayLowering:
                 seconds=seconds or 0.0,
                 hand_seconds=hand_seconds,
                 is_at_once=is_at_once,
-                makes=made,
-                frees=freed,
-                made_bytes=_bytes(self.array, made),
-                freed_bytes=_bytes(self.array, freed),
+                makes=made_storages,
+                frees=freed_storages,
+                made_bytes=_bytes(self.array, made_storages),
+                freed_bytes=_bytes(self.array, freed_storages),
             )
-        found: Instruction = self.known[key]
-        return found
+        instruction: Instruction = self.known[key]
+        return instruction
 
     def again(self, one: FeatureMap) -> InstructionSequence:
         """Return the operators that recompute a feature map."""
-        how = self.decisions.recomputes[one.name]
-        key = ("again", one.name, how.ops)
+        recomputation = self.decisions.recomputes[one.name]
+        key = ("again", one.name, recomputation.ops)
         if key not in self.known:
-            self.known[key] = InstructionSequence(tuple(self._again(one, sorted(how.ops))))
-        found: InstructionSequence = self.known[key]
-        return found
+            self.known[key] = InstructionSequence(tuple(self._again(one, sorted(recomputation.ops))))
+        sequence: InstructionSequence = self.known[key]
+        return sequence
 
     def _again(self, one: FeatureMap, ranks: list[int]) -> Iterator[Instruction]:
         ops = self.array.forward
-        last = {storage: rank for rank in ranks for storage in (*ops[rank].reads, *ops[rank].makes)}
-        made: set[str] = set()
+        last_uses = {storage: rank for rank in ranks for storage in (*ops[rank].reads, *ops[rank].makes)}
+        live_names: set[str] = set()
         for rank in ranks:
             op = ops[rank]
-            made.update(op.makes)
-            ended = sorted(storage for storage in made if last[storage] == rank and storage != one.name)
+            live_names.update(op.makes)
+            ended_names = sorted(
+                storage for storage in live_names if last_uses[storage] == rank and storage != one.name
+            )
             # Storages made on the way get names of their own, since the originals, or copies for other maps, may exist
             # too.
             yield Instruction(
@@ -208,12 +215,12 @@ class _SubArrayLowering:
                 storage=one.name,
                 seconds=op.seconds,
                 makes=tuple(name if name == one.name else copied(name, one.name) for name in op.makes),
-                frees=tuple(copied(name, one.name) for name in ended),
+                frees=tuple(copied(name, one.name) for name in ended_names),
                 made_bytes=_bytes(self.array, op.makes),
-                freed_bytes=_bytes(self.array, ended),
+                freed_bytes=_bytes(self.array, ended_names),
                 workspace_bytes=op.workspace_bytes,
             )
-            made.difference_update(ended)
+            live_names.difference_update(ended_names)
 
 
 class _SegmentLowering:
@@ -236,38 +243,50 @@ class _SegmentLowering:
             self._backward(self._sides[segment.backward], multiplexed)
         if segment.forward is not None:
             self._forward_to(len(self._schedule.arrays[segment.forward].forward))
+        # The next segment begins with the memory of `start_bytes`, which counts no copies under way.
         while self._leaving:
             self._end_copy()
         return self._found
 
     def _backward(self, side: _SubArrayLowering, multiplexed: Mapping[int, int]) -> None:
-        done, line = 0, side.backward
+        num_done, line = 0, side.backward
         for rank in sorted({*side.prompts, *side.arrivals, *side.recomputed, *side.changed, *multiplexed}):
-            self._run_all(line, done, rank)
-            done = rank
-            for sent in side.prompts.get(rank, ()):
-                self._run(side.move(InstructionKind.PREFETCH, sent, rank))
+            self._run_all(line, num_done, rank)
+            num_done = rank
+            for prefetched_map in side.prompts.get(rank, ()):
+                self._run(side.move(InstructionKind.PREFETCH, prefetched_map, rank))
+            # Behind the beginning of the copies, so that the forward operators hide them.
             if rank in multiplexed:
                 self._forward_to(multiplexed[rank])
             # Recomputations wait for their sources alone, and run beside the copies of the other maps (Algorithm H,
             # lines 11 to 18).
-            wanted = sorted(side.recomputed.get(rank, ()), key=lambda one: one.made)
-            sources = {source for one in wanted for source in side.decisions.recomputes[one.name].sources}
-            self._arrive(side, [one for one in side.arrivals.get(rank, ()) if one.name in sources], rank)
-            for again in map(side.again, wanted):
-                self._run_all(again, 0, len(again.instructions))
-            self._arrive(side, [one for one in side.arrivals.get(rank, ()) if one.name not in sources], rank)
+            recomputed_maps = sorted(side.recomputed.get(rank, ()), key=lambda feature_map: feature_map.made)
+            sources = {
+                source
+                for feature_map in recomputed_maps
+                for source in side.decisions.recomputes[feature_map.name].sources
+            }
+            self._arrive(
+                side, [feature_map for feature_map in side.arrivals.get(rank, ()) if feature_map.name in sources], rank
+            )
+            for recompute_line in map(side.again, recomputed_maps):
+                self._run_all(recompute_line, 0, len(recompute_line.instructions))
+            self._arrive(
+                side,
+                [feature_map for feature_map in side.arrivals.get(rank, ()) if feature_map.name not in sources],
+                rank,
+            )
             if rank in side.changed:
                 self._run(side.changed[rank])
-                done = rank + 1
-        self._run_all(line, done, len(line.instructions))
+                num_done = rank + 1
+        self._run_all(line, num_done, len(line.instructions))
 
     def _arrive(self, side: _SubArrayLowering, maps: Sequence[FeatureMap], rank: int) -> None:
         """Wait for copies back; small maps are copied only here, by the computing thread."""
-        for one in maps:
-            if one.name in side.array.at_once:
-                self._run(side.move(InstructionKind.PREFETCH, one, rank))
-            self._run(side.move(InstructionKind.ARRIVE, one, rank))
+        for feature_map in maps:
+            if feature_map.name in side.array.at_once:
+                self._run(side.move(InstructionKind.PREFETCH, feature_map, rank))
+            self._run(side.move(InstructionKind.ARRIVE, feature_map, rank))
 
     def _forward_to(self, num_forward: int) -> None:
         assert self._segment.forward is not None, "no forward"
@@ -275,12 +294,13 @@ class _SegmentLowering:
         places = side.leaving_ranks
         for rank in places[bisect_left(places, self._num_forward) : bisect_left(places, num_forward)]:
             self._run_all(side.forward, self._num_forward, rank + 1)
-            for one in side.leaves[rank]:
-                self._leave(side, one)
+            for feature_map in side.leaves[rank]:
+                self._leave(side, feature_map)
         self._run_all(side.forward, self._num_forward, num_forward)
 
     def _leave(self, side: _SubArrayLowering, one: FeatureMap) -> None:
         if one.name not in side.decisions.swaps:
+            # The map is recomputed, so its bytes are free at once.
             self._run(side.move(InstructionKind.DELETE, one, self._num_forward))
             return
         self._run(side.move(InstructionKind.OFFLOAD, one, self._num_forward))
@@ -329,14 +349,14 @@ class _SegmentLowering:
             self._end_copy()
 
     def _end_copy(self) -> None:
-        end, side, one = self._leaving.popleft()
+        end, side, feature_map = self._leaving.popleft()
         self._now = max(self._now, end)
-        self._release(side, one)
+        self._release(side, feature_map)
 
     def _release(self, side: int, one: FeatureMap) -> None:
-        released = self._sides[side].move(InstructionKind.RELEASE, one, self._num_forward)
-        self._live -= released.freed_bytes
-        self._found.append(released)
+        release = self._sides[side].move(InstructionKind.RELEASE, one, self._num_forward)
+        self._live -= release.freed_bytes
+        self._found.append(release)
 
 
 def start_bytes(schedule: SubArraySchedule, segment: ScheduleSegment) -> int:

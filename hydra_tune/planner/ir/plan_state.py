@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hydra_tune.planner.ir.step_profile import FeatureMap, SubArrayProfile
 
+# A picosecond, the unit of a line's clock (`instructions.py`): a smaller rest comes from rounding.
 _EPSILON = 1e-12
 
 
@@ -67,8 +68,8 @@ class SubArrayDecisions:
     def copy(self) -> "SubArrayDecisions":
         """Return a copy that may be changed."""
         # Later decisions change candidates in place (Algorithm E), so a copy needs candidates of its own.
-        recomputes = {name: replace(one) for name, one in self.recomputes.items()}
-        returns = {name: dict(each) for name, each in self.returns.items()}
+        recomputes = {name: replace(candidate) for name, candidate in self.recomputes.items()}
+        returns = {name: dict(prompts) for name, prompts in self.returns.items()}
         return SubArrayDecisions(dict(self.swaps), recomputes, dict(self.slots), returns)
 
     def first_need(self, one: FeatureMap) -> int:
@@ -77,13 +78,13 @@ class SubArrayDecisions:
 
     def changed_needs(self, maps: Mapping[str, FeatureMap]) -> dict[str, tuple[int, int]]:
         """First and last need of each feature map that is a source of recomputations."""
-        found: dict[str, tuple[int, int]] = {}
-        for other in self.recomputes.values():
-            at = other.map.first_backward
-            for name in other.sources:
-                first, last = found.get(name) or (maps[name].first_backward, maps[name].last_backward)
-                found[name] = min(first, at), max(last, at)
-        return found
+        needs: dict[str, tuple[int, int]] = {}
+        for recomputation in self.recomputes.values():
+            rank = recomputation.map.first_backward
+            for name in recomputation.sources:
+                first, last = needs.get(name) or (maps[name].first_backward, maps[name].last_backward)
+                needs[name] = min(first, rank), max(last, rank)
+        return needs
 
     def uses(self, one: FeatureMap, ranks: Sequence[int]) -> list[int]:
         """Ranks of the backward operators that need a feature map, directly or for a recomputation.
@@ -101,11 +102,17 @@ class SubArrayDecisions:
             rank: of the operator.
             source: recomputations from this feature map are left out.
         """
-        each = (one for one in self.recomputes.values() if one.map.first_backward == rank and source not in one.sources)
-        return sum(one.seconds for one in each)
+        recomputations = (
+            candidate
+            for candidate in self.recomputes.values()
+            if candidate.map.first_backward == rank and source not in candidate.sources
+        )
+        return sum(candidate.seconds for candidate in recomputations)
 
     def _recomputed_from(self, source: FeatureMap) -> Iterable[int]:
-        return (one.map.first_backward for one in self.recomputes.values() if source.name in one.sources)
+        return (
+            candidate.map.first_backward for candidate in self.recomputes.values() if source.name in candidate.sources
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,7 @@ class SubArraySchedule:
 
     def copy(self) -> "SubArraySchedule":
         """Return a copy whose decisions may be changed."""
-        return replace(self, decisions=tuple(one.copy() for one in self.decisions))
+        return replace(self, decisions=tuple(decisions.copy() for decisions in self.decisions))
 
     def timed_by(self, arrays: tuple[SubArrayProfile, ...]) -> "SubArraySchedule":
         """Return the same decisions for arrays that differ only in their times.
@@ -170,19 +177,19 @@ class SubArraySchedule:
         Args:
             arrays: in place of the schedule's own.
         """
-        found = replace(self.copy(), arrays=arrays)
+        retimed_schedule = replace(self.copy(), arrays=arrays)
         for segment in self.segments:
             if segment.backward is None or segment.forward is None:
                 continue
             # Shifted by one: `before[rank]` operators run before the previous backward operator, so the slot has those
             # from there to `before[rank + 1]`.
-            ops, before = arrays[segment.forward].forward, [0, *(self.forward_before(segment) or ())]
+            ops, num_before = arrays[segment.forward].forward, [0, *(self.forward_before(segment) or ())]
             slots = {
-                rank: sum(op.seconds for op in ops[before[rank] : before[rank + 1]])
+                rank: sum(op.seconds for op in ops[num_before[rank] : num_before[rank + 1]])
                 for rank in self.decisions[segment.backward].slots
             }
-            found.decisions[segment.backward].slots = slots
-        return found
+            retimed_schedule.decisions[segment.backward].slots = slots
+        return retimed_schedule
 
     def multiplexed(self, segment: ScheduleSegment) -> dict[int, int] | None:
         """Rank of each backward operator with a slot -> number of forward operators that have run by then.
@@ -190,32 +197,32 @@ class SubArraySchedule:
         None where the forward has too few operators to fill the slots.
         """
         assert segment.backward is not None, "no backward"
-        found: dict[int, int] = {}
+        num_by_rank: dict[int, int] = {}
         if segment.forward is None:
-            return found
-        ops, done = self.arrays[segment.forward].forward, 0
+            return num_by_rank
+        ops, num_done = self.arrays[segment.forward].forward, 0
         # Slots hold seconds, not ranks: a new slot moves the operators of later slots back instead of taking them away.
-        for rank, wanted in sorted(self.decisions[segment.backward].slots.items()):
-            rest = wanted
-            while rest > _EPSILON:
-                if done == len(ops):
+        for rank, slot_seconds in sorted(self.decisions[segment.backward].slots.items()):
+            seconds_left = slot_seconds
+            while seconds_left > _EPSILON:
+                if num_done == len(ops):
                     return None
-                rest -= ops[done].seconds
-                done += 1
-            found[rank] = done
-        return found
+                seconds_left -= ops[num_done].seconds
+                num_done += 1
+            num_by_rank[rank] = num_done
+        return num_by_rank
 
     def forward_before(self, segment: ScheduleSegment) -> list[int] | None:
         """For each backward operator, the number of forward operators that run before it; None as in `multiplexed`."""
         multiplexed = self.multiplexed(segment)
         if multiplexed is None or segment.backward is None:
             return None
-        found: list[int] = []
-        done = 0
+        counts: list[int] = []
+        num_done = 0
         for rank, count in multiplexed.items():
-            found += [done] * (rank - len(found))
-            done = count
-        return found + [done] * (len(self.arrays[segment.backward].backward) - len(found))
+            counts += [num_done] * (rank - len(counts))
+            num_done = count
+        return counts + [num_done] * (len(self.arrays[segment.backward].backward) - len(counts))
 
 
 def undecided(arrays: tuple[SubArrayProfile, ...], limit_bytes: int) -> SubArraySchedule:

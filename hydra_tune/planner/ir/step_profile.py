@@ -101,20 +101,20 @@ class SubArrayProfile:
     @cached_property
     def forward_writers(self) -> Mapping[str, tuple[int, ...]]:
         """Ranks of the forward operators that make or overwrite each storage."""
-        found: dict[str, list[int]] = {}
+        writers: dict[str, list[int]] = {}
         for rank, op in enumerate(self.forward):
             for name in dict.fromkeys((*op.makes, *op.writes)):
-                found.setdefault(name, []).append(rank)
-        return {name: tuple(ranks) for name, ranks in found.items()}
+                writers.setdefault(name, []).append(rank)
+        return {name: tuple(ranks) for name, ranks in writers.items()}
 
     @cached_property
     def backward_writes(self) -> Mapping[str, int]:
         """Rank of the first backward operator that overwrites each storage."""
-        found: dict[str, int] = {}
+        first_writers: dict[str, int] = {}
         for rank, op in enumerate(self.backward):
             for name in op.writes:
-                found.setdefault(name, rank)
-        return found
+                first_writers.setdefault(name, rank)
+        return first_writers
 
     @cached_property
     def forward_uses(self) -> Mapping[str, tuple[int, int]]:
@@ -129,35 +129,35 @@ class SubArrayProfile:
     @cached_property
     def backward_ranks(self) -> Mapping[str, tuple[int, ...]]:
         """All ranks at which the backward touches each storage."""
-        found: dict[str, list[int]] = {}
+        ranks_by_storage: dict[str, list[int]] = {}
         for rank, op in enumerate(self.backward):
             for name in dict.fromkeys((*op.reads, *op.makes, *op.writes)):
-                found.setdefault(name, []).append(rank)
-        return {name: tuple(ranks) for name, ranks in found.items()}
+                ranks_by_storage.setdefault(name, []).append(rank)
+        return {name: tuple(ranks) for name, ranks in ranks_by_storage.items()}
 
     @cached_property
     def maps(self) -> Mapping[str, FeatureMap]:
         """Feature maps, in the order in which the forward makes them."""
-        made = {name: rank for rank, op in enumerate(self.forward) for name in op.makes}
-        after = _after([op.seconds for op in self.forward])
-        before = _before([op.seconds for op in self.backward])
-        found: dict[str, FeatureMap] = {}
-        for name, rank in made.items():
+        maker_ranks = {name: rank for rank, op in enumerate(self.forward) for name in op.makes}
+        seconds_after = _after([op.seconds for op in self.forward])
+        seconds_before = _before([op.seconds for op in self.backward])
+        feature_maps: dict[str, FeatureMap] = {}
+        for name, rank in maker_ranks.items():
             if name in self.backward_uses:
                 first, last = self.backward_uses[name]
                 _, end = self.forward_uses[name]
-                found[name] = FeatureMap(
+                feature_maps[name] = FeatureMap(
                     name=name,
                     num_bytes=self.sizes[name],
                     made=rank,
                     last_forward=end,
                     first_backward=first,
                     last_backward=last,
-                    inactive_seconds=after[end] + before[first],
+                    inactive_seconds=seconds_after[end] + seconds_before[first],
                     out_seconds=self.out_seconds.get(name, float("inf")),
                     in_seconds=self.in_seconds.get(name, float("inf")),
                 )
-        return found
+        return feature_maps
 
     @cached_property
     def forward_ends(self) -> Mapping[int, tuple[str, ...]]:
@@ -173,8 +173,8 @@ class SubArrayProfile:
     def all_backward_ends(self) -> Mapping[int, tuple[str, ...]]:
         """Storages whose last user is each backward operator, feature maps behind the others."""
         ends: dict[int, list[str]] = {rank: list(names) for rank, names in self.backward_ends.items()}
-        for name, one in self.maps.items():
-            ends.setdefault(one.last_backward, []).append(name)
+        for name, feature_map in self.maps.items():
+            ends.setdefault(feature_map.last_backward, []).append(name)
         return {rank: tuple(names) for rank, names in ends.items()}
 
     @cached_property
@@ -185,7 +185,7 @@ class SubArrayProfile:
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes of all feature maps."""
-        return sum(one.num_bytes for one in self.maps.values())
+        return sum(feature_map.num_bytes for feature_map in self.maps.values())
 
     @cached_property
     def lowered(self) -> dict[int, dict[Any, Any]]:
@@ -196,36 +196,36 @@ class SubArrayProfile:
 
 
 def _uses(ops: Iterable[OperatorProfile]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+    uses: dict[str, tuple[int, int]] = {}
     for rank, op in enumerate(ops):
         for name in (*op.reads, *op.makes, *op.writes):
-            found[name] = (found.get(name, (rank, rank))[0], rank)
-    return found
+            uses[name] = (uses.get(name, (rank, rank))[0], rank)
+    return uses
 
 
 def _ends(
     ops: Iterable[OperatorProfile], uses: Mapping[str, tuple[int, int]], kept: Iterable[str]
 ) -> dict[int, tuple[str, ...]]:
-    left = set(kept)
-    found: dict[int, list[str]] = {}
+    kept_names = set(kept)
+    ends: dict[int, list[str]] = {}
     for op in ops:
         for name in op.makes:
-            if name not in left:
-                found.setdefault(uses[name][1], []).append(name)
-    return {rank: tuple(names) for rank, names in found.items()}
+            if name not in kept_names:
+                ends.setdefault(uses[name][1], []).append(name)
+    return {rank: tuple(names) for rank, names in ends.items()}
 
 
 def _after(seconds: list[float]) -> list[float]:
     """Seconds of all operators behind each operator."""
-    found = [0.0] * len(seconds)
+    sums = [0.0] * len(seconds)
     for rank in range(len(seconds) - 2, -1, -1):
-        found[rank] = found[rank + 1] + seconds[rank + 1]
-    return found
+        sums[rank] = sums[rank + 1] + seconds[rank + 1]
+    return sums
 
 
 def _before(seconds: list[float]) -> list[float]:
     """Seconds of all operators before each operator."""
-    found = [0.0] * len(seconds)
+    sums = [0.0] * len(seconds)
     for rank in range(1, len(seconds)):
-        found[rank] = found[rank - 1] + seconds[rank - 1]
-    return found
+        sums[rank] = sums[rank - 1] + seconds[rank - 1]
+    return sums

@@ -40,12 +40,12 @@ def verify_instructions(
         AssertionError: an invariant does not hold.
     """
     state = _SegmentVerifier(schedule, segment)
-    for one in instructions:
-        if one.kind in (InstructionKind.RUN, InstructionKind.RERUN):
-            state.runs(one)
+    for instruction in instructions:
+        if instruction.kind in (InstructionKind.RUN, InstructionKind.RERUN):
+            state.runs(instruction)
         else:
-            state.moves(one)
-        state.changes(one)
+            state.moves(instruction)
+        state.changes(instruction)
     state.ends()
 
 
@@ -61,9 +61,10 @@ class _SegmentVerifier:
         }
         self._done = {True: 0, False: 0}
         if segment.backward is not None:
-            decided = schedule.decisions[segment.backward]
-            kept = schedule.arrays[segment.backward].maps.keys() - decided.swaps.keys() - decided.recomputes.keys()
-            self._there = {(segment.backward, name) for name in kept}
+            decisions = schedule.decisions[segment.backward]
+            names = schedule.arrays[segment.backward].maps.keys() - decisions.swaps.keys() - decisions.recomputes.keys()
+            # Only these stay on the device between the forward and the backward.
+            self._there = {(segment.backward, name) for name in names}
 
     def runs(self, one: Instruction) -> None:
         """Check an operator: in its turn, and on storages that are on the device."""
@@ -72,8 +73,8 @@ class _SegmentVerifier:
             array.backward[one.rank] if one.kind is InstructionKind.RUN and one.is_backward else array.forward[one.rank]
         )
         if one.kind is InstructionKind.RUN:
-            done = self._done[one.is_backward]
-            assert one.rank == done, f"operator {one.rank} of {array.name} runs when {done} have run"
+            num_done = self._done[one.is_backward]
+            assert one.rank == num_done, f"operator {one.rank} of {array.name} runs when {num_done} have run"
             self._done[one.is_backward] += 1
         for name in (*op.reads, *op.writes):
             # Static tensors have no size here, and are always on the device.
@@ -81,10 +82,10 @@ class _SegmentVerifier:
                 continue
             # A recomputation reads its own copy of a storage before the original, as in the merged graph.
             names = [name] if one.kind is InstructionKind.RUN else [copied(name, one.storage), name]
-            found = [n for n in names if (one.side, n) in self._there]
-            assert found, f"{one.kind} {one.rank} of {array.name} uses {name}, which is not there"
+            present_names = [n for n in names if (one.side, n) in self._there]
+            assert present_names, f"{one.kind} {one.rank} of {array.name} uses {name}, which is not there"
             # A copy to the host leaves the bytes readable, so only copies back are checked.
-            is_coming = (one.side, found[0]) in self._moving[InstructionKind.PREFETCH]
+            is_coming = (one.side, present_names[0]) in self._moving[InstructionKind.PREFETCH]
             assert not is_coming, f"{one.kind} {one.rank} of {array.name} uses {name}, which is on its way"
 
     def moves(self, one: Instruction) -> None:
@@ -94,19 +95,19 @@ class _SegmentVerifier:
             assert one.kind is InstructionKind.PREFETCH or key in self._there, f"{key} is sent away and is not there"
             self._moving[one.kind].add(key)
         elif one.kind is not InstructionKind.DELETE:
-            begun = self._moving[
+            copies = self._moving[
                 InstructionKind.OFFLOAD if one.kind is InstructionKind.RELEASE else InstructionKind.PREFETCH
             ]
-            assert key in begun, f"{one.kind} of {key}, whose copy has not begun"
-            begun.remove(key)
+            assert key in copies, f"{one.kind} of {key}, whose copy has not begun"
+            copies.remove(key)
 
     def changes(self, one: Instruction) -> None:
         """Apply the storages that an instruction makes and frees."""
-        made, freed = {(one.side, name) for name in one.makes}, {(one.side, name) for name in one.frees}
-        assert not made & self._there, f"{made & self._there} are made while they are there"
-        self._there |= made
-        assert freed <= self._there, f"{freed - self._there} are freed and are not there"
-        self._there -= freed
+        made_keys, freed_keys = {(one.side, name) for name in one.makes}, {(one.side, name) for name in one.frees}
+        assert not made_keys & self._there, f"{made_keys & self._there} are made while they are there"
+        self._there |= made_keys
+        assert freed_keys <= self._there, f"{freed_keys - self._there} are freed and are not there"
+        self._there -= freed_keys
 
     def ends(self) -> None:
         """Check that everything has run, and no copy is under way."""

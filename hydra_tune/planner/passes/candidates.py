@@ -28,21 +28,21 @@ def candidates_of(array: SubArrayProfile, side: int) -> dict[str, FeatureMapCand
         array: the sub-array.
         side: index of the sub-array in the schedule.
     """
-    found = {}
-    largest = max((one.num_bytes for one in array.maps.values()), default=0)
-    for name, one in array.maps.items():
-        if name in array.results or one.num_bytes * SMALLEST_SHARE < largest:
+    candidates = {}
+    largest = max((feature_map.num_bytes for feature_map in array.maps.values()), default=0)
+    for name, feature_map in array.maps.items():
+        if name in array.results or feature_map.num_bytes * SMALLEST_SHARE < largest:
             continue
-        how = lineage(array, name)
+        origin = lineage(array, name)
         candidate = FeatureMapCandidate(
-            side=side, map=one, can_swap=name in array.in_seconds, can_recompute=how is not None
+            side=side, map=feature_map, can_swap=name in array.in_seconds, can_recompute=origin is not None
         )
-        if how is not None:
-            candidate.sources, candidate.ops = how.sources, how.ops
-            candidate.seconds = candidate.total_seconds = seconds_of(array, how.ops)
+        if origin is not None:
+            candidate.sources, candidate.ops = origin.sources, origin.ops
+            candidate.seconds = candidate.total_seconds = seconds_of(array, origin.ops)
         if candidate.can_swap or candidate.can_recompute:
-            found[name] = candidate
-    return found
+            candidates[name] = candidate
+    return candidates
 
 
 def seconds_of(array: SubArrayProfile, ops: frozenset[int]) -> float:
@@ -66,12 +66,12 @@ def updated_candidates(
         count: number of recomputations of the decided map in a step; 0 after a swap.
         candidates: of the same sub-array, without the decided candidate; changed.
     """
-    for one in candidates.values():
-        if decided.name in one.sources and not is_there(decided, one):
-            _replace_source(array, decisions, one, decided, is_swapped=not count)
-            one.total_seconds = one.seconds * _times(decisions, one)
-        if one.name in decided.sources and count:
-            one.total_seconds = one.seconds * _times(decisions, one)
+    for candidate in candidates.values():
+        if decided.name in candidate.sources and not is_there(decided, candidate):
+            _replace_source(array, decisions, candidate, decided, is_swapped=not count)
+            candidate.total_seconds = candidate.seconds * _times(decisions, candidate)
+        if candidate.name in decided.sources and count:
+            candidate.total_seconds = candidate.seconds * _times(decisions, candidate)
 
 
 def _replace_source(
@@ -96,5 +96,7 @@ def _times(decisions: SubArrayDecisions, one: FeatureMapCandidate) -> int:
 
     The candidate is computed once for itself, and once for each recomputation that reads the map while the map is away.
     """
-    others = decisions.recomputes.values()
-    return 1 + sum(one.name in other.sources and not is_there(one, other) for other in others)
+    recomputations = decisions.recomputes.values()
+    return 1 + sum(
+        one.name in recomputation.sources and not is_there(one, recomputation) for recomputation in recomputations
+    )

@@ -24,16 +24,16 @@ def absence(schedule: SubArraySchedule, side: int, one: FeatureMap, rank: int) -
         one: the feature map.
         rank: of the operator.
     """
-    array, decided = schedule.arrays[side], schedule.decisions[side]
-    if one.name not in array.returning or one.name in decided.recomputes:
+    array, decisions = schedule.arrays[side], schedule.decisions[side]
+    if one.name not in array.returning or one.name in decisions.recomputes:
         return None
-    uses = decided.uses(one, array.backward_ranks[one.name])
-    behind = bisect_left(uses, rank)
-    if not 0 < behind < len(uses) or uses[behind] == rank:
+    uses = decisions.uses(one, array.backward_ranks[one.name])
+    index = bisect_left(uses, rank)
+    if not 0 < index < len(uses) or uses[index] == rank:
         return None
-    last, need = uses[behind - 1], uses[behind]
-    known = decided.returns.get(one.name, {})
-    return None if any(last <= left < need for left in known) else (last, need)
+    last_use, need = uses[index - 1], uses[index]
+    absences = decisions.returns.get(one.name, {})
+    return None if any(last_use <= departure < need for departure in absences) else (last_use, need)
 
 
 def returned(
@@ -51,21 +51,21 @@ def returned(
     if side is None:
         return None
     array, swaps = schedule.arrays[side], schedule.decisions[side].swaps
-    found: list[tuple[float, FeatureMap, int, int]] = []
-    for name, one in array.maps.items():
-        around = absence(schedule, side, one, memory.peak_backward)
-        if around is not None and one.num_bytes and (name in swaps or name in may_swap):
+    options: list[tuple[float, FeatureMap, int, int]] = []
+    for name, feature_map in array.maps.items():
+        uses = absence(schedule, side, feature_map, memory.peak_backward)
+        if uses is not None and feature_map.num_bytes and (name in swaps or name in may_swap):
             # Prefer the map that frees the most bytes for each second of copying back.
-            found.append((one.num_bytes / max(one.in_seconds, 1e-12), one, *around))
-    if not found:
+            options.append((feature_map.num_bytes / max(feature_map.in_seconds, 1e-12), feature_map, *uses))
+    if not options:
         return None
-    _, one, last, need = max(found, key=lambda each: each[0])
+    _, feature_map, last_use, need = max(options, key=lambda option: option[0])
     changed = schedule.copy()
-    decided = changed.decisions[side]
-    decided.swaps.setdefault(one.name, decided.first_need(one))
+    decisions = changed.decisions[side]
+    decisions.swaps.setdefault(feature_map.name, decisions.first_need(feature_map))
     # First without a head start: `_prompt` looks for room in the memory without the map.
-    decided.returns.setdefault(one.name, {})[last] = need
-    decided.returns[one.name][last] = _prompt(changed, segment, one, last, need)
+    decisions.returns.setdefault(feature_map.name, {})[last_use] = need
+    decisions.returns[feature_map.name][last_use] = _prompt(changed, segment, feature_map, last_use, need)
     return changed
 
 
@@ -76,8 +76,8 @@ def _prompt(schedule: SubArraySchedule, segment: ScheduleSegment, one: FeatureMa
     """
     assert segment.backward is not None, "it is used there"
     ops, memory = schedule.arrays[segment.backward].backward, simulated(schedule, segment)
-    rest, prompt = one.in_seconds, need
-    while rest > 0 and prompt - 1 > last and memory.by_rank[prompt - 1] + one.num_bytes <= schedule.limit_bytes:
+    seconds_left, prompt = one.in_seconds, need
+    while seconds_left > 0 and prompt - 1 > last and memory.by_rank[prompt - 1] + one.num_bytes <= schedule.limit_bytes:
         prompt -= 1
-        rest -= ops[prompt].seconds
+        seconds_left -= ops[prompt].seconds
     return prompt

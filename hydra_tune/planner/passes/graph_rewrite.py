@@ -59,18 +59,18 @@ def rewritten(schedule: SubArraySchedule, steps: Sequence[StepGraph]) -> dict[Sc
         schedule: the decisions.
         steps: the graphs of the sub-arrays' steps, in the schedule's order.
     """
-    left: dict[int, list[fx.Node]] = {}
+    kept_nodes: dict[int, list[fx.Node]] = {}
     for side in range(len(steps)):
         # A backward alone shows the kept values that it needs; these become outputs of the forwards below.
         backward = _MergedGraphRewriter(schedule, steps, ScheduleSegment(side, None), {})
         backward.merged()
-        left[side] = backward.needed
-    found = {}
+        kept_nodes[side] = backward.needed
+    graphs = {}
     # The segments of a single sub-array are also its ends.
     for segment in dict.fromkeys((*schedule.segments, *schedule.ends)):
-        found[segment] = _MergedGraphRewriter(schedule, steps, segment, left).merged()
-        verify_graph(found[segment].graph)
-    return found
+        graphs[segment] = _MergedGraphRewriter(schedule, steps, segment, kept_nodes).merged()
+        verify_graph(graphs[segment].graph)
+    return graphs
 
 
 class _MergedGraphRewriter:
@@ -93,8 +93,8 @@ class _MergedGraphRewriter:
         self.needed: list[fx.Node] = []
 
     def merged(self) -> MergedGraph:
-        for one in lowered(self._schedule, self._segment):
-            self._emit(one)
+        for instruction in lowered(self._schedule, self._segment):
+            self._emit(instruction)
         outputs: dict[str, fx.Node] = {}
         side = self._segment.forward
         if side is not None:
@@ -118,9 +118,10 @@ class _MergedGraphRewriter:
             target = planner_ops.offload_at_once if one.is_at_once else planner_ops.offload
             self._moving[key] = self._graph.call_function(target, (self._latest(one), f"a{one.side}_{one.storage}"))
         elif one.kind is InstructionKind.RELEASE:
-            made = self._graph.call_function(planner_ops.release, (self._moving.pop(key),))
-            self._on_host[self._host_name(one)] = made
+            host_copy = self._graph.call_function(planner_ops.release, (self._moving.pop(key),))
+            self._on_host[self._host_name(one)] = host_copy
         elif one.kind is InstructionKind.PREFETCH:
+            # A map with several absences has views on the bytes of its last return.
             self._forget(one)
             back = planner_ops.prefetch_at_once if one.is_at_once else planner_ops.prefetch
             self._moving[key] = self._graph.call_function(back, (self._argument(self._host_name(one)),))
@@ -130,64 +131,71 @@ class _MergedGraphRewriter:
             self._graph.call_function(planner_ops.delete, (self._latest(one),))
 
     def _emit_again(self, one: Instruction) -> None:
-        again = self._again.setdefault((one.side, one.storage), {})
+        copies = self._again.setdefault((one.side, one.storage), {})
         step = self._steps[one.side]
         node = step.ops[one.rank]
-        again[node] = self._copy(
+        copies[node] = self._copy(
             node, one.side, f"_for_{one.storage}", lambda n: self._value_again(one.side, one.storage, n)
         )
         # A node can have several tensors. Take the needed tensors right away, so that the others can be freed.
-        wanted = self._schedule.decisions[one.side].recomputes[one.storage].ops
+        recomputed_ranks = self._schedule.decisions[one.side].recomputes[one.storage].ops
         for part in node.users:
             if node.name not in step.seen.places and part in step.ops[: step.num_forward]:
                 readers = {step.ops.index(user) for user in _through_views(step, part)}
-                if one.storage in step.seen.storages[part.name] or readers & wanted:
+                if one.storage in step.seen.storages[part.name] or readers & recomputed_ranks:
                     self._value_again(one.side, one.storage, part)
 
     def _copy(self, node: fx.Node, side: int, suffix: str, value: Any) -> fx.Node:
         args = without_statistics(node, node.args) if suffix else node.args
         # The suffix holds the name of a storage. Storages of a node with several tensors have a dot in their names, and
         # fx accepts no dots.
-        made = self._graph.create_node(
+        new_node = self._graph.create_node(
             node.op,
             node.target,
             fx.node.map_arg(args, value),
             fx.node.map_arg(node.kwargs, value),
             name=f"a{side}_{node.name}{suffix}".replace(".", "_"),
         )
-        made.meta = {}
-        return made
+        new_node.meta = {}
+        return new_node
 
     def _value(self, side: int, node: fx.Node) -> fx.Node:
         """Return the node that stands for a value: an operator run here, an argument, or a forward value."""
-        new = self._new[side]
-        if node in new:
-            return new[node]
-        step, decided = self._steps[side], self._schedule.decisions[side]
+        new_nodes = self._new[side]
+        if node in new_nodes:
+            return new_nodes[node]
+        step, decisions = self._steps[side], self._schedule.decisions[side]
         if node.op == "placeholder":
-            new[node] = self._argument(f"a{side}_{node.name}")
-            return new[node]
+            new_nodes[node] = self._argument(f"a{side}_{node.name}")
+            return new_nodes[node]
         if node.op == "get_attr":
             name = f"a{side}_{node.target}".replace(".", "_")
             # Both sub-arrays' constants live in a single module, and the prefix keeps them apart.
             setattr(self._owner, name, getattr(step.owner, str(node.target)))
-            new[node] = self._graph.get_attr(name)
-            return new[node]
+            new_nodes[node] = self._graph.get_attr(name)
+            return new_nodes[node]
         (storage,) = step.seen.storages[node.name]
-        has_run = step.ops.index(node) < step.num_forward or storage in decided.returns  # its views are made anew
+        has_run = step.ops.index(node) < step.num_forward or storage in decisions.returns  # its views are made anew
         assert has_run, f"{node} is used before it has run"
         if storage not in self._schedule.arrays[side].maps:
-            new[node] = self._of_static(side, node)
-        elif storage in decided.recomputes:
+            new_nodes[node] = self._of_static(side, node)
+        elif storage in decisions.recomputes:
             return self._value_again(side, storage, node)
-        elif storage in decided.swaps:
+        elif storage in decisions.swaps:
+            # The bytes come back as one flat tensor, so every view of the storage is made anew.
             place = step.seen.places[node.name]
-            given = (self._moving[side, storage], place.dtype, list(place.size), list(place.stride), place.offset)
-            new[node] = self._graph.call_function(planner_ops.view_of, given)
+            view_arguments = (
+                self._moving[side, storage],
+                place.dtype,
+                list(place.size),
+                list(place.stride),
+                place.offset,
+            )
+            new_nodes[node] = self._graph.call_function(planner_ops.view_of, view_arguments)
         else:
             self.needed.append(node)
-            new[node] = self._argument(f"a{side}_{node.name}")
-        return new[node]
+            new_nodes[node] = self._argument(f"a{side}_{node.name}")
+        return new_nodes[node]
 
     def _of_static(self, side: int, node: fx.Node) -> fx.Node:
         """Return the node of a forward value that lies in a parameter, buffer or batch.
@@ -197,54 +205,60 @@ class _MergedGraphRewriter:
         step = self._steps[side]
         if step.seen.writes[node.name]:
             assert not step.seen.makes[node.name], f"{node} would run a second time"
-            own = step.seen.storages[node.name]
-            return self._value(side, next(one for one in overwritten(node)[0] if step.seen.storages[one.name] == own))
+            storages = step.seen.storages[node.name]
+            return self._value(
+                side,
+                next(argument for argument in overwritten(node)[0] if step.seen.storages[argument.name] == storages),
+            )
         return self._copy(node, side, "", lambda n: self._value(side, n))
 
     def _value_again(self, side: int, storage: str, node: fx.Node) -> fx.Node:
         """Return the node that stands for a value in the recomputation of a storage."""
-        again = self._again[side, storage]
-        if node in again:
-            return again[node]
+        copies = self._again[side, storage]
+        if node in copies:
+            return copies[node]
         if node.op != "call_function":
             return self._value(side, node)
         step = self._steps[side]
-        held = step.seen.storages[node.name]
+        storages = step.seen.storages[node.name]
         sources = self._schedule.decisions[side].recomputes[storage].sources
         # A source or a static tensor is on the device: read it as the backward does.
-        if all(one in sources or one not in self._schedule.arrays[side].sizes for one in held):
+        if all(
+            storage_name in sources or storage_name not in self._schedule.arrays[side].sizes
+            for storage_name in storages
+        ):
             return self._value(side, node)
         assert not step.seen.makes[node.name], f"{node} is needed to recompute {storage} and is not run again"
-        again[node] = self._copy(node, side, f"_for_{storage}", lambda n: self._value_again(side, storage, n))
-        return again[node]
+        copies[node] = self._copy(node, side, f"_for_{storage}", lambda n: self._value_again(side, storage, n))
+        return copies[node]
 
     def _forget(self, one: Instruction) -> None:
         """Drop the nodes of a storage's values, because the storage comes back once more and needs new views."""
-        places, new = self._steps[one.side].seen.places, self._new[one.side]
-        for node in [node for node in new if node.name in places and places[node.name].storage == one.storage]:
-            del new[node]
+        places, new_nodes = self._steps[one.side].seen.places, self._new[one.side]
+        for node in [node for node in new_nodes if node.name in places and places[node.name].storage == one.storage]:
+            del new_nodes[node]
 
     def _latest(self, one: Instruction) -> fx.Node:
         """Return a node of a tensor in a storage: the last that has been made."""
         step = self._steps[one.side]
-        found = [
-            new
-            for node, new in self._new[one.side].items()
+        holders = [
+            new_node
+            for node, new_node in self._new[one.side].items()
             if node.name in step.seen.places and step.seen.places[node.name].storage == one.storage
         ]
-        return found[-1]
+        return holders[-1]
 
     def _host_name(self, one: Instruction) -> str:
         return f"a{one.side}_{one.storage}_on_host".replace(".", "_")
 
     def _argument(self, name: str) -> fx.Node:
         if name not in self._arguments:
-            first = next(iter(self._graph.nodes), None)
+            first_node = next(iter(self._graph.nodes), None)
             # An argument can turn up late, but fx wants placeholders before all other nodes.
             if self._last_argument is not None:
                 place = self._graph.inserting_after(self._last_argument)
-            elif first is not None:
-                place = self._graph.inserting_before(first)
+            elif first_node is not None:
+                place = self._graph.inserting_before(first_node)
             else:
                 place = self._graph.inserting_before()
             with place:
@@ -254,24 +268,26 @@ class _MergedGraphRewriter:
 
 def _through_views(step: StepGraph, node: fx.Node) -> list[fx.Node]:
     """Operators of the forward that use a value, directly or through a view."""
-    found: list[fx.Node] = []
+    users: list[fx.Node] = []
     ops = set(step.ops[: step.num_forward])
     for user in (user for user in node.users if user in ops):
-        found.append(user)
+        users.append(user)
         if not step.seen.makes[user.name]:
-            found += _through_views(step, user)
-    return found
+            users += _through_views(step, user)
+    return users
 
 
 def _told(node: fx.Node) -> str:
     if node.op == "placeholder":
         return f"{node.name} = argument"
     if node.op == "output":
-        return "return " + ", ".join(str(one) for one in node.all_input_nodes)
+        return "return " + ", ".join(str(argument) for argument in node.all_input_nodes)
     target = node.target
     name = target.__name__ if callable(target) and not isinstance(target, torch._ops.OpOverload) else str(target)  # noqa: SLF001
-    given = [_plain(one) for one in node.args] + [f"{key}={_plain(value)}" for key, value in node.kwargs.items()]
-    return f"{node.name} = {name}({', '.join(given)})"
+    arguments = [_plain(argument) for argument in node.args] + [
+        f"{key}={_plain(value)}" for key, value in node.kwargs.items()
+    ]
+    return f"{node.name} = {name}({', '.join(arguments)})"
 
 
 def _plain(value: Any) -> str:

@@ -39,20 +39,20 @@ def least(array: SubArrayProfile) -> MemoryLowerBound:
         array: the sub-array.
     """
     # Maps that are no candidates are never moved.
-    kept = array.maps.keys() - candidates_of(array, 0).keys()
-    there: set[str] = set()
-    forward = list(_needs(array, array.forward, _forward_ends(array, kept), {}, there))
+    kept_names = array.maps.keys() - candidates_of(array, 0).keys()
+    present_names: set[str] = set()
+    forward = list(_needs(array, array.forward, _forward_ends(array, kept_names), {}, present_names))
     # `there` now has the results and the maps that are never moved; all other maps must come back for their uses.
     returns: dict[int, list[str]] = {}
     ends = {rank: list(names) for rank, names in array.all_backward_ends.items()}
     for name, one in array.maps.items():
-        if name in array.returning and name in array.in_seconds and name not in kept:
+        if name in array.returning and name in array.in_seconds and name not in kept_names:
             for rank in array.backward_ranks[name]:
                 returns.setdefault(rank, []).append(name)
                 ends.setdefault(rank, []).append(name)
         else:
             returns.setdefault(one.first_backward, []).append(name)
-    backward = list(_needs(array, array.backward, ends, returns, there))
+    backward = list(_needs(array, array.backward, ends, returns, present_names))
     return max([*forward, *backward], key=lambda one: one.num_bytes, default=MemoryLowerBound(0, "", 0))
 
 
@@ -66,11 +66,11 @@ def _needs(
     """Yield the need of each operator, and update `there`, the storages that stay on the device before and after."""
     for rank, op in enumerate(ops):
         there.update(op.makes, returns.get(rank, ()))
-        used = {name for name in (*op.reads, *op.writes, *op.makes) if name in array.sizes}
+        used_names = {name for name in (*op.reads, *op.writes, *op.makes) if name in array.sizes}
         yield MemoryLowerBound(
             num_bytes=sum(array.sizes[name] for name in there) + op.workspace_bytes,
             op=op.name,
-            used_bytes=sum(array.sizes[name] for name in used) + op.workspace_bytes,
+            used_bytes=sum(array.sizes[name] for name in used_names) + op.workspace_bytes,
         )
         there.difference_update(ends.get(rank, ()))
 
@@ -78,7 +78,7 @@ def _needs(
 def _forward_ends(array: SubArrayProfile, kept: AbstractSet[str]) -> dict[int, list[str]]:
     """Storages that may leave the device behind each forward operator."""
     ends = {rank: list(names) for rank, names in array.forward_ends.items()}
-    for name, one in array.maps.items():
+    for name, feature_map in array.maps.items():
         if name not in kept:
-            ends.setdefault(one.last_forward, []).append(name)
+            ends.setdefault(feature_map.last_forward, []).append(name)
     return ends

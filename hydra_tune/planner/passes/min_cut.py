@@ -20,7 +20,7 @@ from hydra_tune.planner.ir.step_profile import SubArrayProfile
 from hydra_tune.planner.passes.candidates import candidates_of
 from hydra_tune.planner.passes.swap_recompute import recomputed
 
-_HALVINGS = 8
+_HALVINGS = 8  # finds the share to within 1/256
 _SOURCE, _SINK = "source", "sink"
 
 
@@ -49,6 +49,7 @@ def min_cut(array: SubArrayProfile) -> frozenset[str]:
             for read in op.reads:
                 if read in array.sizes and read != name:
                     graph.add_edge(("out", read), ("in", name), capacity=inf)
+    # Without a source nothing has to be kept, and without a sink there are no maps.
     if _SOURCE not in graph or _SINK not in graph:
         return frozenset()
     _, (near, _) = nx.minimum_cut(graph, _SOURCE, _SINK)
@@ -64,21 +65,25 @@ def min_cut_planned(schedule: SubArraySchedule) -> SubArraySchedule:
     Returns:
         The schedule, which may still exceed the limit.
     """
-    again: list[FeatureMapCandidate] = []
+    recomputable: list[FeatureMapCandidate] = []
     for side, array in enumerate(schedule.arrays):
-        kept = min_cut(array)
-        again += [one for name, one in candidates_of(array, side).items() if one.can_recompute and name not in kept]
+        kept_names = min_cut(array)
+        recomputable += [
+            candidate
+            for name, candidate in candidates_of(array, side).items()
+            if candidate.can_recompute and name not in kept_names
+        ]
     # The knapsack divides by sizes.
-    again = [one for one in again if one.map.num_bytes]
+    recomputable = [candidate for candidate in recomputable if candidate.map.num_bytes]
     low, high = 0.0, 1.0
     # Find the largest share of the bytes that can be kept: a larger share recomputes less and raises the peak.
     for _ in range(_HALVINGS):
         share = (low + high) / 2
-        if peak_of(_with(schedule, again, share))[1].peak_bytes <= schedule.limit_bytes:
+        if peak_of(_with(schedule, recomputable, share))[1].peak_bytes <= schedule.limit_bytes:
             low = share
         else:
             high = share
-    return _with(schedule, again, low, is_polished=True)
+    return _with(schedule, recomputable, low, is_polished=True)
 
 
 def _can_be_computed(candidates: dict[str, FeatureMapCandidate], name: str) -> bool:
@@ -89,7 +94,14 @@ def _with(
     schedule: SubArraySchedule, again: Collection[FeatureMapCandidate], budget: float, *, is_polished: bool = False
 ) -> SubArraySchedule:
     """Recompute all of `again`, except for maps that fit into a share of the bytes of all."""
-    each = list(again)
-    sizes = [float(one.map.num_bytes) for one in each]
-    _, _, wanted = greedy_knapsack(sizes, [one.seconds for one in each], budget * sum(sizes))
-    return recomputed(schedule, {(each[place].side, each[place].name) for place in wanted}, is_polished=is_polished)
+    candidates = list(again)
+    sizes = [float(candidate.map.num_bytes) for candidate in candidates]
+    # The results are the kept seconds, the kept places and the recomputed places.
+    _, _, recomputed_places = greedy_knapsack(
+        sizes, [candidate.seconds for candidate in candidates], budget * sum(sizes)
+    )
+    return recomputed(
+        schedule,
+        {(candidates[place].side, candidates[place].name) for place in recomputed_places},
+        is_polished=is_polished,
+    )

@@ -21,9 +21,9 @@ def can_join(array: SubArrayProfile, decisions: SubArrayDecisions, candidate: Fe
         candidate: of the sub-array.
     """
     return all(
-        holds(array, _joined(decisions, one, candidate)[1], one.map.first_backward)
-        for one in decisions.recomputes.values()
-        if candidate.name in one.sources and not is_there(candidate, one)
+        holds(array, _joined(decisions, recomputation, candidate)[1], recomputation.map.first_backward)
+        for recomputation in decisions.recomputes.values()
+        if candidate.name in recomputation.sources and not is_there(candidate, recomputation)
     )
 
 
@@ -39,12 +39,12 @@ def updated_recomputations(array: SubArrayProfile, decisions: SubArrayDecisions,
         Number of recomputations of the candidate in a step (`recomp_cnt`).
     """
     count = 1
-    for one in decisions.recomputes.values():
-        if candidate.name in one.sources and not is_there(candidate, one):
-            one.sources, one.ops = _joined(decisions, one, candidate)
-            seconds = sum(array.forward[rank].seconds for rank in one.ops)
-            one.total_seconds += seconds - one.seconds
-            one.seconds = seconds
+    for recomputation in decisions.recomputes.values():
+        if candidate.name in recomputation.sources and not is_there(candidate, recomputation):
+            recomputation.sources, recomputation.ops = _joined(decisions, recomputation, candidate)
+            seconds = sum(array.forward[rank].seconds for rank in recomputation.ops)
+            recomputation.total_seconds += seconds - recomputation.seconds
+            recomputation.seconds = seconds
             count += 1
     return count
 
@@ -67,11 +67,11 @@ def settled(
     """
     while True:
         # Sorted, because the order of a set of strings changes from process to process, and plans must not.
-        away = (decisions.recomputes[name] for name in sorted(sources) if name in decisions.recomputes)
-        gone = next((source for source in away if not is_there(source, one)), None)
-        if gone is None:
+        recomputed_sources = (decisions.recomputes[name] for name in sorted(sources) if name in decisions.recomputes)
+        absent_source = next((source for source in recomputed_sources if not is_there(source, one)), None)
+        if absent_source is None:
             return sources, ops
-        sources, ops = (sources - {gone.name}) | gone.sources, ops | gone.ops
+        sources, ops = (sources - {absent_source.name}) | absent_source.sources, ops | absent_source.ops
 
 
 def _joined(

@@ -51,7 +51,7 @@ class SwapProposal:
     Attributes:
         seconds: delay of the step (`s_overhead`).
         prompt: rank of the backward operator before which the copy back begins (`prefetch_prompt`).
-        slots: as of `Decisions`.
+        slots: as of `SubArrayDecisions`.
         case: of the paper.
     """
 
@@ -89,12 +89,16 @@ class _SwapOverheadSearch:
         self._segment: ScheduleSegment = schedule.segment_of(candidate.side)
         self._array = schedule.arrays[candidate.side]
         self._access = self._decided.first_need(candidate.map)
-        others = (
+        other_swaps = (
             (min(prompt, self._decided.first_need(self._array.maps[name])), name)
             for name, prompt in self._decided.swaps.items()
             if name != candidate.name
         )
-        self._flights = [(prompt, self._decided.first_need(self._array.maps[name]), name) for prompt, name in others]
+        # Copies back that other swaps have under way: first rank, rank of the need, and map. A source of recomputations
+        # is needed sooner, so its prompt may lie behind the need, and moves there.
+        self._flights = [
+            (prompt, self._decided.first_need(self._array.maps[name]), name) for prompt, name in other_swaps
+        ]
         self._known = before
         self._schedule = schedule
         # Begin with the latest prompt, the access: the search then looks for something better.
@@ -104,27 +108,32 @@ class _SwapOverheadSearch:
     def proposal(self, *, is_interleaved: bool) -> SwapProposal:
         if self._candidate.name in self._array.at_once:
             # The computing thread makes both copies itself, so nothing runs beside them.
-            both = self._candidate.map.out_seconds + self._candidate.map.in_seconds
-            return SwapProposal(seconds=both, prompt=self._access, slots=self._decided.slots, case=SwapCase.NO_OVERLAP)
-        found = self._beside(is_interleaved=is_interleaved)
+            copy_seconds = self._candidate.map.out_seconds + self._candidate.map.in_seconds
+            return SwapProposal(
+                seconds=copy_seconds, prompt=self._access, slots=self._decided.slots, case=SwapCase.NO_OVERLAP
+            )
+        proposal = self._beside(is_interleaved=is_interleaved)
         # A swap hands over two copies: to the host and back.
-        return replace(found, seconds=found.seconds + 2 * self._array.hand_seconds)
+        return replace(proposal, seconds=proposal.seconds + 2 * self._array.hand_seconds)
 
     def _beside(self, *, is_interleaved: bool) -> SwapProposal:
-        rest = self._candidate.map.in_seconds - self._decided.recompute_seconds(self._access, self._candidate.name)
-        whole = rest
+        # Line 4: recomputations before the access hide part of the copy, except for those that wait for this map.
+        seconds_left = self._candidate.map.in_seconds - self._decided.recompute_seconds(
+            self._access, self._candidate.name
+        )
+        seconds_to_hide = seconds_left
         if self._now.by_rank[self._access] > self._trial.limit_bytes:
-            return self._without_overlap(rest)
+            return self._without_overlap(seconds_left)
         if is_interleaved:
-            rest = self._add_forward(rest)
+            seconds_left = self._add_forward(seconds_left)
         case = SwapCase.FORWARD_ONLY
         prompt = self._access
-        if rest > _EPSILON:
-            rest, prompt = self._walk_back(rest)
-            case = SwapCase.MIXED if rest <= _EPSILON else SwapCase.PARTIAL
-            if rest == whole:
-                return self._without_overlap(rest)
-        return SwapProposal(seconds=max(rest, 0.0), prompt=prompt, slots=self._decided.slots, case=case)
+        if seconds_left > _EPSILON:
+            seconds_left, prompt = self._walk_back(seconds_left)
+            case = SwapCase.MIXED if seconds_left <= _EPSILON else SwapCase.PARTIAL
+            if seconds_left == seconds_to_hide:
+                return self._without_overlap(seconds_left)
+        return SwapProposal(seconds=max(seconds_left, 0.0), prompt=prompt, slots=self._decided.slots, case=case)
 
     @property
     def _before(self) -> SegmentMemory:
@@ -145,8 +154,10 @@ class _SwapOverheadSearch:
         if not prompt <= self._access < need:
             return 0.0
         ranks = range(prompt, self._access)
-        done = sum(self._array.backward[rank].seconds + self._decided.recompute_seconds(rank) for rank in ranks)
-        return max(0.0, self._array.maps[name].in_seconds - done)
+        hidden_seconds = sum(
+            self._array.backward[rank].seconds + self._decided.recompute_seconds(rank) for rank in ranks
+        )
+        return max(0.0, self._array.maps[name].in_seconds - hidden_seconds)
 
     def _add_forward(self, rest: float) -> float:
         """Cases 2 and 3: multiplex forward operators before the access, one by one; return the seconds left to hide."""
@@ -154,9 +165,9 @@ class _SwapOverheadSearch:
             return rest
         ops = self._trial.arrays[self._segment.forward].forward
         while rest > _EPSILON:
-            before = self._trial.forward_before(self._segment)
-            assert before is not None, "slots that were found before"
-            end, added = before[self._access], 0.0
+            num_before = self._trial.forward_before(self._segment)
+            assert num_before is not None, "slots that were found before"
+            end, added = num_before[self._access], 0.0
             # Operators without duration hide nothing. They come along with the next operator that has some.
             while end < len(ops) and added <= _EPSILON:
                 added += ops[end].seconds
@@ -164,7 +175,7 @@ class _SwapOverheadSearch:
             if added <= _EPSILON:
                 return rest
             slots = dict(self._decided.slots)
-            self._decided.slots[self._access] = self._covered(before, ops) + added
+            self._decided.slots[self._access] = self._covered(num_before, ops) + added
             if not self._is_safe():
                 self._decided.slots = slots
                 return rest
@@ -172,8 +183,8 @@ class _SwapOverheadSearch:
         return rest
 
     def _covered(self, before: list[int], ops: tuple[OperatorProfile, ...]) -> float:
-        first = before[self._access - 1] if self._access else 0
-        return sum(op.seconds for op in ops[first : before[self._access]])
+        begin = before[self._access - 1] if self._access else 0
+        return sum(op.seconds for op in ops[begin : before[self._access]])
 
     def _is_safe(self) -> bool:
         if self._trial.forward_before(self._segment) is None:
@@ -182,7 +193,7 @@ class _SwapOverheadSearch:
         if memory.peak_bytes > limit and memory.peak_bytes >= self._before.peak_bytes:
             return False
         pairs = zip(memory.by_rank, self._before.by_rank, strict=True)
-        return all(now <= max(limit, before) for now, before in pairs)
+        return all(num_bytes <= max(limit, bytes_before) for num_bytes, bytes_before in pairs)
 
     def _walk_back(self, rest: float) -> tuple[float, int]:
         """Begin the copy earlier, as far as there is room for the map; return the seconds left and the prompt."""

@@ -7,8 +7,8 @@ Differs from the algorithm as printed:
 * Line 17: the recomputing branch takes out the recomputed candidate.
 * Candidates of both sub-arrays of a pair are decided on together, because each decision shows in both segments.
 * Candidates are the maps that lie idle at the peak: no other map brings the peak down.
-* A candidate can only be swapped, if a source of the candidate is recomputed, and is random or would have been
-  overwritten by the update.
+* A candidate is only swapped, never recomputed, where a source of the candidate is recomputed, and the source is random
+  or would be overwritten by the update by then.
 * Where no candidate is left to bring the peak down, the forward operators multiplexed in the segment are taken out.
 * If the peak is still too high, swapped maps that the backward uses on both sides of the peak leave the device there
   once more (`double_swap.py`).
@@ -112,14 +112,20 @@ class _SwapRecomputeSearch:
         """Run lines 5 to 27 of the algorithm."""
         while True:
             self._memories = {segment: simulated(self.schedule, segment) for segment in self.schedule.segments}
-            segment, memory = max(self._memories.items(), key=lambda found: found[1].peak_bytes)
+            segment, memory = max(self._memories.items(), key=lambda entry: entry[1].peak_bytes)
             if memory.peak_bytes <= self.schedule.limit_bytes:
                 return
             idle = self._idle(segment, memory)
             swap = max(
-                (one for one in idle if self._may_swap(one)), key=lambda one: one.map.inactive_seconds, default=None
+                (candidate for candidate in idle if self._may_swap(candidate)),
+                key=lambda candidate: candidate.map.inactive_seconds,
+                default=None,
             )
-            again = max((one for one in idle if self._may_recompute(one)), key=lambda one: one.ratio, default=None)
+            again = max(
+                (candidate for candidate in idle if self._may_recompute(candidate)),
+                key=lambda candidate: candidate.ratio,
+                default=None,
+            )
             if swap is None and again is None:
                 if not self._unmultiplexed(segment) and not self._returned(segment, memory):
                     return
@@ -138,42 +144,44 @@ class _SwapRecomputeSearch:
     def recompute(self, wanted: Container[tuple[int, str]]) -> None:
         """Recompute the wanted maps, in the order in which the forward makes them."""
         for candidates in self._candidates:
-            for one in list(candidates.values()):
-                if (one.side, one.name) in wanted and self._may_recompute(one):
-                    self._recompute(one)
+            for candidate in list(candidates.values()):
+                if (candidate.side, candidate.name) in wanted and self._may_recompute(candidate):
+                    self._recompute(candidate)
 
     def polish(self) -> None:
         """Time swaps again and undo needless decisions, as long as the step does not slow down and memory suffices."""
         seconds = self._seconds(self.schedule)
-        for there in self._without_returns():
-            found = self._seconds(there)
-            if found <= seconds:
-                self.schedule, seconds = there, found
-        for one in list(self.decided):
-            before = self.schedule
-            for changed in (self._undone(one), self._timed_again(one)):
+        for shortened in self._without_returns():
+            changed_seconds = self._seconds(shortened)
+            if changed_seconds <= seconds:
+                self.schedule, seconds = shortened, changed_seconds
+        for decision in list(self.decided):
+            earlier_schedule = self.schedule
+            for changed in (self._undone(decision), self._timed_again(decision)):
                 if changed is None:
                     continue
-                found = self._seconds(changed)
+                changed_seconds = self._seconds(changed)
                 # At equal time an undone decision is kept, since the map then moves less; a swap timed again has to be
                 # faster.
-                if found <= seconds and (found < seconds or one.name not in changed.decisions[one.side].swaps):
-                    self.schedule, seconds = changed, found
+                if changed_seconds <= seconds and (
+                    changed_seconds < seconds or decision.name not in changed.decisions[decision.side].swaps
+                ):
+                    self.schedule, seconds = changed, changed_seconds
                     break
-            if self.schedule is not before and one.name not in self._all(one.side):
-                self.decided.remove(one)
+            if self.schedule is not earlier_schedule and decision.name not in self._all(decision.side):
+                self.decided.remove(decision)
 
     def _without_returns(self) -> Iterator[SubArraySchedule]:
         """Yield the current schedule without one of its absences between uses, for each absence in turn."""
-        each = [
-            (side, name, left)
-            for side, d in enumerate(self.schedule.decisions)
-            for name in d.returns
-            for left in d.returns[name]
+        absences = [
+            (side, name, departure)
+            for side, decisions in enumerate(self.schedule.decisions)
+            for name in decisions.returns
+            for departure in decisions.returns[name]
         ]
-        for side, name, left in each:
+        for side, name, departure in absences:
             changed = self.schedule.copy()
-            del changed.decisions[side].returns[name][left]
+            del changed.decisions[side].returns[name][departure]
             yield changed
 
     def _all(self, side: int) -> set[str]:
@@ -188,7 +196,7 @@ class _SwapRecomputeSearch:
             # An absence needs the host copy, which only a swap makes.
             decisions.returns.pop(one.name, None)
             return changed
-        if any(one.name in other.sources for other in decisions.recomputes.values()):
+        if any(one.name in recomputation.sources for recomputation in decisions.recomputes.values()):
             return None
         del decisions.recomputes[one.name]
         return changed
@@ -207,13 +215,13 @@ class _SwapRecomputeSearch:
 
     def _seconds(self, schedule: SubArraySchedule) -> float:
         """Seconds of a step of a schedule; infinite above the limit."""
-        found = StepTimeBreakdown()
+        times = StepTimeBreakdown()
         for segment in schedule.segments:
             pieces = stretched(schedule, segment)
             if followed(pieces, start_bytes(schedule, segment)).peak_bytes > schedule.limit_bytes:
                 return inf
-            found += timed(pieces, is_duplex=self._policy.is_duplex)
-        return found.seconds
+            times += timed(pieces, is_duplex=self._policy.is_duplex)
+        return times.seconds
 
     def _unmultiplexed(self, segment: ScheduleSegment) -> bool:
         """Take the forward operators out of a segment's backward; return whether there were any."""
@@ -226,29 +234,35 @@ class _SwapRecomputeSearch:
         """Let a map leave the device at the peak, between two uses; return whether there was such a map."""
         if segment.backward is None or not self._policy.swaps:
             return False
-        left = self._candidates[segment.backward]
-        changed = returned(self.schedule, segment, memory, {name for name, one in left.items() if one.can_swap})
+        candidates = self._candidates[segment.backward]
+        changed = returned(
+            self.schedule, segment, memory, {name for name, candidate in candidates.items() if candidate.can_swap}
+        )
         if changed is None:
             return False
         self.schedule = changed
         # A returning map may not have been swapped before: take such a map off the candidates, as for any other swap.
-        for name in left.keys() & changed.decisions[segment.backward].swaps.keys():
-            one = left[name]
-            self._take(one, 0)
-            self.decided.append(FeatureMapDecision(one.side, name, SwapCase.NO_OVERLAP, one.map.in_seconds))
+        for name in candidates.keys() & changed.decisions[segment.backward].swaps.keys():
+            candidate = candidates[name]
+            self._take(candidate, 0)
+            self.decided.append(FeatureMapDecision(candidate.side, name, SwapCase.NO_OVERLAP, candidate.map.in_seconds))
         return True
 
     def _idle(self, segment: ScheduleSegment, memory: SegmentMemory) -> list[FeatureMapCandidate]:
         """Candidates that are on the device at the peak and unused there."""
-        found: list[FeatureMapCandidate] = []
+        idle_candidates: list[FeatureMapCandidate] = []
         if segment.backward is not None:
             decisions = self.schedule.decisions[segment.backward]
-            each = self._candidates[segment.backward].values()
-            found += [one for one in each if decisions.first_need(one.map) > memory.peak_backward]
+            candidates = self._candidates[segment.backward].values()
+            idle_candidates += [
+                candidate for candidate in candidates if decisions.first_need(candidate.map) > memory.peak_backward
+            ]
         if segment.forward is not None:
-            each = self._candidates[segment.forward].values()
-            found += [one for one in each if one.map.last_forward < memory.peak_forward]
-        return found
+            candidates = self._candidates[segment.forward].values()
+            idle_candidates += [
+                candidate for candidate in candidates if candidate.map.last_forward < memory.peak_forward
+            ]
+        return idle_candidates
 
     def _may_swap(self, one: FeatureMapCandidate) -> bool:
         return self._policy.swaps and one.can_swap
@@ -261,8 +275,8 @@ class _SwapRecomputeSearch:
         )
 
     def _proposal(self, one: FeatureMapCandidate) -> SwapProposal:
-        before = self._memories[self.schedule.segment_of(one.side)]
-        return swap_overhead(self.schedule, one, is_interleaved=self._policy.interleaves, before=before)
+        memory = self._memories[self.schedule.segment_of(one.side)]
+        return swap_overhead(self.schedule, one, is_interleaved=self._policy.interleaves, before=memory)
 
     def _swap(self, one: FeatureMapCandidate, proposal: SwapProposal) -> None:
         decisions = self.schedule.decisions[one.side]
@@ -282,9 +296,9 @@ class _SwapRecomputeSearch:
         self.decided.append(FeatureMapDecision(one.side, one.name, None, seconds))
 
     def _take(self, one: FeatureMapCandidate, count: int) -> None:
-        array, left = self.schedule.arrays[one.side], self._candidates[one.side]
-        del left[one.name]
-        updated_candidates(array, self.schedule.decisions[one.side], one, count, left)
+        array, candidates = self.schedule.arrays[one.side], self._candidates[one.side]
+        del candidates[one.name]
+        updated_candidates(array, self.schedule.decisions[one.side], one, count, candidates)
 
     def _update_prompts(self, recomputed: FeatureMapCandidate) -> None:
         """Move the copies back after a new recomputation (line 22).
@@ -294,11 +308,12 @@ class _SwapRecomputeSearch:
         """
         decisions = self.schedule.decisions[recomputed.side]
         array = self.schedule.arrays[recomputed.side]
-        at = recomputed.map.first_backward
+        rank = recomputed.map.first_backward
         for name, prompt in list(decisions.swaps.items()):
             need = decisions.first_need(array.maps[name])
             decisions.swaps[name] = min(prompt, need)
-            later = 0.0 if name in recomputed.sources else recomputed.seconds  # a recomputation waits for its sources
-            while decisions.swaps[name] < at <= need and array.backward[decisions.swaps[name]].seconds <= later:
-                later -= array.backward[decisions.swaps[name]].seconds
+            slack = 0.0 if name in recomputed.sources else recomputed.seconds  # a recomputation waits for its sources
+            # The recomputation hides as much of the copy as these operators did, so the copy begins behind them.
+            while decisions.swaps[name] < rank <= need and array.backward[decisions.swaps[name]].seconds <= slack:
+                slack -= array.backward[decisions.swaps[name]].seconds
                 decisions.swaps[name] += 1

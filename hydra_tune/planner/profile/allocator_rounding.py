@@ -24,16 +24,17 @@ def allocated(array: SubArrayProfile, step: StepGraph, rounding: int) -> SubArra
     if rounding == 1:
         return array
     # A storage that no operator makes bears the name of its argument.
-    elsewhere = {*step.state.values(), *step.moments.values()}
+    state_names = {*step.state.values(), *step.moments.values()}
     sizes = step.seen.sizes
-    beyond = {name: -size % rounding for name, size in sizes.items()}
+    rounding_bytes = {name: -size % rounding for name, size in sizes.items()}
     return replace(
         array,
-        sizes={name: size + beyond[name] for name, size in array.sizes.items()},
+        sizes={name: size + rounding_bytes[name] for name, size in array.sizes.items()},
         static_bytes=array.static_bytes
-        + sum(beyond[name] for name in sizes if name not in array.sizes and name not in elsewhere),
-        forward=tuple(_without(op, beyond) for op in array.forward),
-        backward=tuple(_without(op, beyond) for op in array.backward),
+        + sum(rounding_bytes[name] for name in sizes if name not in array.sizes and name not in state_names),
+        # An operator's peak was measured with the allocator's rounding, which the sizes above now hold.
+        forward=tuple(_without(op, rounding_bytes) for op in array.forward),
+        backward=tuple(_without(op, rounding_bytes) for op in array.backward),
     )
 
 
@@ -48,13 +49,13 @@ def on_all(arrays: Sequence[SubArrayProfile]) -> SubArrayProfile:
     Args:
         arrays: profiles of a single graph on several kinds of devices.
     """
-    first = arrays[0]
+    reference = arrays[0]
     if len(arrays) == 1:
-        return first
+        return reference
     return replace(
-        first,
-        forward=tuple(map(_roomiest, *(one.forward for one in arrays))),
-        backward=tuple(map(_roomiest, *(one.backward for one in arrays))),
+        reference,
+        forward=tuple(map(_roomiest, *(array.forward for array in arrays))),
+        backward=tuple(map(_roomiest, *(array.backward for array in arrays))),
     )
 
 

@@ -43,12 +43,12 @@ class CpuPaceMeter:
         Args:
             beside: seconds of the action; looks go on for a small share of these.
         """
-        few, one, many = (torch.zeros(*sides, dtype=torch.float32, device="cpu") for sides in _SIDES)
-        found: list[float] = []
+        few, square, many = (torch.zeros(*sides, dtype=torch.float32, device="cpu") for sides in _SIDES)
+        looks: list[float] = []
         with torch.no_grad():
-            while not found or (math.fsum(found) < _SHARE * beside and len(found) < _MOST_LOOKS):
-                found.append(max(_LEAST_SECONDS, self._look(few, one, many)))
-        return statistics.fmean(found)
+            while not looks or (math.fsum(looks) < _SHARE * beside and len(looks) < _MOST_LOOKS):
+                looks.append(max(_LEAST_SECONDS, self._look(few, square, many)))
+        return statistics.fmean(looks)
 
     def _look(self, few: Tensor, one: Tensor, many: Tensor) -> float:
         begin = self._now()
@@ -82,23 +82,23 @@ class PacedTimer:
             times: number of runs.
             counts: whether these runs count.
         """
-        before = self._pace.seconds()
+        pace_before = self._pace.seconds()
         for _ in range(times):
             seconds = action()
-            after = self._pace.seconds(seconds)
+            pace_after = self._pace.seconds(seconds)
             if counts:
-                self._found.append((seconds, (before + after) / 2))
+                self._found.append((seconds, (pace_before + pace_after) / 2))
             # The look behind a run is also the look before the next.
-            before = after
+            pace_before = pace_after
 
     @property
     def pace_seconds(self) -> float:
         """Median seconds of the pace's operators; 0 before any run that counts."""
-        return statistics.median(beside for _, beside in self._found) if self._found else 0.0
+        return statistics.median(pace for _, pace in self._found) if self._found else 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds of the action at the median pace; 0 before any run that counts."""
         if not self._found:
             return 0.0
-        return statistics.median(seconds / beside for seconds, beside in self._found) * self.pace_seconds
+        return statistics.median(seconds / pace for seconds, pace in self._found) * self.pace_seconds

@@ -24,7 +24,7 @@ _LEAST_SECONDS = 2e-5  # about what a thread needs to wake up, in case noise hid
 
 
 def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_counter) -> float:
-    """Return the computing thread's seconds for each copy made beside; 0 on a GPU, whose host is not in the way.
+    """Return the seconds that the hand-over of a copy takes of the computing thread; 0 on a GPU, where streams copy.
 
     Args:
         device: of the computation.
@@ -33,19 +33,19 @@ def hand_seconds(device: torch.device, now: Callable[[], float] = time.perf_coun
     if device.type != "cpu":
         return 0.0
     copies = ThreadCopyEngine({"map": _BYTES})
-    source, other = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(1024)
+    source, operand = torch.zeros(_BYTES, dtype=torch.uint8), torch.zeros(1024)
     try:
-        found: list[float] = []
+        handoff_seconds: list[float] = []
         for turn in range(_TURNS + 1):
-            alone = _seconds(now, None, source, other)
+            alone_seconds = _seconds(now, None, source, operand)
             if turn:  # the first turn takes memory and starts the thread
                 # The difference leaves only the hand-overs, since both runs compute the same.
-                found.append((_seconds(now, copies, source, other) - alone) / (2 * _COPIES))
+                handoff_seconds.append((_seconds(now, copies, source, operand) - alone_seconds) / (2 * _COPIES))
             else:
-                _seconds(now, copies, source, other)
+                _seconds(now, copies, source, operand)
     finally:
         copies.close()
-    return max(_LEAST_SECONDS, statistics.median(found))
+    return max(_LEAST_SECONDS, statistics.median(handoff_seconds))
 
 
 def _seconds(now: Callable[[], float], copies: ThreadCopyEngine | None, source: Tensor, other: Tensor) -> float:

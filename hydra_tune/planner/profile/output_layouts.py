@@ -35,15 +35,17 @@ def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
         # The run computes, and so shares the gate. Finding the storages again is tracing, which holds the gate alone.
         with GATE.shared():
             maps = array_of("", step, GraphMeasurements()).maps
-            found = ProfilingInterpreter(step, maps, device, CpuClock()).otherwise_laid()
-        if not found:
+            deviations = ProfilingInterpreter(step, maps, device, CpuClock()).otherwise_laid()
+        if not deviations:
             return step
         # A run stops before bytes of a wrongly traced layout are read, so later nodes show up only in the next round. A
         # node that shows up again after its correction has no fixed layout.
-        if found.keys() <= layouts.keys():
-            names = ", ".join(sorted({str(node.target) for node in step.ops if node.name in found}))
-            raise UnfusableError(f"results of {names} lie in memory differently each time; it runs unplanned")
-        layouts |= found
+        if deviations.keys() <= layouts.keys():
+            names = ", ".join(sorted({str(node.target) for node in step.ops if node.name in deviations}))
+            raise UnfusableError(
+                f"the memory layout of the results of {names} changes from run to run; it runs unplanned"
+            )
+        layouts |= deviations
         with GATE.exclusive():
             step = replace(step, seen=_seen_again(step, layouts))
 
@@ -52,12 +54,12 @@ def _seen_again(step: StepGraph, layouts: dict[str, Layout]) -> StorageAccessTab
     like = next(iter(step.geometry.values()))
     assert isinstance(like, FakeTensor), "geometry is without bytes"
     with like.fake_mode:
-        drawn = [one.room(like.size(0), like.device) for one in step.noise]
+        noise = [noise_draw.room(like.size(0), like.device) for noise_draw in step.noise]
     try:
-        return seen(step.graph, step.owner, step.geometry, drawn, like.fake_mode, layouts)
+        return seen(step.graph, step.owner, step.geometry, noise, like.fake_mode, layouts)
     except Exception as error:
         names = ", ".join(sorted({str(node.target) for node in step.ops if node.name in layouts}))
         raise UnfusableError(
-            f"results of {names} lie in memory otherwise than traced, which an operator behind them cannot take "
-            f"({type(error).__name__}: {error}); it runs unplanned. An equivalent that is written out may be planned"
+            f"the device lays the results of {names} out differently from the trace, and a later operator fails on that layout "
+            f"({type(error).__name__}: {error}); it runs unplanned; composed of simpler operators, the step may be planned"
         ) from error

@@ -55,14 +55,14 @@ class CpuClock:
     def timed(self, name: str, action: Callable[[], Any]) -> Any:
         """As of `ProfilingClock`."""
         begin = self._now()
-        made = action()
+        result = action()
         self._found[name] = self._now() - begin
-        return made
+        return result
 
     def seconds(self) -> dict[str, float]:
         """As of `ProfilingClock`."""
-        found, self._found = self._found, {}
-        return found
+        records, self._found = self._found, {}
+        return records
 
     def whole(self) -> float | None:
         """As of `ProfilingClock`."""
@@ -96,17 +96,17 @@ class CudaClock:
         with torch.cuda.device(self._device):  # the thread's current device may differ
             torch.cuda._sleep(self._PAUSE_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001 - torch's own tests use it so
         begin.record(stream)
-        made = action()
+        result = action()
         end.record(stream)
         self._events[name] = begin, end
-        return made
+        return result
 
     def seconds(self) -> dict[str, float]:
         """As of `ProfilingClock`."""
         torch.cuda.current_stream(self._device).synchronize()  # not the whole GPU, which others may use as well
-        found = {name: begin.elapsed_time(end) / 1000 for name, (begin, end) in self._events.items()}
+        records = {name: begin.elapsed_time(end) / 1000 for name, (begin, end) in self._events.items()}
         self._events = {}
-        return found
+        return records
 
     def whole(self) -> float | None:
         """As of `ProfilingClock`."""
@@ -146,7 +146,9 @@ class GraphMeasurements:
             return self
         ratio = pace_seconds / self.pace_seconds
         return replace(
-            self, seconds={name: one * ratio for name, one in self.seconds.items()}, pace_seconds=pace_seconds
+            self,
+            seconds={name: node_seconds * ratio for name, node_seconds in self.seconds.items()},
+            pace_seconds=pace_seconds,
         )
 
 
@@ -184,9 +186,9 @@ class SubArrayProfiler:
             if key not in self._known:
                 if str(device) not in self._hands:
                     self._hands[str(device)] = self._hand(device)
-                found = measured(step, device, self._clock(device))
-                pace = self._paces.setdefault(str(device), found.pace_seconds)
-                self._known[key] = replace(found.at_pace(pace), hand_seconds=self._hands[str(device)])
+                measurements = measured(step, device, self._clock(device))
+                pace = self._paces.setdefault(str(device), measurements.pace_seconds)
+                self._known[key] = replace(measurements.at_pace(pace), hand_seconds=self._hands[str(device)])
             return array_of(name, step, self._known[key])
 
     def knows(self, step: StepGraph, device: torch.device) -> bool:
@@ -205,6 +207,7 @@ class SubArrayProfiler:
         Args:
             device: where the graphs ran.
         """
+        # Without the lock, which another thread holds for as long as it measures; a dict's `get` is atomic.
         return self._paces.get(str(device), 0.0)
 
 
@@ -220,19 +223,19 @@ def measured(step: StepGraph, device: torch.device, clock: ProfilingClock) -> Gr
         keep_freed_memory(PLAN_BYTES)  # as planned runs do
     run = ProfilingInterpreter(step, array_of("", step, GraphMeasurements()).maps, device, clock)
     workspace: dict[str, int] = {}
-    each: list[dict[str, float]] = []
+    records: list[dict[str, float]] = []
     passes = PacedTimer(CpuPaceMeter(lambda: clock.whole() or 0.0))
     for number in range(WARM_UPS + RUNS):
         # A warm-up does not count: memory that a library takes for good (cuBLAS's workspace of a stream) is taken once.
         run.once(workspace if number >= WARM_UPS else {})
-        found = clock.seconds()
+        record = clock.seconds()
         if clock.whole() is not None:
             passes.time(run.whole, WHOLE_PASSES, counts=number >= WARM_UPS)
         # The passes have timed their copies as well: drop those.
         clock.seconds()
         if number >= WARM_UPS:
-            each.append(found)
-    medians = {name: statistics.median(one[name] for one in each) for name in each[0]}
+            records.append(record)
+    medians = {name: statistics.median(entry[name] for entry in records) for name in records[0]}
     if passes.seconds:
         medians |= _scaled({node.name: medians[node.name] for node in step.ops}, clock, passes.seconds)
     nodes = {node.name for node in step.ops}
@@ -240,6 +243,7 @@ def measured(step: StepGraph, device: torch.device, clock: ProfilingClock) -> Gr
     return GraphMeasurements(
         seconds={name: seconds for name, seconds in medians.items() if name in nodes - free},
         workspace_bytes=workspace,
+        # The interpreter times copies under the names `out STORAGE` and `in STORAGE`.
         out_seconds={name[4:]: seconds for name, seconds in medians.items() if name.startswith("out ")},
         in_seconds={name[3:]: seconds for name, seconds in medians.items() if name.startswith("in ")},
         pace_seconds=passes.pace_seconds,
@@ -262,20 +266,21 @@ def array_of(name: str, step: StepGraph, profile: GraphMeasurements) -> SubArray
             reads=facts.reads[node.name],
             makes=facts.makes[node.name],
             writes=facts.writes[node.name],
+            # A recomputation passes None in place of running statistics (`without_statistics`).
             repeated_writes=facts.writes[node.name] if overwritten(node)[1] else (),
             workspace_bytes=profile.workspace_bytes.get(node.name, 0),
             is_random=node.target is draw,
         )
         for node in step.ops
     ]
-    made = {storage for op in ops for storage in op.makes}
+    made_storages = {storage for op in ops for storage in op.makes}
     (output,) = (node for node in step.graph.nodes if node.op == "output")
     return SubArrayProfile(
         name=name,
         forward=tuple(ops[: step.num_forward]),
         backward=tuple(ops[step.num_forward :]),
-        sizes={storage: size for storage, size in facts.sizes.items() if storage in made},
-        static_bytes=sum(size for storage, size in facts.sizes.items() if storage not in made),
+        sizes={storage: size for storage, size in facts.sizes.items() if storage in made_storages},
+        static_bytes=sum(size for storage, size in facts.sizes.items() if storage not in made_storages),
         out_seconds=profile.out_seconds,
         in_seconds=profile.in_seconds,
         at_once=_at_once(profile.out_seconds, profile.in_seconds, profile.hand_seconds),
@@ -293,7 +298,7 @@ def copied_at(array: SubArrayProfile, bytes_per_second: float, seconds: float = 
         bytes_per_second: of the link, in each direction.
         seconds: fixed time of each copy, beside the time by bandwidth.
     """
-    times = {name: one.num_bytes / bytes_per_second + seconds for name, one in array.maps.items()}
+    times = {name: feature_map.num_bytes / bytes_per_second + seconds for name, feature_map in array.maps.items()}
     return replace(array, out_seconds=times, in_seconds=times, at_once=_at_once(times, times, array.hand_seconds))
 
 
@@ -310,9 +315,9 @@ def _scaled(seconds: dict[str, float], clock: ProfilingClock, whole: float) -> d
         looks.append(clock.seconds()["nothing"])
     look = statistics.median(looks)
     # A node as short as a look at the clock keeps a quarter of its time: nothing takes no time at all.
-    own = {name: max(one - look, one / 4) for name, one in seconds.items()}
-    ratio = whole / sum(own.values())
-    return {name: one * ratio for name, one in own.items()}
+    net_seconds = {name: max(node_seconds - look, node_seconds / 4) for name, node_seconds in seconds.items()}
+    ratio = whole / sum(net_seconds.values())
+    return {name: node_seconds * ratio for name, node_seconds in net_seconds.items()}
 
 
 def _nothing() -> None:
@@ -323,10 +328,12 @@ def _returning(step: StepGraph) -> frozenset[str]:
     """Storages that the backward neither overwrites nor puts into tuples, so that their views can be made anew."""
     facts = step.seen
     backward = step.ops[step.num_forward :]
-    written = {storage for node in backward for storage in facts.writes[node.name]}
-    inside = {storage for node in backward if node.name not in facts.places for storage in facts.storages[node.name]}
-    made = {storage for node in step.ops[: step.num_forward] for storage in facts.makes[node.name]}
-    return frozenset(made - written - inside)
+    written_storages = {storage for node in backward for storage in facts.writes[node.name]}
+    tuple_storages = {
+        storage for node in backward if node.name not in facts.places for storage in facts.storages[node.name]
+    }
+    made_storages = {storage for node in step.ops[: step.num_forward] for storage in facts.makes[node.name]}
+    return frozenset(made_storages - written_storages - tuple_storages)
 
 
 def _is_view(step: StepGraph, node: fx.Node) -> bool:
@@ -336,7 +343,7 @@ def _is_view(step: StepGraph, node: fx.Node) -> bool:
 
 def _text_of(step: StepGraph) -> str:
     # The text of a graph has no geometry, and the geometry decides the times.
-    shapes = {name: (one.dtype, tuple(one.shape), one.stride()) for name, one in step.geometry.items()}
+    shapes = {name: (tensor.dtype, tuple(tensor.shape), tensor.stride()) for name, tensor in step.geometry.items()}
     return f"{step.graph}{shapes}"
 
 

@@ -120,8 +120,8 @@ class ProfilingInterpreter:
                 self._values[call.place] = self._clock.timed(name, partial(self._call, call))
                 if not is_like(layout_of(self._values[call.place]), self._step.seen.layouts[name]):
                     self._refuse(call)
-                made = sum(sizes[storage] for storage in makes[name])
-                workspace[name] = max(workspace.get(name, 0), self._clock.peak_beyond(made))
+                made_bytes = sum(sizes[storage] for storage in makes[name])
+                workspace[name] = max(workspace.get(name, 0), self._clock.peak_beyond(made_bytes))
                 for storage in call.away:
                     self._away(storage)
                 for place in call.ends:
@@ -138,7 +138,7 @@ class ProfilingInterpreter:
             UnfusableError: an operator fails on made-up numbers, or a view lies otherwise than traced.
         """
         self._begin()
-        found: dict[str, Layout] = {}
+        deviations: dict[str, Layout] = {}
         with torch.no_grad():
             for call in self._calls:
                 for storage in call.back:
@@ -147,23 +147,23 @@ class ProfilingInterpreter:
                 if not is_like(layout := layout_of(value), self._step.seen.layouts[call.node.name]):
                     # A view makes no storage, so no corrected layout can describe this one, unless an earlier result
                     # explains it.
-                    if not found and not self._step.seen.makes[call.node.name]:
+                    if not deviations and not self._step.seen.makes[call.node.name]:
                         self._refuse(call)
-                    found[call.node.name] = layout
-                if any(node.name in found for storage in call.away for node in self._holders[storage]):
+                    deviations[call.node.name] = layout
+                if any(node.name in deviations for storage in call.away for node in self._holders[storage]):
                     break
                 for storage in call.away:
                     self._away(storage)
                 for place in call.ends:
                     self._values[place] = None
         self._values.clear()
-        return {name: layout for name, layout in found.items() if self._step.seen.makes[name]}
+        return {name: layout for name, layout in deviations.items() if self._step.seen.makes[name]}
 
     def _refuse(self, call: _ProfiledCall) -> NoReturn:
         value, traced = self._values[call.place], self._step.seen.layouts[call.node.name]
         raise UnfusableError(
             f"{call.node.target} gives strides {layout_of(value)} on {self._device}, and {traced} when it is traced without "
-            "bytes; it runs unplanned. An equivalent that is written out may be planned"
+            "bytes; it runs unplanned; composed of simpler operators, the step may be planned"
         )
 
     def whole(self) -> float:
@@ -191,11 +191,12 @@ class ProfilingInterpreter:
         return seconds
 
     def _read(self) -> float:
-        now = self._clock.whole()
-        assert now is not None, "asked before"
-        return now
+        seconds = self._clock.whole()
+        assert seconds is not None, "asked before"
+        return seconds
 
     def _begin(self) -> None:
+        # Arguments and constants are on the device between runs, all other values only during a run.
         self._values = [None] * len(self._nodes)
         for place, value in self._given.items():
             self._values[place] = value
@@ -215,9 +216,9 @@ class ProfilingInterpreter:
 
     def _made(self, maps: Mapping[str, FeatureMap]) -> list[_ProfiledCall]:
         step, forward = self._step, self._step.num_forward
-        last = {argument: node for node in self._nodes for argument in (node, *node.all_input_nodes)}
+        last_users = {argument: node for node in self._nodes for argument in (node, *node.all_input_nodes)}
         ends: dict[fx.Node, list[int]] = {}
-        for argument, node in last.items():
+        for argument, node in last_users.items():
             # Arguments and constants stay for the next run.
             if argument.op == "call_function":
                 ends.setdefault(node, []).append(self._places[argument])
@@ -229,8 +230,8 @@ class ProfilingInterpreter:
                 args=located(moved(tuple(node.args), self._device), self._places),
                 kwargs=located(moved(dict(node.kwargs), self._device), self._places),
                 ends=tuple(ends.get(node, ())),
-                back=tuple(name for name, one in maps.items() if one.first_backward == rank - forward),
-                away=tuple(name for name, one in maps.items() if one.last_forward == rank),
+                back=tuple(name for name, feature_map in maps.items() if feature_map.first_backward == rank - forward),
+                away=tuple(name for name, feature_map in maps.items() if feature_map.last_forward == rank),
             )
             for rank, node in enumerate(step.ops)
         ]
@@ -250,6 +251,7 @@ class ProfilingInterpreter:
     def _away(self, storage: str) -> None:
         """Copy a feature map to the host (stage 3)."""
         size = self._step.seen.sizes[storage]
+        # Every tensor on the storage shows all its bytes. The size tells the storage among several results of a node.
         tensor = next(
             leaf
             for node in self._holders[storage]
@@ -281,13 +283,13 @@ class ProfilingInterpreter:
             place = self._step.seen.places.get(node.name)
             is_needed = not set(node.users).isdisjoint(self._backward)
             if is_needed and place is not None and place.storage == storage:
-                made = view_of(flat, place.dtype, list(place.size), list(place.stride), place.offset)
-                self._values[self._places[node]] = made
+                view = view_of(flat, place.dtype, list(place.size), list(place.stride), place.offset)
+                self._values[self._places[node]] = view
 
 
 def _generators(step: StepGraph, device: torch.device, count: int) -> GroupGenerator:
     """Return generators that belong to no trial, with probabilities for draws whose members have their own."""
-    probabilities = {one.slot: [0.5] * count for one in step.noise if one.slot is not None}
+    probabilities = {noise_draw.slot: [0.5] * count for noise_draw in step.noise if noise_draw.slot is not None}
     if device.type != "cuda":
         return GroupGenerator([torch.Generator(device) for _ in range(count)], probabilities=probabilities)
     states = [torch.Generator(device).get_state() for _ in range(count)]
@@ -299,8 +301,8 @@ def made_up(like: Tensor, device: torch.device) -> Tensor:
 
     Integers are 0, a valid row of every table.
     """
-    made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
+    tensor = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=device)
     if not like.is_floating_point():
-        return made.zero_()
+        return tensor.zero_()
     # Not from the default generator: on a GPU another thread may have set that to the state of a trial's stream.
-    return made.uniform_(0.25, 0.75, generator=torch.Generator(device))
+    return tensor.uniform_(0.25, 0.75, generator=torch.Generator(device))

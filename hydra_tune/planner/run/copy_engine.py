@@ -22,7 +22,7 @@ from hydra_tune.devices.hardware.heap import PLAN_BYTES, keep_freed_memory
 from hydra_tune.planner.ir.planner_ops import view_of
 
 _STREAMS: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
-_MAKING = threading.Lock()
+_MAKING = threading.Lock()  # guards `_STREAMS`: several threads make engines
 
 
 class CopyEngine(Protocol):
@@ -144,9 +144,9 @@ class ThreadCopyEngine:
         if handle.is_done is None or handle.is_done.is_set():
             return handle.wait()
         begin = time.perf_counter()
-        found = handle.wait()
+        target = handle.wait()
         self.waited_seconds += time.perf_counter() - begin
-        return found
+        return target
 
     def _ask(self, to: Tensor, source: Tensor) -> _ThreadCopyHandle:
         flight = _ThreadCopyHandle(to, source, threading.Event())
@@ -198,14 +198,16 @@ class CudaCopyEngine:
         """As of `CopyEngine`: the compute stream waits, and what it allocates from then on may be that memory."""
         host, source, end = handle
         torch.cuda.current_stream(self._device).wait_event(end)
+        # Behind the wait: the allocator gives the memory to later work of the compute stream, which comes after the
+        # copy.
         del self._held[id(source)]
         return host
 
     def prefetch(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """As of `CopyEngine`."""
-        made = torch.empty(copy.size(), dtype=copy.dtype, device=self._device)
-        self._held[id(made)] = made
-        return made, self._queued(self._in, lambda: made.copy_(copy, non_blocking=True))
+        target = torch.empty(copy.size(), dtype=copy.dtype, device=self._device)
+        self._held[id(target)] = target
+        return target, self._queued(self._in, lambda: target.copy_(copy, non_blocking=True))
 
     def prefetch_at_once(self, copy: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """As of `CopyEngine`: a GPU is handed all copies."""
@@ -213,10 +215,10 @@ class CudaCopyEngine:
 
     def arrived(self, handle: tuple[Tensor, torch.cuda.Event]) -> Tensor:
         """As of `CopyEngine`."""
-        made, end = handle
+        target, end = handle
         torch.cuda.current_stream(self._device).wait_event(end)
-        del self._held[id(made)]
-        return made
+        del self._held[id(target)]
+        return target
 
     def give_up(self) -> None:
         """As of `CopyEngine`."""

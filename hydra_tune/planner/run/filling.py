@@ -24,9 +24,9 @@ def located(value: Any, places: Mapping[fx.Node, int]) -> Any:
     if isinstance(value, fx.Node):
         return _ValueIndex(places[value])
     if isinstance(value, dict):
-        return {key: located(one, places) for key, one in value.items()}
+        return {key: located(element, places) for key, element in value.items()}
     if isinstance(value, tuple | list):
-        return (tuple if isinstance(value, tuple) else list)(located(one, places) for one in value)
+        return (tuple if isinstance(value, tuple) else list)(located(element, places) for element in value)
     return value
 
 
@@ -42,7 +42,7 @@ def filled(value: Any, values: list[Any]) -> Any:
     if kind is _ValueIndex:
         return values[value.place]
     if kind is tuple or kind is list:
-        return kind([filled(one, values) for one in value])
+        return kind([filled(element, values) for element in value])
     if kind is dict:
-        return {key: filled(one, values) for key, one in value.items()} if value else value
+        return {key: filled(element, values) for key, element in value.items()} if value else value
     return value

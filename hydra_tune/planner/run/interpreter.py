@@ -57,7 +57,7 @@ class MergedGraphInterpreter:
             elif node.op == "get_attr":
                 self._constants.append((self._places[node], getattr(merged.owner, str(node.target)).to(place)))
             elif node.op == "output":
-                self._results = [self._places[one] for one in node.args[0]]
+                self._results = [self._places[result] for result in node.args[0]]
             else:
                 self._calls.append(self._call(node, ends.get(node, ())))
 
@@ -90,8 +90,8 @@ class MergedGraphInterpreter:
         return dict(zip(self._outputs, (values[place] for place in self._results), strict=True))
 
     def _call(self, node: fx.Node, ends: tuple[int, ...]) -> _InterpretedCall:
-        given, named = moved(tuple(node.args), self._place), moved(dict(node.kwargs), self._place)
-        args, kwargs = located(given, self._places), located(named, self._places)
+        arguments, keywords = moved(tuple(node.args), self._place), moved(dict(node.kwargs), self._place)
+        args, kwargs = located(arguments, self._places), located(keywords, self._places)
         return _InterpretedCall(self._places[node], self._meaning(node), args, kwargs, ends)
 
     def _meaning(self, node: fx.Node) -> Callable[..., Any]:
@@ -114,14 +114,14 @@ class MergedGraphInterpreter:
 
     def _ends(self, graph: fx.Graph) -> dict[fx.Node, tuple[int, ...]]:
         """For each node, the places of values that no later node needs."""
-        last: dict[fx.Node, fx.Node] = {}
+        last_users: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             # A value without users ends with its own node.
-            last[node] = node
+            last_users[node] = node
             for argument in node.all_input_nodes:
-                last[argument] = node
-        found: dict[fx.Node, list[int]] = {}
-        for node, end in last.items():
+                last_users[argument] = node
+        ends: dict[fx.Node, list[int]] = {}
+        for node, end in last_users.items():
             if end.op != "output":
-                found.setdefault(end, []).append(self._places[node])
-        return {node: tuple(places) for node, places in found.items()}
+                ends.setdefault(end, []).append(self._places[node])
+        return {node: tuple(places) for node, places in ends.items()}

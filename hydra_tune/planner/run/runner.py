@@ -54,7 +54,7 @@ class MergedGraphRunner:
         self._copies: CopyEngine = copies_for(device, sizes)
         self._watch = stopwatch_for(device, self._copies)
         self._graphs = {
-            one: MergedGraphInterpreter(graph, self._copies, draw, device) for one, graph in self.merged.items()
+            segment: MergedGraphInterpreter(graph, self._copies, draw, device) for segment, graph in self.merged.items()
         }
         self._arguments = arguments
         self._left: dict[str, Any] = {}
@@ -77,11 +77,12 @@ class MergedGraphRunner:
             num_steps: number of steps of each sub-array.
             take: called with the side, the number of the step and the losses when a forward has run.
         """
-        wanted = [done + more for done, more in zip(self._ended, num_steps, strict=True)]
-        while self._ended != wanted:
+        targets = [num_done + num_more for num_done, num_more in zip(self._ended, num_steps, strict=True)]
+        while self._ended != targets:
+            # At most one sub-array at a time is between its forward and its backward.
             backward = next((s for s, n in enumerate(self._begun) if n > self._ended[s]), None)
-            ready = [s for s, n in enumerate(self._begun) if n < wanted[s] and s != backward]
-            self.segment(ScheduleSegment(backward, self._next(ready, backward)), take)
+            ready_sides = [s for s, n in enumerate(self._begun) if n < targets[s] and s != backward]
+            self.segment(ScheduleSegment(backward, self._next(ready_sides, backward)), take)
 
     def segment(self, segment: ScheduleSegment, take: Callable[[int, int, Tensor], None] | None = None) -> None:
         """Run a merged graph; a graph that fails leaves neither values nor copies under way.
@@ -91,29 +92,29 @@ class MergedGraphRunner:
             take: as of `run`.
         """
         graph = self._graphs[segment]
-        given = self._left
+        arguments = self._left
         self._left = {}
         for side, numbers in ((segment.backward, self._ended), (segment.forward, self._begun)):
             if side is not None:
-                own = self._arguments[side](numbers[side])
-                given |= {f"a{side}_{name}": tensor for name, tensor in own.items()}
+                step_arguments = self._arguments[side](numbers[side])
+                arguments |= {f"a{side}_{name}": tensor for name, tensor in step_arguments.items()}
         try:
             with self._watch.running():
                 # Popped, so that the interpreter holds the last reference and frees each value after its last use.
-                found = graph.run({name: given.pop(name) for name in graph.arguments})
+                outputs = graph.run({name: arguments.pop(name) for name in graph.arguments})
         except BaseException:
             # The traceback keeps this frame alive, and would keep the values' memory with the frame.
-            given.clear()
+            arguments.clear()
             self._copies.give_up()
             raise
         if segment.backward is not None:
             self._ended[segment.backward] += 1
         if segment.forward is not None:
-            losses = found.pop(losses_of(segment.forward))
+            losses = outputs.pop(losses_of(segment.forward))
             if take is not None:
                 take(segment.forward, self._begun[segment.forward], losses)
             self._begun[segment.forward] += 1
-        self._left = found
+        self._left = outputs
 
     @staticmethod
     def _next(ready: list[int], backward: int | None) -> int | None:

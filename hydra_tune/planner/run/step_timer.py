@@ -46,6 +46,8 @@ class HostStopwatch:
     @contextmanager
     def running(self) -> Iterator[None]:
         """As of `GraphStopwatch`."""
+        # CPU time leaves out other work on the machine. A wait for a copy takes no CPU time, and delays the step all
+        # the same.
         began = time.thread_time() + self._copies.waited_seconds
         yield
         # Not in a `finally`: a graph that fails must not count.

@@ -8,7 +8,7 @@ corrected arrays (§3.2 has no such step).
     settled(planner, num_trials, measure).member
 
 The caller passes `measure`, because only the caller can run plans: members -> seconds of a step of each, in turns
-(`RunOff`).
+(`SpeedTournament`).
 """
 
 import statistics
@@ -56,7 +56,7 @@ class ProfileCorrection:
         # A swap has two copies. The extra time of a copy counts as hand-over, or as copying where the computing thread
         # copies.
         ratio, half = self.compute.get(size, self.others), self.swap_seconds / 2
-        own = dict.fromkeys(array.at_once, half)
+        extra_seconds = dict.fromkeys(array.at_once, half)
 
         def slower(ops: tuple[OperatorProfile, ...]) -> tuple[OperatorProfile, ...]:
             return tuple(replace(op, seconds=op.seconds * ratio) for op in ops)
@@ -66,8 +66,12 @@ class ProfileCorrection:
             forward=slower(array.forward),
             backward=slower(array.backward),
             hand_seconds=max(0.0, array.hand_seconds + half),
-            out_seconds={name: max(0.0, one + own.get(name, 0.0)) for name, one in array.out_seconds.items()},
-            in_seconds={name: max(0.0, one + own.get(name, 0.0)) for name, one in array.in_seconds.items()},
+            out_seconds={
+                name: max(0.0, seconds + extra_seconds.get(name, 0.0)) for name, seconds in array.out_seconds.items()
+            },
+            in_seconds={
+                name: max(0.0, seconds + extra_seconds.get(name, 0.0)) for name, seconds in array.in_seconds.items()
+            },
         )
 
     def seconds(self, part: SubArrayPlan) -> float:
@@ -77,10 +81,10 @@ class ProfileCorrection:
             part: as planned before the correction.
         """
         ratios = [self.compute.get(size, self.others) for size in part.sizes]
-        own = [array.seconds for array in part.schedule.arrays]
-        compute = sum(ratio * seconds for ratio, seconds in zip(ratios, own, strict=True))
-        again = part.times.recompute * statistics.fmean(ratios)
-        return compute + again + part.times.stall
+        array_seconds = [array.seconds for array in part.schedule.arrays]
+        compute = sum(ratio * seconds for ratio, seconds in zip(ratios, array_seconds, strict=True))
+        recompute_seconds = part.times.recompute * statistics.fmean(ratios)
+        return compute + recompute_seconds + part.times.stall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,19 +141,20 @@ def settled(
     Raises:
         BudgetError: no plan fits.
     """
-    known: dict[Hashable, MeasuredPlan] = {}
+    results: dict[Hashable, MeasuredPlan] = {}
     corrections: list[ProfileCorrection] = []
     while True:
         portfolio = planner.portfolio(num_trials)
         _ = portfolio.best  # raises, if none fits
-        known = {key: replace(trial, member=planner.told(trial.member)) for key, trial in known.items()}
+        # Compare the measurements with the corrected predictions, not with those that they corrected.
+        results = {key: replace(trial, member=planner.told(trial.member)) for key, trial in results.items()}
         chosen = contenders(portfolio, most)
-        _run([one for one in chosen if key_of(one) not in known], known, measure)
-        ran = [known[key_of(one)] for one in chosen]
+        _run([plan for plan in chosen if key_of(plan) not in results], results, measure)
+        ran = [results[key_of(plan)] for plan in chosen]
         if len(corrections) == max_corrections or not any(trial.is_off for trial in ran):
-            trials = sorted(known.values(), key=lambda trial: trial.seconds)
+            trials = sorted(results.values(), key=lambda trial: trial.seconds)
             return PlanSelection(trials=tuple(trials), portfolio=portfolio, corrections=tuple(corrections))
-        corrections.append(fitted(list(known.values())))
+        corrections.append(fitted(list(results.values())))
         planner = planner.corrected(corrections[-1].array)
 
 
@@ -164,17 +169,17 @@ def contenders(portfolio: Portfolio, most: int = MOST) -> list[PortfolioPlan]:
         most: number of fastest members; beside these come the fastest of each other partition, the fastest without
             swaps, and the fastest that moves nothing.
     """
-    different: dict[Hashable, PortfolioPlan] = {}
-    for one in portfolio.members:
-        if one.fits:
-            different.setdefault(key_of(one), one)
-    each = list(different.values())
-    found = each[:most]
-    for one in each[most:]:
-        kinds = [kind for kind in (_partition, _has_no_swaps, _moves_nothing) if kind(one)]
-        if any(kind(one) not in map(kind, found) for kind in kinds):
-            found.append(one)
-    return found
+    distinct_plans: dict[Hashable, PortfolioPlan] = {}
+    for plan in portfolio.members:
+        if plan.fits:
+            distinct_plans.setdefault(key_of(plan), plan)
+    plans = list(distinct_plans.values())
+    chosen_plans = plans[:most]
+    for plan in plans[most:]:
+        kinds = [kind for kind in (_partition, _has_no_swaps, _moves_nothing) if kind(plan)]
+        if any(kind(plan) not in map(kind, chosen_plans) for kind in kinds):
+            chosen_plans.append(plan)
+    return chosen_plans
 
 
 def fitted(trials: Sequence[MeasuredPlan]) -> ProfileCorrection:
@@ -186,13 +191,17 @@ def fitted(trials: Sequence[MeasuredPlan]) -> ProfileCorrection:
     Args:
         trials: at least one.
     """
-    still = [trial for trial in trials if _has_no_swaps(trial.member)] or list(trials)
-    found = _with_compute(ProfileCorrection(), still)
-    others = [trial for trial in trials if trial not in still]
-    alike = [trial for trial in others if _sizes(trial.member) <= found.compute.keys()] or others
-    if alike:
-        found = replace(found, swap_seconds=statistics.median(_rest(found, trial) for trial in alike))
-    return _with_compute(found, others)
+    swapless_trials = [trial for trial in trials if _has_no_swaps(trial.member)] or list(trials)
+    correction = _with_compute(ProfileCorrection(), swapless_trials)
+    swapping_trials = [trial for trial in trials if trial not in swapless_trials]
+    comparable_trials = [
+        trial for trial in swapping_trials if _sizes(trial.member) <= correction.compute.keys()
+    ] or swapping_trials
+    if comparable_trials:
+        correction = replace(
+            correction, swap_seconds=statistics.median(_rest(correction, trial) for trial in comparable_trials)
+        )
+    return _with_compute(correction, swapping_trials)
 
 
 def _with_compute(correction: ProfileCorrection, trials: Sequence[MeasuredPlan]) -> ProfileCorrection:
@@ -201,8 +210,8 @@ def _with_compute(correction: ProfileCorrection, trials: Sequence[MeasuredPlan])
     compute = dict(correction.compute)
     for size in {size for _, sizes in ratios for size in sizes} - correction.compute.keys():
         # Prefer members of this size alone: the ratio of a member with several sizes mixes the sizes.
-        own = [ratio for ratio, sizes in ratios if sizes == {size}]
-        compute[size] = statistics.median(own or [ratio for ratio, sizes in ratios if size in sizes])
+        own_ratios = [ratio for ratio, sizes in ratios if sizes == {size}]
+        compute[size] = statistics.median(own_ratios or [ratio for ratio, sizes in ratios if size in sizes])
     return replace(correction, compute=compute, others=statistics.median(compute.values()))
 
 
@@ -236,11 +245,11 @@ def _run(fresh: Sequence[PortfolioPlan], known: dict[Hashable, MeasuredPlan], me
     if not fresh:
         return
     best = min(known.values(), key=lambda trial: trial.seconds, default=None)
-    found = list(measure([*fresh, *([] if best is None else [best.member])]))
-    speed = 1.0 if best is None else best.seconds / found[-1]
+    measured_seconds = list(measure([*fresh, *([] if best is None else [best.member])]))
+    speed = 1.0 if best is None else best.seconds / measured_seconds[-1]
     known |= {
-        key_of(one): MeasuredPlan(member=one, seconds=seconds * speed)
-        for one, seconds in zip(fresh, found, strict=False)
+        key_of(plan): MeasuredPlan(member=plan, seconds=seconds * speed)
+        for plan, seconds in zip(fresh, measured_seconds, strict=False)
     }
 
 
@@ -248,13 +257,13 @@ def _decided(schedule: SubArraySchedule) -> tuple[Hashable, ...]:
     moved = (
         (
             frozenset(one.swaps.items()),
-            frozenset((name, how.ops) for name, how in one.recomputes.items()),
-            frozenset((name, *each.items()) for name, each in one.returns.items()),
+            frozenset((name, recomputation.ops) for name, recomputation in one.recomputes.items()),
+            frozenset((name, *prompts.items()) for name, prompts in one.returns.items()),
         )
         for one in schedule.decisions
     )
-    befores = (schedule.forward_before(one) for one in schedule.segments if one.backward is not None)
-    return *moved, *(tuple(before or ()) for before in befores)
+    all_counts = (schedule.forward_before(one) for one in schedule.segments if one.backward is not None)
+    return *moved, *(tuple(counts or ()) for counts in all_counts)
 
 
 def _sizes(member: PortfolioPlan) -> set[int]:
@@ -266,7 +275,7 @@ def _partition(member: PortfolioPlan) -> tuple[tuple[int, ...], ...]:
 
 
 def _num_swaps(member: PortfolioPlan) -> int:
-    return sum(len(one.swaps) for part in member.parts for one in part.schedule.decisions)
+    return sum(len(decisions.swaps) for part in member.parts for decisions in part.schedule.decisions)
 
 
 def _has_no_swaps(member: PortfolioPlan) -> bool:
@@ -274,4 +283,6 @@ def _has_no_swaps(member: PortfolioPlan) -> bool:
 
 
 def _moves_nothing(member: PortfolioPlan) -> bool:
-    return not any(one.swaps or one.recomputes for part in member.parts for one in part.schedule.decisions)
+    return not any(
+        decisions.swaps or decisions.recomputes for part in member.parts for decisions in part.schedule.decisions
+    )

@@ -165,12 +165,12 @@ def figures_of(
         device_bytes: the device's memory.
         is_duplex: whether copies in both directions go side by side.
     """
-    known: dict[int, SubArrayProfile] = {}
+    profiles: dict[int, SubArrayProfile] = {}
 
     def of(size: int) -> SubArrayProfile:
-        if size not in known:
-            known[size] = array(size)
-        return known[size]
+        if size not in profiles:
+            profiles[size] = array(size)
+        return profiles[size]
 
     peaks = tuple(_fused(of(size), size) for size in _sizes(num_trials))
     limit = device_bytes
@@ -180,7 +180,7 @@ def figures_of(
         # `StepFigures.fits` reads off the limit that it was lowered.
         limit = min(limit, device_bytes - 1)
     portfolio = Planner(array=of, limit_bytes=limit, is_duplex=is_duplex).portfolio(num_trials)
-    first = portfolio.members[0]
+    fastest = portfolio.members[0]
     return StepFigures(
         num_trials=num_trials,
         device_bytes=device_bytes,
@@ -189,7 +189,7 @@ def figures_of(
         maps=_maps(of(1)),
         curve=_curve(of(1)),
         peaks=peaks,
-        systems=tuple(_system(member, is_chosen=member is first and member.fits) for member in portfolio.members),
+        systems=tuple(_system(member, is_chosen=member is fastest and member.fits) for member in portfolio.members),
     )
 
 
@@ -207,34 +207,39 @@ def _fused(array: SubArrayProfile, size: int) -> FusedPeak:
 
 def _maps(array: SubArrayProfile) -> tuple[IdleFeatureMap, ...]:
     candidates = candidates_of(array, 0)
-    found = []
-    for name, one in array.maps.items():
-        again = candidates[name].seconds if name in candidates and candidates[name].can_recompute else None
-        found.append(
+    idle_maps = []
+    for name, feature_map in array.maps.items():
+        recompute_seconds = candidates[name].seconds if name in candidates and candidates[name].can_recompute else None
+        idle_maps.append(
             IdleFeatureMap(
                 name=name,
-                num_bytes=one.num_bytes,
-                inactive_seconds=one.inactive_seconds,
-                out_seconds=one.out_seconds if isfinite(one.out_seconds) else None,
-                in_seconds=one.in_seconds if isfinite(one.in_seconds) else None,
-                recompute_seconds=again,
+                num_bytes=feature_map.num_bytes,
+                inactive_seconds=feature_map.inactive_seconds,
+                out_seconds=feature_map.out_seconds if isfinite(feature_map.out_seconds) else None,
+                in_seconds=feature_map.in_seconds if isfinite(feature_map.in_seconds) else None,
+                recompute_seconds=recompute_seconds,
             )
         )
-    return tuple(sorted(found, key=lambda one: -one.inactive_seconds))
+    return tuple(sorted(idle_maps, key=lambda feature_map: -feature_map.inactive_seconds))
 
 
 def _curve(array: SubArrayProfile) -> tuple[MemoryCurvePoint, ...]:
-    schedule, now = undecided((array,), _ENDLESS), 0.0
-    found: list[MemoryCurvePoint] = []
+    schedule, elapsed_seconds = undecided((array,), _ENDLESS), 0.0
+    points: list[MemoryCurvePoint] = []
     for segment in schedule.segments:
-        for one, num_bytes in _followed(schedule, segment):
+        for instruction, num_bytes in _followed(schedule, segment):
             # Nothing is decided, so every instruction is an operator.
-            ops = array.backward if one.is_backward else array.forward
-            now += one.seconds
-            found.append(
-                MemoryCurvePoint(name=ops[one.rank].name, is_backward=one.is_backward, seconds=now, num_bytes=num_bytes)
+            ops = array.backward if instruction.is_backward else array.forward
+            elapsed_seconds += instruction.seconds
+            points.append(
+                MemoryCurvePoint(
+                    name=ops[instruction.rank].name,
+                    is_backward=instruction.is_backward,
+                    seconds=elapsed_seconds,
+                    num_bytes=num_bytes,
+                )
             )
-    return tuple(found)
+    return tuple(points)
 
 
 def _followed(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[tuple[Instruction, int]]:

@@ -73,12 +73,12 @@ def mixed_partitions(trials: Mapping[str, int]) -> Iterator[tuple[SubArray, ...]
     """
     if any(count < 1 for count in trials.values()):
         raise ValueError(f"every architecture needs a trial; there are {dict(trials)}")
-    each = [[(name, parts) for parts in _parts(count, count)] for name, count in trials.items()]
-    alone = sum(trials.values()) == 1
-    for combination in itertools.product(*each):
-        found = tuple(SubArray(name, size) for name, parts in combination for size in parts)
-        if len(found) % 2 == 0 or alone:
-            yield found
+    choices = [[(name, parts) for parts in _parts(count, count)] for name, count in trials.items()]
+    is_single = sum(trials.values()) == 1
+    for combination in itertools.product(*choices):
+        sub_arrays = tuple(SubArray(name, size) for name, parts in combination for size in parts)
+        if len(sub_arrays) % 2 == 0 or is_single:
+            yield sub_arrays
 
 
 def pairs(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) -> list[SubArrayPair]:
@@ -90,13 +90,13 @@ def pairs(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) 
         sub_arrays: of a single partition.
         seconds: sub-array -> seconds of an iteration.
     """
-    in_order = sorted(sub_arrays, key=lambda one: (seconds(one), one))
+    in_order = sorted(sub_arrays, key=lambda sub_array: (seconds(sub_array), sub_array))
     if len(in_order) % 2 == 0:
         return [SubArrayPair(a, b) for a, b in zip(in_order[::2], in_order[1::2], strict=True)]
     # Neighbours in order are the closest pairs, so the sub-array left out has an even number of others on either side.
     ways = [(in_order[:at] + in_order[at + 1 :], in_order[at]) for at in range(0, len(in_order), 2)]
-    rest, left = min(ways, key=lambda way: _apart(way[0], seconds))
-    return [*pairs(rest, seconds), SubArrayPair(left, None)]
+    paired_arrays, leftover = min(ways, key=lambda way: _apart(way[0], seconds))
+    return [*pairs(paired_arrays, seconds), SubArrayPair(leftover, None)]
 
 
 def within(
@@ -118,15 +118,18 @@ def within(
         return
     # Least seconds per trial in sub-arrays of at most so many trials. Later parts are never larger than earlier ones,
     # so this bounds the rest of a partition from below.
-    each = [min(seconds(size) / size for size in range(1, largest + 1)) for largest in range(1, num_trials + 1)]
+    least_seconds = [
+        min(seconds(size) / size for size in range(1, largest + 1)) for largest in range(1, num_trials + 1)
+    ]
 
     def added(parts: tuple[int, ...], rest: int, so_far: float) -> Iterator[tuple[int, ...]]:
         if not rest:
             if len(parts) % 2 == 0:
                 yield parts
             return
+        # The first part leaves a trial over: an even number of sub-arrays is at least two.
         for size in range(min(rest, parts[-1] if parts else num_trials - 1), 0, -1):
-            at_least = so_far + seconds(size) + (rest - size) * each[size - 1]
+            at_least = so_far + seconds(size) + (rest - size) * least_seconds[size - 1]
             if at_least < best_seconds():
                 yield from added((*parts, size), rest - size, so_far + seconds(size))
 
@@ -138,8 +141,8 @@ def _parts(total: int, largest: int) -> Iterator[tuple[int, ...]]:
         yield ()
         return
     for size in range(min(total, largest), 0, -1):
-        for rest in _parts(total - size, size):
-            yield (size, *rest)
+        for smaller_parts in _parts(total - size, size):
+            yield (size, *smaller_parts)
 
 
 def _apart(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) -> float:

@@ -176,7 +176,7 @@ class Planner:
             correct: (number of trials, their sub-array) -> sub-array to plan with.
         """
         # Parts were planned with the old times, so the new planner starts without any.
-        arrays = {size: correct(size, one) for size, one in self._arrays.items()}
+        arrays = {size: correct(size, profile) for size, profile in self._arrays.items()}
         array = self.array
         return replace(self, array=lambda size: correct(size, array(size)), _arrays=arrays, _parts={})
 
@@ -223,44 +223,47 @@ class Planner:
     def _paired(self, num_trials: int, others: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
         """Return the best member of each way, over all partitions that may be faster than the known members."""
         best = [min((one.seconds for one in others if one.fits), default=float("inf"))]
-        found: list[PortfolioPlan] = []
+        plans: list[PortfolioPlan] = []
         halves = ((num_trials + 1) // 2, num_trials // 2)
-        first = [halves] if num_trials > 1 else []  # planned in any case, for people to compare with
+        halving = [halves] if num_trials > 1 else []  # planned in any case, for people to compare with
         # The loop below adds to `best` while the generator runs, so each fast partition prunes the partitions after it.
-        rest = within(num_trials, lambda size: self._of(size).seconds, partial(min, best))
-        for sizes in (*first, *(one for one in rest if one != halves)):
+        candidates = within(num_trials, lambda size: self._of(size).seconds, partial(min, best))
+        for sizes in (*halving, *(one for one in candidates if one != halves)):
+            # Sizes come largest first.
             if self.max_size is not None and sizes[0] > self.max_size:
                 continue
             sub_arrays = [SubArray("", size) for size in sizes]
             grouped = pairs(sub_arrays, lambda one: self._of(one.size).seconds)
             ways = [self._pair(pair) for pair in grouped]
-            made = [self._member(way, [each[way] for each in ways]) for way in ("kept", *_WAYS, "min-cut")]
-            made.append(self._member("each pair's best", [self._best(each) for each in ways]))
-            found += made
-            best += [member.seconds for member in made if member.fits]
-        return _best_of_each_way(found)
+            new_plans = [
+                self._member(way, [pair_ways[way] for pair_ways in ways]) for way in ("kept", *_WAYS, "min-cut")
+            ]
+            new_plans.append(self._member("each pair's best", [self._best(pair_ways) for pair_ways in ways]))
+            plans += new_plans
+            best += [member.seconds for member in new_plans if member.fits]
+        return _best_of_each_way(plans)
 
     def _pair(self, pair: SubArrayPair) -> dict[str, SubArrayPlan]:
         # Both orders of a pair share a plan.
-        sizes = tuple(sorted((one.size for one in pair.sub_arrays), reverse=True))
+        sizes = tuple(sorted((sub_array.size for sub_array in pair.sub_arrays), reverse=True))
         if sizes not in self._parts:
             self._parts[sizes] = self._ways(sizes, tuple(self._of(size) for size in sizes))
         return self._parts[sizes]
 
     def _ways(self, sizes: tuple[int, ...], arrays: tuple[SubArrayProfile, ...]) -> dict[str, SubArrayPlan]:
-        kept = undecided(arrays, self._limit)
-        found = {"kept": self._part(sizes, "kept", kept)}
+        kept_schedule = undecided(arrays, self._limit)
+        plans = {"kept": self._part(sizes, "kept", kept_schedule)}
         for way, policy in _WAYS.items():
-            own = AllowedPlanActions(
+            actions = AllowedPlanActions(
                 swaps=policy.swaps,
                 recomputes=policy.recomputes,
                 interleaves=policy.interleaves,
                 is_duplex=self.is_duplex,
             )
-            schedule, _ = planned(kept, own)
-            found[way] = self._part(sizes, way, schedule)
-        found["min-cut"] = self._part(sizes, "min-cut", min_cut_planned(kept))
-        return found
+            schedule, _ = planned(kept_schedule, actions)
+            plans[way] = self._part(sizes, way, schedule)
+        plans["min-cut"] = self._part(sizes, "min-cut", min_cut_planned(kept_schedule))
+        return plans
 
     def _alone(self, size: int) -> SubArrayPlan:
         return self._best(self._pair(SubArrayPair(SubArray("", size), None)))
@@ -303,12 +306,12 @@ class Planner:
 
 def _best_of_each_way(members: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
     """Return the fastest member of each name that fits, or the member that needs the least memory."""
-    found: dict[str, PortfolioPlan] = {}
-    for one in members:
-        known = found.get(one.name)
-        if known is None or _rank(one) < _rank(known):
-            found[one.name] = one
-    return list(found.values())
+    best_plans: dict[str, PortfolioPlan] = {}
+    for plan in members:
+        best_plan = best_plans.get(plan.name)
+        if best_plan is None or _rank(plan) < _rank(best_plan):
+            best_plans[plan.name] = plan
+    return list(best_plans.values())
 
 
 def _rank(member: PortfolioPlan) -> tuple[bool, float]:

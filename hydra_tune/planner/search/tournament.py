@@ -23,7 +23,7 @@ _LEAST_TURNS = 3
 class SpeedTournament(Generic[Key]):
     """State of a run-off: the candidate that is next, until the fastest is known.
 
-        race = RunOff(["a", "b"])
+        race = SpeedTournament(["a", "b"])
         while (name := race.next) is not None:
             race.took(seconds_of_a_step(name))
         race.best, race.seconds
@@ -77,20 +77,24 @@ class SpeedTournament(Generic[Key]):
             return {}
         # Shares of a turn's mean cancel the speed of the machine in that turn. Only remaining candidates have a step in
         # every turn, so only they make up the means.
-        means = [statistics.fmean(turn[one] for one in self._in) for turn in self._found]
+        means = [statistics.fmean(turn[candidate] for candidate in self._in) for turn in self._found]
         usual = statistics.median(means)
-        found: dict[Key, float] = {}
-        for one in self._all:
-            shares = [turn[one] / mean for turn, mean in zip(self._found, means, strict=True) if one in turn and mean]
+        step_seconds: dict[Key, float] = {}
+        for candidate in self._all:
+            shares = [
+                turn[candidate] / mean
+                for turn, mean in zip(self._found, means, strict=True)
+                if candidate in turn and mean
+            ]
             if shares:
-                found[one] = statistics.median(shares) * usual
-        return found
+                step_seconds[candidate] = statistics.median(shares) * usual
+        return step_seconds
 
     @property
     def best(self) -> Key:
         """The fastest remaining candidate, by the turns so far; the first candidate before any counted turn."""
         seconds = self.seconds
-        return min(self._in, key=lambda one: seconds.get(one, 0.0))
+        return min(self._in, key=lambda candidate: seconds.get(candidate, 0.0))
 
     def _end_turn(self) -> None:
         turn, self._turn, self._place = self._turn, {}, 0
@@ -100,5 +104,5 @@ class SpeedTournament(Generic[Key]):
         self._found.append(turn)
         if len(self._found) >= _LEAST_TURNS:
             seconds = self.seconds
-            least = min(seconds[one] for one in self._in)
-            self._in = [one for one in self._in if seconds[one] <= least * self._leaves_at]
+            least = min(seconds[candidate] for candidate in self._in)
+            self._in = [candidate for candidate in self._in if seconds[candidate] <= least * self._leaves_at]

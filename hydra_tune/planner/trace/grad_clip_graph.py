@@ -36,10 +36,11 @@ class ClippingNodeEmitter:
         """Emit the norms of a gradient.
 
         Args:
-            name: of the parameter.
+            name: name of the parameter.
             gradient: node of the gradient.
             place: position of the gradient in its storage.
         """
+        # Gradients of equal geometry share a trace: tracing is much slower than copying the nodes.
         key = place.dtype, place.size, place.stride
         if key not in self._traced:
             like = self._tensor(place.size, place.stride, place.dtype)
@@ -84,13 +85,13 @@ def emitted(graph: fx.Graph, traced: fx.Graph, given: Sequence[fx.Node]) -> tupl
         given: arguments of the function.
     """
     arguments = iter(given)
-    new: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in traced.nodes:
         if node.op == "placeholder":
-            new[node] = next(arguments)
+            copies[node] = next(arguments)
         elif node.op == "call_function":
-            new[node] = graph.node_copy(node, new.__getitem__)
+            copies[node] = graph.node_copy(node, copies.__getitem__)
         elif node.op == "output":
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
-            return tuple(new[one] for one in results)
+            return tuple(copies[result] for result in results)
     raise AssertionError("a graph has an output")

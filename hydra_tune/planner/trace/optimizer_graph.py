@@ -26,7 +26,9 @@ from hydra_tune.batched.update_kernels import StackedParameterUpdate, update_of
 from hydra_tune.errors import UnfusableError
 
 _SWITCHES = ("nesterov", "centered", "decoupled_weight_decay")
-_SOME_NUMBER = 1.5  # stands for a rate where nothing is computed
+# Stands for a rate where nothing is computed. Neither 0 nor 1, which the arithmetic takes for no decay, no momentum and
+# no factor, so that all requests for rates are made.
+_SOME_NUMBER = 1.5
 
 
 class _UnreadTensor:
@@ -42,6 +44,7 @@ class _UnreadTensor:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Functions such as `torch.div(..., out=...)` take the stand-in too.
         return _NOTHING
 
 
@@ -59,6 +62,7 @@ class _SingleParameterUpdate(StackedParameterUpdate):
         """As of `StackedParameterUpdate`, and never a constant; but a momentum that is 0 has no state and no operators."""
         (rates,) = self._rates
         values = rates.made(key, partial(make, rates))
+        # The unplanned step computes nothing for momentum 0 either, and has no buffer (`_sgd`).
         if key == "momentum" and not any(values) and not self.has("momentum_buffer"):
             return 0.0
         return self._asked(values)
@@ -67,13 +71,13 @@ class _SingleParameterUpdate(StackedParameterUpdate):
         """As of `StackedParameterUpdate`.
 
         Raises:
-            UnfusableError: the step that was traced has no such state.
+            UnfusableError: the traced step has no such state.
         """
         del first
         if name not in self._states[0]:
             raise UnfusableError(
-                f"a step of its optimizer needs {name!r}, which the traced one has not: options have changed that decide what "
-                "it computes; it runs unplanned"
+                f"its optimizer now needs the state {name!r}, which the traced step does not have: an option that selects the "
+                "optimizer's operators has changed; it runs unplanned"
             )
         return _flat(self._states[0][name])
 
@@ -86,8 +90,8 @@ class _SingleParameterUpdate(StackedParameterUpdate):
         return self._asked(own[0])
 
     def _asked(self, values: Sequence[float]) -> Numbers:
-        found: Numbers = self._ask(values, self.p.parts[0])
-        return found
+        numbers: Numbers = self._ask(values, self.p.parts[0])
+        return numbers
 
 
 class _FirstParameterUpdate(StackedParameterUpdate):
@@ -99,9 +103,9 @@ class _FirstParameterUpdate(StackedParameterUpdate):
 
     @override
     def state(self, name: str, first: Callable[[], Numbers] = float) -> FlatTensor:
-        found = super().state(name, first)
-        self.initial.setdefault(name, found.parts[0].clone())
-        return found
+        entry = super().state(name, first)
+        self.initial.setdefault(name, entry.parts[0].clone())
+        return entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +145,8 @@ class UpdateTracer:
             )
         self.count = len(members)
         self._update = update_of(first)
-        own = [MemberRates([m.param_groups[g] for m in members]) for g in range(len(first.param_groups))]
-        self._rates = own if rates is None else rates
+        new_rates = [MemberRates([m.param_groups[g] for m in members]) for g in range(len(first.param_groups))]
+        self._rates = new_rates if rates is None else rates
         self._switches = [
             {name: bool(group[name]) for name in _SWITCHES if name in group} for group in first.param_groups
         ]
@@ -172,7 +176,7 @@ class UpdateTracer:
 
         def run(p: Tensor, gradient: Tensor, *rest: Tensor) -> list[Tensor]:
             factors, rest = rest[:num_factors], rest[num_factors:]
-            given = iter(rest[len(names) :])
+            rate_tensors = iter(rest[len(names) :])
             layout = _layout(p)
             whole = gradient.new_empty(layout.size)  # a copy, because the step overwrites its gradient
             flat = FlatTensor(whole, layout.parts(whole))
@@ -181,7 +185,9 @@ class UpdateTracer:
                 clip_(flat.parts[0], factor)
             state = dict(zip(names, rest, strict=False))
             # As if every member had made a step, so that the state exists and all operators on the state are traced.
-            self._step(group, layout, _flat(p), flat, state, [1] * self.count, lambda _values, _part: [next(given)])
+            self._step(
+                group, layout, _flat(p), flat, state, [1] * self.count, lambda _values, _part: [next(rate_tensors)]
+            )
             return []
 
         with mode:
@@ -200,6 +206,7 @@ class UpdateTracer:
             parameter: dense; only the geometry counts.
         """
         with torch.no_grad():
+            # A copy, because the traced update overwrites the parameter.
             return self._first(group, parameter.detach().clone(memory_format=torch.preserve_format))
 
     def rates(self, group: int, steps: Sequence[int], begun: Sequence[bool] | None = None) -> list[tuple[float, ...]]:
@@ -213,22 +220,22 @@ class UpdateTracer:
         Raises:
             UnfusableError: the step has another form than the traced step.
         """
-        asked: list[tuple[float, ...]] = []
+        requested_rates: list[tuple[float, ...]] = []
 
         def ask(values: Sequence[float], _: Any) -> float:
-            asked.append(tuple(values))
+            requested_rates.append(tuple(values))
             return _SOME_NUMBER
 
         self._rates[group].read()
         # The stand-ins make the tensor arithmetic free, and only the requests for rates remain.
         state = dict.fromkeys(self._state_names(group), _NOTHING)
         self._step(group, _NOTHING, _flat(_NOTHING), _flat(_NOTHING), state, steps, ask, begun)
-        if len(asked) != self._num_rates.get(group, len(asked)):
+        if len(requested_rates) != self._num_rates.get(group, len(requested_rates)):
             raise UnfusableError(
-                f"a step of its optimizer has {len(asked)} rates and the traced one {self._num_rates[group]}: options have "
-                "changed that decide what it computes; it runs unplanned"
+                f"its optimizer now takes {len(requested_rates)} rates, and the traced step {self._num_rates[group]}: an "
+                "option that selects the optimizer's operators has changed; it runs unplanned"
             )
-        return asked
+        return requested_rates
 
     def _step(
         self,
@@ -243,7 +250,7 @@ class UpdateTracer:
     ) -> None:
         counts = {"steps": list(steps), "begun": [step > 0 for step in steps] if begun is None else list(begun)}
         everybody = [True] * self.count
-        given: tuple[Any, ...] = (
+        update_arguments: tuple[Any, ...] = (
             layout,
             p,
             gradient,
@@ -253,14 +260,14 @@ class UpdateTracer:
             self._switches[group],
             everybody,
         )
-        self._update(_SingleParameterUpdate(ask, *given))
+        self._update(_SingleParameterUpdate(ask, *update_arguments))
 
     def _first(self, group: int, p: Tensor) -> dict[str, Tensor]:
         self._rates[group].read()
         layout = _layout(p)
         gradient = layout.new(p.view(-1) if p.is_contiguous() else p.flatten())
         state: dict[str, Any] = {"steps": [0] * self.count}
-        given: tuple[Any, ...] = (
+        update_arguments: tuple[Any, ...] = (
             layout,
             _flat(p),
             gradient,
@@ -270,7 +277,7 @@ class UpdateTracer:
             self._switches[group],
             [True] * self.count,
         )
-        run = _FirstParameterUpdate(*given)
+        run = _FirstParameterUpdate(*update_arguments)
         self._update(run)
         return run.initial
 

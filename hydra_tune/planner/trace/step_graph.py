@@ -119,6 +119,7 @@ def step_graph(
             names the operator or the tensors.
     """
     if place is None:
+        # With a `place`, the trace puts all operands on that device.
         check_devices(names, operands)
     try:
         joint = traced(run, names, operands, trains, "loss", count, place=place)
@@ -178,23 +179,24 @@ class _StepGraphBuilder:
             *(f"input_{place}" for place in range(self._num_inputs)),
         ]
         # Not strict: behind these, `_old` holds the noise, which becomes draw nodes instead of arguments.
-        for old, name, fake in zip(self._old, arguments, self._fakes, strict=False):
-            self._new[old] = self._argument(name, fake)
+        for traced_node, name, fake in zip(self._old, arguments, self._fakes, strict=False):
+            self._new[traced_node] = self._argument(name, fake)
+        # First all arguments: fx wants placeholders before other nodes.
         self._trace_updates()
         self._clipped = self._clipping()
         losses = self._emit()
         self._graph.output((self._new[losses],))
         self._graph.lint()
         ops = [node for node in self._graph.nodes if node.op == "call_function"]
-        first = len(self._names) + self._num_constants
+        first_input = len(self._names) + self._num_constants
         return StepGraph(
             graph=self._graph,
             owner=self._joint.pure,
             num_forward=ops.index(self._new[losses]) + 1,
             geometry=self._geometry,
-            inputs=tuple(arguments[first:]),
+            inputs=tuple(arguments[first_input:]),
             state=dict(zip(self._names, arguments, strict=False)),
-            constants=tuple(arguments[len(self._names) : first]),
+            constants=tuple(arguments[len(self._names) : first_input]),
             moments=self._moments,
             rates=self._rates,
             limits=None if self._clipped is None else _LIMITS,
@@ -209,16 +211,16 @@ class _StepGraphBuilder:
         return node
 
     def _trace_updates(self) -> None:
-        known: dict[tuple[Any, ...], TracedUpdate] = {}
+        traced_updates: dict[tuple[Any, ...], TracedUpdate] = {}
         for name in self._joint.trained:
             if name not in self._groups:
                 continue  # has a gradient, and no optimizer
             fake, group = self._fakes[list(self._names).index(name)], self._groups[name]
             # Parameters of equal geometry in the same group update alike, so a single trace serves all of them.
             key = (group, fake.shape, fake.stride(), fake.dtype)
-            if key not in known:
-                known[key] = self._tracer.traced(group, fake, self._mode, is_clipped=self._is_clipped)
-            self._updates[name] = update = known[key]
+            if key not in traced_updates:
+                traced_updates[key] = self._tracer.traced(group, fake, self._mode, is_clipped=self._is_clipped)
+            self._updates[name] = update = traced_updates[key]
             for moment in update.state:
                 with self._mode:
                     like = torch.empty_like(fake)
@@ -247,7 +249,7 @@ class _StepGraphBuilder:
 
     def _drawn(self) -> list[Tensor]:
         with self._mode:
-            return [one.room(self._count, self._fakes[0].device) for one in self._joint.noise]
+            return [noise_draw.room(self._count, self._fakes[0].device) for noise_draw in self._joint.noise]
 
     def _noise(self) -> list[fx.Node]:
         return self._old[len(self._fakes) :]
@@ -260,9 +262,9 @@ class _StepGraphBuilder:
         losses, *gradients = output.args[0]
         draws = self._draws_before(place)
         facts = self._facts()
-        wanted = dict(zip(self._joint.trained, gradients, strict=True))
-        norms = self._norms_after(place, place[losses], wanted)
-        updates = self._updates_after(body, place, wanted, facts)
+        gradient_nodes = dict(zip(self._joint.trained, gradients, strict=True))
+        norms = self._norms_after(place, place[losses], gradient_nodes)
+        updates = self._updates_after(body, place, gradient_nodes, facts)
         for position, node in enumerate(body):
             if node.op == "call_function" and draws_random_numbers(node):
                 raise UnfusableError(f"{node.target} draws random numbers where none can be given; it runs unplanned")
@@ -271,28 +273,29 @@ class _StepGraphBuilder:
             self._new[node] = self._graph.node_copy(node, self._new.__getitem__)
             for name in norms.get(position, ()):
                 assert self._clipped is not None, "norms are taken to clip"
-                self._clipped.take(name, self._new[wanted[name]], facts.places[wanted[name].name])
+                self._clipped.take(name, self._new[gradient_nodes[name]], facts.places[gradient_nodes[name].name])
             for name, gradient in updates.get(position, ()):
                 self._emit_update(name, gradient)
-        found: fx.Node = losses
-        return found
+        losses_node: fx.Node = losses
+        return losses_node
 
     def _draws_before(self, place: dict[fx.Node, int]) -> dict[int, list[int]]:
         """Position -> numbers of the draws emitted there: before the first use, and never after a later draw."""
-        found: dict[int, list[int]] = {}
+        numbers_by_position: dict[int, list[int]] = {}
         soonest = len(place)
         # Walk backwards, so that a draw used late still comes before all later draws: the generators have to move in
         # the order in which the step draws, or members get other numbers.
         for number in range(len(self._noise()) - 1, -1, -1):
             users = [place[user] for user in self._noise()[number].users if user in place]
+            # A draw without users comes with the draw after it: the generators must move all the same.
             soonest = min([soonest, *users])
-            found.setdefault(soonest, []).insert(0, number)
-        return found
+            numbers_by_position.setdefault(soonest, []).insert(0, number)
+        return numbers_by_position
 
     def _facts(self) -> StorageAccessTable:
         """Storages that the nodes of the traced forward and backward make, read and overwrite."""
         geometry = {node.name: fake for node, fake in zip(self._old, self._fakes, strict=False)}
-        geometry |= {n.name: drawn for n, drawn in zip(self._noise(), self._drawn(), strict=True)}
+        geometry |= {n.name: noise for n, noise in zip(self._noise(), self._drawn(), strict=True)}
         return seen(self._joint.pure.graph, self._joint.pure, geometry, [], self._mode)
 
     def _norms_after(
@@ -302,10 +305,10 @@ class _StepGraphBuilder:
 
         A norm follows its gradient, and lies in the backward even if the gradient exists before the losses.
         """
-        found: dict[int, list[str]] = {}
+        names_by_position: dict[int, list[str]] = {}
         for name in self._updates if self._clipped is not None else ():
-            found.setdefault(max(losses, place[gradients[name]]), []).append(name)
-        return found
+            names_by_position.setdefault(max(losses, place[gradients[name]]), []).append(name)
+        return names_by_position
 
     def _updates_after(
         self, body: list[fx.Node], place: dict[fx.Node, int], gradients: dict[str, fx.Node], facts: StorageAccessTable
@@ -317,20 +320,20 @@ class _StepGraphBuilder:
         """
         if self._clipped is not None:
             # An update copies its gradient. The large copies come last, when most gradients are already freed.
-            small = sorted(self._updates, key=lambda name: self._fakes[list(self._names).index(name)].nbytes)
-            return {len(body) - 1: [(name, gradients[name]) for name in small]}
+            smallest_first = sorted(self._updates, key=lambda name: self._fakes[list(self._names).index(name)].nbytes)
+            return {len(body) - 1: [(name, gradients[name]) for name in smallest_first]}
         # The update overwrites the parameter in place, so it waits for all readers of the storage, views included.
-        last = {storage: place[node] for node in body for storage in facts.storages.get(node.name, ())}
+        last_reads = {storage: place[node] for node in body for storage in facts.storages.get(node.name, ())}
         for node in body:
             for storage in facts.reads.get(node.name, ()):
-                last[storage] = max(last.get(storage, 0), place[node])
-        found: dict[int, list[tuple[str, fx.Node]]] = {}
+                last_reads[storage] = max(last_reads.get(storage, 0), place[node])
+        updates_by_position: dict[int, list[tuple[str, fx.Node]]] = {}
         for name in self._updates:
             parameter = self._old[list(self._names).index(name)]
             (storage,) = facts.storages[parameter.name]
-            position = max(place[gradients[name]], last.get(storage, 0))
-            found.setdefault(position, []).append((name, gradients[name]))
-        return found
+            position = max(place[gradients[name]], last_reads.get(storage, 0))
+            updates_by_position.setdefault(position, []).append((name, gradients[name]))
+        return updates_by_position
 
     def _emit_update(self, name: str, gradient: fx.Node) -> None:
         update = self._updates[name]
@@ -342,11 +345,11 @@ class _StepGraphBuilder:
             if rate.group == update.group
         }
         factors = () if self._clipped is None else (self._clipped.factors(fake.dtype),)
-        given = [
+        arguments = [
             self._new[self._old[list(self._names).index(name)]],
             self._new[gradient],
             *factors,
             *(nodes[self._moments[name, moment]] for moment in update.state),
             *(nodes[rates[number, fake.dim(), fake.dtype]] for number in range(update.num_rates)),
         ]
-        emitted(self._graph, update.module.graph, given)
+        emitted(self._graph, update.module.graph, arguments)

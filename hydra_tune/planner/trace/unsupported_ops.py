@@ -26,12 +26,12 @@ def value_draws(run: Any, operands: ShardOperands, place: torch.device | None = 
     mode, calls = FakeTensorMode(), OperatorCallRecorder()
     with mode:
         fakes = [
-            torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=place or one.device)
-            for one in operands.all
+            torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place or tensor.device)
+            for tensor in operands.all
         ]
-    with mode, torch.no_grad(), noting() as noted, calls:
+    with mode, torch.no_grad(), noting() as tape, calls:
         run(*fakes)
-    return sorted(calls.random | set(noted.refused))
+    return sorted(calls.random | set(tape.refused))
 
 
 def told(error: BaseException) -> str:
@@ -67,11 +67,15 @@ def check_devices(names: Sequence[str], operands: ShardOperands) -> None:
         UnfusableError: the tensors lie on several devices; the message names a tensor on each device.
     """
     kinds = {"constant": operands.constants, "tensor of the batch": operands.inputs}
-    each = [*zip(names, operands.state, strict=True)]
-    each += [(f"{kind} {place}", one) for kind, tensors in kinds.items() for place, one in enumerate(tensors)]
-    found: dict[str, str] = {}
-    for name, tensor in each:
-        found.setdefault(str(tensor.device), name)
-    if len(found) > 1:
-        told_of = ", ".join(f"{name} on {device}" for device, name in sorted(found.items()))
-        raise UnfusableError(f"its tensors are on several devices ({told_of}), and a plan is of one; it runs unplanned")
+    named_tensors = [*zip(names, operands.state, strict=True)]
+    named_tensors += [
+        (f"{kind} {place}", operand) for kind, tensors in kinds.items() for place, operand in enumerate(tensors)
+    ]
+    names_by_device: dict[str, str] = {}
+    for name, tensor in named_tensors:
+        names_by_device.setdefault(str(tensor.device), name)
+    if len(names_by_device) > 1:
+        places_text = ", ".join(f"{name} on {device}" for device, name in sorted(names_by_device.items()))
+        raise UnfusableError(
+            f"its tensors are on several devices ({places_text}), and a plan is of one; it runs unplanned"
+        )
