@@ -2,7 +2,7 @@
 
 Every value is either stacked, with the members in front, or shared by all members (derived from constants alone). A
 node with only shared inputs runs unchanged. A node with stacked inputs runs by its own rule (`batching_rules.py` and
-others), by `drawing.drawn` if the node draws random numbers, or else under `torch.vmap`. An operator without any of
+others), by `batched_random.drawn` if the node draws random numbers, or else under `torch.vmap`. An operator without any of
 these forms runs once for each member (`per_member_fallback.py`). Regions such as `torch.no_grad()` also run node by
 node.
 """
@@ -80,6 +80,7 @@ class StackedGraph:
         flags = iter(is_stacked)
         for node in module.graph.nodes:
             self._add(node, flags)
+        # Device and number of members are read off the first stacked argument.
         self._first = list(is_stacked).index(True)
         self._calls = self._with_last_uses()
 
@@ -88,16 +89,16 @@ class StackedGraph:
         count, place = arguments[self._first].size(0), arguments[self._first].device
         values: dict[fx.Node, Any] = dict(zip(self._arguments, arguments, strict=True))
         for call in self._calls:
-            given = (call.arguments, call.keywords)
+            inputs = (call.arguments, call.keywords)
             # Plans are captured on the CPU; a device named in the
             # graph must become the device that the members are on.
             if call.is_placed and place.type != "cpu":
-                given = moved(given, place)
-            found = [fx.node.map_arg(argument, values.__getitem__) for argument in given[0]]
-            keywords = {name: fx.node.map_arg(value, values.__getitem__) for name, value in given[1].items()}
-            values[call.node] = call.run(count, found, keywords)
+                inputs = moved(inputs, place)
+            positional = [fx.node.map_arg(argument, values.__getitem__) for argument in inputs[0]]
+            keywords = {name: fx.node.map_arg(value, values.__getitem__) for name, value in inputs[1].items()}
+            values[call.node] = call.run(count, positional, keywords)
             # The list would keep values alive past their last use, and peak memory is planned without them.
-            found.clear()
+            positional.clear()
             for node in call.last_uses:
                 del values[node]
         return tuple(
@@ -131,7 +132,7 @@ class StackedGraph:
         elif not draws or node.target in _OWN_DRAWS:
             self._add_call(node, arguments, keywords)
         elif (record := recorded(node) if isinstance(node.target, OpOverload) else None) is not None:
-            self._add_draw(node, record, [placed.get(given, given) for given in node.all_input_nodes])
+            self._add_draw(node, record, [placed.get(argument, argument) for argument in node.all_input_nodes])
         else:
             self._stacked.add(node)
             self._check_overwritten(node, arguments)
@@ -141,52 +142,64 @@ class StackedGraph:
     def _add_draw(self, node: fx.Node, record: fx.Graph, inputs: Sequence[fx.Node]) -> None:
         """Add a random operator as its recorded primitives."""
         placed: dict[fx.Node, Any] = {}
-        given = iter(inputs)
-        for one in record.nodes:
-            if one.op == "placeholder":
-                placed[one] = None if one.name == "generator" else next(given)
-            elif one.op == "output":
-                self._alias(node, placed[one.args[0]])
-            elif node.name in self._slots and "generator" in one.kwargs:
-                placed[one] = one
-                self._stacked.add(one)
+        input_nodes = iter(inputs)
+        for primitive in record.nodes:
+            if primitive.op == "placeholder":
+                placed[primitive] = None if primitive.name == "generator" else next(input_nodes)
+            elif primitive.op == "output":
+                self._alias(node, placed[primitive.args[0]])
+            elif node.name in self._slots and "generator" in primitive.kwargs:
+                placed[primitive] = primitive
+                self._stacked.add(primitive)
                 is_dropout = node.target in _DROPOUT
-                (like,) = fx.node.map_arg(one.args[:1], placed.__getitem__)
+                (like,) = fx.node.map_arg(primitive.args[:1], placed.__getitem__)
                 self._planned.append(
-                    (one, _masks(node.name, one.meta["val"].stride(), is_dropout, like in self._stacked), (like,), {})
+                    (
+                        primitive,
+                        _masks(node.name, primitive.meta["val"].stride(), is_dropout, like in self._stacked),
+                        (like,),
+                        {},
+                    )
                 )
-            elif node.name in self._slots and one.target is torch.ops.aten.div_.Scalar:
-                placed[one] = placed[one.args[0]]  # `drawing.masks` scales already, each member by its own probability
+            elif node.name in self._slots and primitive.target is torch.ops.aten.div_.Scalar:
+                # `batched_random.masks` scales already, each member by its own probability.
+                placed[primitive] = placed[primitive.args[0]]
             else:
-                arguments = fx.node.map_arg(one.args, placed.__getitem__)
-                keywords = {key: fx.node.map_arg(value, placed.__getitem__) for key, value in one.kwargs.items()}
-                placed[one] = one
-                one.meta[_IS_DROPOUT] = node.target in _DROPOUT
-                self._add_call(one, arguments, keywords)
+                arguments = fx.node.map_arg(primitive.args, placed.__getitem__)
+                keywords = {key: fx.node.map_arg(value, placed.__getitem__) for key, value in primitive.kwargs.items()}
+                placed[primitive] = primitive
+                primitive.meta[_IS_DROPOUT] = node.target in _DROPOUT
+                self._add_call(primitive, arguments, keywords)
 
     def _add_region(self, node: fx.Node, enabled: bool, body: fx.GraphModule, *operands: fx.Node) -> None:
         """Add a region written under `torch.no_grad()` or `torch.enable_grad()`."""
         inner = fx.Graph()
-        result = inner.graph_copy(body.graph, {})  # fresh nodes, since a graph may call the same region twice
+        # Fresh nodes, since a graph may call the same region twice.
+        result = inner.graph_copy(body.graph, {})
         inner.owning_module = body
-        given, placed = iter(operands), {}
+        operand_nodes, placed = iter(operands), {}
+        # Regions may be nested: the innermost mode counts.
         outer, self._gradients = self._gradients, enabled
-        for one in inner.nodes:
-            if one.op == "placeholder":
-                placed[one] = next(given)
-            elif one.op == "get_attr":
-                self._bodies[one] = getattr(body, str(one.target))
-            elif one.target not in _CHECKS:
-                self._add_operation(one, placed)
+        for element in inner.nodes:
+            if element.op == "placeholder":
+                placed[element] = next(operand_nodes)
+            elif element.op == "get_attr":
+                self._bodies[element] = getattr(body, str(element.target))
+            elif element.target not in _CHECKS:
+                self._add_operation(element, placed)
         self._gradients = outer
         values: Any = fx.node.map_arg(result, lambda n: placed.get(n, n))
-        stacked = [leaf in self._stacked for leaf in values]
-        if any(stacked):
+        are_stacked = [leaf in self._stacked for leaf in values]
+        # `getitem` passes on a single flag, so a region's results are stacked all together or not at all.
+        if any(are_stacked):
             self._stacked.add(node)
 
         def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Any:
-            pairs = zip(found[0], stacked, strict=True)
-            return tuple(one if is_stacked or not any(stacked) else _expanded(one, count) for one, is_stacked in pairs)
+            pairs = zip(found[0], are_stacked, strict=True)
+            return tuple(
+                element if is_stacked or not any(are_stacked) else _expanded(element, count)
+                for element, is_stacked in pairs
+            )
 
         self._planned.append((node, run, (tuple(values),), {}))
 
@@ -208,6 +221,7 @@ class StackedGraph:
             return
         self._check_dense(node, arguments, keywords)
         if "generator" in keywords:
+            # Each member's own generator takes the place of the recorded argument.
             keywords = {key: value for key, value in keywords.items() if key != "generator"}
             self._stacked.add(node)
             is_stacked = [self._is_stacked(argument) for argument in arguments]
@@ -231,7 +245,7 @@ class StackedGraph:
         by_itself = self._apart(target, arguments, keywords, draws=False)
         if not isinstance(target, OpOverload):
             return by_itself
-        stacked = self._stacked_leaves(arguments, keywords)
+        are_stacked = self._stacked_leaves(arguments, keywords)
         rule = self._rule_of(node)
         # A rule may decline by returning None, and `torch.vmap` may fail for some arguments. The
         # order is rule, vmap, then each member alone; a failed vmap is not tried again for the node.
@@ -240,16 +254,16 @@ class StackedGraph:
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
             nonlocal is_batched
             if rule is not None:
-                flags = iter(stacked)
-                wide = pytree.tree_map_only(
+                flags = iter(are_stacked)
+                expanded_arguments = pytree.tree_map_only(
                     Tensor, lambda t: t if next(flags) else _expanded(t, count), (tuple(found), given)
                 )
-                made = rule(*wide[0], **wide[1])
-                if made is not None:
-                    return made
+                result = rule(*expanded_arguments[0], **expanded_arguments[1])
+                if result is not None:
+                    return result
             if is_batched:
                 try:
-                    return _mapped(target, found, given, stacked)
+                    return _mapped(target, found, given, are_stacked)
                 except RuntimeError as error:
                     # Running out of memory says nothing about batching
                     # rules; the pager must see the error and retry the unit.
@@ -265,13 +279,14 @@ class StackedGraph:
         if target in RECURRENT and node.name in self._slots:
             return partial(RECURRENT[target], slot=node.name)
         rule = _ALL_RULES.get(target)
+        # The rule leaves out the operator's other results.
         if rule is embedding_bag and not _takes_first_only(node):
             return None
         return partial(elementwise, target) if rule is None and is_elementwise(target) else rule
 
     def _apart(self, target: Any, arguments: Any, keywords: dict[str, Any], *, draws: bool) -> _Run:
-        stacked = self._stacked_leaves(arguments, keywords)
-        return lambda count, found, given: apart(target, found, given, stacked, count, draws=draws)
+        are_stacked = self._stacked_leaves(arguments, keywords)
+        return lambda count, found, given: apart(target, found, given, are_stacked, count, draws=draws)
 
     def _stacked_leaves(self, arguments: Any, keywords: dict[str, Any]) -> list[bool]:
         leaves = [leaf for leaf in pytree.tree_leaves((arguments, keywords)) if isinstance(leaf, fx.Node)]
@@ -291,25 +306,25 @@ class StackedGraph:
         target: Any = node.target
         if not isinstance(target, OpOverload):
             return
-        for position, declared in enumerate(target._schema.arguments):  # noqa: SLF001
-            written = declared.alias_info is not None and declared.alias_info.is_write
-            if written and position < len(arguments) and not self._is_stacked(arguments[position]):
+        for position, argument in enumerate(target._schema.arguments):  # noqa: SLF001
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and position < len(arguments) and not self._is_stacked(arguments[position]):
                 raise UnfusableError(f"{_told(node)} overwrites a tensor that does not depend on the trial")
 
     def _is_stacked(self, value: Any) -> bool:
         return any(leaf in self._stacked for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
 
     def _with_last_uses(self) -> list[_StackedCall]:
-        last: dict[fx.Node, int] = {}
+        last_positions: dict[fx.Node, int] = {}
         for position, (node, _, arguments, keywords) in enumerate(self._planned):
-            last[node] = position
+            last_positions[node] = position
             for leaf in pytree.tree_leaves((arguments, keywords)):
                 if isinstance(leaf, fx.Node):
-                    last[leaf] = position
-        kept = set(self._outputs)
+                    last_positions[leaf] = position
+        outputs = set(self._outputs)
         ends: dict[int, list[fx.Node]] = {}
-        for node, position in last.items():
-            if node not in kept:
+        for node, position in last_positions.items():
+            if node not in outputs:
                 ends.setdefault(position, []).append(node)
         return [
             _StackedCall(
@@ -333,7 +348,7 @@ def _masks(slot: str, strides: Sequence[int], is_dropout: bool, is_stacked: bool
 
 def _counting(loss: MaskedReduction, stacked: Sequence[bool]) -> _Run:
     def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Tensor:
-        return loss(*(t if one else _expanded(t, count) for t, one in zip(found, stacked, strict=True)))
+        return loss(*(t if is_stacked else _expanded(t, count) for t, is_stacked in zip(found, stacked, strict=True)))
 
     return run
 
@@ -342,8 +357,8 @@ def _once(target: Any, *, expands: bool) -> _Run:
     """Return a run of a node with only shared inputs."""
 
     def run(count: int, found: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        made = target(*found, **keywords)
-        return _expanded(made, count).clone() if expands else made
+        result = target(*found, **keywords)
+        return _expanded(result, count).clone() if expands else result
 
     return run
 
@@ -377,11 +392,12 @@ def _mapped(target: Any, found: Sequence[Any], keywords: dict[str, Any], stacked
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
     def run(*tensors: Tensor) -> Any:
-        own = list(leaves)
+        # `torch.vmap` maps positional tensors only, so all other leaves are filled in here.
+        filled_leaves = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
-            own[place] = tensor
-        arguments, given = pytree.tree_unflatten(own, spec)
-        return target(*arguments, **given)
+            filled_leaves[place] = tensor
+        arguments, named_arguments = pytree.tree_unflatten(filled_leaves, spec)
+        return target(*arguments, **named_arguments)
 
     dimensions = tuple(0 if is_stacked else None for is_stacked in stacked)
     return torch.vmap(run, in_dims=dimensions)(*(leaves[place] for place in places))

@@ -55,6 +55,7 @@ def cross_entropy(
     if reduction == _SUM:
         return single.sum(1)
     if reduction == _MEAN:
+        # As torch's mean, which divides by the targets that are not ignored.
         return single.sum(1) / (target != ignore_index).sum(1)
     return single
 
@@ -73,13 +74,14 @@ def attention(
     """Merge members into samples: `(N, batch, heads, tokens, width)` as `(N * batch, heads, tokens, width)`."""
     num_outer = min(2, query.dim() - 2)  # the members, and the samples unless the input is unbatched
     outer = query.shape[:num_outer]
+    # A kernel with dropout would draw for all members from a single stream.
     if dropout_p or not outer == key.shape[:num_outer] == value.shape[:num_outer]:
         return None
     mask = attn_mask
     if mask is not None:
         wide = mask.reshape(outer[0], *[1] * (query.dim() - mask.dim()), *mask.shape[1:])
         mask = wide.expand(*outer, *wide.shape[num_outer:]).flatten(0, num_outer - 1)
-    made: Tensor = aten.scaled_dot_product_attention(
+    out: Tensor = aten.scaled_dot_product_attention(
         *(tensor.flatten(0, num_outer - 1) for tensor in (query, key, value)),
         mask,
         0.0,
@@ -87,7 +89,7 @@ def attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
-    return made.view(*outer, *made.shape[1:])
+    return out.view(*outer, *out.shape[1:])
 
 
 def layer_norm(
@@ -99,13 +101,14 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     """Normalize with members as additional samples, then apply each member's own scales."""
-    made: Tensor = aten.layer_norm(x, normalized_shape, None, None, eps, cudnn_enable)
+    # Without scales, because the kernel takes a single set of them for all samples.
+    normalized: Tensor = aten.layer_norm(x, normalized_shape, None, None, eps, cudnn_enable)
     shape = (x.size(0), *[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
     if weight is not None and bias is not None:
-        return torch.addcmul(bias.view(shape), made, weight.view(shape))
+        return torch.addcmul(bias.view(shape), normalized, weight.view(shape))
     if weight is not None:
-        return made * weight.view(shape)
-    return made if bias is None else made + bias.view(shape)
+        return normalized * weight.view(shape)
+    return normalized if bias is None else normalized + bias.view(shape)
 
 
 def view(x: Tensor, shape: Sequence[int]) -> Tensor:
@@ -136,10 +139,12 @@ def elementwise(target: Any, *arguments: Any, **keywords: Any) -> Any:
     # a dimension once stacked, so mixed dtypes would promote differently.
     if len({tensor.dtype for tensor in tensors}) > 1 or (tensors[0].dim() < most and target._schema.is_mutable):  # noqa: SLF001
         return None
-    beside = [t if t.dim() == most else t.view(t.size(0), *[1] * (most - t.dim()), *t.shape[1:]) for t in tensors]
-    rest = iter(beside)
-    own, named = pytree.tree_map_only(Tensor, lambda _: next(rest), (arguments, keywords))
-    return target(*own, **named)
+    aligned_tensors = [
+        t if t.dim() == most else t.view(t.size(0), *[1] * (most - t.dim()), *t.shape[1:]) for t in tensors
+    ]
+    next_tensors = iter(aligned_tensors)
+    positional, named = pytree.tree_map_only(Tensor, lambda _: next(next_tensors), (arguments, keywords))
+    return target(*positional, **named)
 
 
 RULES: dict[Any, Callable[..., Any]] = {

@@ -23,9 +23,9 @@ def wide(x: Tensor) -> Tensor:
 
     A view if possible.
     """
-    rest = range(_CHANNELS + 1, x.dim())
-    last = x.permute(1, *rest, 0, _CHANNELS)
-    merged = last.reshape(*last.shape[:-2], x.size(0) * x.size(_CHANNELS)).contiguous()
+    spatial_dims = range(_CHANNELS + 1, x.dim())
+    channels_last = x.permute(1, *spatial_dims, 0, _CHANNELS)
+    merged = channels_last.reshape(*channels_last.shape[:-2], x.size(0) * x.size(_CHANNELS)).contiguous()
     return merged.permute(0, -1, *range(1, merged.dim() - 1))
 
 
@@ -55,8 +55,8 @@ def settled(x: Tensor) -> Tensor:
     is_wide = x.dim() > _CHANNELS + 1 and x.stride(_CHANNELS) == 1 and x.stride(0) == x.size(_CHANNELS)
     if not is_wide or x.is_contiguous() or not x.requires_grad:
         return x
-    made: Tensor = _GradientLayoutIdentity.apply(x)  # type: ignore[no-untyped-call]
-    return made
+    out: Tensor = _GradientLayoutIdentity.apply(x)  # type: ignore[no-untyped-call]
+    return out
 
 
 def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tensor | None]:
@@ -74,12 +74,13 @@ def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tens
         # Unbatched input: left to `torch.vmap`.
         if x.dim() != spatial + _CHANNELS + 1:
             return None
+        # Padding by name (`same`, `valid`) has an overload of its own.
         packet = getattr(aten, f"conv{spatial}d")
         operator = packet.padding if isinstance(padding, str) else packet.default
-        own = None if bias is None else bias.flatten()
+        flat_bias = None if bias is None else bias.flatten()
         # Members are groups of a grouped convolution, so each member's channels meet only the member's own weights.
-        made = operator(wide(x), weight.flatten(0, 1), own, stride, padding, dilation, groups * x.size(0))
-        return narrow(made, x.size(0))
+        out = operator(wide(x), weight.flatten(0, 1), flat_bias, stride, padding, dilation, groups * x.size(0))
+        return narrow(out, x.size(0))
 
     def turned(
         x: Tensor,
@@ -93,13 +94,14 @@ def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tens
     ) -> Tensor | None:
         if x.dim() != spatial + _CHANNELS + 1:
             return None
+        # torch names the overload `default` for one dimension, and `input` for two.
         packet = getattr(aten, f"conv_transpose{spatial}d")
         operator = packet.default if spatial == 1 else packet.input
-        own = None if bias is None else bias.flatten()
-        made = operator(
-            wide(x), weight.flatten(0, 1), own, stride, padding, output_padding, groups * x.size(0), dilation
+        flat_bias = None if bias is None else bias.flatten()
+        out = operator(
+            wide(x), weight.flatten(0, 1), flat_bias, stride, padding, output_padding, groups * x.size(0), dilation
         )
-        return narrow(made, x.size(0))
+        return narrow(out, x.size(0))
 
     return turned if transposed else plain
 
@@ -119,8 +121,8 @@ def batch_norm(
     scales = [None if t is None else t.flatten() for t in (weight, bias)]
     # Views, because the operator updates the members' statistics in place.
     statistics = [None if t is None else t.view(-1) for t in (running_mean, running_var)]
-    made = aten.batch_norm(wide(x), *scales, *statistics, training, momentum, eps, cudnn_enabled)
-    return narrow(made, x.size(0))
+    out = aten.batch_norm(wide(x), *scales, *statistics, training, momentum, eps, cudnn_enabled)
+    return narrow(out, x.size(0))
 
 
 def pooling(operator: Any, dims: int) -> Callable[..., Tensor | None]:
@@ -143,9 +145,9 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Tensor:
     """Normalize groups of channels; members become additional groups, each with its own scales."""
-    own = [None if t is None else t.flatten() for t in (weight, bias)]
-    made = aten.group_norm(wide(x), num_groups * x.size(0), *own, eps, cudnn_enabled)
-    return narrow(made, x.size(0))
+    scales = [None if t is None else t.flatten() for t in (weight, bias)]
+    out = aten.group_norm(wide(x), num_groups * x.size(0), *scales, eps, cudnn_enabled)
+    return narrow(out, x.size(0))
 
 
 RULES: dict[Any, Callable[..., Any]] = {

@@ -22,12 +22,13 @@ def embedding(
     """
     members, rows = weight.shape[:2]
     number = torch.arange(members, device=indices.device).view(-1, *[1] * (indices.dim() - 1))
-    found: Tensor = aten.embedding(weight.flatten(0, 1), indices + number * rows, -1, scale_grad_by_freq, sparse)
+    # Row r of member n is row n * rows + r of the concatenated table.
+    vectors: Tensor = aten.embedding(weight.flatten(0, 1), indices + number * rows, -1, scale_grad_by_freq, sparse)
     # The concatenated table has a padding row for every member, but the operator takes only
     # a single padding index. Detaching the looked-up padding rows has the same effect.
     if padding_idx < 0:
-        return found
-    return torch.where((indices == padding_idx).unsqueeze(-1), found.detach(), found)
+        return vectors
+    return torch.where((indices == padding_idx).unsqueeze(-1), vectors.detach(), vectors)
 
 
 def embedding_bag(
@@ -53,6 +54,7 @@ def embedding_bag(
     bags, *_ = aten.embedding_bag.padding_idx(
         weight.flatten(0, 1),
         (indices + number * rows).flatten(),
+        # All members have as many ids, so a member's bags begin that many ids after those of the member before.
         (offsets + number * indices.size(1)).flatten(),
         scale_grad_by_freq,
         mode,

@@ -40,28 +40,32 @@ def apart(
     """
     leaves, spec = pytree.tree_flatten((tuple(found), keywords))
     flags = iter(is_stacked)
-    wide = [isinstance(leaf, Tensor) and next(flags) for leaf in leaves]
+    are_stacked = [isinstance(leaf, Tensor) and next(flags) for leaf in leaves]
 
     def run(index: int) -> Any:
         # A selected row is a view, so an in-place operator writes into the stack.
-        own = [leaf.select(0, index) if is_wide else leaf for leaf, is_wide in zip(leaves, wide, strict=True)]
-        arguments, given = pytree.tree_unflatten(own, spec)
-        made = target(*arguments, **given)
+        member_leaves = [
+            leaf.select(0, index) if is_wide else leaf for leaf, is_wide in zip(leaves, are_stacked, strict=True)
+        ]
+        arguments, named_arguments = pytree.tree_unflatten(member_leaves, spec)
+        result = target(*arguments, **named_arguments)
         # An in-place operator returns its argument. Later nodes must
         # see the stacked argument itself, not a stack of copied rows.
-        places = {id(row): place for place, row in enumerate(own) if wide[place]}
+        places = {id(row): place for place, row in enumerate(member_leaves) if are_stacked[place]}
         return pytree.tree_map_only(
-            Tensor, lambda t: _OverwrittenArgument(places[id(t)], t) if id(t) in places else t, made
+            Tensor, lambda t: _OverwrittenArgument(places[id(t)], t) if id(t) in places else t, result
         )
 
     rows = for_each(run, count) if draws else [run(index) for index in range(count)]
     flat = [pytree.tree_leaves(row, is_leaf=_is_same) for row in rows]
     shape = pytree.tree_structure(rows[0], is_leaf=_is_same)
-    stacked = [
-        leaves[same[0].place] if isinstance(same[0], _OverwrittenArgument) else _stack(same)
-        for same in zip(*flat, strict=True)
+    stacked_results = [
+        leaves[member_results[0].place]
+        if isinstance(member_results[0], _OverwrittenArgument)
+        else _stack(member_results)
+        for member_results in zip(*flat, strict=True)
     ]
-    return pytree.tree_unflatten(stacked, shape)
+    return pytree.tree_unflatten(stacked_results, shape)
 
 
 class _OverwrittenArgument:

@@ -32,13 +32,14 @@ def recorded(node: fx.Node) -> fx.Graph | None:
     if mode is None:
         return None
     with mode:
-        own = {
+        # The recorder tells tensors by their ids, so every input gets a tensor of its own.
+        stand_ins = {
             n: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
             for n, t in zip(node.all_input_nodes, tensors, strict=True)
         }
-        arguments = fx.node.map_arg(node.args, own.__getitem__)
-        keywords = fx.node.map_arg(dict(node.kwargs), own.__getitem__)
-        recorder = _PrimitiveRecorder([own[n] for n in node.all_input_nodes])
+        arguments = fx.node.map_arg(node.args, stand_ins.__getitem__)
+        keywords = fx.node.map_arg(dict(node.kwargs), stand_ins.__getitem__)
+        recorder = _PrimitiveRecorder([stand_ins[n] for n in node.all_input_nodes])
         with recorder, torch.enable_grad():
             result = target(*arguments, **keywords)
     return recorder.record(result)
@@ -83,8 +84,8 @@ class _PrimitiveRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if primitive is None or not isinstance(result, Tensor):
             return False
         self._alive.append(result)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not all(id(tensor) in self._nodes for tensor in given):
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not all(id(tensor) in self._nodes for tensor in tensors):
             # The primitive reads values of autograd that are not recorded. Leaving the primitive
             # out together with its dependents is safe, unless the primitive draws or writes.
             return not (draws or func._schema.is_mutable)  # noqa: SLF001

@@ -30,14 +30,14 @@ class _RecurrentWeights:
     def __init__(self, tensors: Sequence[Tensor], *, has_biases: bool) -> None:
         self._input, self._hidden = (tensor.transpose(1, 2) for tensor in tensors[:2])
         self._biases = [tensor.unsqueeze(1) for tensor in tensors[2:4]] if has_biases else []
-        rest = tensors[4 if has_biases else 2 :]
-        self.projection = rest[0].transpose(1, 2) if rest else None
+        projections = tensors[4 if has_biases else 2 :]
+        self.projection = projections[0].transpose(1, 2) if projections else None
 
     def of_inputs(self, x: Tensor) -> Tensor:
         """Map `(N, moments, batch, in)` to `(N, moments, batch, out)`."""
         rows = x.reshape(x.size(0), -1, x.size(-1))
-        made = torch.baddbmm(self._biases[0], rows, self._input) if self._biases else torch.bmm(rows, self._input)
-        return made.view(*x.shape[:-1], -1)
+        products = torch.baddbmm(self._biases[0], rows, self._input) if self._biases else torch.bmm(rows, self._input)
+        return products.view(*x.shape[:-1], -1)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """Map `(N, batch, hidden)` to `(N, batch, out)`."""
@@ -46,19 +46,21 @@ class _RecurrentWeights:
 
 def _lstm_cell(inputs: Tensor, state: _State, weights: _RecurrentWeights) -> _State:
     hidden, cell = state
-    enters, forgets, new, leaves = (weights.of_hidden(hidden) + inputs).chunk(4, 2)
-    cell = forgets.sigmoid() * cell + enters.sigmoid() * new.tanh()
+    # torch's order of the gates: input, forget, cell, output.
+    enters, forgets, candidate, leaves = (weights.of_hidden(hidden) + inputs).chunk(4, 2)
+    cell = forgets.sigmoid() * cell + enters.sigmoid() * candidate.tanh()
     hidden = leaves.sigmoid() * cell.tanh()
     return (hidden if weights.projection is None else hidden @ weights.projection), cell
 
 
 def _gru_cell(inputs: Tensor, state: _State, weights: _RecurrentWeights) -> _State:
     (hidden,) = state
-    resets, keeps, new = weights.of_hidden(hidden).chunk(3, 2)
-    own_resets, own_keeps, own_new = inputs.chunk(3, 2)
-    made = (own_new + new * (resets + own_resets).sigmoid()).tanh()
+    # torch's order of the gates: reset, update, new.
+    resets, keeps, adds = weights.of_hidden(hidden).chunk(3, 2)
+    input_resets, input_keeps, input_adds = inputs.chunk(3, 2)
+    candidate = (input_adds + adds * (resets + input_resets).sigmoid()).tanh()
     # Written as in torch's kernel, for the same rounding.
-    return ((hidden - made) * (keeps + own_keeps).sigmoid() + made,)
+    return ((hidden - candidate) * (keeps + input_keeps).sigmoid() + candidate,)
 
 
 def _tanh_cell(inputs: Tensor, state: _State, weights: _RecurrentWeights) -> _State:
@@ -110,28 +112,28 @@ def _layers(
     layer's output, shaped like `x`, and the last states, shaped like `states`. `slot` is as of `masks`.
     """
     directions = 2 if bidirectional else 1
-    own = _by_layer(parameters, num_layers * directions, has_biases=has_biases)
+    weights = _by_layer(parameters, num_layers * directions, has_biases=has_biases)
     x = x.transpose(1, 2) if batch_first else x
     ends: list[_State] = []
     for layer in range(num_layers):
-        made: list[Tensor] = []
+        direction_outputs: list[Tensor] = []
         for direction in range(directions):
             begin = tuple(state[:, len(ends)] for state in states)
-            outputs, end = _layer(cell, x, begin, next(own), backwards=direction == 1)
-            made.append(outputs)
+            outputs, end = _layer(cell, x, begin, next(weights), backwards=direction == 1)
+            direction_outputs.append(outputs)
             ends.append(end)
-        x = torch.cat(made, 3) if bidirectional else made[0]
+        x = torch.cat(direction_outputs, 3) if bidirectional else direction_outputs[0]
         if dropout and train and layer + 1 < num_layers:
             # Torch drops between layers only, never after the last layer.
             x = _dropped(x, dropout) if slot is None else x * masks(slot, torch.empty_like(x.detach()))
-    last = tuple(torch.stack(same, 1) for same in zip(*ends, strict=True))
-    return (x.transpose(1, 2) if batch_first else x, *last)
+    last_states = tuple(torch.stack(layer_states, 1) for layer_states in zip(*ends, strict=True))
+    return (x.transpose(1, 2) if batch_first else x, *last_states)
 
 
 def _by_layer(parameters: Sequence[Tensor], count: int, *, has_biases: bool) -> Iterator[_RecurrentWeights]:
-    each = len(parameters) // count
-    for first in range(0, len(parameters), each):
-        yield _RecurrentWeights(parameters[first : first + each], has_biases=has_biases)
+    num_each = len(parameters) // count
+    for begin in range(0, len(parameters), num_each):
+        yield _RecurrentWeights(parameters[begin : begin + num_each], has_biases=has_biases)
 
 
 def _layer(
@@ -139,11 +141,11 @@ def _layer(
 ) -> tuple[Tensor, _State]:
     """Run a layer in a direction; return the outputs in time order, and the last state."""
     inputs = weights.of_inputs(x).unbind(1)
-    made: list[Tensor] = []
-    for one in reversed(inputs) if backwards else inputs:
-        state = cell(one, state, weights)
-        made.append(state[0])
-    return torch.stack(made[::-1] if backwards else made, 1), state
+    outputs: list[Tensor] = []
+    for moment in reversed(inputs) if backwards else inputs:
+        state = cell(moment, state, weights)
+        outputs.append(state[0])
+    return torch.stack(outputs[::-1] if backwards else outputs, 1), state
 
 
 def _dropped(x: Tensor, p: float) -> Tensor:

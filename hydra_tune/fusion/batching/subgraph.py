@@ -33,12 +33,12 @@ def value_of(node: fx.Node) -> Tensor:
     Raises:
         UnfusableError: the operator produces several tensors.
     """
-    made = node.meta.get("val")
-    if not isinstance(made, Tensor):
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
         raise UnfusableError(
-            f"its graph differs from the others' right after {node.target}, which makes several tensors"
+            f"its graph differs from the others' right after {node.target}, which returns several tensors"
         )
-    return made
+    return value
 
 
 def part_of(
@@ -57,9 +57,10 @@ def part_of(
     for node in begins:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
-    used = {given for node in nodes for given in node.all_input_nodes}
+    # Bodies of regions are attributes of the graph, and a part copies only those that it runs.
+    used_nodes = {argument for node in nodes for argument in node.all_input_nodes}
     for node in code.graph.nodes:
-        if node.op == "get_attr" and node in used:
+        if node.op == "get_attr" and node in used_nodes:
             copies[node] = graph.node_copy(node)
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -114,6 +114,7 @@ def stacked_plan(
     if rows is None:
         shards = tuple(_stacked_shard(shard, count, slots, counted) for shard in plan.shards)
         return replace(plan, shards=shards, computing=StackedPlanExecutor())
+    # `GroupPlanCache.of` never pads batches of members whose architectures, and so losses, differ.
     assert counted is None, "members with other losses have batches of one size"
     (shard,) = plan.shards
     shards = (_tailed_shard(shard, count, slots, rows),)
@@ -151,9 +152,9 @@ def trace_step(
         return False
     (shard,) = plan.shards
     graph = shard.graph
-    elsewhere = place is not None and place.type != "cpu"
+    is_on_gpu = place is not None and place.type != "cpu"
     # A traced forward is a pure function: the trace would freeze random numbers and lose writes to buffers.
-    if plan.mode != "train" and (graph.stochastic or graph.written_state or elsewhere):
+    if plan.mode != "train" and (graph.stochastic or graph.written_state or is_on_gpu):
         return False
     operands = ShardOperands(
         state=state,
@@ -179,8 +180,8 @@ def trace_step(
     )
     if trace is not None:
         if backend is not None:
-            written = [graph.state.index(name) for name in graph.written_state]
-            trace = compiled_trace(trace, backend, operands, written, count)
+            written_places = [graph.state.index(name) for name in graph.written_state]
+            trace = compiled_trace(trace, backend, operands, written_places, count)
         computing.traces[graph.first] = trace
     return trace is not None
 
@@ -206,20 +207,24 @@ def _stacked_shard(
     if not any(is_stacked):
         raise UnfusableError("one of its shards depends on nothing of the trial")
     # `slots` covers the whole plan; keep the names in this shard.
-    own = slots & {node.name for node in code.graph.nodes}
-    code = with_stand_ins(code, own) if own else code
-    graph = replace(graph, module=StackedGraph(code, is_stacked, own), stochastic=graph.stochastic or bool(own))
+    shard_slots = slots & {node.name for node in code.graph.nodes}
+    code = with_stand_ins(code, shard_slots) if shard_slots else code
+    graph = replace(
+        graph, module=StackedGraph(code, is_stacked, shard_slots), stochastic=graph.stochastic or bool(shard_slots)
+    )
     return replace(shard, graph=graph, cost=_multiplied(shard.cost, count))
 
 
 def _tailed_shard(shard: Shard, count: int, slots: frozenset[str], rows: HeadAssignment) -> Shard:
     graph = shard.graph
     assert graph.code is not None, "compared before"
-    own = slots & {node.name for node in graph.code.graph.nodes}
-    code = with_stand_ins(graph.code, own) if own else graph.code
-    prefix = StackedPrefix(graph, code, rows, own)
-    made = with_tails(replace(shard, graph=replace(graph, stochastic=graph.stochastic or bool(own))), rows, prefix)
-    return replace(made, cost=_multiplied(made.cost, count))
+    shard_slots = slots & {node.name for node in graph.code.graph.nodes}
+    code = with_stand_ins(graph.code, shard_slots) if shard_slots else graph.code
+    prefix = StackedPrefix(graph, code, rows, shard_slots)
+    group_shard = with_tails(
+        replace(shard, graph=replace(graph, stochastic=graph.stochastic or bool(shard_slots))), rows, prefix
+    )
+    return replace(group_shard, cost=_multiplied(group_shard.cost, count))
 
 
 def _multiplied(cost: ShardCost, count: int) -> ShardCost:

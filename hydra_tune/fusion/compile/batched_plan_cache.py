@@ -69,6 +69,7 @@ class GroupPlanFactory:
         # Capturing runs the model's code, whose draws must not touch the random streams of the process.
         with member.streams.everything():
             prepared = self._library.prepare(member.task, module, optimizer, wanted.batch, wanted.mode, like)
+        # Capturing an evaluation leaves the module in evaluation mode.
         module.train()
         check_updates(prepared)
         return prepared
@@ -89,34 +90,36 @@ class GroupPlanFactory:
         Raises:
             UnfusableError: as of `of_member`, or the members differ in anything else.
         """
-        known: dict[Hashable, PreparedPlan] = {}
-        own: list[PreparedPlan] = []
+        plans: dict[Hashable, PreparedPlan] = {}
+        member_plans: list[PreparedPlan] = []
         for member in members:
             key = object() if member.architecture is None else member.architecture
-            if key not in known:
-                known[key] = self.of_member(member, wanted, like)
-            own.append(known[key])
-        found = self._likeness(own)
-        if found.rows is not None and any(one.guard is not None for one in own):
-            raise UnfusableError("its loss is another, and the step's Python asks for values of the batch")
-        return own[0], found
+            if key not in plans:
+                plans[key] = self.of_member(member, wanted, like)
+            member_plans.append(plans[key])
+        differences = self._likeness(member_plans)
+        if differences.rows is not None and any(plan.guard is not None for plan in member_plans):
+            raise UnfusableError(
+                "its loss differs from the others', and its step's Python code asks for values of the batch"
+            )
+        return member_plans[0], differences
 
     def _likeness(self, own: Sequence[PreparedPlan]) -> MemberDifferences:
         key = tuple(own)
         with self._lock:
-            known = self._likenesses.get(key)
-        if known is not None:
-            return known
+            cached_differences = self._likenesses.get(key)
+        if cached_differences is not None:
+            return cached_differences
         # Comparing graphs is slow, so compare outside the lock; two
         # threads may compare the same plans, with equal results.
-        found = likeness([one.plan for one in own])
+        differences = likeness([prepared.plan for prepared in own])
         with self._lock:
-            for other in self._likenesses.values():
-                found = _with_tails_of(found, other)
+            for earlier in self._likenesses.values():
+                differences = _with_tails_of(differences, earlier)
             if len(self._likenesses) >= _MAX_KEPT:
                 self._likenesses.clear()
-            self._likenesses[key] = found
-        return found
+            self._likenesses[key] = differences
+        return differences
 
     def check_alike(self, first: MemberTrial, other: MemberTrial) -> None:
         """Refuse two trials of equal family that still cannot share a group.
@@ -130,6 +133,7 @@ class GroupPlanFactory:
         """
         if first.architecture == other.architecture:
             return
+        # Without the lock: additions are atomic, and threads that compare the same pair find the same.
         pair = (first.architecture, other.architecture)
         if pair in self._alike:
             return
@@ -148,9 +152,9 @@ class GroupPlanFactory:
 
     def _check_plans(self, first: MemberTrial, other: MemberTrial) -> None:
         like: TrialStateLayout | None = None
-        for wanted in _compared(first, other):  # training first: its plan decides how the state is cut
-            prepared, found = self.of_members([first, other], wanted, like)
-            self.stacked(prepared, 2, slots=found.drops, rows=found.rows)
+        for request in _compared(first, other):  # training first: its plan decides how the state is cut
+            prepared, differences = self.of_members([first, other], request, like)
+            self.stacked(prepared, 2, slots=differences.drops, rows=differences.rows)
             like = like or layout_of(prepared)
 
     def stacked(
@@ -173,15 +177,18 @@ class GroupPlanFactory:
         Raises:
             UnfusableError: the plan cannot be stacked; the message gives the reason.
         """
-        own = frozenset(slots)
+        slot_names = frozenset(slots)
         with self._lock:
-            known = self._stacked.setdefault(prepared, {})
-            key = (count, own, rows, counted is not None)
-            if key not in known:
-                if len(known) >= _MAX_KEPT:
-                    known.clear()
-                known[key] = replace(prepared, plan=stacked_plan(prepared.plan, count, own, rows, counted))
-            return known[key]
+            stacked_plans = self._stacked.setdefault(prepared, {})
+            key = (count, slot_names, rows, counted is not None)
+            if key not in stacked_plans:
+                # Stacked under the lock, so that all groups get the same object, whose trace they share.
+                if len(stacked_plans) >= _MAX_KEPT:
+                    stacked_plans.clear()
+                stacked_plans[key] = replace(
+                    prepared, plan=stacked_plan(prepared.plan, count, slot_names, rows, counted)
+                )
+            return stacked_plans[key]
 
     def trace(
         self,
@@ -208,6 +215,7 @@ class GroupPlanFactory:
         """
         plan = prepared.plan
         is_on_gpu = place is not None and place.type != "cpu"
+        # Recording is for GPUs and compiling for CPUs: warn if the user's choice does nothing here.
         if is_on_gpu != self.records:
             self._tell(is_on_gpu=is_on_gpu)
         if len(plan.shards) > 1 or is_traced(plan) or (is_on_gpu and not self.records):
@@ -215,8 +223,8 @@ class GroupPlanFactory:
         # Torch's tracing state belongs to the whole process, so a trace holds the gate alone, as a capture does.
         with GATE.exclusive():
             try:
-                own = [state[name] for name in plan.shards[0].graph.state]
-                trace_step(plan, own, inputs, count, self._backend if may_compile else None, accumulate, place)
+                tensors = [state[name] for name in plan.shards[0].graph.state]
+                trace_step(plan, tensors, inputs, count, self._backend if may_compile else None, accumulate, place)
             except Exception as error:  # noqa: BLE001 - an untraced step runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
 
@@ -239,11 +247,11 @@ def _compared(first: MemberTrial, other: MemberTrial) -> list[MemberBatchRequest
 
     If metrics may differ, an evaluation is included even where neither trial validates, because a later member may.
     """
-    found = other.peek() | first.peek()
-    found = {"train": found.pop("train"), **found}
+    requests = other.peek() | first.peek()
+    requests = {"train": requests.pop("train"), **requests}
     if (first.task.loss, first.task.evaluate) != (other.task.loss, other.task.evaluate):
-        found.setdefault("evaluate", replace(found["train"], mode="evaluate"))
-    return list(found.values())
+        requests.setdefault("evaluate", replace(requests["train"], mode="evaluate"))
+    return list(requests.values())
 
 
 def _with_tails_of(found: MemberDifferences, other: MemberDifferences) -> MemberDifferences:
@@ -253,8 +261,10 @@ def _with_tails_of(found: MemberDifferences, other: MemberDifferences) -> Member
     """
     if found.rows is None or other.rows is None:
         return found
-    own, known = found.rows.tails.plans, other.rows.tails.plans
-    if len(own) != len(known) or any(one is not two for one, two in zip(own, known, strict=True)):
+    plans, earlier_plans = found.rows.tails.plans, other.rows.tails.plans
+    if len(plans) != len(earlier_plans) or any(
+        plan is not earlier_plan for plan, earlier_plan in zip(plans, earlier_plans, strict=True)
+    ):
         return found
     return replace(found, rows=replace(found.rows, tails=other.rows.tails))
 

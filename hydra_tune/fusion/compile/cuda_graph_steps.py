@@ -149,18 +149,19 @@ class GroupCaptureCache:
 
     def of(self, plan: ShardPlan) -> ShardPlan:
         """Return a group's plan in a form that runs recorded steps where possible; the same object for every call."""
-        found = self._plans.get(id(plan))
-        if found is None:
+        plan_pair = self._plans.get(id(plan))
+        if plan_pair is None:
             if len(self._plans) >= _MOST_KINDS:
                 self._plans.clear()
             assert isinstance(plan.computing, StackedPlanExecutor), "not a group's plan"
-            found = self._plans[id(plan)] = plan, replace(plan, computing=CapturedPlanExecutor(plan, self))
-        return found[1]
+            # The pair holds the plan, so that no other object gets its id.
+            plan_pair = self._plans[id(plan)] = plan, replace(plan, computing=CapturedPlanExecutor(plan, self))
+        return plan_pair[1]
 
     def close(self) -> None:
         """Drop all recordings and release their room."""
-        for kept in self._kept.values():
-            _part(kept)
+        for step_state in self._kept.values():
+            _part(step_state)
         self._kept.clear()
         self._plans.clear()
 
@@ -177,23 +178,26 @@ class GroupCaptureCache:
             lease: the unit's lease.
         """
         place = operands.state[0].device
-        kept = self._kept_for(trace, str(place) if lease is None else lease.place)
+        # A group may run on several devices in turn, and a graph belongs to one.
+        step_state = self._kept_for(trace, str(place) if lease is None else lease.place)
         # Draw before the decision: run, record and replay then use the same numbers and advance the streams equally.
         noise = trace.draw(place)
-        what = kept.course.next(tuple([tensor.data_ptr() for tensor in operands.state]))
-        if what == "replay" and kept.recording is not None:
-            return _replayed(kept, kept.recording, [*operands.constants, *operands.inputs, *noise])
-        if kept.recording is not None and what != "replay":
-            _part(kept)  # the state has moved: the graph would read stale addresses
-        if what != "record" or lease is None:
+        action = step_state.course.next(tuple([tensor.data_ptr() for tensor in operands.state]))
+        if action == "replay" and step_state.recording is not None:
+            return _replayed(step_state, step_state.recording, [*operands.constants, *operands.inputs, *noise])
+        if step_state.recording is not None and action != "replay":
+            _part(step_state)  # the state has moved: the graph would read stale addresses
+        # Without a lease no room can be taken for a recording.
+        if action != "record" or lease is None:
             return trace.run(operands, noise)
-        return self._recorded(kept, shard, operands, noise, room_bytes, lease)
+        return self._recorded(step_state, shard, operands, noise, room_bytes, lease)
 
     def _kept_for(self, trace: JointTrace, place: str) -> _StepCaptureState:
         key = (id(trace), place)
         if key not in self._kept:
             while len(self._kept) >= _MOST_KINDS:
                 _part(self._kept.popitem(last=False)[1])
+            # The state holds the trace, so that no other trace gets its id.
             self._kept[key] = _StepCaptureState(trace)
         self._kept.move_to_end(key)
         return self._kept[key]
@@ -208,20 +212,21 @@ class GroupCaptureCache:
         lease: Lease,
     ) -> ShardGradients:
         """Run a step plainly, and record the step alongside."""
-        given = [*operands.constants, *operands.inputs, *noise]
+        step_inputs = [*operands.constants, *operands.inputs, *noise]
         # Inputs exist twice beside the batch itself: as copies that
         # the graph reads, and as originals for the comparison.
-        own_bytes = 2 * sum(tensor.nbytes for tensor in given)
+        own_bytes = 2 * sum(tensor.nbytes for tensor in step_inputs)
+        # Before the recording: the ledger counts memory before it is allocated.
         kept.held = lease.hold(room_bytes + own_bytes, kept.let_go)
         if kept.held is None:
             kept.course.give_up(_NO_ROOM)
             return kept.trace.run(operands, noise)
-        written = [operands.state[shard.state.index(name)].detach() for name in shard.written_state]
+        buffers = [operands.state[shard.state.index(name)].detach() for name in shard.written_state]
         # Recording executes the step several times. Written buffers are
         # restored after each run, so the net effect is a single step.
-        before = [tensor.clone() for tensor in written]
-        originals = [tensor.clone() for tensor in given]
-        kept.given = [tensor.clone() for tensor in given]
+        buffers_before = [tensor.clone() for tensor in buffers]
+        originals = [tensor.clone() for tensor in step_inputs]
+        kept.given = [tensor.clone() for tensor in step_inputs]
         why = ""
         try:
             kept.recording = self._recorder.record(lambda: _flat(kept.trace, operands, kept.given))
@@ -232,23 +237,24 @@ class GroupCaptureCache:
                 why = "" if kept.held is not None else f"{_NO_ROOM}: {needed_bytes} bytes"
         except Exception as error:  # noqa: BLE001 - many things cannot be captured, and the step can do without
             why = f"it cannot be recorded: {describe(error)}"
-        _put(written, before)
+        _put(buffers, buffers_before)
         if kept.recording is None or why:
             _part(kept)
             kept.course.give_up(why)
             return kept.trace.run(operands, noise)
+        # From the originals, because a step may overwrite its inputs, and recording has run the step several times.
         replayed = _outputs(kept.trace, _replayed(kept, kept.recording, originals))
-        overwritten = [tensor.clone() for tensor in written]
-        _put(written, before)
-        made = kept.trace.run(operands, noise)
-        why = difference(_outputs(kept.trace, made), replayed) or difference(written, overwritten)
+        replayed_buffers = [tensor.clone() for tensor in buffers]
+        _put(buffers, buffers_before)
+        result = kept.trace.run(operands, noise)
+        why = difference(_outputs(kept.trace, result), replayed) or difference(buffers, replayed_buffers)
         if why:
             _part(kept)
             kept.course.give_up(why)
         else:
             kept.course.recorded()
             _LOGGER.info("the step of a group of %d is replayed as a CUDA graph", operands.state[0].size(0))
-        return made
+        return result
 
 
 @dataclass(slots=True)
@@ -298,16 +304,16 @@ class CapturedPlanExecutor:
             return self.stacked.backward(
                 shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective
             )
-        (cost,) = [one.cost for one in self.plan.shards]
+        (cost,) = [plan_shard.cost for plan_shard in self.plan.shards]
         room_bytes = max(cost.forward_workspace, cost.backward_workspace) + cost.trained_bytes
         return self.captures.run(trace, shard, operands, room_bytes, self.lease)
 
 
 def _flat(trace: JointTrace, operands: ShardOperands, given: Sequence[Tensor]) -> list[Tensor]:
     """Return the outputs of a step on the given constants, inputs and noise."""
-    first, last = len(operands.constants), len(operands.constants) + len(operands.inputs)
-    own = replace(operands, constants=given[:first], inputs=given[first:last])
-    return _outputs(trace, trace.run(own, list(given[last:])))
+    inputs_begin, noise_begin = len(operands.constants), len(operands.constants) + len(operands.inputs)
+    step_operands = replace(operands, constants=given[:inputs_begin], inputs=given[inputs_begin:noise_begin])
+    return _outputs(trace, trace.run(step_operands, list(given[noise_begin:])))
 
 
 def _outputs(trace: JointTrace, made: ShardGradients) -> list[Tensor]:
@@ -320,9 +326,9 @@ def _replayed(kept: _StepCaptureState, recording: DeviceGraphRecording, given: S
     # queued on the same stream, so no synchronization is needed.
     _put(kept.given, given)
     recording.replay()
-    found = [torch.empty_like(tensor) for tensor in recording.outputs]
-    _put(found, recording.outputs)
-    losses, *gradients = found
+    results = [torch.empty_like(tensor) for tensor in recording.outputs]
+    _put(results, recording.outputs)
+    losses, *gradients = results
     named: Mapping[str, Tensor] = dict(zip(kept.trace.trained, gradients, strict=True))
     return ShardGradients(live_in={}, parameters=dict(named), outputs={kept.trace.loss: losses})
 
@@ -336,6 +342,6 @@ def _put(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def _part(kept: _StepCaptureState) -> None:
     """Drop a recording and release its room on the ledger."""
     kept.let_go()
-    held, kept.held = kept.held, None
-    if held is not None:
-        held.release()
+    reservation, kept.held = kept.held, None
+    if reservation is not None:
+        reservation.release()

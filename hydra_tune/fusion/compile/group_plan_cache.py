@@ -51,8 +51,8 @@ class GroupPlanCache:
 
     def found(self, wanted: MemberBatchRequest) -> PreparedPlan | None:
         """Return the plan that serves a request, if there is such a plan already."""
-        known = self._known.get((wanted.mode, wanted.leaves.signature), ())
-        return next((own for own, _ in known if _serves(own, wanted)), None)
+        plans = self._known.get((wanted.mode, wanted.leaves.signature), ())
+        return next((plan for plan, _ in plans if _serves(plan, wanted)), None)
 
     def made(self, seat: GroupSlot, member: MemberTrial) -> PreparedPlan:
         """Return the plan for a member's request; make the plan if necessary.
@@ -64,14 +64,15 @@ class GroupPlanCache:
         Raises:
             TaskError: the plan cannot be stacked.
         """
-        wanted = wanted_of(seat)
+        request = wanted_of(seat)
         try:
             if self.first is None:
-                begins = wanted if wanted.mode == "train" else seat.member.peek()["train"]
+                begins = request if request.mode == "train" else seat.member.peek()["train"]
                 self.first = self._made(member, begins)
+                # Later plans are cut alike, because all of them run on the state that this plan cuts.
                 self._layout = layout_of(self.first)
-            found = self.found(wanted)
-            return self._made(member, wanted) if found is None else found
+            plan = self.found(request)
+            return self._made(member, request) if plan is None else plan
         except UnfusableError as error:
             raise _not_together(error) from error
 
@@ -81,29 +82,31 @@ class GroupPlanCache:
         Raises:
             TaskError: the members differ in more than dropout probabilities and losses.
         """
-        wanted, by = self._wanted[own]
-        if wanted.mode == "evaluate":  # members without validation have no metrics to compare
+        request, by = self._wanted[own]
+        if request.mode == "evaluate":  # members without validation have no metrics to compare
             members = [by if member.task.validate is None else member for member in members]
         try:
             # `of_members` returns the plan of the first member, so the
             # member behind `own` goes first; its entry is dropped below.
-            _, found = self._plans.of_members([by, *members], wanted, None if own is self.first else self._layout)
+            _, differences = self._plans.of_members(
+                [by, *members], request, None if own is self.first else self._layout
+            )
         except UnfusableError as error:
             raise _not_together(error) from error
-        rows = None if found.rows is None else replace(found.rows, of=found.rows.of[1:])
+        rows = None if differences.rows is None else replace(differences.rows, of=differences.rows.of[1:])
         if rows is not None and set(rows.of) == {0}:
             rows = None
-        return MemberDifferences({name: ps[1:] for name, ps in found.drops.items()}, rows)
+        return MemberDifferences({name: ps[1:] for name, ps in differences.drops.items()}, rows)
 
     def _made(self, member: MemberTrial, wanted: MemberBatchRequest) -> PreparedPlan:
-        own = self._plans.of_member(member, wanted, self._layout)
-        self._wanted[own] = wanted, member
-        self._plans.stacked(own, 1)  # raises now if the plan cannot be stacked
-        known = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
+        plan = self._plans.of_member(member, wanted, self._layout)
+        self._wanted[plan] = wanted, member
+        self._plans.stacked(plan, 1)  # raises now if the plan cannot be stacked
+        plans = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
         # Keep only the geometry: the batch itself may be large.
-        known.append((own, [torch.empty_like(tensor, device="meta") for tensor in wanted.tensors]))
-        del known[:-_MAX_PLANS]
-        return own
+        plans.append((plan, [torch.empty_like(tensor, device="meta") for tensor in wanted.tensors]))
+        del plans[:-_MAX_PLANS]
+        return plan
 
     def lacking(self, seats: Sequence[GroupSlot]) -> list[GroupSlot]:
         """Return a member for every kind of batch without a plan, if several kinds are wanted in the same mode.
@@ -112,8 +115,8 @@ class GroupPlanCache:
         """
         signatures: dict[str, dict[Hashable, GroupSlot]] = {}
         for seat in seats:
-            wanted = wanted_of(seat)
-            signatures.setdefault(wanted.mode, {})[wanted.leaves.signature] = seat
+            request = wanted_of(seat)
+            signatures.setdefault(request.mode, {})[request.leaves.signature] = seat
         several = [(mode, by) for mode, by in signatures.items() if len(by) > 1]
         return [seat for mode, by in several for key, seat in by.items() if (mode, key) not in self._known]
 
@@ -132,64 +135,72 @@ class GroupPlanCache:
         """
         # Fast path for every ordinary step: all members share the
         # very same `Leaves` object, so no signatures need comparing.
-        first = wanted_of(seats[0])
-        if all(wanted_of(seat).leaves is first.leaves and wanted_of(seat).mode == first.mode for seat in seats):
-            found = self.found(first)
-            if found is not None and found.guard is None:
-                return {(first.mode, first.leaves.signature, id(found)): list(seats)}
+        first_request = wanted_of(seats[0])
+        if all(
+            wanted_of(seat).leaves is first_request.leaves and wanted_of(seat).mode == first_request.mode
+            for seat in seats
+        ):
+            plan = self.found(first_request)
+            if plan is not None and plan.guard is None:
+                return {(first_request.mode, first_request.leaves.signature, id(plan)): list(seats)}
         kinds: dict[Hashable, list[GroupSlot]] = {}
         for seat in seats:
-            wanted = wanted_of(seat)
-            found = self.found(wanted)
-            key = (wanted.mode, wanted.leaves.signature, None if found is None else id(found))
+            request = wanted_of(seat)
+            plan = self.found(request)
+            key = (request.mode, request.leaves.signature, None if plan is None else id(plan))
             kinds.setdefault(key, []).append(seat)
-        if len(kinds) == 1 or members[0].architecture is None or len({one.architecture for one in members}) > 1:
+        if len(kinds) == 1 or members[0].architecture is None or len({member.architecture for member in members}) > 1:
             return kinds  # a single kind, or members with different numbers, whose batches are never padded
         return self._merged(kinds)
 
     def _merged(self, kinds: Mapping[Hashable, list[GroupSlot]]) -> dict[Hashable, list[GroupSlot]]:
         """Merge kinds of smaller batches into kinds of larger batches where padding is possible."""
-        left = sorted(kinds.items(), key=lambda item: -wanted_of(item[1][0]).num_samples)
-        made: dict[Hashable, list[GroupSlot]] = {}
-        while left:
-            (key, largest), *others = left
-            apart = [(other, seats) for other, seats in others if not self._may_pad(seats[0], largest[0])]
-            kept = {other for other, _ in apart}
-            made[key] = [*largest, *(seat for other, seats in others if other not in kept for seat in seats)]
-            left = apart
-        return made
+        kinds_left = sorted(kinds.items(), key=lambda item: -wanted_of(item[1][0]).num_samples)
+        merged_kinds: dict[Hashable, list[GroupSlot]] = {}
+        while kinds_left:
+            (key, largest), *smaller_kinds = kinds_left
+            unpadded_kinds = [
+                (smaller_key, seats) for smaller_key, seats in smaller_kinds if not self._may_pad(seats[0], largest[0])
+            ]
+            unpadded_keys = {smaller_key for smaller_key, _ in unpadded_kinds}
+            merged_kinds[key] = [
+                *largest,
+                *(seat for smaller_key, seats in smaller_kinds if smaller_key not in unpadded_keys for seat in seats),
+            ]
+            kinds_left = unpadded_kinds
+        return merged_kinds
 
     def _may_pad(self, small: GroupSlot, large: GroupSlot) -> bool:
         """Return whether a member's batch may be padded and computed as a larger batch."""
         a, b = wanted_of(small), wanted_of(large)
-        own, other = self.found(a), self.found(b)
+        small_plan, large_plan = self.found(a), self.found(b)
         if (
             a.mode != b.mode
             or a.num_samples == b.num_samples
-            or own is None
-            or other is None
-            or own.guard is not None
-            or other.guard is not None
+            or small_plan is None
+            or large_plan is None
+            or small_plan.guard is not None
+            or large_plan.guard is not None
         ):
             return False
-        if (own, other) not in self._pairs:
+        if (small_plan, large_plan) not in self._pairs:
             if len(self._pairs) >= _MAX_PAIRS:
                 self._pairs.clear()
             sizes = (a.num_samples, b.num_samples)
             try:
-                counted = counted_losses(self._batched(own), self._batched(other))
+                counted = counted_losses(self._batched(small_plan), self._batched(large_plan))
                 # All smaller batches padded to a plan must agree on its
                 # reductions, since the plan is rewritten once for all of them.
-                self._pairs[own, other] = self._counted.setdefault(other, counted) == counted
+                self._pairs[small_plan, large_plan] = self._counted.setdefault(large_plan, counted) == counted
             except UnfusableError as error:
-                self._pairs[own, other] = False
+                self._pairs[small_plan, large_plan] = False
                 _LOGGER.info("members with batches of %d samples and of %d take turns (%s): %s", *sizes, a.mode, error)
-        return self._pairs[own, other]
+        return self._pairs[small_plan, large_plan]
 
     def _batched(self, own: PreparedPlan) -> PlanBatchSpec:
-        wanted, member = self._wanted[own]
-        inputs = next(kind for known in self._known.values() for one, kind in known if one is own)
-        return PlanBatchSpec(own.plan, state_specs(member.built()[0]), inputs, wanted.num_samples)
+        request, member = self._wanted[own]
+        inputs = next(kind for plans in self._known.values() for plan, kind in plans if plan is own)
+        return PlanBatchSpec(own.plan, state_specs(member.built()[0]), inputs, request.num_samples)
 
     def served(self, own: PreparedPlan, seats: Sequence[GroupSlot]) -> list[GroupSlot]:
         """Return the members, all with the same kind of batch, that a plan serves."""
@@ -204,15 +215,15 @@ class GroupPlanCache:
             place: the device to trace for.
         """
         # The group's thread may add plans meanwhile, so iterate over copies.
-        for known in list(self._known.values()):
-            for own, _ in list(known):
-                self.trace(own, size, state, place)
+        for plans in list(self._known.values()):
+            for plan, _ in list(plans):
+                self.trace(plan, size, state, place)
 
     def stacked(self, size: int) -> Iterator[tuple[PreparedPlan, Sequence[Tensor]]]:
         """Yield every plan stacked for a number of members, with a member's batch (only the geometry counts)."""
-        for known in list(self._known.values()):
-            for own, inputs in list(known):
-                yield self._plans.stacked(own, size), inputs
+        for plans in list(self._known.values()):
+            for plan, inputs in list(plans):
+                yield self._plans.stacked(plan, size), inputs
 
     def trace(
         self,
@@ -228,12 +239,13 @@ class GroupPlanCache:
         Arguments are as of `make_ready`; `likeness` holds the differences between members.
         """
         likeness = likeness or MemberDifferences({})
-        stacked = self._plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
-        inputs = next((kind for known in self._known.values() for one, kind in known if one is own), ())
+        stacked_plan = self._plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
+        inputs = next((kind for plans in self._known.values() for plan, kind in plans if plan is own), ())
         if counted is not None:
+            # The counts of samples, a number for each member, which `StackedBatches` appends.
             inputs = [*inputs, torch.empty((), dtype=torch.int64, device="meta")]
         self._plans.trace(
-            stacked,
+            stacked_plan,
             {name: _of_size(tensor, size, tensor.shape[1:]) for name, tensor in state.items()},
             tuple(_of_size(tensor, size, tensor.shape) for tensor in inputs),
             size,
@@ -241,7 +253,7 @@ class GroupPlanCache:
             may_compile=counted is None,
             place=place,
         )
-        return stacked
+        return stacked_plan
 
 
 def _not_together(error: UnfusableError) -> TaskError:

@@ -35,10 +35,11 @@ def compiled_trace(
         written: positions of operands that the step overwrites.
         count: number of members.
     """
-    made = compiled(trace.pure, backend, written)
+    code = compiled(trace.pure, backend, written)
     start = time.perf_counter()
     try:
-        error = difference(trace.pure(*_filled(trace, operands, count)), made(*_filled(trace, operands, count)))
+        # The code may overwrite operands, so each run gets operands of its own.
+        error = difference(trace.pure(*_filled(trace, operands, count)), code(*_filled(trace, operands, count)))
     except Exception as raised:  # noqa: BLE001 - compilers fail in many ways, and the trace still runs
         error = f"the compiler fails: {describe(raised)}"
     if error:
@@ -46,27 +47,27 @@ def compiled_trace(
         return trace
     seconds = time.perf_counter() - start
     _LOGGER.info("the step of a group of %d was compiled by %s in %.1f s", count, backend, seconds)
-    return replace(trace, code=made)
+    return replace(trace, code=code)
 
 
 def _filled(trace: JointTrace, operands: ShardOperands, count: int) -> list[Tensor]:
     """Return synthetic operands and noise: small positive numbers, and zeros for integers, which are valid indices."""
     # A separate generator with a fixed seed: both runs see equal inputs, and no trial's stream advances.
     generator = torch.Generator().manual_seed(0)
-    found = []
-    for tensor in [*operands.all, *(one.room(count, operands.all[0].device) for one in trace.noise)]:
-        own = torch.zeros_like(tensor, requires_grad=False)
-        if own.is_floating_point():
-            own.copy_(0.1 * torch.rand(own.shape, generator=generator, dtype=own.dtype))
-        found.append(own)
-    return found
+    tensors = []
+    for tensor in [*operands.all, *(noise_draw.room(count, operands.all[0].device) for noise_draw in trace.noise)]:
+        values = torch.zeros_like(tensor, requires_grad=False)
+        if values.is_floating_point():
+            values.copy_(0.1 * torch.rand(values.shape, generator=generator, dtype=values.dtype))
+        tensors.append(values)
+    return tensors
 
 
 def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
     """Describe how computed tensors differ from expected tensors; empty if they agree."""
-    for one, other in zip(expected, found, strict=True):
-        largest = one.abs().max().item() if one.numel() else 0.0
-        off = (one - other).abs().max().item() if one.numel() else 0.0
-        if not off <= _TOLERANCE * max(largest, 1e-6):
-            return f"its numbers are off by {off:.3g}, of tensors of up to {largest:.3g}"
+    for expected_tensor, found_tensor in zip(expected, found, strict=True):
+        largest = expected_tensor.abs().max().item() if expected_tensor.numel() else 0.0
+        largest_error = (expected_tensor - found_tensor).abs().max().item() if expected_tensor.numel() else 0.0
+        if not largest_error <= _TOLERANCE * max(largest, 1e-6):
+            return f"its numbers are off by {largest_error:.3g}, of tensors of up to {largest:.3g}"
     return ""

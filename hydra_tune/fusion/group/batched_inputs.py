@@ -37,9 +37,8 @@ class StackedBatches:
         if len(picks) == len(wanted) and all(one.source.is_of(picks[0].source) for one in picks):
             self._source = picks[0].source
             self._length = min(_MOST, *(len(one) for one in picks))
-            self._indices = torch.stack(
-                [self._padded(one.indices[: self._length], 1) for one in picks], dim=1
-            )  # (batches, members, samples)
+            # Shaped (batches, members, samples): an entry for each stacked batch.
+            self._indices = torch.stack([self._padded(one.indices[: self._length], 1) for one in picks], dim=1)
 
     def __len__(self) -> int:
         return self._length
@@ -48,16 +47,16 @@ class StackedBatches:
         """Return a stacked batch by its number."""
         tensors = self._tensors(number)
         if self._samples is not None:
-            tensors = (*tensors, torch.tensor([one.num_samples for one in self._wanted], device="cpu"))
+            tensors = (*tensors, torch.tensor([request.num_samples for request in self._wanted], device="cpu"))
         return replace(self._like, tensors=tensors, copies=())
 
     def _padded(self, tensor: Tensor, dim: int) -> Tensor:
         """Return the tensor padded with copies of its first sample to the full number of samples."""
-        missing = 0 if self._samples is None else self._samples - tensor.size(dim)
-        if not missing:
+        num_missing = 0 if self._samples is None else self._samples - tensor.size(dim)
+        if not num_missing:
             return tensor
-        first = tensor.narrow(dim, 0, 1)
-        return torch.cat([tensor, first.expand(*tensor.shape[:dim], missing, *tensor.shape[dim + 1 :])], dim)
+        first_sample = tensor.narrow(dim, 0, 1)
+        return torch.cat([tensor, first_sample.expand(*tensor.shape[:dim], num_missing, *tensor.shape[dim + 1 :])], dim)
 
     def _own(self, wanted: MemberBatchRequest) -> Iterator[Tensor]:
         for tensor in wanted.tensors:
@@ -67,10 +66,10 @@ class StackedBatches:
 
     def _tensors(self, number: int) -> tuple[Tensor, ...]:
         if self._source is None:
-            every = zip(*([*self._own(one)] for one in self._wanted), strict=True)
-            return tuple(torch.stack(same) for same in every)
+            every = zip(*([*self._own(request)] for request in self._wanted), strict=True)
+            return tuple(torch.stack(parts) for parts in every)
         indices = self._indices[number]
         # A single gather over all members writes the samples straight
         # into their stacked place, without a copy per member.
-        made = self._source.gather(indices.reshape(-1))
-        return tuple(tensor.view(*indices.shape, *tensor.shape[1:]) for tensor in made)
+        tensors = self._source.gather(indices.reshape(-1))
+        return tuple(tensor.view(*indices.shape, *tensor.shape[1:]) for tensor in tensors)

@@ -46,9 +46,9 @@ class GroupExecutor:
 
     def batches_of(self, bucket: Sequence[GroupSlot], like: MemberBatchRequest | None) -> StackedBatches:
         """Return the members' batches; a resting member computes on another member's batch."""
-        wanted = {id(seat): wanted_of(seat) for seat in bucket}
-        first = wanted_of(bucket[0])
-        return StackedBatches([wanted.get(id(seat), first) for seat in self._places.seats], like)
+        requests = {id(seat): wanted_of(seat) for seat in bucket}
+        first_request = wanted_of(bucket[0])
+        return StackedBatches([requests.get(id(seat), first_request) for seat in self._places.seats], like)
 
     def go_round(
         self,
@@ -65,13 +65,14 @@ class GroupExecutor:
 
         If the bucket holds all members, the members advance inside the unit.
         """
-        given = self._of_round(bucket, part, batches, resting, like, is_all=is_all)
-        self.round = going = GroupRound(*given) if planned is None else PlannedRound(*given, planned)
+        arguments = self._of_round(bucket, part, batches, resting, like, is_all=is_all)
+        self.round = new_round = GroupRound(*arguments) if planned is None else PlannedRound(*arguments, planned)
         try:
-            yield going.unit()
+            yield new_round.unit()
+        # The pool calls `GroupTrial.finished`, which reads the round, before it resumes this generator.
         finally:
             self.round = None
-        return going.steps
+        return new_round.steps
 
     def half(
         self,
@@ -100,7 +101,7 @@ class GroupExecutor:
         """Return the arguments of a `GroupRound`."""
         state = self._places.state
         assert state is not None
-        alike = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
+        first_requests = [wanted_of(bucket[0])] if like is None else [wanted_of(seat) for seat in bucket]
         rules = RoundContext(
             plan=part.plan,
             times=part.times,
@@ -120,7 +121,7 @@ class GroupExecutor:
                 # wants something else. `is_ahead` tells `Attendance.advance` not to advance again.
                 go_on(seat)
                 seat.is_ahead = True
-            if not all(any(_wants_alike(seat, one) for one in alike) for seat in bucket):
+            if not all(any(_wants_alike(seat, request) for request in first_requests) for seat in bucket):
                 return None
             for seat in bucket:
                 seat.is_ahead = False
@@ -163,33 +164,39 @@ class GroupExecutor:
             advance: advances a member.
         """
         places, step = self._places, None
-        left = {id(seat): seat.member.task.accumulate for seat in members}
+        batches_left = {id(seat): seat.member.task.accumulate for seat in members}
         try:
-            while going := [seat for seat in members if left[id(seat)] and isinstance(seat.wants, MemberBatchRequest)]:
-                together, part, resting = prepare(going)
+            while wanting := [
+                seat for seat in members if batches_left[id(seat)] and isinstance(seat.wants, MemberBatchRequest)
+            ]:
+                together, part, resting = prepare(wanting)
                 if step is None:
                     assert places.state is not None
                     step = GroupStep(_UNKNOWN, places.state, places.streams, self._device, places.gradients)
+                # Members of this step that are not in this batch keep the gradients of their earlier batches.
                 holding = {id(seat) for seat in members if seat.status is None} - {id(seat) for seat in together}
                 step.resting = tuple(resting)
                 step.holding = [index for index, seat in enumerate(places.seats) if id(seat) in holding]
                 yield from step.batch(part)
                 self._take_losses([step.member_losses], resting)
                 for seat in together:
-                    left[id(seat)] -= 1
-                    if left[id(seat)]:
+                    batches_left[id(seat)] -= 1
+                    if batches_left[id(seat)]:
                         advance(seat)
             # A member with a loss that is not finite takes no update,
             # so its parameters stay at their last good values.
-            good = [seat for seat in members if seat.status is None and all(map(math.isfinite, seat.member.results))]
-            if step is not None and good:
-                yield from self._updated(step, good)
+            finite_members = [
+                seat for seat in members if seat.status is None and all(map(math.isfinite, seat.member.results))
+            ]
+            if step is not None and finite_members:
+                yield from self._updated(step, finite_members)
         finally:
             if step is not None:
                 step.close()
 
     def _updated(self, step: GroupStep, members: Sequence[GroupSlot]) -> Generator[PendingUnit, None, None]:
         """Finish a step whose batches have run, for the given members."""
+        # The last batch has left only its own members active.
         taking_part = {id(seat) for seat in members}
         active = [id(seat) in taking_part for seat in self._places.seats]
         state = self._places.state
@@ -218,23 +225,23 @@ class GroupExecutor:
     def _take_values(self, steps: Sequence[Mapping[str, Sequence[float]]], resting: Collection[int]) -> None:
         for index, seat in enumerate(self._places.seats):
             if index not in resting:
-                own = None if self.rows is None else self.rows.names(index)
+                names = None if self.rows is None else self.rows.names(index)
                 seat.member.results = [
-                    {name: values[index] for name, values in step.items() if own is None or name in own}
+                    {name: values[index] for name, values in step.items() if names is None or name in names}
                     for step in steps
                 ]
 
 
 def are_padded(bucket: Sequence[GroupSlot]) -> bool:
     """Return whether the batches of a bucket have several sizes."""
-    first = wanted_of(bucket[0]).leaves
-    now = (wanted_of(seat).leaves for seat in bucket)
-    return any(leaves is not first and leaves.signature != first.signature for leaves in now)
+    first_leaves = wanted_of(bucket[0]).leaves
+    all_leaves = (wanted_of(seat).leaves for seat in bucket)
+    return any(leaves is not first_leaves and leaves.signature != first_leaves.signature for leaves in all_leaves)
 
 
 def _wants_alike(seat: GroupSlot, first: MemberBatchRequest) -> bool:
     """Return whether a member's next batch is of the same kind as `first`."""
-    now = seat.wants
-    if not isinstance(now, MemberBatchRequest) or now.mode != first.mode:
+    request = seat.wants
+    if not isinstance(request, MemberBatchRequest) or request.mode != first.mode:
         return False
-    return now.leaves is first.leaves or now.leaves.signature == first.leaves.signature
+    return request.leaves is first.leaves or request.leaves.signature == first.leaves.signature

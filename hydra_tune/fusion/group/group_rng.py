@@ -48,8 +48,8 @@ class GroupStreams(RandomStreams):
     def go_back(self, mark: Any) -> None:
         """Restore the states of all streams from a mark."""
         marks, turns = mark
-        for member, own in zip(self._members, marks, strict=True):
-            member.go_back(own)
+        for member, member_mark in zip(self._members, marks, strict=True):
+            member.go_back(member_mark)
         if self._turns is not None and turns is not None:  # otherwise leaving the context would keep the draws
             self._turns.set_state(turns)
 
@@ -59,6 +59,8 @@ class GroupStreams(RandomStreams):
 
     @override
     def drawing(self, device: Device | None, *, keep: bool) -> AbstractContextManager[None]:
+        # CPU operators accept the members' generators. A GPU's operators draw from its default generator
+        # (`batched_random.py`).
         if device is None or device.shares_generator:
             return self._drawing(keep=keep)
         return self._drawing_in_turns(device, keep=keep)
@@ -67,13 +69,13 @@ class GroupStreams(RandomStreams):
     def _drawing(self, *, keep: bool) -> Iterator[None]:
         group = self._group
         # A recompute must draw the same numbers as the forward, and leave the streams where the forward left them.
-        before = None if keep else group.get_state()
+        states_before = None if keep else group.get_state()
         with drawing_from(group):
             try:
                 yield
             finally:
-                if before is not None:
-                    group.set_state(before)
+                if states_before is not None:
+                    group.set_state(states_before)
 
     @contextmanager
     def _drawing_in_turns(self, device: Device, *, keep: bool) -> Iterator[None]:

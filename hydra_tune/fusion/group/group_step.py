@@ -58,8 +58,8 @@ class GroupGradients(GradientProcessor):
         No operator mixes members, so the sum has each member's own gradients.
         """
         assert share == 1.0, "a group takes batches whole"
-        own = objective(self._accumulate, None)
-        return lambda losses: own(losses).sum()
+        scaled_losses = objective(self._accumulate, None)
+        return lambda losses: scaled_losses(losses).sum()
 
     def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
         """As of `GradientProcessor`, separately for every member."""
@@ -80,8 +80,8 @@ class GroupGradients(GradientProcessor):
         if not gradients:
             return
         norms = [norms_of(gradient) for gradient in gradients.values()]
-        for name, own in zip(gradients, torch.stack(norms).cpu(), strict=True):  # a single wait for a GPU
-            self._member_norms[name] = own
+        for name, member_norms in zip(gradients, torch.stack(norms).cpu(), strict=True):  # a single wait for a GPU
+            self._member_norms[name] = member_norms
 
 
 def leave_out_bad(optimizer: Optimizer, losses: Sequence[float]) -> None:
@@ -118,11 +118,12 @@ class _MaskedBatchUnits(BatchUnits):
         tensors = self._store.state(names)
         rows = torch.tensor(list(self.resting))
         # Indexing with a tensor copies the rows, so the saved rows are safe from in-place writes.
-        before = [tensor.detach()[rows.to(tensor.device)] for tensor in tensors]
+        saved_rows = [tensor.detach()[rows.to(tensor.device)] for tensor in tensors]
+        # Without `finally`: the undo of a failed unit restores all rows (`unit_rollback.py`).
         yield
         with torch.no_grad():
-            for tensor, kept in zip(tensors, before, strict=True):
-                tensor[rows.to(tensor.device)] = kept
+            for tensor, rows_before in zip(tensors, saved_rows, strict=True):
+                tensor[rows.to(tensor.device)] = rows_before
 
 
 class GroupBatch(_MaskedBatchUnits, TrainingBatch):
@@ -152,12 +153,12 @@ class GroupBatch(_MaskedBatchUnits, TrainingBatch):
         # The backward accumulates into the earlier gradients, also for places that computed
         # on another member's batch. Indexing with a list copies the rows that must survive.
         rows = list(self.holding)
-        before = {name: gradient[rows] for name, gradient in earlier.items() if gradient is not None}
+        saved_rows = {name: gradient[rows] for name, gradient in earlier.items() if gradient is not None}
         super()._backward(index, completes, device)
         for name in names:
             gradient = self._store.get(parameter_gradient_key(name))
             if gradient is not None:
-                gradient[rows] = before.get(name, gradient.new_zeros(()))
+                gradient[rows] = saved_rows.get(name, gradient.new_zeros(()))
                 self._store.changed(parameter_gradient_key(name))
 
     def _take_loss(self, loss: Tensor) -> None:

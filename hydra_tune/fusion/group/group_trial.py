@@ -108,8 +108,8 @@ class GroupTrial(Trial):
         steps = max((seat.member.progress.steps_left for seat in self._places.live), default=0)
         evaluated = max((seat.member.progress.evaluated_batches_left for seat in self._places.live), default=0)
         # The step under way counts in `_step_left`, so subtract it here.
-        ahead = max(0.0, steps * self._train_times.total - self._train_times.total)
-        return self._step_left + ahead + evaluated * self._evaluation_times.total
+        later_seconds = max(0.0, steps * self._train_times.total - self._train_times.total)
+        return self._step_left + later_seconds + evaluated * self._evaluation_times.total
 
     def admits(self, member: MemberTrial) -> bool:
         """Return whether a new member would leave the bits of the present members unchanged."""
@@ -159,12 +159,12 @@ class GroupTrial(Trial):
         super().finished(unit, seconds)
         self._units_done += 1
         units = 1
-        going = self._computing.round
-        if going is not None:
-            going.measured(seconds)
+        running_round = self._computing.round
+        if running_round is not None:
+            running_round.measured(seconds)
             # A round packs several steps into a single unit; count the
             # units that the same steps would have taken one by one.
-            units = going.steps * len(unit.times)
+            units = running_round.steps * len(unit.times)
             self.units_run += units - 1
         taking_part = [s for s, active in zip(self.seats, self._places.streams.active, strict=True) if active]
         for seat in taking_part:
@@ -213,14 +213,15 @@ class GroupTrial(Trial):
         while True:
             yield from self._attendance.settled()
             wanting = [seat for seat in self._places.live if isinstance(seat.wants, MemberBatchRequest)]
+            # A group of a pair ends with the pair (`PairTrial._next`).
             if not wanting or (self.goes_back and not self.takes_turns):
                 return
-            bucket, own = self._next(wanting, self.buckets.next)
+            bucket, plan = self._next(wanting, self.buckets.next)
             if self.task.accumulate > 1 and wanted_of(bucket[0]).mode == "train":
                 yield from self._computing.accumulated(bucket, self._next_of_step, self._attendance.advance)
             else:
                 steps = yield from self._compute(
-                    bucket, *self._prepared(own, are_padded(bucket)), is_all=len(bucket) == len(wanting)
+                    bucket, *self._prepared(plan, are_padded(bucket)), is_all=len(bucket) == len(wanting)
                 )
                 self._count(bucket, len(wanting), steps)
             self._units_done = 0
@@ -238,21 +239,21 @@ class GroupTrial(Trial):
         for seat in self._kinds.lacking(wanting):
             self._made(seat)
         bucket = choose(self._kinds.of(wanting, [seat.member for seat in self.seats]))
-        own = self._kinds.found(wanted_of(bucket[0]))
-        if own is None:
-            own = self._made(bucket[0])
+        plan = self._kinds.found(wanted_of(bucket[0]))
+        if plan is None:
+            plan = self._made(bucket[0])
             # A new plan can carry a guard on values of the batch, so only
             # members whose batches pass the guard stay in the bucket.
-            bucket = self._kinds.served(own, bucket)
-        return bucket, own
+            bucket = self._kinds.served(plan, bucket)
+        return bucket, plan
 
     def _next_of_step(self, going: Sequence[GroupSlot]) -> tuple[Sequence[GroupSlot], BatchPart, Collection[int]]:
         """Prepare the next batch of an accumulated step; as of `GroupExecutor.accumulated`."""
-        bucket, own = self._next(going, lambda kinds: max(kinds.values(), key=len))
-        left = self._step_left
-        part, _, resting, _ = self._set_up(bucket, *self._prepared(own, are_padded(bucket)))
+        bucket, plan = self._next(going, lambda kinds: max(kinds.values(), key=len))
+        seconds_left = self._step_left
+        part, _, resting, _ = self._set_up(bucket, *self._prepared(plan, are_padded(bucket)))
         if self._units_done:  # the step has begun: `_set_up` must not restart its clock
-            self._step_left = left
+            self._step_left = seconds_left
         self._count(bucket, len(going), 1)
         return bucket, part, resting
 
@@ -291,6 +292,7 @@ class GroupTrial(Trial):
             self._kinds.make_ready(size, self.state.tensors, self._device.torch_device)
         if self._planned is not None and self._kinds.first is not None:
             seats = self._places.live or self.seats
+            # Vacant places compute on a member's tensors too, so the last member stands for them.
             built = [seats[min(index, len(seats) - 1)].member.built() for index in range(size)]
             is_clipped = any(seat.member.task.max_grad_norm is not None for seat in seats)
             for prepared, inputs in self._kinds.stacked(size):
@@ -345,26 +347,28 @@ class GroupTrial(Trial):
 
         Return the part, the batches, the resting places and the largest batch.
         """
-        first = wanted_of(bucket[0])  # `GroupPlanCache.of` puts the largest batch first
-        like = first if are_padded(bucket) else None
+        first_request = wanted_of(bucket[0])  # `GroupPlanCache.of` puts the largest batch first
+        like = first_request if are_padded(bucket) else None
         batches = self._computing.batches_of(bucket, like)
-        records = self.records and first.mode == "train" and self.task.accumulate == 1 and is_traced(prepared.plan)
+        records = (
+            self.records and first_request.mode == "train" and self.task.accumulate == 1 and is_traced(prepared.plan)
+        )
         plan = self.captures.of(prepared.plan) if records else prepared.plan
-        times = self._times.of(prepared, self.task.accumulate if first.mode == "train" else 1)
+        times = self._times.of(prepared, self.task.accumulate if first_request.mode == "train" else 1)
         part = BatchPart(plan=plan, times=times, leaves=batches.leaves())
         taking_part = {id(seat) for seat in bucket}
         # Resting members must not draw: their streams would advance,
         # and their later numbers would depend on the group's schedule.
         self._places.streams.active = active = [id(seat) in taking_part for seat in self.seats]
-        resting = frozenset(index for index, one in enumerate(active) if not one)
+        resting = frozenset(index for index, is_active in enumerate(active) if not is_active)
         self._places.streams.probabilities = likeness.drops
         self._computing.rows = likeness.rows
         state = self.state
         assert state is not None
         self._step_left = part.times.total
         for seat in bucket:
-            seat.member.runs_at(part.times, first.mode)
-        if first.mode == "train":
+            seat.member.runs_at(part.times, first_request.mode)
+        if first_request.mode == "train":
             assert isinstance(state.optimizer, StackedOptimizer)
             state.optimizer.active = list(active)
             self._train_times = part.times
@@ -392,13 +396,15 @@ class GroupTrial(Trial):
 
         The first training step also decides how the group's state is cut.
         """
-        clipped = (one.member for one in self._places.live if one.member.task.max_grad_norm is not None)
+        clipping_members = (
+            live_seat.member for live_seat in self._places.live if live_seat.member.task.max_grad_norm is not None
+        )
         # Plan for a member that clips, if there is any: such a step needs more memory.
-        own = self._kinds.made(seat, next(clipped, seat.member))
+        plan = self._kinds.made(seat, next(clipping_members, seat.member))
         if self.state is None:
             assert self._kinds.first is not None
             self._make_group_state(self._group_plans.stacked(self._kinds.first, len(self.seats)))
-        return own
+        return plan
 
     def _prepared(self, own: PreparedPlan, is_padded: bool) -> tuple[PreparedPlan, MemberDifferences]:
         """Return a member's plan stacked for the present places, with the differences between the members."""
@@ -406,13 +412,15 @@ class GroupTrial(Trial):
             size = len(self.seats)
             likeness = self._kinds.likeness(own, [seat.member for seat in self.seats])
             counted = self._kinds.counted(own) if is_padded else None
-            found = self._group_plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
+            stacked_plan = self._group_plans.stacked(
+                own, size, slots=likeness.drops, rows=likeness.rows, counted=counted
+            )
             assert self.state is not None
-            self.state.adopt_state(list(found.plan.used_state()), self._device)
+            self.state.adopt_state(list(stacked_plan.plan.used_state()), self._device)
             self._kinds.trace(own, size, self.state.tensors, self._device.torch_device, likeness, counted)
             if len(self._places.stacked) > _MAX_STACKED:
                 self._places.stacked.clear()
-            self._places.stacked[own, is_padded] = found, likeness
+            self._places.stacked[own, is_padded] = stacked_plan, likeness
         return self._places.stacked[own, is_padded]
 
     def _make_group_state(self, prepared: PreparedPlan, before: ModelState | None = None) -> None:
@@ -426,6 +434,7 @@ class GroupTrial(Trial):
         module = StackedModule([module for module, _ in built])
         optimizer = stacked_optimizer([optimizer for _, optimizer in built], built[0][0], module)
         self._share.check(prepared.plan)
+        # Number and watcher carry over from the first group, so that a job has a single state to its observers.
         if before is None and self.beside is not None:
             before = self.beside.state
         self.state = self._places.state = ModelState(

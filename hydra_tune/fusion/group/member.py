@@ -97,10 +97,10 @@ class MemberTrial(Trial):
 
     def go_on(self) -> MemberBatchRequest | PartialStepRequest | PendingReport | None:
         """Run the trial's own code up to its next request; return None at its end."""
-        found: Any = self.advance()
+        request: Any = self.advance()
         self._adopt_saved()  # the group stacks restored optimizer state from the member's own optimizer
-        assert found is None or isinstance(found, MemberBatchRequest | PartialStepRequest | PendingReport)
-        return found
+        assert request is None or isinstance(request, MemberBatchRequest | PartialStepRequest | PendingReport)
+        return request
 
     def built(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the trial's module and optimizer; build both on the first call."""
@@ -118,10 +118,10 @@ class MemberTrial(Trial):
 
     def peek(self) -> dict[str, MemberBatchRequest]:
         """Return the first training batch, and the first validation batch if any, without advancing the data."""
-        found = {"train": self._peeked("train", self.task.train, shuffle=True)}
+        requests = {"train": self._peeked("train", self.task.train, shuffle=True)}
         if self.task.validate is not None:
-            found["evaluate"] = self._peeked("evaluate", self.task.validate, shuffle=False)
-        return found
+            requests["evaluate"] = self._peeked("evaluate", self.task.validate, shuffle=False)
+        return requests
 
     @property
     def streams(self) -> RandomStreams:
@@ -136,16 +136,16 @@ class MemberTrial(Trial):
             self._evaluation_times = times
 
     def _peeked(self, mode: str, handle: Any, *, shuffle: bool) -> MemberBatchRequest:
-        now = self._data_state()
-        drawn = self._draw(handle, shuffle=shuffle)
+        data_state = self._data_state()
+        draws = self._draw(handle, shuffle=shuffle)
         try:
-            batch = next(drawn, None)
+            batch = next(draws, None)
         finally:
-            drawn.close()
+            draws.close()
         # Drawing a batch has advanced the streams and the feed. Both go
         # back, so the real epoch draws the same numbers as an unfused trial.
-        self._streams.restore(now["streams"])
-        self._feed.restore(now["feed"])
+        self._streams.restore(data_state["streams"])
+        self._feed.restore(data_state["feed"])
         if batch is None:
             raise no_batch("train" if mode == "train" else "validate", handle, 0)
         _refuse_empty(batch, "train" if mode == "train" else "validate", 0, 0 if mode == "train" else None)
@@ -170,11 +170,11 @@ class MemberTrial(Trial):
         self._feed.gives_picks = True
         for drawn in self._draw_pass(count):
             _refuse_empty(drawn, "train", count, place.epoch)
-            wanted: MemberBatchRequest | None = MemberBatchRequest.of("train", drawn)
-            while wanted is not None:
-                yield wanted.part(0, self._batches_alone)
+            request: MemberBatchRequest | None = MemberBatchRequest.of("train", drawn)
+            while request is not None:
+                yield request.part(0, self._batches_alone)
                 losses = self.results  # keep a reference: an evaluation below replaces the attribute
-                samples = wanted.num_samples
+                samples = request.num_samples
                 for number, loss in enumerate(losses):
                     count += 1
                     if not math.isfinite(loss):
@@ -185,7 +185,7 @@ class MemberTrial(Trial):
                 pending = (pending + 1) % self.task.accumulate
                 if not pending:
                     yield from self._after_step(DataPosition(epoch=place.epoch, batches=count))
-                wanted = wanted.part(len(losses))
+                request = request.part(len(losses))
         if not count:
             raise no_batch("train", self.task.train, place.epoch)
         if pending:
@@ -201,16 +201,16 @@ class MemberTrial(Trial):
         self._feed.gives_picks = True
         for drawn in self._draw(self.task.validate, shuffle=False):
             _refuse_empty(drawn, "validate", count)
-            wanted: MemberBatchRequest | None = MemberBatchRequest.of("evaluate", drawn)
-            while wanted is not None:
-                yield wanted
-                samples = wanted.num_samples
+            request: MemberBatchRequest | None = MemberBatchRequest.of("evaluate", drawn)
+            while request is not None:
+                yield request
+                samples = request.num_samples
                 for values in self.results:
                     for name, value in values.items():
                         means.setdefault(name, WeightedMean()).add(value, samples)
                 count += len(self.results)
                 self.progress.evaluated_batches += len(self.results)
-                wanted = wanted.part(len(self.results))
+                request = request.part(len(self.results))
         if not count:
             assert self.task.validate is not None
             raise no_batch("validate", self.task.validate)
@@ -224,6 +224,7 @@ class MemberTrial(Trial):
         None: no limit.
         """
         task = self.task
+        # `GroupExecutor.accumulated` takes a single batch of each member at a time.
         if task.accumulate > 1:
             return 1
         if self._scheduler is not None and task.scheduler_interval == "step":

@@ -49,6 +49,7 @@ class MemberCoordinator:
 
         Members end, leave and report, answered members continue, and new members join.
         """
+        # First, because members that end or leave make room for those that join.
         for seat in self._places.live:
             self._attend_to(seat)
         # Resize before asking for new members: a larger stack has vacant places to offer.

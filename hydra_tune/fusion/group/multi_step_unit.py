@@ -103,9 +103,9 @@ def may_go_round(plan: ShardPlan, device: Device, budget_bytes: int) -> bool:
     if shard.graph.stochastic if plan.mode != "train" else shard.graph.first not in plan.computing.traces:
         return False
     cost = shard.cost
-    held = cost.state_bytes + cost.optimizer_bytes + cost.value_bytes + cost.trained_bytes
-    work = max(cost.forward_workspace, cost.backward_workspace) + cost.update_workspace
-    return held + work <= _SHARE * budget_bytes
+    held_bytes = cost.state_bytes + cost.optimizer_bytes + cost.value_bytes + cost.trained_bytes
+    work_bytes = max(cost.forward_workspace, cost.backward_workspace) + cost.update_workspace
+    return held_bytes + work_bytes <= _SHARE * budget_bytes
 
 
 class GroupRound:
@@ -162,18 +162,19 @@ class GroupRound:
 
     def measured(self, seconds: float) -> None:
         """Update the expected time of a step from the measured time of the unit."""
-        times, each = self._rules.times, seconds / max(1, self.steps)
+        times, step_seconds = self._rules.times, seconds / max(1, self.steps)
         if self._rules.plan.mode == "train":
-            times.measured(("backward", 0), max(0.0, each - times.of(("update", 0))))
+            # A round includes the updates, which have an expected time of their own.
+            times.measured(("backward", 0), max(0.0, step_seconds - times.of(("update", 0))))
         else:
-            times.measured(("evaluate", 0), each)
+            times.measured(("evaluate", 0), step_seconds)
 
     def _blocks(self) -> list[Block]:
         rules = self._rules
-        found: list[Block] = [*rules.state.groups(rules.shard.graph.state)]
+        blocks: list[Block] = [*rules.state.groups(rules.shard.graph.state)]
         if rules.plan.mode == "train":
-            found += rules.state.optimizer_groups(rules.shard.trained)
-        return found
+            blocks += rules.state.optimizer_groups(rules.shard.trained)
+        return blocks
 
     def _run(self, device: Device, pager: Pager) -> float:
         start = time.perf_counter()
@@ -190,21 +191,21 @@ class GroupRound:
                     goes_on = self._compute(self._batches, device)
                     # The first step creates optimizer state on the host; a new lease must load the state's blocks.
                     goes_on = goes_on and time.perf_counter() < until and len(self._blocks()) == len(blocks)
-                made, self._made = self._made, []
-                self._settle(made)
+                results, self._made = self._made, []
+                self._settle(results)
                 self._batches = self._go_on() if goes_on else None
         return waited
 
     def _compute(self, batches: StackedBatches, device: Device) -> bool:
         """Compute the next batch; return whether the round may continue, that is, all active losses are finite."""
         with nullcontext() if device.shares_generator else self._drawing(device):
-            made = self._step(batches.leaves(len(self._made)), device)
-        self._made.append(made)
+            result = self._step(batches.leaves(len(self._made)), device)
+        self._made.append(result)
         self._noise = None  # kept until here, so that a repeated unit reuses the numbers of a failed step
         self.steps += 1
         if self._rules.plan.mode != "train":
             return True
-        return all(math.isfinite(loss) for index, loss in enumerate(made) if index not in self._rules.resting)
+        return all(math.isfinite(loss) for index, loss in enumerate(result) if index not in self._rules.resting)
 
     def _drawing(self, device: Device) -> AbstractContextManager[object]:
         rules = self._rules
@@ -219,6 +220,7 @@ class GroupRound:
             inputs=[leaves.tensors[index] for index in graph.inputs],
             live_in=(),
         )
+        # Many threads may compute at once; a capture holds the gate alone.
         with GATE.shared():
             if rules.plan.mode == "train":
                 return self._trained(operands, device)
@@ -234,10 +236,10 @@ class GroupRound:
         if self._noise is None:
             self._noise = trace.draw(device.torch_device)
         with self._buffers_kept():
-            noise = [one.clone() for one in self._noise]  # the graph may overwrite its arguments
-            made = trace.run(operands, noise, is_laid_out=True)
-            losses: list[float] = made.outputs[trace.loss].tolist()
-            gradients = made.parameters
+            noise = [tensor.clone() for tensor in self._noise]  # the graph may overwrite its arguments
+            result = trace.run(operands, noise, is_laid_out=True)
+            losses: list[float] = result.outputs[trace.loss].tolist()
+            gradients = result.parameters
         rules.state.touched(rules.shard.graph.written_state)
         leave_out_bad(rules.state.optimizer, losses)
         names = tuple(gradients)
@@ -256,12 +258,12 @@ class GroupRound:
         """Restore overwritten buffers after a step: for resting members always, for all members if the step fails."""
         rules = self._rules
         tensors = [rules.state.tensors[name] for name in rules.shard.graph.written_state]
-        before = [tensor.detach().clone() for tensor in tensors]
+        buffers_before = [tensor.detach().clone() for tensor in tensors]
         rows: Sequence[int] | slice = slice(None)
         try:
             yield
             rows = list(rules.resting)
         finally:
             with torch.no_grad():
-                for tensor, kept in zip(tensors, before, strict=True) if rows else ():
-                    tensor[rows] = kept[rows]
+                for tensor, buffer_before in zip(tensors, buffers_before, strict=True) if rows else ():
+                    tensor[rows] = buffer_before[rows]

@@ -79,6 +79,7 @@ class SlotTable:
     def leave(self, seat: GroupSlot) -> None:
         """Let a member leave with its state."""
         self.hand_out(seat)
+        # From now on the member's own module and optimizer hold its state.
         seat.member.fetch = None
         self.seats[self.seats.index(seat)] = vacant(seat)
 

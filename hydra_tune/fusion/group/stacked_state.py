@@ -29,13 +29,13 @@ class StackedModule(nn.Module):
         super().__init__()
         states = [dict(named_state(member)) for member in members]
         for name, tensor in states[0].items():
-            made = torch.stack([state[name].detach() for state in states])
+            stacked_tensor = torch.stack([state[name].detach() for state in states])
             owner = self._owner(name)
             leaf = name.rpartition(".")[2]
             if isinstance(tensor, nn.Parameter):
-                owner.register_parameter(leaf, nn.Parameter(made, requires_grad=tensor.requires_grad))
+                owner.register_parameter(leaf, nn.Parameter(stacked_tensor, requires_grad=tensor.requires_grad))
             else:
-                owner.register_buffer(leaf, made)
+                owner.register_buffer(leaf, stacked_tensor)
 
     def _owner(self, name: str) -> nn.Module:
         owner: nn.Module = self
@@ -71,19 +71,19 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
         module: the member's own module, overwritten.
         optimizer: the member's own optimizer; receives the state from the group.
     """
-    stacked = state.optimizer
-    assert isinstance(stacked, StackedOptimizer), "not a group's state"
+    stacked_optimizer = state.optimizer
+    assert isinstance(stacked_optimizer, StackedOptimizer), "not a group's state"
     with state.readers.reading(), torch.no_grad():
         # Paging may move a tensor's bytes on another thread meanwhile.
         # An alias keeps the present bytes readable until a unit runs.
         values: Mapping[int, Tensor] = state.aliases()
         for name, tensor in named_state(module):
-            wide = state.tensors[name]
-            tensor.copy_(values.get(id(wide), wide.detach())[index])
+            stacked_tensor = state.tensors[name]
+            tensor.copy_(values.get(id(stacked_tensor), stacked_tensor.detach())[index])
         for name, parameter in _trained(module):
-            found = stacked.member_state(state.tensors[name], index)
-            if found:
-                optimizer.state[parameter] = {key: _laid_out(value, parameter) for key, value in found.items()}
+            entries = stacked_optimizer.member_state(state.tensors[name], index)
+            if entries:
+                optimizer.state[parameter] = {key: _laid_out(value, parameter) for key, value in entries.items()}
 
 
 def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer, device: Device) -> None:
@@ -96,16 +96,17 @@ def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimize
         optimizer: the member's own optimizer; provides optimizer state if it has any, and the rates from now on.
         device: any device of the pool.
     """
-    stacked = state.optimizer
-    assert isinstance(stacked, StackedOptimizer), "not a group's state"
-    stacked.replace(index, optimizer)
+    stacked_optimizer = state.optimizer
+    assert isinstance(stacked_optimizer, StackedOptimizer), "not a group's state"
+    stacked_optimizer.replace(index, optimizer)
     rows = {id(state.tensors[name]): tensor.detach() for name, tensor in named_state(module)}
     lacking: dict[str, dict[str, Any]] = {}
     for name, parameter in _trained(module):
-        wide, own = state.tensors[name], optimizer.state.get(parameter, {})
-        rows |= stacked.put(wide, index, own)
-        members = [own if place == index else {} for place in range(wide.size(0))]
-        lacking[name] = stacked.entries(wide, members)
+        stacked_tensor, own_state = state.tensors[name], optimizer.state.get(parameter, {})
+        rows |= stacked_optimizer.put(stacked_tensor, index, own_state)
+        # State that the group has in no place yet begins as fresh for all other members.
+        members = [own_state if place == index else {} for place in range(stacked_tensor.size(0))]
+        lacking[name] = stacked_optimizer.entries(stacked_tensor, members)
 
     def write(tensor: Tensor) -> None:
         if id(tensor) in rows:
@@ -128,18 +129,22 @@ def adopt(
         taken: whether each place is occupied.
         device: any device of the pool.
     """
-    stacked = state.optimizer
-    assert isinstance(stacked, StackedOptimizer), "not a group's state"
+    stacked_optimizer = state.optimizer
+    assert isinstance(stacked_optimizer, StackedOptimizer), "not a group's state"
     owns = [
         {name: optimizer.state.get(p, {}) if is_taken else {} for name, p in _trained(module)}
         for (module, optimizer), is_taken in zip(built, taken, strict=True)
     ]
-    found = {name: stacked.entries(state.tensors[name], [own[name] for own in owns]) for name in owns[0]}
-    state.adopt_saved({name: entries for name, entries in found.items() if entries}, device)
+    lacking = {
+        name: stacked_optimizer.entries(state.tensors[name], [own_state[name] for own_state in owns])
+        for name in owns[0]
+    }
+    state.adopt_saved({name: entries for name, entries in lacking.items() if entries}, device)
 
 
 def _laid_out(value: Any, parameter: Tensor) -> Any:
     """Return a state entry on the parameter's device, with its strides, as the member's optimizer has it."""
+    # Step counts have no dimensions, and torch keeps them on the host.
     if not isinstance(value, Tensor) or not value.dim():
         return value
     if value.shape != parameter.shape or value.stride() == parameter.stride():

@@ -1,7 +1,7 @@
 """Fusion keys: decide which trials may share a fused group, and explain why a trial may not.
 
 `fusion_key` reduces a trial to a hashable key. Trials with equal keys are candidates for a group;
-`GroupPlans.check_alike` then compares the captured graphs. Trials of a sweep over learning rates or dropout
+`GroupPlanFactory.check_alike` then compares the captured graphs. Trials of a sweep over learning rates or dropout
 probabilities, for example, have equal keys.
 """
 
@@ -29,8 +29,8 @@ def check_task(task: TrainTask) -> None:
     Raises:
         UnfusableError: the task uses an unsupported argument, named in the message.
     """
-    wanted: dict[str, Any] = {"split_batches": 1, "split_operators": None, "compile": None}
-    for name, value in wanted.items():
+    supported: dict[str, Any] = {"split_batches": 1, "split_operators": None, "compile": None}
+    for name, value in supported.items():
         if getattr(task, name) != value:
             raise UnfusableError(f"it has {name}={getattr(task, name)!r}, and a group takes each batch whole")
     if task.splits_steps:
@@ -46,7 +46,7 @@ class FusionKey:
     Attributes:
         family: decides equality of keys: everything except numbers inside the model, losses and metrics.
         architecture: also covers the numbers; trials with equal architectures are alike, other trials may be alike
-            (`GroupPlans.are_alike`).
+            (`GroupPlanFactory.check_alike`).
     """
 
     family: Hashable
@@ -70,7 +70,7 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
     _check_module(module)
     architecture = architecture_key(task, module)
     if architecture is None:
-        raise UnfusableError("its model or step holds something by which it cannot be compared with others")
+        raise UnfusableError("its model or step holds a value that cannot be compared with those of other trials")
     names = {id(parameter): name for name, parameter in named_state(module)}
     groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     family = (
@@ -87,24 +87,26 @@ def _check_module(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise UnfusableError(f"parameter {name!r} is lazy: its shape is unknown until a forward")
-    for found in gradient_hooks(module):
-        raise UnfusableError(f"{found}, which a group's step would leave out")
+    for hook in gradient_hooks(module):
+        raise UnfusableError(f"{hook}, which a group's step would leave out")
     names: dict[int, str] = {}
     for name, tensor in named_state(module):
+        # Sparse tensors have no storage to compare, and empty tensors no memory to share.
         if tensor.layout is not torch.strided or not tensor.numel():
             continue
         # Stacking copies every named tensor, so two names for the same memory would become two independent tensors.
-        other = names.setdefault(storage_identity(tensor), name)
-        if other != name:
+        first_name = names.setdefault(storage_identity(tensor), name)
+        if first_name != name:
             raise UnfusableError(
-                f"{other!r} and {name!r} of its model share memory but are different tensors, and copies of them would not"
+                f"{first_name!r} and {name!r} of its model share memory but are different tensors, and their stacked copies "
+                "would not share memory"
             )
 
 
 def _without_losses(key: Any) -> Any:
     """Return an architecture key that keeps only `step=` of the functions called on the model."""
-    model, (_loss, step, _evaluate), *rest = key
-    return (model, step, *rest)
+    model, (_loss, step, _evaluate), *other_parts = key
+    return (model, step, *other_parts)
 
 
 def _without_numbers(key: Any) -> Any:

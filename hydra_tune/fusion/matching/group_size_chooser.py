@@ -65,9 +65,8 @@ class GroupSizeChooser:
         self._plans = UntracedPlanFactory(library)
         self._lock = threading.Lock()
         self._timings: dict[Hashable, FusionStepTimes] = {}
-        self._refused: dict[
-            Hashable, float
-        ] = {}  # optimizer steps of all trials together, for which fusion did not pay
+        # Optimizer steps of all trials together, for which fusion did not pay.
+        self._refused: dict[Hashable, float] = {}
 
     def refuse(self, kind: Hashable, num_steps: float) -> None:
         """Refuse a kind of trial at once if the answer is already known.
@@ -137,14 +136,15 @@ class GroupSizeChooser:
         try:
             if timing is None:
                 timing = timed_alone(bench)
+            # All remaining work without fusion, of which the measurements may cost a share.
             total = num_steps * (timing.alone_seconds + timing.drawing_seconds)
             while (size := next_size(timing, most, total, bench.now() - began)) is not None:
                 timing = timing.with_size(size, bench.together(size, self._plans))
         except Exception as error:  # a genuine error comes up again where the trial runs
-            _LOGGER.info("what fusion would gain cannot be timed", exc_info=True)
+            _LOGGER.info("timing what fusion would gain has failed", exc_info=True)
             if timing is None or not timing.group_seconds:
                 return GroupSizeChoice(
-                    size=1, why=f"what it would gain cannot be timed: {type(error).__name__}: {error}"
+                    size=1, why=f"timing what it would gain has failed: {type(error).__name__}: {error}"
                 )
             # A larger group failed, out of memory for example; the smaller groups timed before may gain all the same.
         self._timings[kind] = timing

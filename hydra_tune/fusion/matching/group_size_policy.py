@@ -40,8 +40,8 @@ class FusionStepTimes:
         """Return the seconds of a group's step: measured, or interpolated between two measured sizes; else None."""
         if size in self.group_seconds:
             return self.group_seconds[size]
-        below = max((known for known in self.group_seconds if known < size), default=None)
-        above = min((known for known in self.group_seconds if known > size), default=None)
+        below = max((timed_size for timed_size in self.group_seconds if timed_size < size), default=None)
+        above = min((timed_size for timed_size in self.group_seconds if timed_size > size), default=None)
         if below is None or above is None:
             return None
         return self._on_line(below, above, size)
@@ -67,6 +67,7 @@ class FusionStepTimes:
         )
 
     def _gain(self, size: int, seconds: float) -> float:
+        # Members of a group draw their own batches one after another, so drawing counts fully for each.
         return (self.alone_seconds + self.drawing_seconds) / (max(seconds, 1e-9) / size + self.drawing_seconds)
 
     def _on_line(self, below: int, above: int, size: int) -> float:
@@ -106,27 +107,34 @@ def next_size(timing: FusionStepTimes, most: int, total_seconds: float, spent_se
         total_seconds: time of all remaining work without fusion.
         spent_seconds: time spent on measurements so far.
     """
-    left = COST_SHARE * total_seconds - spent_seconds
-    known = [size for size in sizes(most) if timing.gain(size) is not None]
-    others = [size for size in sizes(most) if size not in known]
-    if not known:
-        return next((size for size in others if _worst_cost(timing, size) <= left), None)
-    largest, least = known[0], known[-1]
+    seconds_left = COST_SHARE * total_seconds - spent_seconds
+    timed_sizes = [size for size in sizes(most) if timing.gain(size) is not None]
+    untimed_sizes = [size for size in sizes(most) if size not in timed_sizes]
+    if not timed_sizes:
+        return next((size for size in untimed_sizes if _worst_cost(timing, size) <= seconds_left), None)
+    largest, least = timed_sizes[0], timed_sizes[-1]
     cost = _PROBE_STEPS * (timing.seconds(largest) or 0.0) / largest  # for each member
-    gains = [timing.gain(size) or 0.0 for size in known]
-    larger = [size for size in others if size > largest]
+    gains = [timing.gain(size) or 0.0 for size in timed_sizes]
+    larger = [size for size in untimed_sizes if size > largest]
     # A size that gains is known. Only a larger size can be better, and only if the largest known size still gains.
     if max(gains) >= LEAST_GAIN:
         hope = _hope(total_seconds, gains[0])
-        return next((size for size in larger if cost * size <= left + hope), None) if gains[0] >= LEAST_GAIN else None
+        return (
+            next((size for size in larger if cost * size <= seconds_left + hope), None)
+            if gains[0] >= LEAST_GAIN
+            else None
+        )
     if largest >= _LARGE and gains[0] < _HOPELESS_GAIN:
         return None
-    if len(known) == 1 and largest < _LARGE and larger:
-        return larger[-1] if cost * larger[-1] <= left else None
-    smaller = next((size for size in others if size < least), None)
-    if smaller is not None and (len(known) == 1 or gains[-1] > gains[-2]):
-        return smaller if cost * smaller <= left else None
-    return next((size for size in larger if cost * size <= left + _expected_hope(timing, size, total_seconds)), None)
+    # A single group below `_LARGE` members rules out no larger group.
+    if len(timed_sizes) == 1 and largest < _LARGE and larger:
+        return larger[-1] if cost * larger[-1] <= seconds_left else None
+    smaller = next((size for size in untimed_sizes if size < least), None)
+    if smaller is not None and (len(timed_sizes) == 1 or gains[-1] > gains[-2]):
+        return smaller if cost * smaller <= seconds_left else None
+    return next(
+        (size for size in larger if cost * size <= seconds_left + _expected_hope(timing, size, total_seconds)), None
+    )
 
 
 def _expected_hope(timing: FusionStepTimes, size: int, total_seconds: float) -> float:
@@ -142,18 +150,18 @@ def _hope(total_seconds: float, gain: float) -> float:
 
 def _worst_cost(timing: FusionStepTimes, size: int) -> float:
     """Return the worst-case seconds of timing a size, assuming only that larger groups take longer."""
-    seconds = [known for count, known in timing.group_seconds.items() if count > size]
+    seconds = [step_seconds for count, step_seconds in timing.group_seconds.items() if count > size]
     return _PROBE_STEPS * min(timing.alone_seconds / _WORST_GAIN * size, *seconds, float("inf"))
 
 
 def why(timing: FusionStepTimes, size: int, most: int) -> str:
     """Describe a choice in words, with its numbers."""
-    seen = ", ".join(
+    groups_text = ", ".join(
         f"{count} together {seconds / count * 1e3:.3g} ms each ({timing.gain(count):.2f}x)"
         for count, seconds in sorted(timing.group_seconds.items())
     )
-    alone = f"a step takes {timing.alone_seconds * 1e3:.3g} ms alone, {seen or 'and no group was timed'}"
-    drawn = f", beside {timing.drawing_seconds * 1e3:.3g} ms for drawing a batch"
+    alone_text = f"a step takes {timing.alone_seconds * 1e3:.3g} ms alone, {groups_text or 'and no group was timed'}"
+    drawing_text = f", beside {timing.drawing_seconds * 1e3:.3g} ms for drawing a batch"
     if size > 1:
-        return f"{size} of {most} are computed together: {alone}{drawn}"
-    return f"computed together they would not gain {LEAST_GAIN}x: {alone}{drawn}"
+        return f"{size} of {most} are computed together: {alone_text}{drawing_text}"
+    return f"computed together they would not gain {LEAST_GAIN}x: {alone_text}{drawing_text}"

@@ -53,12 +53,12 @@ class FusionBenchmark:
 
     def __init__(self, task: TrainTask, module: nn.Module, batch: Any, library: PlanLibrary, device: Device) -> None:
         self._original = task
-        own = batches.copied(batch)
+        batch_copy = batches.copied(batch)
         self._task = replace(
             task,
             model=lambda: copy.deepcopy(module),
             # An endless loader of a single batch: no epoch ends during the probe, and drawing costs nothing.
-            train=lambda: itertools.repeat(own),
+            train=lambda: itertools.repeat(batch_copy),
             batch_size=None,
             validate=None,
             evaluate=None,
@@ -95,6 +95,7 @@ class FusionBenchmark:
         Raises:
             HydraTuneError: the trials cannot be stacked, or cannot run.
         """
+        # Reports need no answer, so that the probe never waits.
         seats = [GroupSlot(MemberTrial(self._task, self._library, self._device), waits=False) for _ in range(count)]
         trial = GroupTrial(seats, plans, self._library, self._device, ClosedGroupDelegate())
         return self._steps(trial, lambda: seats[0].member.progress.steps)
@@ -107,33 +108,36 @@ class FusionBenchmark:
         streams = RandomStreams(self._original.seed)
         feed = TrialDataFeed(self._original.batch_size, streams.everything, streams.moves)
         feed.check(handle)
-        seen, before = [], self.now()
-        with closing(feed), closing(feed.draw(handle, shuffle=True)) as drawn:
-            for _ in itertools.islice(drawn, _DRAWS):
-                after = self.now()
-                seen.append(after - before)
-                before = after
-        return self._original.accumulate * min(seen, default=0.0)
+        draw_seconds, began = [], self.now()
+        with closing(feed), closing(feed.draw(handle, shuffle=True)) as draws:
+            for _ in itertools.islice(draws, _DRAWS):
+                ended = self.now()
+                draw_seconds.append(ended - began)
+                began = ended
+        # The fastest draw, since interference only adds time.
+        return self._original.accumulate * min(draw_seconds, default=0.0)
 
     def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:
         """Return the fastest step after the warm-up, since interference only ever adds time."""
         with self._device.worker(), _closing(trial):
-            found: list[float] = []
+            step_seconds: list[float] = []
             for seconds in self._timed(trial, steps_done):
                 # The first step creates optimizer state, so its time does not count.
-                found.append(seconds)
-                timed = found[_WARM_STEPS:]
-                if len(timed) == _MOST_STEPS or (len(timed) >= _LEAST_STEPS and sum(timed) > _ENOUGH_SECONDS):
-                    return min(timed)
-        raise HydraTuneError("its first steps do not run to their ends")
+                step_seconds.append(seconds)
+                timed_seconds = step_seconds[_WARM_STEPS:]
+                if len(timed_seconds) == _MOST_STEPS or (
+                    len(timed_seconds) >= _LEAST_STEPS and sum(timed_seconds) > _ENOUGH_SECONDS
+                ):
+                    return min(timed_seconds)
+        raise HydraTuneError("it ended before enough steps were timed")
 
     def _timed(self, trial: Trial, steps_done: Callable[[], int]) -> Iterator[float]:
         pager = Pager(self._device)
-        done, began = 0, self.now()
+        num_steps, began = 0, self.now()
         while isinstance(unit := trial.advance(), PendingUnit):
-            if steps_done() > done:
-                before, done, ended = done, steps_done(), self.now()
-                yield (ended - began) / (done - before)  # a unit may have several
+            if steps_done() > num_steps:
+                steps_before, num_steps, ended = num_steps, steps_done(), self.now()
+                yield (ended - began) / (num_steps - steps_before)  # a unit may have several
                 began = ended
             trial.finished(unit, run_unit(unit, self._device, pager, None))
 

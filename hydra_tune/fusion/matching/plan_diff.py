@@ -94,11 +94,12 @@ def likeness(plans: Sequence[ShardPlan]) -> MemberDifferences:
         UnfusableError: the plans differ in anything else, named in the message.
     """
     kinds: list[ShardPlan] = []
-    own = [_kind_of(plan, kinds) for plan in plans]
+    kind_numbers = [_kind_of(plan, kinds) for plan in plans]
     rows = None
     if len(kinds) > 1:
+        # All kinds share a single beginning: the shortest of any two.
         length = min(_common(kinds[0], kind) for kind in kinds[1:])
-        rows = HeadAssignment(tails_of(kinds, length), tuple(own))
+        rows = HeadAssignment(tails_of(kinds, length), tuple(kind_numbers))
     return MemberDifferences(_differing(plans), rows)
 
 
@@ -110,18 +111,19 @@ def _kind_of(plan: ShardPlan, kinds: list[ShardPlan]) -> int:
         except UnfusableError:
             continue
         return number
+    # A difference in anything but losses or metrics is refused later, by `_common`.
     kinds.append(plan)
     return len(kinds) - 1
 
 
 def _differing(plans: Sequence[ShardPlan]) -> Probabilities:
-    found: Probabilities = {}
+    by_slot: Probabilities = {}
     every = [dict(_of_plan(plan)) for plan in plans]
     for name, p in every[0].items():
-        own = [one.get(name, p) for one in every]
-        if any(value != p for value in own):
-            found[name] = own
-    return found
+        values = [by_node.get(name, p) for by_node in every]
+        if any(value != p for value in values):
+            by_slot[name] = values
+    return by_slot
 
 
 def _of_plan(plan: ShardPlan) -> list[tuple[str, float]]:
@@ -146,12 +148,12 @@ def _probability(node: fx.Node) -> float | None:
 
 
 def _set(node: fx.Node, p: float) -> None:
-    wanted = _PROBABILITIES[node.target]
+    name = _PROBABILITIES[node.target]
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]  # noqa: SLF001
-        if argument.name == wanted and position < len(node.args):
+        if argument.name == name and position < len(node.args):
             node.update_arg(position, p)
             return
-    node.update_kwarg(wanted, p)
+    node.update_kwarg(name, p)
 
 
 def _check_plans(a: ShardPlan, b: ShardPlan) -> None:
@@ -160,31 +162,31 @@ def _check_plans(a: ShardPlan, b: ShardPlan) -> None:
     if a.eager or b.eager:
         raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
     if len(a.shards) != len(b.shards) or a.outputs != b.outputs or a.mode != b.mode:
-        raise UnfusableError("its graph is cut otherwise, or has other results")
+        raise UnfusableError("its graph is cut into different shards, or has different results")
     if a.constants.keys() != b.constants.keys() or not all(_same(a.constants[n], b.constants[n]) for n in a.constants):
-        raise UnfusableError("its graph has other constants")
-    for one, other in zip(a.shards, b.shards, strict=True):
-        _check_shards(one.graph, other.graph)
+        raise UnfusableError("its graph has different constants")
+    for shard, other_shard in zip(a.shards, b.shards, strict=True):
+        _check_shards(shard.graph, other_shard.graph)
 
 
 def _common(a: ShardPlan, b: ShardPlan) -> int:
     """Return the number of equal leading operators of two single-shard plans that differ only in their results."""
-    told = _told(a, b)
+    difference = _told(a, b)
     if a.eager or b.eager or a.mode != b.mode:
-        raise UnfusableError(told)
+        raise UnfusableError(difference)
     if max(len(a.shards), len(b.shards)) > 1:
-        raise UnfusableError(f"{told}; losses and metrics may be a member's own where a model is one shard")
+        raise UnfusableError(f"{difference}; losses and metrics may be a member's own where a model is one shard")
     names = ("trained", "shared_gradients", "has_backward")
     of_graph = ("state", "written_state", "saved_state")
-    last, other = a.shards[-1], b.shards[-1]
-    alike = all(getattr(last, name) == getattr(other, name) for name in names)
-    if not alike or any(getattr(last.graph, name) != getattr(other.graph, name) for name in of_graph):
-        raise UnfusableError(told)
+    shard, other_shard = a.shards[-1], b.shards[-1]
+    are_alike = all(getattr(shard, name) == getattr(other_shard, name) for name in names)
+    if not are_alike or any(getattr(shard.graph, name) != getattr(other_shard.graph, name) for name in of_graph):
+        raise UnfusableError(difference)
     length = _equal_operators(a, b)
     try:
         tails_of([a, b], length)
     except UnfusableError as error:
-        raise UnfusableError(f"{told}; {error}") from error
+        raise UnfusableError(f"{difference}; {error}") from error
     return length
 
 
@@ -199,34 +201,38 @@ def _told(a: ShardPlan, b: ShardPlan) -> str:
 
 def _equal_operators(a: ShardPlan, b: ShardPlan) -> int:
     """Return the number of equal operators with which two shards begin."""
-    one, other = (plan.shards[-1].graph.code for plan in (a, b))
-    if one is None or other is None:
+    code, other_code = (plan.shards[-1].graph.code for plan in (a, b))
+    if code is None or other_code is None:
         raise UnfusableError("its graph is compiled")
-    numbers = _begun(a, one, {}) | _begun(b, other, a.constants)
-    for node in (*one.graph.nodes, *other.graph.nodes):
+    numbers = _begun(a, code, {}) | _begun(b, other_code, a.constants)
+    for node in (*code.graph.nodes, *other_code.graph.nodes):
         if node.op == "get_attr":
-            numbers[node] = _attribute(node, one, other)
+            numbers[node] = _attribute(node, code, other_code)
     length = 0
-    for own, two in zip(operators_of(one), operators_of(other), strict=False):
-        alike = own.op == two.op and own.target == two.target and own.name == two.name
-        if not alike or _key(own, numbers, is_outer=True) != _key(two, numbers, is_outer=True):
+    for operator, other_operator in zip(operators_of(code), operators_of(other_code), strict=False):
+        is_alike = (
+            operator.op == other_operator.op
+            and operator.target == other_operator.target
+            and operator.name == other_operator.name
+        )
+        if not is_alike or _key(operator, numbers, is_outer=True) != _key(other_operator, numbers, is_outer=True):
             break
         # Equal operators receive the same number, so the keys of later
         # operators compare arguments by position instead of by identity.
-        numbers[own] = numbers[two] = length
+        numbers[operator] = numbers[other_operator] = length
         length += 1
     return length
 
 
 def _begun(plan: ShardPlan, code: fx.GraphModule, others: Mapping[str, Tensor]) -> dict[fx.Node, object]:
     """Return an identity for every argument of a shard; equal arguments of two plans have equal identities."""
-    found: dict[fx.Node, object] = {}
+    identities: dict[fx.Node, object] = {}
     for node, (kind, name) in zip(placeholders_of(code), arguments_of(plan.shards[-1].graph), strict=True):
         is_other = (
             kind == "constant" and str(name) in others and not _same(plan.constants[str(name)], others[str(name)])
         )
-        found[node] = (kind, name, is_other)
-    return found
+        identities[node] = (kind, name, is_other)
+    return identities
 
 
 def _attribute(node: fx.Node, one: fx.GraphModule, other: fx.GraphModule) -> object:
@@ -243,21 +249,21 @@ def _attribute(node: fx.Node, one: fx.GraphModule, other: fx.GraphModule) -> obj
 def _check_shards(a: ShardGraph, b: ShardGraph) -> None:
     names = ("state", "constants", "inputs", "live_in", "live_out", "written_state", "saved_state", "cloned")
     if any(getattr(a, name) != getattr(b, name) for name in names) or a.code is None or b.code is None:
-        raise UnfusableError("its graph is cut otherwise, or uses other parameters")
+        raise UnfusableError("its graph is cut into different shards, or uses different parameters")
     _check_graphs(a.code, b.code, is_outer=True)
 
 
 def _check_graphs(a: fx.GraphModule, b: fx.GraphModule, *, is_outer: bool) -> None:
-    own, other = list(a.graph.nodes), list(b.graph.nodes)
-    numbers: dict[fx.Node, object] = {node: number for nodes in (own, other) for number, node in enumerate(nodes)}
-    if len(own) != len(other):
-        raise UnfusableError(f"its graph has {len(other)} operators, and the others' {len(own)}")
-    for one, two in zip(own, other, strict=True):
+    a_nodes, b_nodes = list(a.graph.nodes), list(b.graph.nodes)
+    numbers: dict[fx.Node, object] = {node: number for nodes in (a_nodes, b_nodes) for number, node in enumerate(nodes)}
+    if len(a_nodes) != len(b_nodes):
+        raise UnfusableError(f"its graph has {len(b_nodes)} operators, and the others' {len(a_nodes)}")
+    for one, two in zip(a_nodes, b_nodes, strict=True):
         if one.op == two.op == "get_attr":
             _check_attributes(getattr(a, str(one.target)), getattr(b, str(two.target)))
             continue
-        alike = one.op == two.op and (one.op in ("placeholder", "output") or one.target == two.target)
-        if not alike or one.name != two.name or _key(one, numbers, is_outer) != _key(two, numbers, is_outer):
+        is_alike = one.op == two.op and (one.op in ("placeholder", "output") or one.target == two.target)
+        if not is_alike or one.name != two.name or _key(one, numbers, is_outer) != _key(two, numbers, is_outer):
             raise UnfusableError(f"its graph has {two.target} ({two.name}) with other arguments than the others'")
 
 
@@ -265,7 +271,7 @@ def _check_attributes(one: object, two: object) -> None:
     if isinstance(one, fx.GraphModule) and isinstance(two, fx.GraphModule):
         _check_graphs(one, two, is_outer=False)
     elif not (isinstance(one, Tensor) and isinstance(two, Tensor) and _same(one, two)):
-        raise UnfusableError("its graph holds other values")
+        raise UnfusableError("its graph holds different values")
 
 
 def _key(node: fx.Node, numbers: Mapping[fx.Node, object], is_outer: bool) -> str:
@@ -277,8 +283,9 @@ def _key(node: fx.Node, numbers: Mapping[fx.Node, object], is_outer: bool) -> st
         arguments = (node.args, dict(node.kwargs))
     numbered: Any = lambda n: _NodeIdentity(numbers[n])  # noqa: E731
     mapped = fx.node.map_arg(arguments, numbered)
-    made = node.meta.get("val")
-    geometry = (tuple(made.shape), made.dtype, made.stride()) if isinstance(made, Tensor) else None
+    result = node.meta.get("val")
+    geometry = (tuple(result.shape), result.dtype, result.stride()) if isinstance(result, Tensor) else None
+    # As text, in which nodes are positions and floats are exact.
     return repr((mapped, geometry))
 
 

@@ -83,15 +83,18 @@ def tails_of(plans: Sequence[ShardPlan], length: int) -> MultiHeadPlan:
     """
     for plan in plans:
         if set(plan.shards[-1].graph.live_out) != set(plan.outputs):
-            raise UnfusableError("its losses are not the same, and some results are none of its operators'")
+            raise UnfusableError(
+                "its losses differ from the others', and some of its results are not computed by an operator"
+            )
     none: set[int] = set()
     while True:
         tails = tuple(_tail(plan, length, number) for number, plan in enumerate(plans))
+        # A plan that only evaluates has no gradients to compare.
         reached: list[set[int]] = [
             _reached(plan, tail) if plan.mode == "train" else none for plan, tail in zip(plans, tails, strict=True)
         ]
-        apart = none.union(*reached) - reached[0].intersection(*reached)
-        if not apart:
+        partly_reached = none.union(*reached) - reached[0].intersection(*reached)
+        if not partly_reached:
             return MultiHeadPlan(tuple(plans), length, tails)
         # Shorten the common part by an operator at a time until every loss sends gradients into the same common
         # values. Otherwise some members would lack gradients that the stacked backward computes for others.
@@ -105,35 +108,39 @@ def _tail(plan: ShardPlan, length: int, number: int) -> LossHead:
     assert code is not None, "compared before"
     operators = operators_of(code)
     begins = {node: index for index, node in enumerate(operators[:length])}
-    rest = operators[length:]
-    for node in rest:
+    tail_nodes = operators[length:]
+    for node in tail_nodes:
         _check(node)
+        # A region's operators run on copies of rows as well.
         for region in _regions(node, code):
-            for one in region.graph.nodes:
-                _check(one)
+            for inner_node in region.graph.nodes:
+                _check(inner_node)
     (ends,) = (node.args[0] for node in code.graph.nodes if node.op == "output")
-    wanted = list(ends)
-    own = dict(zip(placeholders_of(code), arguments_of(graph), strict=True))
-    used = {given for node in rest for given in node.all_input_nodes} | set(wanted)
-    made = sorted((node for node in used if node in begins), key=begins.__getitem__)
-    taken = {
-        kind: [node for node, what in own.items() if node in used and what[0] == kind]
+    output_nodes = list(ends)
+    arguments = dict(zip(placeholders_of(code), arguments_of(graph), strict=True))
+    used_nodes = {argument for node in tail_nodes for argument in node.all_input_nodes} | set(output_nodes)
+    common_nodes = sorted((node for node in used_nodes if node in begins), key=begins.__getitem__)
+    taken_nodes = {
+        kind: [node for node, kind_and_name in arguments.items() if node in used_nodes and kind_and_name[0] == kind]
         for kind in ("state", "input", "constant")
     }
-    if taken["state"]:
+    if taken_nodes["state"]:
         raise UnfusableError(
             "its graph uses parameters or buffers beyond the first operator that differs from the others'"
         )
-    if not made:
-        raise UnfusableError("its result does not depend on what its model makes")
-    for node in made:
+    if not common_nodes:
+        raise UnfusableError("its results do not depend on its model's outputs")
+    for node in common_nodes:
         value_of(node)
-    part = part_of(code, [*made, *taken["input"], *taken["constant"]], rest, wanted)
-    constants = {f"{own[node][1]}:{number}": plan.constants[str(own[node][1])] for node in taken["constant"]}
+    part = part_of(code, [*common_nodes, *taken_nodes["input"], *taken_nodes["constant"]], tail_nodes, output_nodes)
+    # Numbered by tail, because the constants of two tails may have the same name.
+    constants = {
+        f"{arguments[node][1]}:{number}": plan.constants[str(arguments[node][1])] for node in taken_nodes["constant"]
+    }
     return LossHead(
         code=part,
-        made=tuple(begins[node] for node in made),
-        inputs=tuple(int(own[node][1]) for node in taken["input"]),
+        made=tuple(begins[node] for node in common_nodes),
+        inputs=tuple(int(arguments[node][1]) for node in taken_nodes["input"]),
         constants=constants,
         results={name: graph.live_out.index(output) for name, output in zip(plan.names, plan.outputs, strict=True)},
     )
@@ -149,12 +156,12 @@ def _check(node: fx.Node) -> None:
 
 def _regions(node: fx.Node, code: fx.GraphModule) -> list[fx.GraphModule]:
     """Return the graphs that an operator runs, including nested graphs."""
-    found: list[fx.GraphModule] = []
-    for given in node.all_input_nodes:
-        region = getattr(code, str(given.target), None) if given.op == "get_attr" else None
+    regions: list[fx.GraphModule] = []
+    for argument in node.all_input_nodes:
+        region = getattr(code, str(argument.target), None) if argument.op == "get_attr" else None
         if isinstance(region, fx.GraphModule):
-            found += [region, *(inner for one in region.graph.nodes for inner in _regions(one, region))]
-    return found
+            regions += [region, *(inner for inner_node in region.graph.nodes for inner in _regions(inner_node, region))]
+    return regions
 
 
 def _reached(plan: ShardPlan, tail: LossHead) -> set[int]:
@@ -164,31 +171,31 @@ def _reached(plan: ShardPlan, tail: LossHead) -> set[int]:
     # Autograd on fake tensors answers the question without memory or arithmetic.
     mode = FakeTensorMode()
     with mode, torch.enable_grad():
-        given = [_like(value_of(node)) for node in placeholders[: len(tail.made) + len(tail.inputs)]]
+        fakes = [_like(value_of(node)) for node in placeholders[: len(tail.made) + len(tail.inputs)]]
         leaves = {
             number: tensor.requires_grad_()
-            for number, tensor in zip(tail.made, given, strict=False)
+            for number, tensor in zip(tail.made, fakes, strict=False)
             if number in trained and tensor.is_floating_point()
         }
-        made = tail.code(*given, *(_like(constant) for constant in tail.constants.values()))
-        loss = made[tail.results[plan.names[0]]]
+        outputs = tail.code(*fakes, *(_like(constant) for constant in tail.constants.values()))
+        loss = outputs[tail.results[plan.names[0]]]
         if not loss.requires_grad:
             raise UnfusableError("its loss has no gradients")
-        found = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
-    return {number for number, gradient in zip(leaves, found, strict=True) if gradient is not None}
+        gradients = torch.autograd.grad(loss.sum(), list(leaves.values()), allow_unused=True)
+    return {number for number, gradient in zip(leaves, gradients, strict=True) if gradient is not None}
 
 
 def _trained(plan: ShardPlan) -> set[int]:
     """Return the operators that depend on parameters."""
     graph = plan.shards[-1].graph
     assert graph.code is not None, "compared before"
-    own = zip(placeholders_of(graph.code), arguments_of(graph), strict=True)
-    found = {node for node, (kind, _) in own if kind == "state"}
+    arguments = zip(placeholders_of(graph.code), arguments_of(graph), strict=True)
+    dependent_nodes = {node for node, (kind, _) in arguments if kind == "state"}
     operators = operators_of(graph.code)
     for node in operators:
-        if not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return {number for number, node in enumerate(operators) if node in found}
+        if not dependent_nodes.isdisjoint(node.all_input_nodes):
+            dependent_nodes.add(node)
+    return {number for number, node in enumerate(operators) if node in dependent_nodes}
 
 
 def _like(value: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class MaskedReduction:
             tensors: the operator's inputs, with the members in front.
         """
         places = torch.arange(self.rows, device=counts.device)
+        # A sample's positions lie one after another, so the samples that count come first.
         is_own = places < (counts * self.each).unsqueeze(1)
         if self.target in (aten.cross_entropy_loss.default, aten.nll_loss_nd.default):
             return self._of_classes(is_own, *tensors)
@@ -56,6 +57,7 @@ class MaskedReduction:
         total = torch.where(is_own, single, torch.zeros_like(single)).flatten(1).sum(1)
         if self.reduction != _MEAN:
             return total
+        # As many elements as torch's mean would divide by, of the samples that count alone.
         return total / (counts * (single[0].numel() // self.rows * self.each))
 
     def _of_classes(self, is_own: Tensor, scores: Tensor, target: Tensor) -> Tensor:
@@ -63,9 +65,9 @@ class MaskedReduction:
         # Ignored targets drop out of the sum and of the mean's divisor.
         target = torch.where(is_own, target, torch.full_like(target, ignored))
         if self.target is aten.cross_entropy_loss.default:
-            made = cross_entropy(scores, target, None, self.reduction, ignored)
-            assert made is not None, "only such losses are counted"
-            return made
+            losses = cross_entropy(scores, target, None, self.reduction, ignored)
+            assert losses is not None, "only such losses are counted"
+            return losses
         single: Tensor = aten.nll_loss_nd.default(scores.flatten(0, 1), target.flatten(), None, _NONE, ignored)
         total = single.view_as(target).sum(1)
         return total / (target != ignored).sum(1) if self.reduction == _MEAN else total
@@ -88,16 +90,17 @@ def with_counts(code: fx.GraphModule, counted: Mapping[str, MaskedReduction], af
     copies: dict[fx.Node, fx.Node] = {}
     counts: fx.Node | None = None
     for number, node in enumerate(code.graph.nodes):
+        # Arguments come first, so the counts are the last argument.
         if number == after:
             counts = graph.placeholder(COUNTS)
-        one = counted.get(node.name)
+        reduction = counted.get(node.name)
         if node.op == "output":
             graph.output(fx.node.map_arg(node.args[0], copies.__getitem__))
-        elif one is None:
+        elif reduction is None:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         else:
             assert counts is not None, "arguments come first"
-            tensors = [copies[given] for given in node.all_input_nodes]
+            tensors = [copies[argument] for argument in node.all_input_nodes]
             copies[node] = graph.create_node("call_function", counted_loss, (counts, *tensors), {}, node.name)
-            copies[node].meta = {**node.meta, LOSS: one}
+            copies[node].meta = {**node.meta, LOSS: reduction}
     return fx.GraphModule(code, graph)

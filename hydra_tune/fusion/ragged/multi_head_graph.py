@@ -25,17 +25,17 @@ def with_tails(shard: Shard, rows: HeadAssignment, prefix: "StackedPrefix") -> S
         rows: assignment of tails to members.
         prefix: the common beginning.
     """
-    used = [tail for number, tail in enumerate(rows.tails.tails) if number in rows.of]
+    used_tails = [tail for number, tail in enumerate(rows.tails.tails) if number in rows.of]
     graph = shard.graph
-    constants = (*prefix.constants, *(name for tail in used for name in tail.constants))
-    inputs = tuple(sorted({*prefix.inputs, *(index for tail in used for index in tail.inputs)}))
+    constants = (*prefix.constants, *(name for tail in used_tails for name in tail.constants))
+    inputs = tuple(sorted({*prefix.inputs, *(index for tail in used_tails for index in tail.inputs)}))
     names = results_of(rows)
     places: list[tuple[str, str | int]] = [
         *(("state", name) for name in graph.state),
         *(("constant", name) for name in constants),
         *(("input", index) for index in inputs),
     ]
-    module = _MultiHeadGraph(prefix, rows, names, {what: number for number, what in enumerate(places)})
+    module = _MultiHeadGraph(prefix, rows, names, {argument: number for number, argument in enumerate(places)})
     live_out = tuple(_RESULT + name for name in names)
     graph = replace(graph, module=module, constants=constants, inputs=inputs, live_out=live_out)
     is_training = rows.tails.plans[0].mode == "train"
@@ -57,9 +57,12 @@ def with_results(plan: ShardPlan, rows: HeadAssignment) -> ShardPlan:
     """Return the plan adapted to a shard made by `with_tails`."""
     names = tuple(results_of(rows))
     outputs = tuple(_RESULT + name for name in names)
-    own = {name: value for number in set(rows.of) for name, value in rows.tails.tails[number].constants.items()}
-    kept = {name for shard in plan.shards for name in shard.graph.constants}
-    constants = {name: value for name, value in (plan.constants | own).items() if name in kept}
+    tail_constants = {
+        name: value for number in set(rows.of) for name, value in rows.tails.tails[number].constants.items()
+    }
+    used_names = {name for shard in plan.shards for name in shard.graph.constants}
+    constants = {name: value for name, value in (plan.constants | tail_constants).items() if name in used_names}
+    # The only shard, 0, makes all results of the group.
     birth = {name: index for name, index in plan.birth.items() if name not in plan.outputs}
     return replace(
         plan,
@@ -88,18 +91,22 @@ class StackedPrefix:
 
     def __init__(self, graph: ShardGraph, code: fx.GraphModule, rows: HeadAssignment, slots: frozenset[str]) -> None:
         tails = rows.tails
-        used = [tail for number, tail in enumerate(tails.tails) if number in rows.of]
-        self.made = tuple(sorted({number for tail in used for number in tail.made}))
+        used_tails = [tail for number, tail in enumerate(tails.tails) if number in rows.of]
+        self.made = tuple(sorted({number for tail in used_tails for number in tail.made}))
         operators = operators_of(code)
-        wanted = [operators[number] for number in self.made]
-        own = dict(zip(placeholders_of(code), arguments_of(graph), strict=True))
-        taken = {given for node in operators[: tails.length] for given in node.all_input_nodes}
-        self.takes = [what for node, what in own.items() if node in taken or what[0] == "state"]
+        output_nodes = [operators[number] for number in self.made]
+        arguments = dict(zip(placeholders_of(code), arguments_of(graph), strict=True))
+        read_nodes = {argument for node in operators[: tails.length] for argument in node.all_input_nodes}
+        self.takes = [
+            kind_and_name
+            for node, kind_and_name in arguments.items()
+            if node in read_nodes or kind_and_name[0] == "state"
+        ]
         self.constants = tuple(str(name) for kind, name in self.takes if kind == "constant")
         self.inputs = tuple(int(index) for kind, index in self.takes if kind == "input")
-        self.made_bytes = sum(value_of(node).nbytes for node in wanted)
-        begins = [node for node, what in own.items() if what in self.takes]
-        part = part_of(code, begins, operators[: tails.length], wanted)
+        self.made_bytes = sum(value_of(node).nbytes for node in output_nodes)
+        begins = [node for node, kind_and_name in arguments.items() if kind_and_name in self.takes]
+        part = part_of(code, begins, operators[: tails.length], output_nodes)
         is_stacked = [kind != "constant" for kind, _ in self.takes]
         if not any(is_stacked):
             raise UnfusableError("one of its shards depends on nothing of the trial")
@@ -117,10 +124,12 @@ class _MultiHeadGraph:
         places: dict[tuple[str, str | int], int],
     ) -> None:
         self._prefix = prefix
-        self._takes = [places[what] for what in prefix.takes]
+        self._takes = [places[argument] for argument in prefix.takes]
         self._names = names
         self._branches = [
-            _StackedHead(tail, [index for index, own in enumerate(rows.of) if own == number], prefix.made, places)
+            _StackedHead(
+                tail, [index for index, tail_number in enumerate(rows.of) if tail_number == number], prefix.made, places
+            )
             for number, tail in enumerate(rows.tails.tails)
             if number in rows.of
         ]
@@ -130,21 +139,21 @@ class _MultiHeadGraph:
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         """Return the results, with the members in front; results that a member does not have are NaN."""
-        made = self._prefix.run(*(arguments[place] for place in self._takes))
-        parts = [branch(made, arguments) for branch in self._branches]
+        common_values = self._prefix.run(*(arguments[place] for place in self._takes))
+        parts = [branch(common_values, arguments) for branch in self._branches]
         return tuple(self._together([part.get(name) for part in parts]) for name in self._names)
 
     def _together(self, parts: Sequence[Tensor | None]) -> Tensor:
-        found = [part for part in parts if part is not None]
-        if len(found) < len(parts) or len({part.dtype for part in found}) > 1:
+        present_parts = [part for part in parts if part is not None]
+        if len(present_parts) < len(parts) or len({part.dtype for part in present_parts}) > 1:
             # Tails may return different dtypes; float64 holds float32 losses and ordinary counts exactly.
             wide = [None if part is None else part.to(torch.float64) for part in parts]
             like = next(part for part in wide if part is not None)
-            found = [
+            present_parts = [
                 like.new_full((len(branch.rows),), torch.nan) if part is None else part
                 for branch, part in zip(self._branches, wide, strict=True)
             ]
-        return _picked(torch.cat(found), self._inverse)
+        return _picked(torch.cat(present_parts), self._inverse)
 
 
 class _StackedHead:
@@ -160,21 +169,23 @@ class _StackedHead:
         self.rows = rows
         self._results = tail.results
         self._made = [made.index(number) for number in tail.made]
-        given: list[tuple[tuple[str, str | int], bool]] = [
+        own_arguments: list[tuple[tuple[str, str | int], bool]] = [
             *((("input", index), True) for index in tail.inputs),
             *((("constant", name), False) for name in tail.constants),
         ]
-        self._given = [(places[what], is_stacked) for what, is_stacked in given]
-        self._run = StackedGraph(tail.code, [*[True] * len(tail.made), *(is_stacked for _, is_stacked in given)])
+        self._given = [(places[argument], is_stacked) for argument, is_stacked in own_arguments]
+        self._run = StackedGraph(
+            tail.code, [*[True] * len(tail.made), *(is_stacked for _, is_stacked in own_arguments)]
+        )
 
     def __call__(self, made: Sequence[Tensor], arguments: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the tail's results by name, each a vector with an element per row."""
-        own = [_picked(made[place], self.rows) for place in self._made]
-        given = [
+        common_values = [_picked(made[place], self.rows) for place in self._made]
+        own_values = [
             _picked(arguments[place], self.rows) if is_stacked else arguments[place]
             for place, is_stacked in self._given
         ]
-        outputs = self._run(*own, *given)
+        outputs = self._run(*common_values, *own_values)
         return {name: outputs[place].reshape(len(self.rows)) for name, place in self._results.items()}
 
 

@@ -62,16 +62,16 @@ class PlanBatchSpec:
         (shard,) = self.plan.shards
         graph = shard.graph
         assert graph.code is not None, "a compiled shard has no nodes"
-        given = [
+        argument_values = [
             torch.empty(tuple(s.shape), dtype=s.dtype, device="meta") for s in map(self.state.__getitem__, graph.state)
         ]
-        given += [self.plan.constants[name] for name in graph.constants]
-        given += [self.inputs[index] for index in graph.inputs]
-        arguments = iter(given)
+        argument_values += [self.plan.constants[name] for name in graph.constants]
+        argument_values += [self.inputs[index] for index in graph.inputs]
+        arguments = iter(argument_values)
         copies: dict[fx.Node, fx.Node] = {}
-        made = fx.Graph()
+        copied_graph = fx.Graph()
         for node in graph.code.graph.nodes:
-            copies[node] = made.node_copy(node, copies.__getitem__)
+            copies[node] = copied_graph.node_copy(node, copies.__getitem__)
             if node.op == "placeholder":
                 copies[node].meta["val"] = next(arguments)
         return list(copies.values())
@@ -91,21 +91,22 @@ def counted_losses(one: PlanBatchSpec, other: PlanBatchSpec) -> dict[str, Masked
     if small.eager or large.eager or len(small.shards) > 1 or len(large.shards) > 1:
         raise UnfusableError("its step is cut into shards, or runs whole")
     a, b = small.shards[0].graph, large.shards[0].graph
+    # The padded graph takes the whole batch, and behind it the counts (`_stacked_shard`).
     if {*a.inputs} != {*range(len(one.inputs))} or len(one.inputs) != len(other.inputs):
-        raise UnfusableError("it leaves tensors of the batch out")
+        raise UnfusableError("its step does not use all tensors of the batch")
     names = ("state", "constants", "inputs", "live_in", "live_out")
     if any(getattr(a, name) != getattr(b, name) for name in names) or small.outputs != large.outputs:
-        raise UnfusableError("its graphs use other tensors")
+        raise UnfusableError("its graphs for the two batch sizes use different tensors")
     constants = [(small.constants[name], large.constants[name]) for name in a.constants]
     if not all(x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y) for x, y in constants):
-        raise UnfusableError("its graphs hold other values")
+        raise UnfusableError("its graphs for the two batch sizes hold different constants")
     if a.code is None or b.code is None or not a.inputs or a.live_in:
         raise UnfusableError("its step has no graph of the batch")
-    first = len(a.state) + len(a.constants)
-    walk = _SampleWalk((one.samples, other.samples), range(first, first + len(a.inputs)))
+    first_input = len(a.state) + len(a.constants)
+    walk = _SampleWalk((one.samples, other.samples), range(first_input, first_input + len(a.inputs)))
     walk.go(one.nodes(), other.nodes())
     if not walk.counted:
-        raise UnfusableError("nothing that it gives out is over samples")
+        raise UnfusableError("none of its results is a loss over the samples")
     # A buffer such as a running mean would absorb the padding.
     if b.written_state or a.written_state:
         raise UnfusableError(f"its step overwrites {(*b.written_state, *a.written_state)[0]!r}")
@@ -130,7 +131,7 @@ class _SampleWalk:
     def go(self, own: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
         """Walk all nodes of the smaller batch's graph and of the larger batch's graph."""
         if len(own) != len(other):
-            raise UnfusableError("its graphs have not as many operators")
+            raise UnfusableError("its graphs for the two batch sizes have different numbers of operators")
         numbers = {node: number for nodes in (own, other) for number, node in enumerate(nodes)}
         for number, (a, b) in enumerate(zip(own, other, strict=True)):
             if a.op != b.op or a.name != b.name or (a.op == "call_function" and a.target != b.target):
@@ -139,14 +140,14 @@ class _SampleWalk:
                 self._dims[b] = self._argument(number, a, b)
             elif b.op == "output":
                 if any(self._dims[leaf] is not None for leaf in b.all_input_nodes):
-                    raise UnfusableError("it gives out values of single samples")
+                    raise UnfusableError("it returns values of single samples")
             elif b.target is aten._assert_tensor_metadata.default:  # noqa: SLF001 - true for every batch of the kind
                 self._dims[b] = None
             elif b.op == "call_function":
                 self._check_arguments(a, b, numbers)
                 self._dims[b] = self._made(a, b)
             else:
-                raise UnfusableError("it has regions of its own (torch.no_grad())")
+                raise UnfusableError("its graph has a region with a grad mode of its own (torch.no_grad())")
 
     def dim(self, node: Any) -> Any:
         """Return the dimension of a node's value that holds the samples."""
@@ -155,11 +156,13 @@ class _SampleWalk:
     def _argument(self, number: int, a: fx.Node, b: fx.Node) -> int | None:
         dim = self._scaled(a.meta.get("val"), b.meta.get("val"), b)
         if dim is None:
-            same = b.meta["val"]
+            value = b.meta["val"]
             # `StackedBatches` recognizes samples by the size of the
             # first dimension, and would pad such a tensor as well.
-            if number in self._inputs and same.dim() and same.shape[0] == self._samples[0]:
-                raise UnfusableError("its batches have tensors that are as long as one of them without being samples")
+            if number in self._inputs and value.dim() and value.shape[0] == self._samples[0]:
+                raise UnfusableError(
+                    "its batch has a tensor that is as long as the smaller batch and does not hold samples"
+                )
             return None
         sizes = (a.meta["val"].shape[dim], b.meta["val"].shape[dim])
         if number not in self._inputs or dim != 0 or sizes != self._samples:
@@ -168,19 +171,20 @@ class _SampleWalk:
 
     def _check_arguments(self, a: fx.Node, b: fx.Node, numbers: Mapping[fx.Node, int]) -> None:
         """Check that both nodes have equal arguments, except for sizes."""
+        # Nodes print as positions, so equal text means equal arguments.
         place: Any = lambda leaf: _NodePosition(numbers[leaf])  # noqa: E731
-        found: list[Any]
+        keys: list[Any]
         if not isinstance(b.target, OpOverload):
-            found = [fx.node.map_arg((n.args, n.kwargs), place) for n in (a, b)]
-            alike = repr(found[0]) == repr(found[1])
+            keys = [fx.node.map_arg((n.args, n.kwargs), place) for n in (a, b)]
+            are_equal = repr(keys[0]) == repr(keys[1])
         else:
-            one, other = named_arguments(a), named_arguments(b)
+            small_named, large_named = named_arguments(a), named_arguments(b)
             name = _SIZES.get(b.target, "")
-            alike = _are_sizes(one.pop(name, ()), other.pop(name, ()), self._samples)
-            found = [fx.node.map_arg(named, place) for named in (one, other)]
-            alike = alike and repr(found[0]) == repr(found[1])
-        if not alike:
-            raise UnfusableError(f"{b.target} has other arguments for other batch sizes ({b.name})")
+            are_equal = _are_sizes(small_named.pop(name, ()), large_named.pop(name, ()), self._samples)
+            keys = [fx.node.map_arg(named, place) for named in (small_named, large_named)]
+            are_equal = are_equal and repr(keys[0]) == repr(keys[1])
+        if not are_equal:
+            raise UnfusableError(f"{b.target} has different arguments for different batch sizes ({b.name})")
 
     def _made(self, a: fx.Node, b: fx.Node) -> Any:
         """Return the sample dimension of a node's result, proved both by sizes and by the operator's rule."""
@@ -191,19 +195,19 @@ class _SampleWalk:
             by_size: Any = [self._scaled(one, other, b) for one, other in zip(small or (), large, strict=True)]
         else:
             by_size = self._scaled(small, large, b)
-        given = [node for node in b.all_input_nodes if _any(self._dims[node])]
-        if not given and not _any(by_size):
+        sample_inputs = [node for node in b.all_input_nodes if _any(self._dims[node])]
+        if not sample_inputs and not _any(by_size):
             return by_size
         target = b.target
         if isinstance(target, OpOverload):
             loss = LOSSES.get(target)
-            is_plain = by_size is None and all(self._outer.get(one, 1) == 1 for one in given)
+            is_plain = by_size is None and all(self._outer.get(one, 1) == 1 for one in sample_inputs)
             reduced = loss(self.dim, b) if loss is not None and is_plain else None
             if reduced is not None:
                 dim, reduction, keywords = reduced
                 rows = b.all_input_nodes[0].meta["val"].shape[dim]
                 self.counted[b.name] = MaskedReduction(target, dim, rows, rows // self._samples[1], reduction, keywords)
-            elif not self._keeps_apart(b, given, by_size):
+            elif not self._keeps_apart(b, sample_inputs, by_size):
                 raise _refused(b)
             return by_size
         if getattr(target, "__name__", "") != "getitem" or self.dim(b.args[0])[b.args[1]] != by_size:
@@ -212,17 +216,19 @@ class _SampleWalk:
 
     def _keeps_apart(self, node: fx.Node, given: Sequence[fx.Node], made: Any) -> bool:
         """Return whether an operator computes each sample separately."""
-        before = [self._outer.get(one, 1) for one in given]
+        outer_before = [self._outer.get(argument, 1) for argument in given]
         if node.target in ROW_MAJOR and len(given) == 1:
-            outer = outer_of(node, self._dims[given[0]], made, before[0], self._samples[1])
+            outer = outer_of(node, self._dims[given[0]], made, outer_before[0], self._samples[1])
             if outer is None:
                 return False
             self._outer[node] = outer
             return True
-        if any(outer > 1 for outer in before):
+        # The other rules expect a single set of samples in a dimension. A linear layer maps every position by itself,
+        # however many sets there are.
+        if any(outer > 1 for outer in outer_before):
             if node.target is not aten.linear.default:
                 return False
-            self._outer[node] = before[0]
+            self._outer[node] = outer_before[0]
         return keeps_samples_apart(self.dim, node, made)
 
     def _scaled(self, small: Any, large: Any, node: fx.Node) -> int | None:
@@ -234,7 +240,7 @@ class _SampleWalk:
         a, b = tuple(small.shape), tuple(large.shape)
         if small.dtype != large.dtype or len(a) != len(b):
             raise UnfusableError(f"its graphs differ in {node.name}")
-        dims = [dim for dim, (one, other) in enumerate(zip(a, b, strict=True)) if one != other]
+        dims = [dim for dim, (small_size, large_size) in enumerate(zip(a, b, strict=True)) if small_size != large_size]
         if not dims:
             return None
         if (
@@ -242,7 +248,7 @@ class _SampleWalk:
             or a[dims[0]] * self._samples[1] != b[dims[0]] * self._samples[0]
             or b[dims[0]] % self._samples[1]
         ):
-            raise UnfusableError(f"{node.name} has not as many values for each sample")
+            raise UnfusableError(f"{node.name} has different numbers of values for each sample")
         return dims[0]
 
 
@@ -257,13 +263,16 @@ class _NodePosition:
 
 
 def _any(dims: Any) -> bool:
-    return any(one is not None for one in dims) if isinstance(dims, list) else dims is not None
+    return any(dim is not None for dim in dims) if isinstance(dims, list) else dims is not None
 
 
 def _are_sizes(a: Sequence[Any], b: Sequence[Any], samples: tuple[int, int]) -> bool:
     if len(a) != len(b) or not all(isinstance(size, int) for size in (*a, *b)):
         return False
-    return all(one == other or one * samples[1] == other * samples[0] for one, other in zip(a, b, strict=True))
+    return all(
+        small_size == large_size or small_size * samples[1] == large_size * samples[0]
+        for small_size, large_size in zip(a, b, strict=True)
+    )
 
 
 def _refused(node: fx.Node) -> UnfusableError:

@@ -47,10 +47,10 @@ def outer_of(node: fx.Node, dim: int, made: int | None, outer: int, samples: int
     """
     if made is None:
         return None
-    given = named_arguments(node)["self"]
-    sets = math.prod(_shape(given)[:dim]) * outer
-    found, rest = divmod(sets, math.prod(_shape(node)[:made]))
-    return found if not rest and found and _shape(node)[made] % (found * samples) == 0 else None
+    tensor = named_arguments(node)["self"]
+    sets = math.prod(_shape(tensor)[:dim]) * outer
+    num_sets, remainder = divmod(sets, math.prod(_shape(node)[:made]))
+    return num_sets if not remainder and num_sets and _shape(node)[made] % (num_sets * samples) == 0 else None
 
 
 def keeps_samples_apart(dims: Dims, node: fx.Node, made: Any) -> bool:
@@ -76,18 +76,18 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 def _only(dims: Dims, node: fx.Node, *values: Any) -> bool:
     """Return whether no arguments except the given values hold samples."""
-    return all(given in values or dims(given) is None for given in node.all_input_nodes)
+    return all(argument in values or dims(argument) is None for argument in node.all_input_nodes)
 
 
 def _beside(dims: Dims, tensors: Sequence[fx.Node], width: int) -> int | None:
     """Return the common sample dimension of tensors broadcast to `width` dimensions; None if there is none."""
-    found = {(dims(t) + width - len(_shape(t)), _shape(t)[dims(t)]) for t in tensors if dims(t) is not None}
-    if len(found) != 1:
+    places = {(dims(t) + width - len(_shape(t)), _shape(t)[dims(t)]) for t in tensors if dims(t) is not None}
+    if len(places) != 1:
         return None
-    ((dim, _),) = found
+    ((dim, _),) = places
     for tensor in tensors:
-        own = dim - width + len(_shape(tensor))
-        if dims(tensor) is None and own >= 0 and _shape(tensor)[own] != 1:
+        tensor_dim = dim - width + len(_shape(tensor))
+        if dims(tensor) is None and tensor_dim >= 0 and _shape(tensor)[tensor_dim] != 1:
             return None  # different values for each sample, but not along a recognized dimension
     return int(dim)
 
@@ -102,27 +102,28 @@ def _alike(_dims: Dims, _node: fx.Node, _named: dict[str, Any], _made: Any) -> b
 
 
 def _expand(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    given = named["self"]
-    own = made - len(_shape(node)) + len(_shape(given))
-    if dims(given) is None:
-        return bool(own < 0 or _shape(given)[own] == 1)
-    return bool(dims(given) == own and _shape(given)[own] == _shape(node)[made])
+    tensor = named["self"]
+    tensor_dim = made - len(_shape(node)) + len(_shape(tensor))
+    if dims(tensor) is None:
+        return bool(tensor_dim < 0 or _shape(tensor)[tensor_dim] == 1)
+    return bool(dims(tensor) == tensor_dim and _shape(tensor)[tensor_dim] == _shape(node)[made])
 
 
 def _same(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    given = next(iter(named.values()))
-    return _only(dims, node, given) and dims(given) == made
+    tensor = next(iter(named.values()))
+    return _only(dims, node, tensor) and dims(tensor) == made
 
 
 def _type_as(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
+    # The other tensor gives only its dtype.
     return bool(dims(named["self"]) == made)
 
 
 def _transpose(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
     width = len(_shape(named["self"]))
     order = list(range(width))
-    one, other = named["dim0"] % width, named["dim1"] % width
-    order[one], order[other] = other, one
+    dim0, dim1 = named["dim0"] % width, named["dim1"] % width
+    order[dim0], order[dim1] = dim1, dim0
     return bool(order[made] == dims(named["self"]))
 
 
@@ -133,45 +134,45 @@ def _permute(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bo
 
 def _select(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
     """Accept selection, `unbind` and reductions along dimensions other than the samples."""
-    given = named["self"]
-    own, width = dims(given), len(_shape(given))
+    tensor = named["self"]
+    sample_dim, width = dims(tensor), len(_shape(tensor))
     along = named.get("dim")
     along = [along] if isinstance(along, int) else along
-    if own is None or not along or not _only(dims, node, given) or own in [dim % width for dim in along]:
+    if sample_dim is None or not along or not _only(dims, node, tensor) or sample_dim in [dim % width for dim in along]:
         return False
-    left = own if named.get("keepdim") else own - sum(dim % width < own for dim in along)
-    return all(one == left for one in made) if isinstance(made, list) else bool(made == left)
+    expected_dim = sample_dim if named.get("keepdim") else sample_dim - sum(dim % width < sample_dim for dim in along)
+    return all(made_dim == expected_dim for made_dim in made) if isinstance(made, list) else bool(made == expected_dim)
 
 
 def _along(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
     """Accept operations along a preserved dimension other than the samples."""
-    given = named["self"]
-    own = dims(given)
-    if own is None or not _only(dims, node, given) or own == named["dim"] % len(_shape(given)):
+    tensor = named["self"]
+    sample_dim = dims(tensor)
+    if sample_dim is None or not _only(dims, node, tensor) or sample_dim == named["dim"] % len(_shape(tensor)):
         return False
-    return all(one == own for one in made) if isinstance(made, list) else bool(made == own)
+    return all(made_dim == sample_dim for made_dim in made) if isinstance(made, list) else bool(made == sample_dim)
 
 
 def _slice(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    given = named["self"]
-    if _shape(node) == _shape(given) and named["step"] == 1 and named["start"] in (None, 0):
-        return bool(dims(given) == made)  # all of it
+    tensor = named["self"]
+    if _shape(node) == _shape(tensor) and named["step"] == 1 and named["start"] in (None, 0):
+        return bool(dims(tensor) == made)  # all of it
     return _along(dims, node, named, made)
 
 
 def _cat(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
     # All parts must hold samples in the same dimension, and the parts must be
     # joined along another; joined samples would no longer be the leading rows.
-    own = {(dims(tensor), len(_shape(tensor))) for tensor in named["tensors"]}
-    return own == {(made, len(_shape(node)))} and made is not None and named["dim"] % len(_shape(node)) != made
+    part_dims = {(dims(tensor), len(_shape(tensor))) for tensor in named["tensors"]}
+    return part_dims == {(made, len(_shape(node)))} and made is not None and named["dim"] % len(_shape(node)) != made
 
 
 def _gather(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    given, index = named["self"], named["index"]
-    if made is None or dims(given) != made or dims(index) != made or _shape(given)[made] != _shape(index)[made]:
+    tensor, index = named["self"], named["index"]
+    if made is None or dims(tensor) != made or dims(index) != made or _shape(tensor)[made] != _shape(index)[made]:
         return False
     # Along the samples, an index could refer to any other sample.
-    return bool(named["dim"] % len(_shape(given)) != made)
+    return bool(named["dim"] % len(_shape(tensor)) != made)
 
 
 def _broadcast(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
@@ -182,43 +183,47 @@ def _broadcast(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> 
 
 def _linear(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
     # The last dimension is summed over, so samples must lie elsewhere.
-    given = named["input"]
-    return _only(dims, node, given) and dims(given) == made and made is not None and made < len(_shape(given)) - 1
+    tensor = named["input"]
+    return _only(dims, node, tensor) and dims(tensor) == made and made is not None and made < len(_shape(tensor)) - 1
 
 
 def _layer_norm(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    given = named["input"]
-    if not _only(dims, node, given) or dims(given) != made or made is None:
+    tensor = named["input"]
+    if not _only(dims, node, tensor) or dims(tensor) != made or made is None:
         return False
     # The normalized dimensions mix their elements.
-    return bool(made < len(_shape(given)) - len(named["normalized_shape"]))
+    return bool(made < len(_shape(tensor)) - len(named["normalized_shape"]))
 
 
 def _images(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
     """Accept convolutions, pooling and group normalization of batches with samples first."""
-    given = next(iter(named.values()))
+    tensor = next(iter(named.values()))
     weight = named.get("weight")
     width = 4 if "2d" in str(node.target) else 3
     if weight is not None and "conv" in str(node.target) and len(_shape(weight)) != width:
         return False
-    is_batch = len(_shape(given)) == width or "group_norm" in str(node.target)
-    return is_batch and _only(dims, node, given) and dims(given) == 0 and made == 0
+    is_batch = len(_shape(tensor)) == width or "group_norm" in str(node.target)
+    return is_batch and _only(dims, node, tensor) and dims(tensor) == 0 and made == 0
 
 
 def _matmul(dims: Dims, _node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    one, other = (value for value in named.values() if isinstance(value, fx.Node))
-    width = len(_shape(one))
+    left, right = (value for value in named.values() if isinstance(value, fx.Node))
+    width = len(_shape(left))
     # A shared matrix multiplies every row alike. Two batches of matrices must both
     # hold the samples in the same outer dimension; the last two dimensions mix.
-    if dims(other) is None and len(_shape(other)) == 2:  # noqa: PLR2004 - a matrix
-        return dims(one) == made and made is not None and made < width - 1
-    return len(_shape(other)) == width and dims(one) == dims(other) == made and made is not None and made < width - 2
+    if dims(right) is None and len(_shape(right)) == 2:  # noqa: PLR2004 - a matrix
+        return dims(left) == made and made is not None and made < width - 1
+    return len(_shape(right)) == width and dims(left) == dims(right) == made and made is not None and made < width - 2
 
 
 def _attention(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
     width = len(_shape(node))
     main = [named["query"], named["key"], named["value"]]
-    if made is None or made >= width - 2 or any(dims(one) != made or len(_shape(one)) != width for one in main):
+    if (
+        made is None
+        or made >= width - 2
+        or any(dims(tensor) != made or len(_shape(tensor)) != width for tensor in main)
+    ):
         return False
     # The mask must hold samples in the broadcast sample dimension, or be the same for all samples.
     mask = named["attn_mask"]
@@ -226,16 +231,17 @@ def _attention(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> b
 
 
 def _embedding(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    given = named["indices"]  # `scale_grad_by_freq` divides by counts over the whole batch, padding included
-    return _only(dims, node, given) and dims(given) == made and not named["scale_grad_by_freq"]
+    indices = named["indices"]  # `scale_grad_by_freq` divides by counts over the whole batch, padding included
+    return _only(dims, node, indices) and dims(indices) == made and not named["scale_grad_by_freq"]
 
 
 def _recurrent(dims: Dims, node: fx.Node, named: dict[str, Any], made: Any) -> bool:
-    given, before = named["input"], named["hx"]
-    before = [before] if isinstance(before, fx.Node) else list(before)
-    own = 0 if named["batch_first"] else 1
-    is_batch = len(_shape(given)) == 3 and dims(given) == own and all(dims(one) == 1 for one in before)  # noqa: PLR2004
-    return is_batch and _only(dims, node, given, *before) and made == [own, *[1] * len(before)]
+    tensor, states = named["input"], named["hx"]
+    states = [states] if isinstance(states, fx.Node) else list(states)
+    sample_dim = 0 if named["batch_first"] else 1
+    # `hx` is (layers, batch, hidden), whatever `batch_first` says.
+    is_batch = len(_shape(tensor)) == 3 and dims(tensor) == sample_dim and all(dims(state) == 1 for state in states)  # noqa: PLR2004
+    return is_batch and _only(dims, node, tensor, *states) and made == [sample_dim, *[1] * len(states)]
 
 
 _RULES: dict[Any, _Rule] = {
@@ -244,6 +250,7 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys([aten.zeros_like.default, aten.ones_like.default], _alike),
     aten.expand.default: _expand,
     **dict.fromkeys([aten.to.dtype, aten._to_copy.default, aten.detach.default, aten.alias.default], _same),  # noqa: SLF001
+    # Dropout comes here only outside training: `_SampleWalk` refuses operators that draw.
     **dict.fromkeys([aten.to.dtype_layout, aten.to.device, aten.contiguous.default, aten.dropout.default], _same),
     aten.type_as.default: _type_as,
     aten.copy_.default: _pointwise,
@@ -275,7 +282,7 @@ _Loss = Callable[[Dims, fx.Node], tuple[int, int, dict[str, Any]] | None]
 def _of_classes(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
     named = named_arguments(node)
     scores, target = named["self"], named["target"]
-    # Class weights and label smoothing change the divisor of the mean, and `Counted` divides by a plain count.
+    # Class weights and label smoothing change the divisor of the mean, and `MaskedReduction` divides by a plain count.
     is_known = named["weight"] is None and not named.get("label_smoothing") and named["reduction"] != _NONE
     if not is_known or not isinstance(target, fx.Node) or target.meta["val"].is_floating_point():
         return None
@@ -286,23 +293,23 @@ def _of_classes(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | 
 
 def _of_pairs(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
     named = named_arguments(node)
-    one, other = named.pop("self"), named.pop("target")
+    prediction, target = named.pop("self"), named.pop("target")
     reduction = named.pop("reduction")
-    if reduction == _NONE or len(node.all_input_nodes) != 2 or _shape(one) != _shape(other):  # noqa: PLR2004
+    if reduction == _NONE or len(node.all_input_nodes) != 2 or _shape(prediction) != _shape(target):  # noqa: PLR2004
         return None
-    if dims(one) is None or dims(one) != dims(other):
+    if dims(prediction) is None or dims(prediction) != dims(target):
         return None
-    return dims(one), reduction, {name: value for name, value in named.items() if value is not None}
+    return dims(prediction), reduction, {name: value for name, value in named.items() if value is not None}
 
 
 def _of_all(reduction: int) -> _Loss:
-    def found(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
-        (given,) = node.all_input_nodes
-        if named_arguments(node)["dtype"] is not None or not given.meta["val"].is_floating_point():
+    def loss(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
+        (tensor,) = node.all_input_nodes
+        if named_arguments(node)["dtype"] is not None or not tensor.meta["val"].is_floating_point():
             return None
-        return dims(given), reduction, {}
+        return dims(tensor), reduction, {}
 
-    return found
+    return loss
 
 
 LOSSES: dict[Any, _Loss] = {

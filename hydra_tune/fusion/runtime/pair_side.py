@@ -52,6 +52,7 @@ class PairSide(GroupDelegate):
             return
         step = self.group.advance()
         if isinstance(step, PendingReport):
+            # The deadline counts from the first of several waits, or the other group would wait on and on.
             if self.waits_until is None:
                 self.waits_until = time.monotonic() + PATIENCE_SECONDS
             return

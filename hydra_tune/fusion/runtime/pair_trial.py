@@ -145,14 +145,15 @@ class PairTrial(Trial):
                 planned = self._planner.planned(first.stack, second.stack)
             except (UnfusableError, BudgetError) as error:
                 _LOGGER.info("two groups of trials make their steps one after the other, not in turn: %s", error)
+                # Not asked again: planning takes long, and the same steps would be refused again.
                 self._unplanned.add(key)
                 return None
             states = first.state_of(planned, 0, self._device), second.state_of(planned, 1, self._device)
             self._known[key] = StepPlanAutotuner(
                 planned,
-                lambda one: PairStepRunner(one, states),
+                lambda way: PairStepRunner(way, states),
                 self._planner.replanned,
-                lambda found: self._desk.measured(found, like),
+                lambda result: self._desk.measured(result, like),
             )
         return self._known[key]
 
@@ -175,14 +176,15 @@ class PairTrial(Trial):
             self.compute_seconds += seconds
             self.units_run += 1
         shares = (1.0,) if self._round is None else self._round.shares
-        for (side, own), share in zip(self._running, shares, strict=True):
-            side.group.finished(own, seconds * share)
+        for (side, group_unit), share in zip(self._running, shares, strict=True):
+            side.group.finished(group_unit, seconds * share)
         if self._round is not None:
             self._round.measured()
 
     def close(self, *, keep: bool) -> None:
         """As of `Trial`; hands unfinished members back, or closes them."""
         self.state = None
+        # Merged steps are bound to the states of both groups, so they go before either state.
         self._let_go_of_steps()
         for side in self._live:
             side.group.hands_back = self.hands_back
@@ -208,20 +210,22 @@ class PairTrial(Trial):
         side.group.close(keep=False)
         if side.other.is_over:
             return
-        left = side.other.group
-        left.takes_turns = False
-        if left.state is not None:
+        remaining_group = side.other.group
+        remaining_group.takes_turns = False
+        if remaining_group.state is not None:
             # Observers watch the state of the first group, so hand the watcher over.
-            if watcher is not None and left.state.watcher is None:
-                left.state.watch(watcher)
-            self._share.change([left.state.layout.plan])
+            if watcher is not None and remaining_group.state.watcher is None:
+                remaining_group.state.watch(watcher)
+            self._share.change([remaining_group.state.layout.plan])
         # The pending unit only makes sense in turn with the ended
         # group, so ask the remaining group for an ordinary unit.
-        if side.other.pending is not None and left.offer is not None:
+        if side.other.pending is not None and remaining_group.offer is not None:
             side.other.pending = None
             side.other.go_on()
-        self._desk.stays(len(left.seats), "the group that took turns with it has ended")
-        _LOGGER.info("a group of %d trials goes on by itself: the other of its pair has ended", len(left.seats))
+        self._desk.stays(len(remaining_group.seats), "the group that took turns with it has ended")
+        _LOGGER.info(
+            "a group of %d trials goes on by itself: the other of its pair has ended", len(remaining_group.seats)
+        )
 
     def _let_go_of_steps(self) -> None:
         for ways in self._known.values():

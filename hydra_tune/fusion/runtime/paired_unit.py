@@ -108,8 +108,8 @@ class PairRoundHalf(GroupRound):
         goes_on &= all(math.isfinite(loss) for index, loss in enumerate(losses) if index not in rules.resting)
         if goes_on and self._batches is not None and len(self._made) < len(self._batches):
             return
-        made, self._made = self._made, []
-        self._settle(made)
+        results, self._made = self._made, []
+        self._settle(results)
         self._batches = self._go_on() if goes_on else None
 
 
@@ -124,8 +124,8 @@ class PairStepRunner:
     def __init__(self, planned: PlannedStep, states: tuple[StepStateBinding, StepStateBinding]) -> None:
         self.planned = planned
         self.states = first, second = states
-        given = [lambda: first.given, lambda: second.given]
-        self._steps = DeviceStepRunner(planned, given, lambda side, number: states[side].draw(number))
+        argument_sources = [lambda: first.given, lambda: second.given]
+        self._steps = DeviceStepRunner(planned, argument_sources, lambda side, number: states[side].draw(number))
 
     def close(self) -> None:
         """Stop the copy streams."""
@@ -142,9 +142,11 @@ class PairStepRunner:
 
     def run(self, backward: int | None, forward: int | None) -> list[float]:
         """Run a backward merged with a forward, or either alone; return the losses of the forward's members."""
-        found: list[Tensor] = []
-        self._steps.run.segment(ScheduleSegment(backward, forward), lambda _side, _number, losses: found.append(losses))
-        losses: list[float] = found[0].tolist() if found else []
+        loss_tensors: list[Tensor] = []
+        self._steps.run.segment(
+            ScheduleSegment(backward, forward), lambda _side, _number, losses: loss_tensors.append(losses)
+        )
+        losses: list[float] = loss_tensors[0].tolist() if loss_tensors else []
         return losses
 
 
@@ -164,6 +166,7 @@ class PairRound:
 
     def measured(self) -> None:
         """Report the measured time of the steps, after the unit has run."""
+        # A planned step is a step of each group.
         steps = sum(half.steps for half in self._halves) / 2
         if steps:
             self._ways.took((self._steps.seconds - self._began_seconds) / steps)
@@ -172,7 +175,9 @@ class PairRound:
     def shares(self) -> tuple[float, float]:
         """Each group's share of the unit's time, in proportion to the predicted times of the steps."""
         arrays = self._steps.planned.part.schedule.arrays
-        first, second = (max(array.seconds, 1e-9) * one.steps for array, one in zip(arrays, self._halves, strict=True))
+        first, second = (
+            max(array.seconds, 1e-9) * half.steps for array, half in zip(arrays, self._halves, strict=True)
+        )
         whole = first + second
         return (first / whole, second / whole) if whole else (0.5, 0.5)
 
@@ -244,4 +249,5 @@ class PairRound:
         """Return whether a group may begin another step after its step is done."""
         if not self._halves[1 - side].has_batch:
             return False
+        # The step that ends here is not counted yet.
         return time.perf_counter() < until or self._halves[side].steps + 1 < _LEAST_STEPS

@@ -88,16 +88,16 @@ class AutotuneResult:
     def told(self) -> str:
         """A description in words, with the numbers."""
         sizes = " + ".join(map(str, self.sizes))
-        found = (
+        summary = (
             f"a planned step of {sizes} takes {self.seconds * 1e3:.3g} ms, where {self.predicted_seconds * 1e3:.3g} ms were "
             "predicted"
         )
         if not self.is_replanned:
-            return found
+            return summary
         ways = ", ".join(
             f"{way.how} {way.seconds * 1e3:.3g} ms{' (chosen)' if way.is_chosen else ''}" for way in self.ways
         )
-        return f"{found}; planned once more, and run in turn: {ways}"
+        return f"{summary}; planned once more, and run in turn: {ways}"
 
 
 class StepPlanAutotuner(Generic[S]):
@@ -123,19 +123,20 @@ class StepPlanAutotuner(Generic[S]):
         self._made = [make(planned)]
         self._predicted = [planned.part.times.seconds]
         self._seconds = 0.0
+        # Without a rival, the tournament only counts warm-ups and takes the median.
         self._race: SpeedTournament[int] | None = SpeedTournament([0], warm_ups=_WARM_UPS, turns=_TURNS)
         self._chosen = 0
 
     @property
     def current(self) -> S:
         """The runner of the next steps."""
-        now = None if self._race is None else self._race.next
-        return self._made[self._chosen if now is None else now]
+        place = None if self._race is None else self._race.next
+        return self._made[self._chosen if place is None else place]
 
     @property
     def host_bytes(self) -> int:
         """Host memory for swapped tensors, in bytes."""
-        return sum(one.planned.host_bytes for one in self._made)
+        return sum(runner.planned.host_bytes for runner in self._made)
 
     def took(self, seconds: float) -> None:
         """Take the measured seconds of a step of `current`."""
@@ -155,10 +156,10 @@ class StepPlanAutotuner(Generic[S]):
             self._told({0: self._seconds}, is_replanned=False)
             return
         try:
-            again, *others = self._replan(self._first, self._seconds)
-            for other in others:  # append one at a time, so a failure below can close the runners made so far
-                self._made.append(self._make(other))
-            self._predicted = [one.part.times.seconds for one in (again, *others)]
+            corrected_step, *other_steps = self._replan(self._first, self._seconds)
+            for other_step in other_steps:  # append one at a time, so a failure below can close the runners made so far
+                self._made.append(self._make(other_step))
+            self._predicted = [one.part.times.seconds for one in (corrected_step, *other_steps)]
         except Exception:  # training continues with the first way
             _LOGGER.info("steps cannot be planned once more", exc_info=True)
             for one in self._made[1:]:
@@ -172,8 +173,8 @@ class StepPlanAutotuner(Generic[S]):
 
     def close(self) -> None:
         """Release all runners."""
-        for one in self._made:
-            one.close()
+        for runner in self._made:
+            runner.close()
 
     def _end(self, race: SpeedTournament[int]) -> None:
         """Keep the fastest way, and release the others."""
@@ -181,9 +182,9 @@ class StepPlanAutotuner(Generic[S]):
         # Report before closing: the report looks up every way by its position in the race.
         self._told(race.seconds, is_replanned=True)
         best = self._made[self._chosen]
-        for one in self._made:
-            if one is not best:
-                one.close()
+        for runner in self._made:
+            if runner is not best:
+                runner.close()
         self._made, self._chosen = [best], 0
 
     def _told(self, seconds: dict[int, float], *, is_replanned: bool) -> None:
@@ -191,10 +192,10 @@ class StepPlanAutotuner(Generic[S]):
             AutotuneCandidate(
                 how=self._made[place].planned.part.way,
                 predicted_seconds=self._predicted[place],
-                seconds=found,
+                seconds=way_seconds,
                 is_chosen=place == self._chosen,
             )
-            for place, found in seconds.items()
+            for place, way_seconds in seconds.items()
         )
         self._tell(
             AutotuneResult(

@@ -32,8 +32,10 @@ class DeviceStepRunner:
         draw: Callable[[int, int], Tensor],
     ) -> None:
         self.planned = planned
+        # Bound as a default, because a closure would see only the last `give`.
         self._arguments = [lambda _number, give=give: give() for give in arguments]
         self._draw = draw
+        # Merged graphs belong to no device, so all devices share them.
         self._merged = rewritten(planned.part.schedule, planned.graphs)
         self._place: torch.device | None = None
         self._run: MergedGraphRunner | None = None
@@ -85,7 +87,7 @@ class DeviceStepRunner:
         planned = next(iter(self.planned.graphs[0].geometry.values())).device.type
         if device.torch_device.type != planned:
             raise OutOfMemoryError(
-                f"steps of a group were planned for devices of the kind {planned!r}, and {device.name} is none; its trials go "
-                "on in smaller groups",
+                f"a group's steps were planned for devices of the kind {planned!r}, and {device.name} is of another kind; its "
+                "trials continue in smaller groups",
                 enough_bytes=None,
             )

@@ -54,8 +54,10 @@ class PlannedSizeChooser:
             clips: whether the trials clip gradients by their global norm.
         """
         with self._lock:
-            known = self._known.get((kind, room, clips), {})
-            return any(count >= num_trials and (one is None or one.size <= room) for count, one in known.items())
+            choices = self._known.get((kind, room, clips), {})
+            return any(
+                count >= num_trials and (choice is None or choice.size <= room) for count, choice in choices.items()
+            )
 
     def best(
         self,
@@ -79,17 +81,17 @@ class PlannedSizeChooser:
                 reason).
         """
         try:
-            own, found = self._plans.of_members(members, wanted)
-            if found.rows is not None:
+            plan, differences = self._plans.of_members(members, wanted)
+            if differences.rows is not None:
                 raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - logged below like any other reason
             clips = tuple(member.task.max_grad_norm is not None for member in members)
-            alike = clips[0] if len(set(clips)) == 1 else clips
+            clips_key = clips[0] if len(set(clips)) == 1 else clips
             with self._lock:
-                return self._remembered((kind, room, alike), own, found, members, wanted, room, least_gain)
+                return self._remembered((kind, room, clips_key), plan, differences, members, wanted, room, least_gain)
         except Exception as error:  # a genuine error comes up again where the trials run
             is_known = isinstance(error, HydraTuneError)
-            what = "no more than %d of %d trials are computed together: %s"
-            _LOGGER.info(what, room, len(members), error, exc_info=not is_known)
+            message = "no more than %d of %d trials are computed together: %s"
+            _LOGGER.info(message, room, len(members), error, exc_info=not is_known)
             return None
 
     def _remembered(
@@ -106,14 +108,18 @@ class PlannedSizeChooser:
 
         Else choose now.
         """
-        known = self._known.setdefault(key, {})
-        earlier = (one for count, one in known.items() if count > len(members) and one is not None)
-        found = next((one for one in earlier if one.size <= len(members)), None)
-        if found is not None or len(members) in known:
-            return found or known[len(members)]
-        known[len(members)] = None  # stays if `_best` raises, so a failed comparison is not repeated
-        known[len(members)] = self._best(key, own, likeness, members, wanted, room, least_gain)
-        return known[len(members)]
+        choices = self._known.setdefault(key, {})
+        earlier = (
+            earlier_choice
+            for count, earlier_choice in choices.items()
+            if count > len(members) and earlier_choice is not None
+        )
+        choice = next((earlier_choice for earlier_choice in earlier if earlier_choice.size <= len(members)), None)
+        if choice is not None or len(members) in choices:
+            return choice or choices[len(members)]
+        choices[len(members)] = None  # stays if `_best` raises, so a failed comparison is not repeated
+        choices[len(members)] = self._best(key, own, likeness, members, wanted, room, least_gain)
+        return choices[len(members)]
 
     def _best(
         self,
@@ -130,35 +136,36 @@ class PlannedSizeChooser:
         def stack(begin: int, end: int) -> StackedStepSpec:
             return self._stack(own, found, members[begin:end], wanted)
 
-        kept = kept_way(self._planner, stack(0, room))
-        work = kept.seconds_each * sum(steps_of(member) for member in members)
+        unplanned_way = kept_way(self._planner, stack(0, room))
+        work = unplanned_way.seconds_each * sum(steps_of(member) for member in members)
         # Tracing and profiling are cached, so only the first call measures their time; remember it.
-        looked = self._looked.setdefault(key, time.thread_time() - began)
-        if not self.insists and _COST_SHARE * work < _PLANNING * looked:
+        profiling_seconds = self._looked.setdefault(key, time.thread_time() - began)
+        if not self.insists and _COST_SHARE * work < _PLANNING * profiling_seconds:
             raise UnfusableError(f"their steps, {work:.3g} s in all, are too few to plan them")
         evaluated = self._most_evaluated(members[0], own)
         choice = compared(
-            self._planner, stack, len(members), kept, evaluated, insists=self.insists, least_gain=least_gain
+            self._planner, stack, len(members), unplanned_way, evaluated, insists=self.insists, least_gain=least_gain
         )
-        for told in choice.told:
-            _LOGGER.info("predicted: %s", told)
+        for line in choice.told:
+            _LOGGER.info("predicted: %s", line)
         return choice
 
     def _stack(
         self, own: PreparedPlan, found: MemberDifferences, members: Sequence[MemberTrial], wanted: MemberBatchRequest
     ) -> StackedStepSpec:
-        stacked = self._plans.stacked(own, len(members), slots=found.drops)
+        stacked_plan = self._plans.stacked(own, len(members), slots=found.drops)
         is_clipped = any(member.task.max_grad_norm is not None for member in members)
         built = [member.built() for member in members]
-        return stack_of(stacked, built, wanted.leaves.tensors, is_clipped=is_clipped)
+        return stack_of(stacked_plan, built, wanted.leaves.tensors, is_clipped=is_clipped)
 
     def _most_evaluated(self, member: MemberTrial, own: PreparedPlan) -> int:
         """Return how many trials fit an evaluation, which is never planned."""
-        wanted = member.peek().get("evaluate")
-        if wanted is None:
+        request = member.peek().get("evaluate")
+        if request is None:
+            # Without a validation nothing else limits the size.
             return 1 << 30
-        evaluated = self._plans.of_member(member, wanted, layout_of(own))
-        return self._planner.budget_bytes // evaluated.plan.peak_bytes
+        evaluation_plan = self._plans.of_member(member, request, layout_of(own))
+        return self._planner.budget_bytes // evaluation_plan.plan.peak_bytes
 
 
 def kept_way(planner: StepPlanner, stack: StackedStepSpec) -> PlannedSizeOption:
@@ -218,7 +225,9 @@ def compared(
 
 def _tried(planner: StepPlanner, stacks: Sequence[StackedStepSpec]) -> PlannedSizeOption:
     """Plan a group, or two groups in turn, and return the way."""
-    way = PlannedSizeOption(name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(one.updates.count for one in stacks))
+    way = PlannedSizeOption(
+        name=WHOLE if len(stacks) == 1 else PAIR, sizes=tuple(spec.updates.count for spec in stacks)
+    )
     try:
         # A refused plan is a result, too: the choice reports why a way is impossible.
         step = planner.planned(*stacks)

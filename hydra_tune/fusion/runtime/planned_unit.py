@@ -61,12 +61,14 @@ class GroupStepRunner:
 
     def forward(self, operands: ShardOperands) -> list[float]:
         """Return the losses of all members; a failed forward leaves nothing on the device."""
-        found: list[Tensor] = []
+        loss_tensors: list[Tensor] = []
         forward, _ = self.planned.part.schedule.segments
         try:
             self._state.begin(operands, self._steps.place)
-            self._steps.run.segment(forward, lambda _side, _number, losses: found.append(losses))
-            losses: list[float] = found[0].tolist()  # waits for a GPU: the losses decide which members take the step
+            self._steps.run.segment(forward, lambda _side, _number, losses: loss_tensors.append(losses))
+            losses: list[float] = loss_tensors[
+                0
+            ].tolist()  # waits for a GPU: the losses decide which members take the step
         except BaseException:
             self._state.forget()
             raise
@@ -179,6 +181,7 @@ class PlannedStepCache:
                 if not is_one_loss:  # a member with another loss has joined
                     raise UnfusableError(OWN_LOSSES)  # noqa: TRY301 - handled below like any other reason
                 self._known[prepared] = self._made(prepared, state, inputs, gradients, like)
+            # The pool answers out of memory by a split into smaller groups.
             except UnfusableError as error:
                 raise OutOfMemoryError(
                     f"a step of a group needs {format_bytes(prepared.plan.peak_bytes)} at once and cannot be planned: {error}",
@@ -227,10 +230,10 @@ class PlannedStepCache:
         check_values(prepared)
         stack = stack_now(prepared, state, inputs, gradients)
         planned = self._planner.planned(stack)
-        own = StepStateBinding(planned.graphs[0], state, stack, self._device, gradients)
+        binding = StepStateBinding(planned.graphs[0], state, stack, self._device, gradients)
         return StepPlanAutotuner(
             planned,
-            lambda one: GroupStepRunner(one, own),
+            lambda way: GroupStepRunner(way, binding),
             self._planner.replanned,
-            lambda found: self._tell(found, like),
+            lambda result: self._tell(result, like),
         )

@@ -98,31 +98,35 @@ class StepStateBinding:
         entries: dict[str, dict[str, Any]] = {}
         for name in self._trained:
             parameter = self._state.tensors[name]
-            known = self.optimizer.state.get(parameter, {})
-            lacking = [moment for key, moment in self._graph.moments if key == name and moment not in known]
+            present_entries = self.optimizer.state.get(parameter, {})
+            lacking = [moment for key, moment in self._graph.moments if key == name and moment not in present_entries]
             if lacking:
-                first = self._updates.initial_state(self._groups[name], torch.empty_like(parameter, device="cpu"))
-                steps = known.get("steps", [0] * self._updates.count)
-                entries[name] = {"steps": list(steps)} | {moment: first[moment] for moment in lacking}
+                initial_state = self._updates.initial_state(
+                    self._groups[name], torch.empty_like(parameter, device="cpu")
+                )
+                steps = present_entries.get("steps", [0] * self._updates.count)
+                entries[name] = {"steps": list(steps)} | {moment: initial_state[moment] for moment in lacking}
         if entries:
             self._state.adopt_saved(entries, device)
 
     def _arguments(self, operands: ShardOperands) -> dict[str, Tensor]:
         graph, tensors = self._graph, self._state.tensors
-        found = {argument: tensors[name].detach() for name, argument in graph.state.items()}
-        found |= {a: self.optimizer.state[tensors[name]][moment] for (name, moment), a in graph.moments.items()}
-        found |= {a: sent(tensor, self._place) for a, tensor in zip(graph.constants, operands.constants, strict=True)}
+        arguments = {argument: tensors[name].detach() for name, argument in graph.state.items()}
+        arguments |= {a: self.optimizer.state[tensors[name]][moment] for (name, moment), a in graph.moments.items()}
+        arguments |= {
+            a: sent(tensor, self._place) for a, tensor in zip(graph.constants, operands.constants, strict=True)
+        }
         inputs = zip(graph.inputs, operands.inputs, strict=True)
-        found |= {argument: sent(tensor.contiguous(), self._place) for argument, tensor in inputs}
+        arguments |= {argument: sent(tensor.contiguous(), self._place) for argument, tensor in inputs}
         if graph.limits is not None:
-            found[graph.limits] = sent(self._gradients.limits, self._place)
-        known: dict[int, list[tuple[float, ...]]] = {}
+            arguments[graph.limits] = sent(self._gradients.limits, self._place)
+        rates_by_group: dict[int, list[tuple[float, ...]]] = {}
         for argument, rate in graph.rates.items():
-            if rate.group not in known:
-                known[rate.group] = self._rates(rate.group)
-            values, shape = known[rate.group][rate.number], graph.geometry[argument].shape
-            found[argument] = sent(torch.tensor(values, dtype=rate.dtype, device="cpu").view(shape), self._place)
-        return found
+            if rate.group not in rates_by_group:
+                rates_by_group[rate.group] = self._rates(rate.group)
+            values, shape = rates_by_group[rate.group][rate.number], graph.geometry[argument].shape
+            arguments[argument] = sent(torch.tensor(values, dtype=rate.dtype, device="cpu").view(shape), self._place)
+        return arguments
 
     def _rates(self, group: int) -> list[tuple[float, ...]]:
         """Return the members' rates for the present step.
@@ -141,8 +145,8 @@ class StepStateBinding:
         steps, begun = states[0]["steps"], states[0].get("begun")
         if any(state["steps"] != steps or state.get("begun") != begun for state in states):
             raise OutOfMemoryError(
-                "parameters of a planned group have not made the same steps, for which no update was planned; they go on in "
-                "smaller groups",
+                "parameters of a planned group have taken different numbers of steps, for which no update is planned; its "
+                "trials continue in smaller groups",
                 enough_bytes=None,
             )
         return steps, begun
@@ -162,10 +166,10 @@ class StepStateBinding:
         tensors += [self.given[argument] for argument in self._graph.moments.values()]
         # The plan reserves no device memory for these copies, so they go to the host.
         rows = sent(torch.tensor(members, device="cpu"), self._place)
-        kept = [tensor[rows].cpu() for tensor in tensors]
+        saved_rows = [tensor[rows].cpu() for tensor in tensors]
         yield
-        for tensor, before in zip(tensors, kept, strict=True):
-            tensor[rows] = sent(before, self._place)
+        for tensor, rows_before in zip(tensors, saved_rows, strict=True):
+            tensor[rows] = sent(rows_before, self._place)
 
 
 def sent(tensor: Tensor, place: torch.device) -> Tensor:

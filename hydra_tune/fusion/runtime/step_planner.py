@@ -67,7 +67,7 @@ class StackedStepSpec:
     def key(self) -> Hashable:
         """Hashable key; stacks of the same plan with equal keys have the same step."""
         tensors = (*self.state.values(), *self.inputs)
-        geometry = tuple((one.dtype, one.shape, one.stride(), one.requires_grad) for one in tensors)
+        geometry = tuple((tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad) for tensor in tensors)
         return geometry, tuple(self.groups.items()), self.updates.key, self.is_clipped
 
 
@@ -89,30 +89,35 @@ class PlannedStep:
     def host_bytes(self) -> int:
         """Host memory for swapped tensors, in bytes."""
         schedule = self.part.schedule
-        each = zip(schedule.arrays, schedule.decisions, strict=True)
-        return sum(array.sizes[name] for array, decisions in each for name in decisions.swaps)
+        pairs = zip(schedule.arrays, schedule.decisions, strict=True)
+        return sum(array.sizes[name] for array, decisions in pairs for name in decisions.swaps)
 
     @property
     def peak_bytes(self) -> int:
         """Peak memory of the step, in bytes, including first forwards and last backwards."""
         schedule = self.part.schedule
-        return max(self.part.peak_bytes, *(simulated(schedule, one).peak_bytes for one in schedule.ends))
+        return max(self.part.peak_bytes, *(simulated(schedule, segment).peak_bytes for segment in schedule.ends))
 
     @property
     def workspace_bytes(self) -> int:
         """Memory beside parameters, buffers and optimizer state, in bytes, including the batches."""
-        held = [(graph, name) for graph in self.graphs for name in (*graph.state.values(), *graph.moments.values())]
+        state_arguments = [
+            (graph, name) for graph in self.graphs for name in (*graph.state.values(), *graph.moments.values())
+        ]
         spare = int(MARGIN * self.limit_bytes)
-        return self.peak_bytes + spare - sum(graph.geometry[name].nbytes for graph, name in held)
+        return self.peak_bytes + spare - sum(graph.geometry[name].nbytes for graph, name in state_arguments)
 
     def __str__(self) -> str:
-        decided = self.part.schedule.decisions
-        swaps, again = sum(len(one.swaps) for one in decided), sum(len(one.recomputes) for one in decided)
+        all_decisions = self.part.schedule.decisions
+        swaps, recomputations = (
+            sum(len(decisions.swaps) for decisions in all_decisions),
+            sum(len(decisions.recomputes) for decisions in all_decisions),
+        )
         sizes = " and ".join(map(str, self.part.sizes))
         return (
             f"a step of {sizes} {'together' if len(self.graphs) == 1 else 'in turn'} takes "
             f"{self.part.times.seconds * 1e3:.3g} ms and "
-            f"{format_bytes(self.peak_bytes)} at once, with {swaps} activations swapped and {again} computed again"
+            f"{format_bytes(self.peak_bytes)} at once, with {swaps} activations swapped and {recomputations} computed again"
         )
 
 
@@ -152,29 +157,29 @@ class StepPlanner:
             BudgetError: no plan fits the memory.
         """
         with self._making:
-            first = stacks[0].prepared
+            first_plan = stacks[0].prepared
             # `first` is the weak key of the cache entry, and a value
             # that refers to its own key would keep the entry alive.
-            others = tuple(one.prepared for one in stacks[1:] if one.prepared is not first)
-            known, key = self._known.setdefault(first, {}), (others, tuple(one.key for one in stacks))
-            if key not in known:
-                if len(known) >= _MAX_KEPT:
-                    known.clear()
+            other_plans = tuple(stack.prepared for stack in stacks[1:] if stack.prepared is not first_plan)
+            outcomes, key = self._known.setdefault(first_plan, {}), (other_plans, tuple(stack.key for stack in stacks))
+            if key not in outcomes:
+                if len(outcomes) >= _MAX_KEPT:
+                    outcomes.clear()
                 # Refusals are cached like plans, because finding out takes as long.
                 try:
-                    known[key] = self._planned(stacks)
+                    outcomes[key] = self._planned(stacks)
                 except (UnfusableError, BudgetError) as error:
-                    known[key] = error
+                    outcomes[key] = error
                 except HydraTuneError as error:  # no free device to profile on; do not cache
                     raise UnfusableError(f"its step was not profiled: {error}") from error
                 except Exception as error:  # planning is optional, and must not fail a trial that can run unplanned
                     _LOGGER.info("a step cannot be planned", exc_info=True)
                     traceback.clear_frames(error.__traceback__)  # frees a profile's device tensors
-                    known[key] = UnfusableError(f"planning has failed with {type(error).__name__}: {error}")
-            found = known[key]
-        if isinstance(found, Exception):
-            raise found
-        return found
+                    outcomes[key] = UnfusableError(f"planning has failed with {type(error).__name__}: {error}")
+            outcome = outcomes[key]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def kept_seconds(self, stack: StackedStepSpec) -> float:
         """Return the predicted seconds of a step that needs no plan.
@@ -191,16 +196,17 @@ class StepPlanner:
         counts = tuple(stack.updates.count for stack in stacks)
         arrays, planner, limit_bytes = self._planner(graphs)
         part = planner.best(planner.ways(counts, arrays))
-        found = PlannedStep(graphs=graphs, part=part, limit_bytes=limit_bytes)
-        if found.peak_bytes > limit_bytes * (1 - MARGIN):
+        step = PlannedStep(graphs=graphs, part=part, limit_bytes=limit_bytes)
+        if step.peak_bytes > limit_bytes * (1 - MARGIN):
             how = "fused trials" if len(counts) == 1 else f"trials in two groups of {counts[0]} and {counts[1]}"
             raise BudgetError(
-                f"no plan of {sum(counts)} {how} needs less than {format_bytes(found.peak_bytes)} at once, and "
+                f"no plan of {sum(counts)} {how} needs less than {format_bytes(step.peak_bytes)} at once, and "
                 f"a device has {format_bytes(limit_bytes)} for them; give it more memory, or fuse fewer",
-                enough_bytes=limit_for(found.peak_bytes) + self.budget_bytes - limit_bytes,
+                # The share of the budget that alignment may waste comes on top.
+                enough_bytes=limit_for(step.peak_bytes) + self.budget_bytes - limit_bytes,
             )
-        _LOGGER.debug("planned: %s", found)
-        return found
+        _LOGGER.debug("planned: %s", step)
+        return step
 
     def replanned(self, step: PlannedStep, seconds: float) -> list[PlannedStep]:
         """Plan a step again, corrected by its measured time.
@@ -214,23 +220,23 @@ class StepPlanner:
         """
         with self._making:
             correction = fitted([Ran(member=_member(step), seconds=seconds)])
-            each = zip(step.part.sizes, step.part.schedule.arrays, strict=True)
-            arrays = tuple(correction.array(size, array) for size, array in each)
+            pairs = zip(step.part.sizes, step.part.schedule.arrays, strict=True)
+            arrays = tuple(correction.array(size, array) for size, array in pairs)
             planner = replace(self._planner(step.graphs)[1], array=lambda _: arrays[0])
-            again = planner.timed(step.part, arrays)
-            found = {key_of(_member(step)): replace(step, part=again)}
+            corrected_part = planner.timed(step.part, arrays)
+            steps = {key_of(_member(step)): replace(step, part=corrected_part)}
             for part in planner.ways(step.part.sizes, arrays).values():
-                one = replace(step, part=part)
-                if one.peak_bytes <= step.limit_bytes * (1 - MARGIN):
-                    found.setdefault(key_of(_member(one)), one)
-        return list(found.values())
+                other_step = replace(step, part=part)
+                if other_step.peak_bytes <= step.limit_bytes * (1 - MARGIN):
+                    steps.setdefault(key_of(_member(other_step)), other_step)
+        return list(steps.values())
 
     def _planner(self, graphs: Sequence[StepGraph]) -> tuple[tuple[SubArrayProfile, ...], Planner, int]:
         """Return the graphs' profiles, a planner for the first graph, and the memory limit for all graphs together."""
         stands = self._stands()
-        each = [self._profiled(stand, graphs) for stand in stands]
-        known = {id(graph): on_all([arrays[id(graph)] for arrays in each]) for graph in graphs}
-        arrays = tuple(known[id(graph)] for graph in graphs)
+        stand_profiles = [self._profiled(stand, graphs) for stand in stands]
+        profiles = {id(graph): on_all([arrays[id(graph)] for arrays in stand_profiles]) for graph in graphs}
+        arrays = tuple(profiles[id(graph)] for graph in graphs)
         # Every tensor of the groups' state is a separate allocation, and each may waste up to the alignment.
         slack = self._alignment * sum(len(graph.state) + len(graph.moments) for graph in graphs)
         limit_bytes = max(0, self.budget_bytes - slack)
@@ -246,19 +252,19 @@ class StepPlanner:
             torch.set_num_threads(1)  # devices compute with a single thread each, so profile the same way
             try:
                 with GATE.shared():
-                    found = {id(graph): self._profiles.array("group", graph, stand.place) for graph in graphs}
+                    profiles = {id(graph): self._profiles.array("group", graph, stand.place) for graph in graphs}
             finally:
                 torch.set_num_threads(threads)
-        return {id(graph): allocated(found[id(graph)], graph, stand.rounding) for graph in graphs}
+        return {id(graph): allocated(profiles[id(graph)], graph, stand.rounding) for graph in graphs}
 
     def _graph(self, stack: StackedStepSpec) -> StepGraph:
-        known, key = self._graphs.setdefault(stack.prepared, {}), stack.key
+        graphs, key = self._graphs.setdefault(stack.prepared, {}), stack.key
         # Tracing a step and laying it out is slow, and pairs and replanning ask for the same graphs again.
-        if key not in known:
-            if len(known) >= _MAX_KEPT:
-                known.clear()
-            known[key] = self._traced(stack)
-        return known[key]
+        if key not in graphs:
+            if len(graphs) >= _MAX_KEPT:
+                graphs.clear()
+            graphs[key] = self._traced(stack)
+        return graphs[key]
 
     def _traced(self, stack: StackedStepSpec) -> StepGraph:
         plan = stack.prepared.plan
@@ -274,9 +280,10 @@ class StepPlanner:
         trains = [tensor.requires_grad for tensor in operands.state]
         stand = self._stands()[0]
         place = None if stand.place.type == "cpu" else stand.place
+        # Tracing changes state of the whole process, so no trial may compute meanwhile.
         with GATE.exclusive():
             try:
-                found = step_graph(
+                step = step_graph(
                     graph.module,
                     graph.state,
                     operands,
@@ -293,22 +300,23 @@ class StepPlanner:
                 raise UnfusableError(
                     f"its step cannot be traced as one graph ({type(error).__name__}: {error}); it runs unplanned"
                 ) from error
-        if not updated(found) <= stack.groups.keys():
+        if not updated(step) <= stack.groups.keys():
             raise UnfusableError("it overwrites buffers after its loss; it runs unplanned")
+        # A profile on a device holds the static tensors there.
         if stand is not HOST:
-            self._check_static(found)
+            self._check_static(step)
         # Laying out runs operators on the device, which otherwise belongs to the pool.
         with stand.borrowed():
-            return as_laid_out(found, stand.place)
+            return as_laid_out(step, stand.place)
 
     def _check_static(self, graph: StepGraph) -> None:
         """Refuse a step too large even for profiling on a device."""
-        needed = sum(graph.seen.sizes[name] for name in graph.geometry)
-        if needed > self.budget_bytes:
+        needed_bytes = sum(graph.seen.sizes[name] for name in graph.geometry)
+        if needed_bytes > self.budget_bytes:
             raise BudgetError(
-                f"parameters, optimizer state and batch of the trials of a step take {format_bytes(needed)}, and a device has "
-                f"{format_bytes(self.budget_bytes)} for them; give it more memory, or fuse fewer",
-                enough_bytes=needed,
+                f"parameters, optimizer state and batch of the fused trials take {format_bytes(needed_bytes)}, and a device "
+                f"has {format_bytes(self.budget_bytes)} for them; give it more memory, or fuse fewer",
+                enough_bytes=needed_bytes,
             )
 
 
@@ -339,14 +347,14 @@ def stack_of(
     Raises:
         UnfusableError: the optimizers have no form for all members at once.
     """
-    first, optimizer = built[0]
+    module, optimizer = built[0]
     size = len(built)
     return StackedStepSpec(
         prepared=prepared,
-        state={name: _stacked(tensor, size) for name, tensor in named_state(first)},
+        state={name: _stacked(tensor, size) for name, tensor in named_state(module)},
         inputs=[_stacked(tensor, size) for tensor in inputs],
-        groups=groups_of(first, optimizer),
-        updates=UpdateTracer([own for _, own in built]),
+        groups=groups_of(module, optimizer),
+        updates=UpdateTracer([member_optimizer for _, member_optimizer in built]),
         is_clipped=is_clipped,
     )
 
@@ -394,8 +402,8 @@ def updated(graph: StepGraph) -> frozenset[str]:
         graph: the step's graph.
     """
     names = {argument: name for name, argument in graph.state.items()}
-    written = {storage for node in graph.ops[graph.num_forward :] for storage in graph.seen.writes[node.name]}
-    return frozenset(names[storage] for storage in written if storage in names)
+    written_storages = {storage for node in graph.ops[graph.num_forward :] for storage in graph.seen.writes[node.name]}
+    return frozenset(names[storage] for storage in written_storages if storage in names)
 
 
 def groups_of(module: nn.Module, optimizer: Optimizer) -> dict[str, int]:
@@ -411,5 +419,5 @@ def groups_of(module: nn.Module, optimizer: Optimizer) -> dict[str, int]:
 
 def _stacked(tensor: Tensor, size: int) -> Tensor:
     """Return an uninitialized tensor with the geometry of a stacked tensor."""
-    made = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="cpu")
-    return made.requires_grad_(tensor.requires_grad)
+    stacked_tensor = torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="cpu")
+    return stacked_tensor.requires_grad_(tensor.requires_grad)

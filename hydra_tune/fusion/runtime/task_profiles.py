@@ -146,4 +146,4 @@ class TaskProfileCache:
 
     def _stacked(self, size: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return tensors of the stacked geometry; nobody writes to their bytes, so they take no memory."""
-        return [torch.empty((size, *one.shape), dtype=one.dtype, device="cpu") for one in tensors]
+        return [torch.empty((size, *tensor.shape), dtype=tensor.dtype, device="cpu") for tensor in tensors]
