@@ -116,7 +116,7 @@ class FlatLayout:
         return FlatTensor(whole, self.parts(whole))
 
     def gathered(self, tensors: Sequence[Tensor]) -> FlatTensor:
-        """Return the tensors as they are if they fill a buffer in the layout, otherwise copies in this layout."""
+        """Return the tensors themselves if they fill a buffer in the layout; otherwise return copies in the layout."""
         # The caller overwrites the result, gaps included, so tensors that share a buffer with others are copied.
         if self._is_whole(tensors):
             flat_tensor = self.found(tensors)

@@ -79,8 +79,8 @@ def attention(
         return None
     mask = attn_mask
     if mask is not None:
-        wide = mask.reshape(outer[0], *[1] * (query.dim() - mask.dim()), *mask.shape[1:])
-        mask = wide.expand(*outer, *wide.shape[num_outer:]).flatten(0, num_outer - 1)
+        stacked_mask = mask.reshape(outer[0], *[1] * (query.dim() - mask.dim()), *mask.shape[1:])
+        mask = stacked_mask.expand(*outer, *stacked_mask.shape[num_outer:]).flatten(0, num_outer - 1)
     out: Tensor = aten.scaled_dot_product_attention(
         *(tensor.flatten(0, num_outer - 1) for tensor in (query, key, value)),
         mask,

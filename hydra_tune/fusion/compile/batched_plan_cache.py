@@ -257,7 +257,7 @@ def _compared(first: MemberTrial, other: MemberTrial) -> list[MemberBatchRequest
 def _with_tails_of(found: MemberDifferences, other: MemberDifferences) -> MemberDifferences:
     """Return the likeness with the tails of an equal earlier likeness.
 
-    Sharing the same `Tails` object lets the caches of stacked plans find their entries again.
+    The caches of stacked plans have the `MultiHeadPlan` object in their keys, so equal likenesses have to share the object.
     """
     if found.rows is None or other.rows is None:
         return found

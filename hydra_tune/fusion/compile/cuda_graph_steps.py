@@ -119,7 +119,7 @@ class GraphReplayPolicy:
 
 @dataclass(slots=True)
 class _StepCaptureState:
-    """A kind of step: its trace, and its recording if there is one."""
+    """A kind of step: the trace, and the recording, if any."""
 
     trace: JointTrace
     course: GraphReplayPolicy = field(default_factory=GraphReplayPolicy)

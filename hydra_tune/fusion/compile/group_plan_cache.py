@@ -134,7 +134,7 @@ class GroupPlanCache:
             members: all members of the group.
         """
         # Fast path for every ordinary step: all members share the
-        # very same `Leaves` object, so no signatures need comparing.
+        # very same `BatchLeaves` object, so no signatures need comparing.
         first_request = wanted_of(seats[0])
         if all(
             wanted_of(seat).leaves is first_request.leaves and wanted_of(seat).mode == first_request.mode

@@ -42,17 +42,17 @@ class BucketScheduler:
             return next(iter(kinds.values()))
         total = sum(len(seats) for seats in kinds.values())
         self._lost = {kind: self._lost.get(kind, 0) for kind in kinds}
-        usual = max(kinds, key=lambda kind: _rank(kinds[kind]))
-        due = [kind for kind in kinds if kind != usual and self._lost[kind] >= _loss(kinds[kind], total)]
-        chosen = max(due, key=self._lost.__getitem__, default=usual)
+        usual_kind = max(kinds, key=lambda kind: _rank(kinds[kind]))
+        due_kinds = [kind for kind in kinds if kind != usual_kind and self._lost[kind] >= _loss(kinds[kind], total)]
+        chosen_kind = max(due_kinds, key=self._lost.__getitem__, default=usual_kind)
         for kind, waiting in kinds.items():
-            if kind != chosen:
+            if kind != chosen_kind:
                 self._lost[kind] += len(waiting)
         # A rare kind keeps its account until no member wants the kind, so its run of
         # batches (an evaluation) is not interrupted. Only the usual kind starts again.
-        if chosen == usual:
-            self._lost[usual] = 0
-        return kinds[chosen]
+        if chosen_kind == usual_kind:
+            self._lost[usual_kind] = 0
+        return kinds[chosen_kind]
 
     def computed(self, count: int, wanting: int, places: int) -> None:
         """Count a batch of `count` members out of `wanting`, computed in `places` places."""

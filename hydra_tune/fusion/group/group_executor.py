@@ -118,7 +118,7 @@ class GroupExecutor:
                 return None
             for seat in bucket:
                 # Every member's code has advanced by now, even where the round must end because a member
-                # wants something else. `is_ahead` tells `Attendance.advance` not to advance again.
+                # wants something else. `is_ahead` tells `MemberCoordinator.advance` not to advance again.
                 go_on(seat)
                 seat.is_ahead = True
             if not all(any(_wants_alike(seat, request) for request in first_requests) for seat in bucket):

@@ -227,6 +227,7 @@ class MemberTrial(Trial):
         # `GroupExecutor.accumulated` takes a single batch of each member at a time.
         if task.accumulate > 1:
             return 1
+        # The scheduler has to run before the next step.
         if self._scheduler is not None and task.scheduler_interval == "step":
             return 1
         every = [] if task.report_every == "epoch" else [task.report_every]

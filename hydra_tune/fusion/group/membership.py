@@ -55,8 +55,8 @@ class MemberCoordinator:
         # Resize before asking for new members: a larger stack has vacant places to offer.
         self._resize()
         free = self._places.vacant
-        coming = self._desk.joining(len(free), ends=not self._places.live)
-        for index, seat in zip(free, coming, strict=False):
+        new_seats = self._desk.joining(len(free), ends=not self._places.live)
+        for index, seat in zip(free, new_seats, strict=False):
             self._take_in(index, seat)
             self._attend_to(seat)
         if self._answers_are_in:
@@ -85,7 +85,7 @@ class MemberCoordinator:
     def _answers_are_in(self) -> bool:
         """Whether answered members continue now.
 
-        Members that report together continue together, so that they keep computing together. After `PATIENCE_SECONDS`
+        Members that report together also continue together, and so stay in the same batches. After `PATIENCE_SECONDS`
         answered members no longer wait for the others.
         """
         waiting = [seat.waits_until for seat in self._places.live if seat.is_waiting and seat.waits_until is not None]

@@ -145,6 +145,7 @@ class GroupRound:
         rules = self._rules
         kind = "backward" if rules.plan.mode == "train" else "evaluate"
         seconds = max(rules.times.total, SECONDS)
+        # Most rounds are followed by another round on the same blocks.
         expected = UpcomingUnit(
             kind=kind, shard=0, seconds=seconds, blocks=self._blocks, workspace_bytes=self._workspace_bytes
         )

@@ -1,8 +1,8 @@
 """`SlotTable`: the places of a group, their occupants, and the stacked state.
 
 Note: joining and leaving. A group has a number of places. Between two steps a member that has ended or is paused gives
-its place to another member, which begins or continues its training while the others are in the middle of theirs
-(`put_in`). A vacant place is masked. A member joins and leaves by copying between the stack and its own module and
+its place to another member (`put_in`). The new member begins or continues its training, at whatever step the others
+are. A vacant place is masked. A member joins and leaves by copying between the stack and its own module and
 optimizer. To change the number of places (`resize_policy.py`), all members leave and join a new stack.
 """
 

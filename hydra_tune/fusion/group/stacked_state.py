@@ -57,8 +57,8 @@ def stacked_optimizer(members: Sequence[Optimizer], first: nn.Module, stacked: n
         stacked: the stacked module.
     """
     names = {id(tensor): name for name, tensor in named_state(first)}
-    wide = dict(stacked.named_parameters())
-    groups = [[wide[names[id(p)]] for p in group["params"]] for group in members[0].param_groups]
+    stacked_parameters = dict(stacked.named_parameters())
+    groups = [[stacked_parameters[names[id(p)]] for p in group["params"]] for group in members[0].param_groups]
     return group_optimizer(members, groups)
 
 

@@ -147,11 +147,11 @@ class _MultiHeadGraph:
         present_parts = [part for part in parts if part is not None]
         if len(present_parts) < len(parts) or len({part.dtype for part in present_parts}) > 1:
             # Tails may return different dtypes; float64 holds float32 losses and ordinary counts exactly.
-            wide = [None if part is None else part.to(torch.float64) for part in parts]
-            like = next(part for part in wide if part is not None)
+            float64_parts = [None if part is None else part.to(torch.float64) for part in parts]
+            like = next(part for part in float64_parts if part is not None)
             present_parts = [
                 like.new_full((len(branch.rows),), torch.nan) if part is None else part
-                for branch, part in zip(self._branches, wide, strict=True)
+                for branch, part in zip(self._branches, float64_parts, strict=True)
             ]
         return _picked(torch.cat(present_parts), self._inverse)
 

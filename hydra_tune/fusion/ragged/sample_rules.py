@@ -295,6 +295,7 @@ def _of_pairs(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | No
     named = named_arguments(node)
     prediction, target = named.pop("self"), named.pop("target")
     reduction = named.pop("reduction")
+    # A third input would be weights, which `MaskedReduction` does not know.
     if reduction == _NONE or len(node.all_input_nodes) != 2 or _shape(prediction) != _shape(target):  # noqa: PLR2004
         return None
     if dims(prediction) is None or dims(prediction) != dims(target):
@@ -305,6 +306,7 @@ def _of_pairs(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | No
 def _of_all(reduction: int) -> _Loss:
     def loss(dims: Dims, node: fx.Node) -> tuple[int, int, dict[str, Any]] | None:
         (tensor,) = node.all_input_nodes
+        # `MaskedReduction` sums in the dtype of the values.
         if named_arguments(node)["dtype"] is not None or not tensor.meta["val"].is_floating_point():
             return None
         return dims(tensor), reduction, {}

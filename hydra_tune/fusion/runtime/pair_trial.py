@@ -87,11 +87,11 @@ class PairTrial(Trial):
     def advance(self) -> PendingUnit | PendingReport | None:
         """As of `Trial`."""
         self._running, self._round = [], None
-        going = self._live
-        for side in going:
+        live_sides = self._live
+        for side in live_sides:
             side.group.goes_back = self.goes_back  # takes effect only in a group that runs alone
             side.go_on()
-        for side in going:
+        for side in live_sides:
             if side.is_over:
                 self._end(side)
         self._show()
@@ -101,11 +101,11 @@ class PairTrial(Trial):
         due = [side for side in self._live if side.pending is not None]
         if not self._live:
             return None
-        alone = next((side for side in due if side.group.offer is None), None)
+        unpaired_side = next((side for side in due if side.group.offer is None), None)
         # Work that cannot run in turn (evaluations, steps of another
         # kind) goes first; the other group keeps its offer meanwhile.
-        if alone is not None:
-            return self._due(alone)
+        if unpaired_side is not None:
+            return self._due(unpaired_side)
         if len(due) == len(self._live) == 2:  # noqa: PLR2004 - both
             return None if self.goes_back else self._both()
         if not due or self._is_patient:

@@ -105,6 +105,7 @@ class PairRoundHalf(GroupRound):
         rules.gradients.next_step()
         self._made.append(losses)
         self.steps += 1
+        # A member whose loss is not finite fails, so its loop has to run before the next step.
         goes_on &= all(math.isfinite(loss) for index, loss in enumerate(losses) if index not in rules.resting)
         if goes_on and self._batches is not None and len(self._made) < len(self._batches):
             return
@@ -175,11 +176,11 @@ class PairRound:
     def shares(self) -> tuple[float, float]:
         """Each group's share of the unit's time, in proportion to the predicted times of the steps."""
         arrays = self._steps.planned.part.schedule.arrays
-        first, second = (
+        first_seconds, second_seconds = (
             max(array.seconds, 1e-9) * half.steps for array, half in zip(arrays, self._halves, strict=True)
         )
-        whole = first + second
-        return (first / whole, second / whole) if whole else (0.5, 0.5)
+        total_seconds = first_seconds + second_seconds
+        return (first_seconds / total_seconds, second_seconds / total_seconds) if total_seconds else (0.5, 0.5)
 
     def unit(self) -> PendingUnit:
         """Return the unit."""

@@ -50,9 +50,9 @@ class PlannedSizeOption:
         sizes = " + ".join(map(str, self.sizes))
         if self.seconds is None or self.peak_bytes is None:
             return f"{self.name} ({sizes}): {self.why_not}"
-        how = f", {self.how}" if self.how else ""
+        strategy = f", {self.how}" if self.how else ""
         return (
-            f"{self.name} ({sizes}{how}): a step takes {self.seconds * 1e3:.3g} ms, {self.seconds_each * 1e3:.3g} ms for "
+            f"{self.name} ({sizes}{strategy}): a step takes {self.seconds * 1e3:.3g} ms, {self.seconds_each * 1e3:.3g} ms for "
             f"each, and {format_bytes(self.peak_bytes)} at once"
         )
 

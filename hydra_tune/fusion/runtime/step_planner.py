@@ -198,9 +198,9 @@ class StepPlanner:
         part = planner.best(planner.ways(counts, arrays))
         step = PlannedStep(graphs=graphs, part=part, limit_bytes=limit_bytes)
         if step.peak_bytes > limit_bytes * (1 - MARGIN):
-            how = "fused trials" if len(counts) == 1 else f"trials in two groups of {counts[0]} and {counts[1]}"
+            trials = "fused trials" if len(counts) == 1 else f"trials in two groups of {counts[0]} and {counts[1]}"
             raise BudgetError(
-                f"no plan of {sum(counts)} {how} needs less than {format_bytes(step.peak_bytes)} at once, and "
+                f"no plan of {sum(counts)} {trials} needs less than {format_bytes(step.peak_bytes)} at once, and "
                 f"a device has {format_bytes(limit_bytes)} for them; give it more memory, or fuse fewer",
                 # The share of the budget that alignment may waste comes on top.
                 enough_bytes=limit_for(step.peak_bytes) + self.budget_bytes - limit_bytes,

@@ -162,9 +162,9 @@ def overwritten(node: fx.Node) -> tuple[list[fx.Node], bool]:
         statistics = [node.args[place] for place in places] if node.args[switch] else []
         return [argument for argument in statistics if isinstance(argument, fx.Node)], True
     written_nodes: list[fx.Node] = []
-    for place, declared in enumerate(schema.arguments):
-        if declared.alias_info is not None and declared.alias_info.is_write:
-            value = node.args[place] if place < len(node.args) else node.kwargs.get(declared.name)
+    for place, parameter in enumerate(schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            value = node.args[place] if place < len(node.args) else node.kwargs.get(parameter.name)
             written_nodes.extend(leaf for leaf in tree_leaves(value) if isinstance(leaf, fx.Node))
     return written_nodes, False
 

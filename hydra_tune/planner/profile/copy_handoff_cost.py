@@ -53,11 +53,11 @@ def _seconds(now: Callable[[], float], copies: ThreadCopyEngine | None, source: 
     begin = now()
     for _ in range(_COPIES):
         source.add_(1)
-        leaving = None if copies is None else copies.offload(source, "map")
+        outgoing_copy = None if copies is None else copies.offload(source, "map")
         _compute(other)
-        coming = None if copies is None else copies.prefetch(copies.release(leaving))  # type: ignore[arg-type]
+        incoming_copy = None if copies is None else copies.prefetch(copies.release(outgoing_copy))  # type: ignore[arg-type]
         _compute(other)
-        (source if copies is None else copies.arrived(coming)).add_(1)  # type: ignore[arg-type]
+        (source if copies is None else copies.arrived(incoming_copy)).add_(1)  # type: ignore[arg-type]
     return now() - begin
 
 

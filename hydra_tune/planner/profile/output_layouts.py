@@ -20,7 +20,7 @@ from hydra_tune.shard.capture.capture_lock import GATE
 
 
 def as_laid_out(step: StepGraph, device: torch.device) -> StepGraph:
-    """Return a step whose results have the layouts that they have on a device.
+    """Return the step with the layouts that its results have on a device.
 
     Args:
         step: traced.

@@ -288,7 +288,7 @@ class ProfilingInterpreter:
 
 
 def _generators(step: StepGraph, device: torch.device, count: int) -> GroupGenerator:
-    """Return generators that belong to no trial, with probabilities for draws whose members have their own."""
+    """Return generators that belong to no trial; draws with a probability for each member get made-up probabilities."""
     probabilities = {noise_draw.slot: [0.5] * count for noise_draw in step.noise if noise_draw.slot is not None}
     if device.type != "cuda":
         return GroupGenerator([torch.Generator(device) for _ in range(count)], probabilities=probabilities)

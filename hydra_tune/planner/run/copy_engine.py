@@ -195,7 +195,7 @@ class CudaCopyEngine:
         return self.offload(value, storage)
 
     def release(self, handle: tuple[Tensor, Tensor, torch.cuda.Event]) -> Tensor:
-        """As of `CopyEngine`: the compute stream waits, and what it allocates from then on may be that memory."""
+        """As of `CopyEngine`: the compute stream waits, and its later allocations may reuse the device memory."""
         host, source, end = handle
         torch.cuda.current_stream(self._device).wait_event(end)
         # Behind the wait: the allocator gives the memory to later work of the compute stream, which comes after the

@@ -148,9 +148,9 @@ def settled(
         _ = portfolio.best  # raises, if none fits
         # Compare the measurements with the corrected predictions, not with those that they corrected.
         results = {key: replace(trial, member=planner.told(trial.member)) for key, trial in results.items()}
-        chosen = contenders(portfolio, most)
-        _run([plan for plan in chosen if key_of(plan) not in results], results, measure)
-        ran = [results[key_of(plan)] for plan in chosen]
+        candidates = contenders(portfolio, most)
+        _run([plan for plan in candidates if key_of(plan) not in results], results, measure)
+        ran = [results[key_of(plan)] for plan in candidates]
         if len(corrections) == max_corrections or not any(trial.is_off for trial in ran):
             trials = sorted(results.values(), key=lambda trial: trial.seconds)
             return PlanSelection(trials=tuple(trials), portfolio=portfolio, corrections=tuple(corrections))

@@ -1,4 +1,4 @@
-"""Portfolio: several ways to train a device's trials within its memory, of which the fastest that fits is taken.
+"""Portfolio: several plans for a device's trials within its memory; the planner takes the fastest plan that fits.
 
 The paper has a single way, a greedy choice over all partitions (§3.2, step 5). The greedy choice is fragile: times of a
 few microseconds flip the result, and the choice can miss a limit that a simpler plan meets. So the greedy choice is one

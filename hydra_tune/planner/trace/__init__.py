@@ -1,6 +1,6 @@
 """Traces a sub-array's step as one flat graph: forward, backward, clipping, and each parameter's update.
 
-The package must not know memory limits or schedules: a graph is the same whatever is planned of it. Read `step_graph`
+The package must not know memory limits or schedules: a step has the same graph under every plan. Read `step_graph`
 first, which asks `optimizer_graph` for each update and `grad_clip_graph` for the factors of clipping; `unsupported_ops`
-names what keeps a step from being traced.
+names the operators and tensors that keep a step from being traced.
 """

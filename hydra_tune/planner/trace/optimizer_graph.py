@@ -2,8 +2,9 @@
 
 Rates change from step to step, and some depend on the step number. They are numbers on the host, which the arithmetic
 derives from the members' options. To ask for the rates of a step, this module runs the arithmetic without tensors, once
-for each parameter group. Options that nobody changes, and that all members have begun with alike, are constants of the
-graph, because they round as constants do.
+for each parameter group. An option becomes a constant of the graph if no scheduler changes the option and all members
+began with the same value: the unplanned step also computes with a constant then, and constants may round differently
+from tensors.
 """
 
 from collections.abc import Callable, Hashable, Sequence
