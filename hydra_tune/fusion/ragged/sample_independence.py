@@ -184,7 +184,7 @@ class _SampleWalk:
             keys = [fx.node.map_arg(named, place) for named in (small_named, large_named)]
             are_equal = are_equal and repr(keys[0]) == repr(keys[1])
         if not are_equal:
-            raise UnfusableError(f"{b.target} has different arguments for different batch sizes ({b.name})")
+            raise UnfusableError(f"{b.target} has other arguments for other batch sizes ({b.name})")
 
     def _made(self, a: fx.Node, b: fx.Node) -> Any:
         """Return the sample dimension of a node's result, proved both by sizes and by the operator's rule."""

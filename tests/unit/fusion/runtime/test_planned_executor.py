@@ -56,7 +56,7 @@ def test_each_unit_may_run_on_another_one_with_the_same_bits():
 
 def test_what_was_planned_for_devices_of_another_kind_is_refused_by_name():
     _, steps = steps_of(sub_array("dlrm"))
-    with pytest.raises(OutOfMemoryError, match="planned for devices of the kind 'cpu', and cuda:0 is none"):
+    with pytest.raises(OutOfMemoryError, match="planned for devices of the kind 'cpu', and cuda:0 is of another kind"):
         steps.on(SimpleNamespace(torch_device=torch.device("cuda", 0), name="cuda:0"))
 
 
