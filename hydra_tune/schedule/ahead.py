@@ -42,12 +42,14 @@ class NextJobPredictor:
 
     def notice(self, job: str) -> None:
         """Take over a job's present view from the scheduler."""
-        view, seen = self._scheduler.view(job), self._seen.get(job)
-        if view is seen:
+        view, known_view = self._scheduler.view(job), self._seen.get(job)
+        # Identity is enough: the scheduler keeps the old object where the new view is equal (`SchedulerState.put`).
+        if view is known_view:
             return
+        # A claimed job is in no selection, so only its stored view changes.
         if job not in self._claims:
-            if seen is not None:
-                self._take(seen)
+            if known_view is not None:
+                self._take(known_view)
             if view is not None:
                 self._put(view)
         if view is None:
@@ -102,12 +104,14 @@ class NextJobPredictor:
         if device is None:
             return
         del self._buffers[device]
+        # A claimed job that began to run, or is over, is no longer eligible and must not return to the selection.
         if job in self._seen:
             self._put(self._seen[job])
 
     def _choose(self, device: str, own: JobView | None) -> str | None:
         if self._is_bound:
             return self._scheduler.bound_to(device)
+        # The selection cannot be asked while empty.
         if own is None:
             return self._free.choose(device).job if self._num_free else None
         level = self._level(own)

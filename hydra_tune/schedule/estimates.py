@@ -39,8 +39,13 @@ class JobTimeEstimate:
         if remaining_seconds is not None:
             self.tell(remaining_seconds)
             return
+        # The ratio is taken over all units since the last prediction, because the times of single units scatter.
         self._predicted_seconds += predicted_seconds
         self._measured_seconds += measured_seconds
-        left = self._uncorrected_seconds = max(0.0, self._uncorrected_seconds - predicted_seconds)
-        is_known = self._predicted_seconds > 0 and self._measured_seconds > 0  # units of zero time give no ratio
-        self.remaining_seconds = left * (self._measured_seconds / self._predicted_seconds) if is_known else left
+        uncorrected_seconds = self._uncorrected_seconds = max(0.0, self._uncorrected_seconds - predicted_seconds)
+        has_ratio = self._predicted_seconds > 0 and self._measured_seconds > 0  # units of zero time give no ratio
+        self.remaining_seconds = (
+            uncorrected_seconds * (self._measured_seconds / self._predicted_seconds)
+            if has_ratio
+            else uncorrected_seconds
+        )

@@ -63,6 +63,7 @@ class AdmissionFront:
             The job pushed out of the front, if any.
         """
         insort(self._ages, age)
+        # The last job of the front moved by a place, and is now just beyond the border.
         return self._at(self._size) if self.holds(age) else None
 
     def leave(self, age: Age) -> str | None:
@@ -73,6 +74,7 @@ class AdmissionFront:
         """
         was_in_front = self.holds(age)
         del self._ages[bisect_left(self._ages, age)]
+        # Later jobs moved up by a place, so the last place of the front holds the job that was just beyond the border.
         return self._at(self._size - 1) if was_in_front else None
 
     def resize(self, by: int) -> str | None:
@@ -81,6 +83,7 @@ class AdmissionFront:
         Returns:
             The job that enters or leaves the front, if any.
         """
+        # A growing front takes in the job at the old border, a shrinking front gives up the job at the new border.
         border = min(self._size, self._size + by)
         self._size += by
         return self._at(border)

@@ -28,6 +28,7 @@ def violations(state: SchedulerState, *, max_concurrent: int) -> Iterator[str]:
     yield from _table_violations(state)
     ready = [record.job for record in state.jobs.values() if record.phase is JobPhase.READY]
     offering = [record.job for record in state.jobs.values() if record.offers]
+    # At rest no device is idle while a unit could run: an eligible job's, or an offered one.
     if state.idle and offering:
         yield f"{[device for _, _, device in state.idle]} have nothing to do and are not lent to {offering}"
     if set(state.offering) != set(offering):
@@ -130,12 +131,12 @@ def _kind_violations(state: SchedulerState) -> Iterator[str]:
 
 
 def _front_violations(state: SchedulerState) -> Iterator[str]:
-    flying = [record for record in state.jobs.values() if record.is_in_flight and state.front is not None]
-    flying.sort(key=lambda record: (-record.priority, record.order))
-    front = [record.job for record in flying[: len(state.devices)]]
-    told = [] if state.front is None else state.front.jobs
-    if told != front or {record.job for record in state.jobs.values() if record.is_front} != set(front):
-        yield f"the front is {told}, expected {front}"
+    jobs_in_flight = [record for record in state.jobs.values() if record.is_in_flight and state.front is not None]
+    jobs_in_flight.sort(key=lambda record: (-record.priority, record.order))
+    front = [record.job for record in jobs_in_flight[: len(state.devices)]]
+    listed_front = [] if state.front is None else state.front.jobs
+    if listed_front != front or {record.job for record in state.jobs.values() if record.is_front} != set(front):
+        yield f"the front is {listed_front}, expected {front}"
 
 
 def _queued(state: SchedulerState) -> list[str]:

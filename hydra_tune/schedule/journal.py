@@ -11,6 +11,7 @@ from hydra_tune.schedule.machine import Scheduler
 from hydra_tune.schedule.policies.policy import Policy
 from hydra_tune.schedule.units import Unit
 
+# Taken from the unions, so that a new event or command is written and read without an entry here.
 _EVENTS: Mapping[str, Any] = {kind.__name__: kind for kind in events.Event.__args__}
 _COMMANDS: Mapping[str, Any] = {kind.__name__: kind for kind in commands.Command.__args__}
 
@@ -40,11 +41,11 @@ class SchedulerDecision:
         Raises:
             KeyError, TypeError, ValueError: the data is no such output.
         """
-        at_ns, told, said = data
+        at_ns, event_entries, command_entries = data
         return SchedulerDecision(
             int(at_ns),
-            tuple(_made(_EVENTS, entry) for entry in told),
-            tuple(_made(_COMMANDS, entry) for entry in said),
+            tuple(_made(_EVENTS, entry) for entry in event_entries),
+            tuple(_made(_COMMANDS, entry) for entry in command_entries),
         )
 
 
@@ -75,6 +76,7 @@ def decide_again(
 def _plain(entry: Event | Command) -> dict[str, Any]:
     # `Run` and `UnitFinished` are named tuples; all other events and commands are dataclasses.
     fields = entry._asdict() if isinstance(entry, tuple) else asdict(entry)
+    # `asdict` has already converted a dataclass's unit; `_asdict` leaves a named tuple's unit as an object.
     if isinstance(fields.get("unit"), Unit):
         fields["unit"] = asdict(fields["unit"])
     if "others" in fields:

@@ -23,6 +23,7 @@ class PriorityLevels:
         self._start = start
         self._levels: dict[Level, _PriorityLevel] = {}
         self._rising: list[Level] = []  # non-empty levels, in rising order
+        # For selections of levels that open later.
         self._speeds: dict[str, float] = {}
 
     @property
@@ -37,21 +38,21 @@ class PriorityLevels:
 
     def add(self, view: JobView, level: Level) -> None:
         """Add a job that has become eligible."""
-        found = self._levels.get(level)
-        if found is None:
-            found = self._open(level)
-        if not found.num_jobs:
+        priority_level = self._levels.get(level)
+        if priority_level is None:
+            priority_level = self._open(level)
+        if not priority_level.num_jobs:
             insort(self._rising, level)
-        found.num_jobs += 1
-        found.selection.add(view)
+        priority_level.num_jobs += 1
+        priority_level.selection.add(view)
 
     def remove(self, view: JobView, level: Level) -> None:
         """Remove a job that is no longer eligible."""
-        found = self._levels[level]
-        found.num_jobs -= 1
-        if not found.num_jobs:
+        priority_level = self._levels[level]
+        priority_level.num_jobs -= 1
+        if not priority_level.num_jobs:
             del self._rising[bisect_left(self._rising, level)]
-        found.selection.remove(view)
+        priority_level.selection.remove(view)
 
     def choose(self, device: str) -> JobView:
         """Ask the selection of the highest level."""
@@ -77,8 +78,8 @@ class PriorityLevels:
             # A selection for a new level has missed all earlier speeds.
             for device, speed in self._speeds.items():
                 selection.set_speed(device, speed)
-        opened = self._levels[level] = _PriorityLevel(selection)
-        return opened
+        priority_level = self._levels[level] = _PriorityLevel(selection)
+        return priority_level
 
 
 class _PriorityLevel:

@@ -112,9 +112,9 @@ class Scheduler:
         else:  # a refused event must also undo the events before it
             draft, released, victims = SchedulerStateDraft(self._state), [], {}
             for position, event in enumerate(events):
-                over, lost = self._take(draft, event, position, events)
-                released += over
-                victims |= lost
+                releases, lost_jobs = self._take(draft, event, position, events)
+                released += releases
+                victims |= lost_jobs
             draft.commit()
         commands = self._feed(released)
         # After feeding, so a job that has just got a device does not count as waiting.
@@ -127,14 +127,20 @@ class Scheduler:
         self, tables: Tables, event: Event, position: int, events: tuple[Event, ...]
     ) -> tuple[list[Command], dict[int, str]]:
         """Apply an event; return the releases, and by event position the job whose unit was lost with a device."""
+        # Looked up before `apply`, which forgets a lost device. Needed afterwards to tell who lost a unit and may wait
+        # again.
         victims: dict[int, str] = {}
-        if type(event) is DeviceLost and (lost := tables.find_device(event.device)) is not None and lost.job:
-            victims[position] = lost.job
+        if (
+            type(event) is DeviceLost
+            and (lost_device := tables.find_device(event.device)) is not None
+            and lost_device.job
+        ):
+            victims[position] = lost_device.job
         try:
-            over = apply(tables, event)
+            released_job = apply(tables, event)
         except ImpossibleEventError as refusal:
             raise ScheduleError(self._refusal_text(event, events[:position], str(refusal))) from None
-        return [] if over is None else [Release(job=over)], victims
+        return [] if released_job is None else [Release(job=released_job)], victims
 
     def check(self) -> None:
         """Verify every invariant; meant for tests and for debugging.
@@ -142,9 +148,9 @@ class Scheduler:
         Raises:
             ScheduleError: names each violated invariant.
         """
-        wrong = list(violations(self._state, max_concurrent=self._max_concurrent))
-        if wrong:
-            raise ScheduleError(f"the scheduler's state is inconsistent: {'; '.join(wrong)}; please report this")
+        faults = list(violations(self._state, max_concurrent=self._max_concurrent))
+        if faults:
+            raise ScheduleError(f"the scheduler's state is inconsistent: {'; '.join(faults)}; please report this")
 
     def story(self, job: str) -> list[str]:
         """The last events and commands of a job, the oldest first; empty if the job is unknown or over."""
@@ -243,6 +249,8 @@ class Scheduler:
                 record = state.jobs[view.job]
                 commands.append(self._start(record, record.ready[0], self._place(view)))
             else:
+                # Only now that no eligible job is left: an offer must not take a device from a job without a running
+                # unit.
                 commands.append(self._lend())
         return commands
 
@@ -256,6 +264,7 @@ class Scheduler:
             record.ready = tuple(other for other in record.ready if other is not unit)
             record.running = {**record.running, place: unit}
         state.put(record)
+        # A request to end early was meant for the previous unit of the device.
         device.job, device.is_asked = record.job, False
         state.put_device(device)
         return Run(job=record.job, device=place, unit=unit)
@@ -280,10 +289,10 @@ class Scheduler:
         record = self._state.jobs.get(view.job) if isinstance(view, JobView) else None
         # Identity, because a policy may return an outdated view of a job that is still eligible.
         if record is None or record.view is not view or (view.priority, record.is_front) != highest:
-            others = [other for other in self._state.jobs.values() if other.view is not None]
+            eligible = [other for other in self._state.jobs.values() if other.view is not None]
             raise ScheduleError(
                 f"{type(self._policy).__name__}.choose gave {view!r} for device {device!r}, expected one of "
-                f"{[other.job for other in others if (other.priority, other.is_front) == highest]}; a policy must return "
+                f"{[other.job for other in eligible if (other.priority, other.is_front) == highest]}; a policy must return "
                 "one of its candidates"
             )
         return view
@@ -314,25 +323,28 @@ class Scheduler:
     def _end_bursts(self, beginning: list[str], commands: list[Command]) -> None:
         """Ask a burst to end for each of the given jobs that waits for a device now."""
         state = self._state
+        # A device that is still idle after feeding means that no job waits.
         if state.idle:
             return
         for job in beginning:
-            waiting = state.jobs.get(job)
-            if waiting is None or waiting.view is None:
+            waiting_job = state.jobs.get(job)
+            if waiting_job is None or waiting_job.view is None:
                 continue
-            found = [
+            bursts = [
                 (state.jobs[device.job], device)
                 for name, device in state.devices.items()
                 if device.job is not None
                 and not device.is_asked
-                and state.jobs[device.job].priority <= waiting.priority
+                and state.jobs[device.job].priority <= waiting_job.priority
                 and state.jobs[device.job].running[name].may_end_early
             ]
-            if found:
+            if bursts:
                 # The job that longest-remaining-time-first would choose last gives way.
-                least, device = min(found, key=lambda one: (one[0].priority, one[0].remaining_seconds, -one[0].order))
+                shortest, device = min(
+                    bursts, key=lambda burst: (burst[0].priority, burst[0].remaining_seconds, -burst[0].order)
+                )
                 device.is_asked = True
-                commands.append(EndBurst(job=least.job, device=device.device))
+                commands.append(EndBurst(job=shortest.job, device=device.device))
 
     def _admit(self, commands: list[Command]) -> None:
         state = self._state
@@ -353,6 +365,7 @@ class Scheduler:
 
     def _remember_one(self, job: str, entry: Event | Command) -> None:
         story = self._stories.get(job)
+        # The job is over, and the scheduler keeps nothing of it.
         if job not in self._state.jobs:
             self._stories.pop(job, None)
         elif story is None:
@@ -363,13 +376,13 @@ class Scheduler:
     def _refusal_text(self, event: Event, before: tuple[Event, ...], found: str) -> str:
         if isinstance(event, _DEVICE_EVENTS):
             return (
-                f"impossible event {event!r}: {found}. Whoever drives the scheduler adds a device before anything else is "
-                "told of it, and loses it once"
+                f"impossible event {event!r}: {found}. The driver must report a device's addition before any other event of "
+                "the device, and its loss at most once"
             )
         story = self.story(event.job)
         story += [repr(other) for other in before if not isinstance(other, _DEVICE_EVENTS) and other.job == event.job]
-        told = "; ".join(story) or "nothing is known of it"
+        story_text = "; ".join(story) or "empty"
         return (
-            f"impossible event {event!r}: {found}. The job's story, oldest first: {told}. "
-            "Whoever drives the scheduler reported something that did not happen; please report this with the story"
+            f"impossible event {event!r}: {found}. The job's story, oldest first: {story_text}. "
+            "The driver reported an event that cannot have happened; please report this with the story"
         )

@@ -111,6 +111,8 @@ class JobRecord:
 
     def rescaled(self, seconds: float) -> float:
         """Convert a time based on the job's own step time to the common step time of all jobs that are alike."""
+        # Also leaves here with a told step time of 0, which no division could rescale: such a job is alike to no other
+        # job (`_take_pace`), so both its step times are 0.
         if self.step_seconds == self.told_step_seconds:
             return seconds
         return seconds / self.told_step_seconds * self.step_seconds  # division first: inf * 0 would give NaN

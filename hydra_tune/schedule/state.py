@@ -46,12 +46,14 @@ class SchedulerState:
     devices: dict[str, DeviceRecord] = field(default_factory=dict)
     idle: list[tuple[float, int, str]] = field(default_factory=list)
     num_eligible: int = 0
+    # An ordered set: the order of a set of strings differs between processes, and equal events give equal commands.
     offering: dict[str, None] = field(default_factory=dict)
     num_slots_taken: int = 0
     num_submitted: int = 0
     num_devices_added: int = 0
     num_runs: int = 0
     homes: Counter[str] = field(default_factory=Counter)
+    # The inner dictionaries are ordered sets, too.
     kinds: dict[str, dict[str, None]] = field(default_factory=dict)
     _queue: list[tuple[int, int, str]] = field(default_factory=list)  # a heap with lazy removal, at the top
 
@@ -77,22 +79,26 @@ class SchedulerState:
         if old is not record:
             self._replace(record, old)
         if self.front is not None:
+            # Before the view is read: a change of age moves the job to another level, and withdraws the view from the
+            # old level.
             self._place_by_age(self.front, record)
-        phase, told = record.phase, record.view
+        phase, old_view = record.phase, record.view
         if phase is _READY:
             view = record.make_view()
-            if view != told:  # an equal view is kept, because selections compare by identity
-                if told is not None:
+            if view != old_view:  # an equal view is kept, because selections compare by identity
+                if old_view is not None:
                     self._withdraw(record)
                 self._offer(record, view)
-        elif told is not None:
+        elif old_view is not None:
             self._withdraw(record)
-        counted = phase is _READY or phase is _RUNNING or phase is _PREPARING
-        if counted is not record.is_counted:
-            record.is_counted = counted
-            self.num_slots_taken += 1 if counted else -1
+        # `JobPhase.takes_slot` written out, because this runs for every unit.
+        takes_slot = phase is _READY or phase is _RUNNING or phase is _PREPARING
+        if takes_slot is not record.is_counted:
+            record.is_counted = takes_slot
+            self.num_slots_taken += 1 if takes_slot else -1
         self._note(record)
         if phase is _QUEUED and not record.paused:
+            # Possibly for the second time, which does no harm: `next_queued` compares each entry with the job's record.
             heappush(self._queue, (-record.priority, record.order, record.job))
 
     def _replace(self, record: JobRecord, old: JobRecord | None) -> None:
@@ -111,6 +117,7 @@ class SchedulerState:
         """Forget a job that is over."""
         old = self.jobs.pop(job)
         if old.view is not None:
+            # Before the job leaves the front, because the level of the view depends on `is_front`.
             self._withdraw(old)
         self.offering.pop(job, None)
         self.num_slots_taken -= old.is_counted
@@ -294,11 +301,13 @@ class SchedulerStateDraft:
 
     def others_alike(self, record: JobRecord) -> Iterator[JobRecord]:
         """As `SchedulerState.others_alike`."""
-        own = list(self._jobs)
-        others = (job for job in self._state.kinds.get(record.alike or "", ()) if job not in own)
-        found = map(self.find, chain(own, others))
+        # All touched jobs are searched, because events of this call may have changed what a job is alike to. The names
+        # are copied, because `find` adds to `_jobs` while the caller iterates.
+        touched_jobs = list(self._jobs)
+        untouched_jobs = (job for job in self._state.kinds.get(record.alike or "", ()) if job not in touched_jobs)
+        records = map(self.find, chain(touched_jobs, untouched_jobs))
         return (
-            other for other in found if other is not None and other.alike == record.alike and other.job != record.job
+            other for other in records if other is not None and other.alike == record.alike and other.job != record.job
         )
 
     def put(self, record: JobRecord) -> None:
@@ -314,6 +323,7 @@ class SchedulerStateDraft:
     def put_device(self, record: DeviceRecord) -> None:
         """As `SchedulerState.put_device`."""
         if self._devices.get(record.device) is None:
+            # Lost and added again: goes to the end of the order.
             self._devices.pop(record.device, None)
         self._devices[record.device] = record
 
@@ -338,11 +348,13 @@ class SchedulerStateDraft:
         for device, device_record in self._devices.items():
             if device_record is not None:
                 state.put_device(device_record)
+            # A device that was added and lost within this call is unknown to the state.
             elif device in state.devices:
                 state.drop_device(device)
         for job, record in self._jobs.items():
             if record is not None:
                 state.put(record)
+            # Likewise a job that was submitted and stopped within this call.
             elif job in state.jobs:
                 state.drop(job)
 

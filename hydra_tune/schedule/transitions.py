@@ -71,12 +71,12 @@ def _slow_device(tables: Tables, event: DeviceSlowed) -> None:
 def _lose_device(tables: Tables, event: DeviceLost) -> str | None:
     device = _expect_device(tables, event.device)
     tables.drop_device(event.device)
-    over = None
+    released_job = None
     # O(jobs), which is acceptable because devices are rarely lost.
     for record in tables.all_jobs():
         if record.job == device.job and record.stopped and len(record.running) == 1:
             tables.drop(record.job)
-            over = record.job
+            released_job = record.job
         elif (
             record.job == device.job
             or record.last_device == event.device
@@ -84,13 +84,14 @@ def _lose_device(tables: Tables, event: DeviceLost) -> str | None:
         ):
             _leave_device(record, event.device)
             tables.put(record)
-    return over
+    return released_job
 
 
 def _leave_device(record: JobRecord, device: str) -> None:
-    lost = record.running.get(device)
-    if lost is not None:
-        _take_off(record, device, () if record.stopped else (lost,))
+    # The lost unit becomes ready again, unless the job is stopped and so gets no further unit.
+    lost_unit = record.running.get(device)
+    if lost_unit is not None:
+        _take_off(record, device, () if record.stopped else (lost_unit,))
     if record.last_device == device:
         record.last_device = None
     record.shard_devices = {shard: place for shard, place in record.shard_devices.items() if place != device}
@@ -100,9 +101,9 @@ def _leave_device(record: JobRecord, device: str) -> None:
 
 
 def _submit(tables: Tables, event: JobSubmitted) -> None:
-    known = tables.find(event.job)
-    if known is not None:
-        raise ImpossibleEventError(f"the job is {_describe(known)}, expected a new job")
+    existing_record = tables.find(event.job)
+    if existing_record is not None:
+        raise ImpossibleEventError(f"the job is {_describe(existing_record)}, expected a new job")
     _check_priority(event.priority)
     tables.put(JobRecord(job=event.job, order=tables.number_job(), priority=event.priority))
 
@@ -164,6 +165,7 @@ def _resume(tables: Tables, event: JobResumed) -> None:
 
 def _stop(tables: Tables, event: JobStopped) -> str | None:
     record = _expect(tables, event)
+    # The driver still owes the end of the preparation or of the units, so the record stays until that event.
     if record.phase in (JobPhase.PREPARING, JobPhase.RUNNING):
         record.stopped, record.ready = True, ()
         tables.put(record)
@@ -206,6 +208,7 @@ def _move_shard(tables: Tables, event: ShardMoved) -> None:
     tables.put(record)
 
 
+# A queued job holds nothing, so none of its shards can move.
 _WITH_SHARDS = tuple(phase for phase in JobPhase if phase is not JobPhase.QUEUED)
 
 _TRANSITIONS: dict[type[Event], Callable[[Tables, Any], str | None]] = {
@@ -252,6 +255,7 @@ def _take_pace(tables: Tables, record: JobRecord, step_seconds: float, alike: st
     record.told_step_seconds = record.step_seconds = step_seconds
     # A step time of 0 allows no ratio of step times.
     record.alike = alike = alike if step_seconds else None
+    # Any other job will do, because all jobs of a kind have the same step time.
     other = None if alike is None else next(tables.others_alike(record), None)
     if other is None:
         return
@@ -292,7 +296,9 @@ def _end_with_unit(tables: Tables, record: JobRecord, device: str) -> str | None
 def _expect(tables: Tables, event: JobEvent, *phases: JobPhase) -> JobRecord:
     record = tables.find(event.job)
     if record is None:
-        raise ImpossibleEventError("the job is unknown or over, expected one that was submitted and not yet released")
+        raise ImpossibleEventError(
+            "the job is unknown or over, expected a job that was submitted and is not yet released"
+        )
     if phases and record.phase not in phases:
         raise ImpossibleEventError(f"the job is {_describe(record)}, expected {' or '.join(phases)}")
     return record
@@ -309,8 +315,8 @@ def _expect_unit(tables: Tables, event: UnitFinished | UnitFailed) -> tuple[JobR
 def _expect_device(tables: Tables, device: str) -> DeviceRecord:
     record = tables.find_device(device)
     if record is None:
-        known = ", ".join(tables.devices) or "none"
-        raise ImpossibleEventError(f"device {device!r} is unknown, expected one of: {known}")
+        device_names = ", ".join(tables.devices) or "none"
+        raise ImpossibleEventError(f"device {device!r} is unknown, expected one of: {device_names}")
     return record
 
 

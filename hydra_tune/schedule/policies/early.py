@@ -45,6 +45,7 @@ class EarlyBinding:
         self._unbind(device)
         if view is None:
             view = self._choose_now(device)
+        # The starting job is still in the selection, so binding needs a second job.
         if self._num_free > 1:
             self._selection.remove(view)  # the starting job is not idle, so it cannot be bound
             self._bind(device)
@@ -80,6 +81,7 @@ class EarlyBinding:
     def _unbind(self, device: str) -> None:
         job = self._job_of.pop(device, None)
         if job is not None:
+            # Before `add`, which would otherwise set the job aside again as bound.
             del self._device_of[job]
             view = self._bound.pop(job, None)
             if view is not None:

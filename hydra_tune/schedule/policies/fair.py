@@ -21,6 +21,7 @@ class Fair(IncrementalPolicy):
 
 def fraction_done(view: JobView) -> float:
     """Fraction of a job's time that is done, from 0 to 1; 0 if the remaining time is unknown, 1 if nothing remains."""
+    # Also keeps the division below from 0 / 0. An unknown remaining time is infinite, and gives 0.
     if view.remaining_seconds <= 0:
         return 1.0
     return view.done_seconds / (view.done_seconds + view.remaining_seconds)

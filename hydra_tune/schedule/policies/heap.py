@@ -47,6 +47,7 @@ class ViewHeap:
         while entries:
             entry = entries[0]
             view = entry[3]
+            # Identity, because a job that was removed and added again has an older, dead entry in the heap, too.
             if live.get(view.job) is entry:
                 return view
             heappop(entries)

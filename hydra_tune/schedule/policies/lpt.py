@@ -48,7 +48,8 @@ class _LPTSelection:
 
     def choose(self, device: str) -> JobView:
         """Choose the device's own job, else the longest job without a device, else the longest of all."""
-        own = self._begun_on[device].first() if device in self._begun_on else None
-        view = own or self._new.first() or self._begun.first()
+        # Asked with `in`, because a look-up in the defaultdict would add a heap.
+        device_job = self._begun_on[device].first() if device in self._begun_on else None
+        view = device_job or self._new.first() or self._begun.first()
         assert view is not None
         return view

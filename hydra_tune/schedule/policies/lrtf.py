@@ -102,12 +102,15 @@ class _LRTFSelection:
         if last is not None and last.shard_device not in (device, None):
             last = None
         at_hand = max((view.remaining_seconds for view in (here, nowhere) if view is not None), default=None)
+        # Nothing here is long enough, so the longest job comes over from its present device.
         if at_hand is None or at_hand < longest.remaining_seconds - slack_seconds:
             return longest
+        # Rules 1, 2 and 3 of `ShardedLRTF`.
         if last is not None and last.remaining_seconds >= at_hand - slack_seconds:
             return last
         if here is not None and here.remaining_seconds >= at_hand - slack_seconds / 2:
             return here
+        # `here` is missing or shorter than `at_hand`, so the longest job at hand is on no device.
         assert nowhere is not None
         return nowhere
 

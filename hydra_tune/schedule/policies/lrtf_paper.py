@@ -54,6 +54,7 @@ def _shortness(view: JobView) -> float:
 
 class _Algorithm2Policy:
     def choose(self, device: str, candidates: Sequence[JobView]) -> JobView:  # noqa: ARG002 - the policy's signature
+        # Names and loop as in Algorithm 2; `>` keeps the earliest submitted among equals.
         models = sorted(candidates, key=lambda view: view.order)
         max_train_time, max_model = 0.0, models[0]
         for model in models:

@@ -83,17 +83,19 @@ def _unknown(policy: str, otherwise: str | None = None) -> ConfigError:
 
 
 def _load(entry: EntryPoint) -> Policy:
-    found = f"the entry point {entry.name!r} ({entry.value})"
+    description = f"the entry point {entry.name!r} ({entry.value})"
     try:
-        made = entry.load()()
+        policy = entry.load()()
+    # Any exception, because the code is an installed package's.
     except Exception as error:
         raise ConfigError(
-            f"policy {entry.name!r}: {found} cannot be loaded: {type(error).__name__}: {error}"
+            f"policy {entry.name!r}: {description} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-    return _checked(made, f"{found} must make an object")
+    return _checked(policy, f"{description} must make an object")
 
 
 def _checked(policy: object, expected: str) -> Policy:
+    # A class has `choose`, too, so the check of the protocol below would accept it.
     if isinstance(policy, type):
         raise ConfigError(f"policy must be an object, not the class {policy.__name__}; write {policy.__name__}()")
     if not isinstance(policy, Policy):
