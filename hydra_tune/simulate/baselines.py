@@ -44,9 +44,9 @@ class TrialCost:
             raise ConfigError("forward_seconds is empty, expected the seconds of at least 1 shard")
         lengths = {"backward_seconds": num_shards, "boundary_bytes": num_shards - 1, "parameter_bytes": num_shards}
         for name, expected in lengths.items():
-            found = len(getattr(self, name))
-            if found != expected and (found or name == "backward_seconds"):
-                raise ConfigError(f"{name} has {found} entries, expected {expected} for {num_shards} shards")
+            num_entries = len(getattr(self, name))
+            if num_entries != expected and (num_entries or name == "backward_seconds"):
+                raise ConfigError(f"{name} has {num_entries} entries, expected {expected} for {num_shards} shards")
         for name in ("forward_seconds", "backward_seconds"):
             _check_positive(name, getattr(self, name))
         for name in ("boundary_bytes", "parameter_bytes"):
@@ -139,6 +139,8 @@ def data_parallel_step_seconds(
     if num_replicas < 1:
         raise ConfigError(f"num_replicas must be at least 1, not {num_replicas}")
     compute = model_parallel_step_seconds(trial, bytes_per_second=bytes_per_second) / num_replicas
+    # A ring's reduce-scatter and all-gather each send (R - 1) / R of the bytes; sharded, the parameters are gathered
+    # twice.
     rounds = (3 if sharded else 2) * (num_replicas - 1) / num_replicas
     return compute + rounds * max(trial.parameter_bytes, default=0) / bytes_per_second
 
@@ -325,6 +327,7 @@ def harmony_step(
     for layer in range(num_layers):
         for microbatch in range(num_microbatches):
             run("forward", layer, microbatch)
+    # `inputs_ready` goes on from the forwards: a microbatch's first backward waits for its last forward.
     for layer in reversed(range(num_layers)):
         for microbatch in range(num_microbatches):
             run("backward", layer, microbatch)
@@ -334,9 +337,11 @@ def harmony_step(
 
 def _send_through(stages: Sequence[int], free: list[float], seconds: Sequence[float], hops: Sequence[float]) -> None:
     """Send one microbatch through all stages in turn, updating in `free` the time at which each stage is free."""
+    # Also for a backward: its first stage is free only after the stage's last forward, whose output it needs.
     ready = 0.0
     for position, stage in enumerate(stages):
         if position:
+            # Cut k lies between shards k and k + 1, in either direction.
             ready += hops[min(stage, stages[position - 1])]
         ready = free[stage] = max(ready, free[stage]) + seconds[stage]
 

@@ -71,6 +71,7 @@ def milp_schedule(
         )
     placements = program.placements(chains)
     makespan = max(placement.end_seconds for placement in placements)
+    # The solver's bound may exceed the makespan by its tolerance, because the makespan is timed anew.
     bound = max(solver.Objective().BestBound(), makespan_bound(map(math.fsum, chains.values()), num_devices))
     return BestSchedule(placements=placements, makespan_seconds=makespan, bound_seconds=min(bound, makespan))
 
@@ -116,11 +117,14 @@ class _MilpScheduleVariables:
         """Placements of the solution, by start; timed anew, because the solver meets constraints within a tolerance."""
         device_free: dict[int, float] = {}
         chain_free: dict[str, float] = {}
-        found = []
+        placements_in_order = []
+        # The solver's values of binary variables are only near 0 or 1, hence `round`.
         for name, index in sorted(self.starts, key=lambda unit: self.starts[unit].solution_value()):
             device = next(p for p, here in enumerate(self.assigned[name, index]) if round(here.solution_value()))
             start = max(device_free.get(device, 0.0), chain_free.get(name, 0.0))
             seconds = chains[name][index]
-            found.append(UnitPlacement(chain=name, index=index, device=device, start_seconds=start, seconds=seconds))
+            placements_in_order.append(
+                UnitPlacement(chain=name, index=index, device=device, start_seconds=start, seconds=seconds)
+            )
             device_free[device] = chain_free[name] = start + seconds
-        return tuple(sorted(found, key=lambda placement: (placement.start_seconds, placement.device)))
+        return tuple(sorted(placements_in_order, key=lambda placement: (placement.start_seconds, placement.device)))

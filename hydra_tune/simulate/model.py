@@ -231,6 +231,7 @@ class Scenario:
             what = "a slowdown" if isinstance(fault, Slowdown) else "an outage"
             if fault.device not in joins:
                 raise ConfigError(f"{what} names device {fault.device!r}; there are {', '.join(sorted(joins))}")
+        # The time from which each device is there; infinity for a device that is lost for ever.
         free: dict[str, float] = dict(joins)
         # By time, so that overlapping outages of one device are found.
         for outage in sorted(self.outages, key=lambda outage: outage.at_seconds):
@@ -248,6 +249,7 @@ class Scenario:
         memories = [(device.memory_bytes, device.name) for device in self.devices if device.memory_bytes is not None]
         if not memories:
             return
+        # The smallest memory, because any device may be given any shard.
         memory, device = min(memories)
         for trial in self.trials:
             largest = max(trial.shard_bytes)
@@ -280,6 +282,8 @@ class Scenario:
         for trial in self.trials:
             loads = sum(trial.shard_bytes[unit.shard] + trial.boundary_bytes for unit in trial.step) * byte_seconds
             reports = trial.steps // trial.report_steps if trial.report_steps else 0
+            # All planned steps, even of a pruned trial, at their estimate if that is longer: the remaining times told
+            # to the scheduler must fit the grid, too.
             total += trial.steps * (2 * loads + trial.step_seconds * max(1 / slowest, trial.estimate_factor, 1.0))
             total += reports * self.answer_seconds + self.prepare_seconds
         return total

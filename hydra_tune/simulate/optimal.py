@@ -112,10 +112,12 @@ def optimal_schedule(
     bound = makespan_bound(map(math.fsum, chains.values()), num_devices)
     if not hint:
         return BestSchedule(placements=(), makespan_seconds=0.0, bound_seconds=0.0)
-    starts, proven = _solve(cp_model, lengths, num_devices, hint, time_limit_seconds)
+    starts, proven_ticks = _solve(cp_model, lengths, num_devices, hint, time_limit_seconds)
     placements = timed(chains, num_devices, starts)
     makespan = max(placement.end_seconds for placement in placements)
-    bound = min(max(bound, float(proven * tick)), makespan)  # rounding must not lift the bound above a real schedule
+    bound = min(
+        max(bound, float(proven_ticks * tick)), makespan
+    )  # rounding must not lift the bound above a real schedule
     return BestSchedule(placements=placements, makespan_seconds=makespan, bound_seconds=bound)
 
 
@@ -189,6 +191,7 @@ def timed(
 
 def _tick_seconds(durations: Sequence[float]) -> Fraction:
     """Longest tick that divides every duration, or else a sufficiently fine tick."""
+    # Fractions hold floats exactly, so a tick that divides every duration is found if there is one.
     exact = [Fraction(seconds) for seconds in durations]
     if not exact:
         return Fraction(1)
@@ -199,6 +202,7 @@ def _tick_seconds(durations: Sequence[float]) -> Fraction:
 
 def _longest_remaining_first(lengths: Mapping[str, Sequence[int]], num_devices: int) -> dict[tuple[str, int], int]:
     """Starts, in ticks, of the schedule in which each free device takes the free chain with the most work left."""
+    # Negative, because a heap has its smallest entry first.
     ready = [(-sum(chain), name) for name, chain in lengths.items() if chain]
     heapq.heapify(ready)
     done = dict.fromkeys(lengths, 0)
@@ -234,6 +238,7 @@ def _solve(
     """Return the best starts found, in ticks, and a proven lower bound of the makespan."""
     horizon = max(start + lengths[name][index] for (name, index), start in hint.items())
     totals = [sum(chain) for chain in lengths.values()]
+    # The bound of McNaughton (`makespan_bound`), rounded up to whole ticks.
     least = max(*totals, -(-sum(totals) // num_devices))
     model = cp_model.CpModel()
     makespan = model.new_int_var(least, horizon, "makespan")
@@ -242,6 +247,7 @@ def _solve(
     for name, chain in lengths.items():
         before, after = 0, sum(chain)
         for index, length in enumerate(chain):
+            # The units ahead and behind in the chain must fit before and after; narrow domains shorten the search.
             start = model.new_int_var(before, horizon - after, f"{name}/{index}")
             if index:
                 model.add(start >= starts[name, index - 1] + chain[index - 1])
@@ -265,6 +271,6 @@ def _solve(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         assert status == cp_model.UNKNOWN, "the hint is a solution"
         return hint, least
-    found = {unit: solver.value(start) for unit, start in starts.items()}
+    best_starts = {unit: solver.value(start) for unit, start in starts.items()}
     # The solver's bound is a float, while a makespan is a whole number of ticks: round up, sparing the float's error.
-    return found, max(least, math.ceil(solver.best_objective_bound - 0.5))
+    return best_starts, max(least, math.ceil(solver.best_objective_bound - 0.5))

@@ -24,8 +24,14 @@ def plot_timeline(result: SimulationResult, path: Path) -> None:
     if not result.timeline:
         raise ConfigError("a plot needs a timeline; simulate with timeline=2000 or so")
     bars = [
-        GanttBar(one.device, "load" if one.kind == "load" else "unit", one.job, one.start_seconds, one.end_seconds)
-        for one in result.timeline
+        GanttBar(
+            interval.device,
+            "load" if interval.kind == "load" else "unit",
+            interval.job,
+            interval.start_seconds,
+            interval.end_seconds,
+        )
+        for interval in result.timeline
     ]
     title = f"{result.policy}: makespan {result.makespan_seconds:.6g} s, utilisation {result.utilisation:.1%}"
     rows = [device.name for device in result.devices][:_MOST_DEVICES]

@@ -77,6 +77,7 @@ class _ProfileTrial(_ProfileEntry):
         else:
             step, sizes = self._training_step(), tuple(shard.bytes for shard in self.shards)
         names = [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(self.count)]
+        # All other fields are those of `SimulatedTrial`, by the same names.
         fields = self.model_dump(exclude={"name", "count", "shards", "step", "shard_bytes"})
         return [SimulatedTrial(name=name, step=step, shard_bytes=sizes, **fields) for name in names]
 
@@ -165,6 +166,7 @@ def parse_profile(content: Any, *, source: str) -> Scenario:
             f"{source}: format must be {PROFILE_FORMAT}, not {profile.format}; it is from another version"
         )
     try:
+        # Before any trial is made, because a large `count` would exhaust the memory.
         check_size(sum(group.num_parts for group in profile.trials), "shards of all trials together")
         return Scenario(
             trials=tuple(trial for group in profile.trials for trial in group.trials()),
@@ -241,6 +243,7 @@ def measured_profile(
         # The pool counts an update as a separate unit after its backward: F0 .. F(K-2), then B U of each shard.
         pairs = 2 * result.num_shards
         step = [
+            # A profile's backward includes the update, which the pool ran as a unit of its own.
             {"forward_seconds": seconds, "backward_seconds": 2 * seconds, "bytes": shard_bytes}
             for _ in range(result.num_shards)
         ]
@@ -256,6 +259,7 @@ def measured_profile(
     }
 
 
+# Kinds of blocks that a shard keeps from step to step; boundaries and kept activations do not last.
 _STATE = ("parameters", "buffers", "optimizer")
 _SECOND = 1e9
 
@@ -278,6 +282,7 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
     ran = {job: script for job, script in scripts.items() if script.parts}
     if not ran:
         raise ConfigError("a profile needs a run in which at least one unit ran")
+    # The simulation's clock begins at 0, with the job that was ready first.
     start = min(script.ready_ns for script in ran.values())
     trials = [
         {**_recorded_trial(job, script, recording), "arrival_seconds": (script.ready_ns - start) / _SECOND}

@@ -34,8 +34,12 @@ def print_replay(console: Console, played: ReplayComparison) -> None:
         console: output console.
         played: the run and the simulation.
     """
-    total, agreeing = len(played.recorded_orders), played.num_agreeing
-    order = f"all {total} commands in the run's order" if played.is_same_order else f"{agreeing} of {total} commands"
+    num_commands, num_agreeing = len(played.recorded_orders), played.num_agreeing
+    order = (
+        f"all {num_commands} commands in the run's order"
+        if played.is_same_order
+        else f"{num_agreeing} of {num_commands} commands"
+    )
     ratio = played.simulated_seconds / played.recorded_seconds if played.recorded_seconds else 1.0
     rows = [
         (

@@ -78,6 +78,7 @@ class RandomWorkload:
                     report_steps=self.steps,
                     arrival_seconds=arrival,
                     estimate_factor=_draw(errors, self.estimate_error),
+                    # Bursts need trials of one shard, whose step is a backward alone (`training_step`).
                     burst_steps=max(1, int(self.burst_seconds / (self.backward_seconds * factor))),
                 )
             )
@@ -87,6 +88,7 @@ class RandomWorkload:
 
 
 def _draw(generator: random.Random, spread: float) -> float:
+    # Uniform in the exponent, so that a factor is as likely as its reciprocal.
     return spread ** generator.uniform(-1, 1) if spread > 1 else 1.0
 
 
@@ -110,12 +112,14 @@ def stop_early(trials: Sequence[SimulatedTrial], survival: Sequence[float], seed
         if not 0 <= share <= before:
             raise ConfigError(f"survival must be shares that fall from 1 to 0, not {', '.join(map(str, survival))}")
         before = share
+    # One order for all reports, so that shares that fall leave a pruned trial pruned.
     order = list(range(len(trials)))
     random.Random(f"{seed}:survival").shuffle(order)  # noqa: S311
     stops: dict[int, int] = {}
     for report, share in enumerate(survival, start=1):
-        going = max(0, round(share * len(trials)))
-        for number in order[going:]:
+        num_continuing = max(0, round(share * len(trials)))
+        for number in order[num_continuing:]:
+            # Later reports find the trial beyond their share, too; the first report ends it.
             stops.setdefault(number, report)
     return tuple(
         replace(trial, stop_after_reports=stops[number]) if number in stops and trial.report_steps else trial

@@ -72,9 +72,11 @@ class SimulatedJobState:
         self.told = [ABSENT] * len(trial.shard_bytes)
         self.homes: list[str | None] = [None] * len(trial.shard_bytes)
         self.shards = [unit.shard for unit in trial.step]
+        # All other kinds change the shard's parameters, so the host's copy is outdated afterwards.
         self.changes = [unit.kind not in ("forward", "evaluate") for unit in trial.step]
         self.durations: dict[float, list[float]] = {}  # seconds of each unit, by the speed of the device
         self.truth = [grid.round(unit.seconds) for unit in trial.step]
+        # A true estimate needs no correction, and so no milestone for it.
         self.is_true = trial.estimate_factor == 1.0
         self._estimate([grid.round(unit.seconds * trial.estimate_factor) for unit in trial.step])
         self.milestone = 0
@@ -91,6 +93,7 @@ class SimulatedJobState:
         trial, candidates = self.trial, [self.steps_run]
         if not self.is_true and trial.corrected_after_steps is not None:
             candidates.append(trial.corrected_after_steps)
+        # A report without a wait changes no course: such a report must not end the skipping of repetitions.
         if self._reports_wait and trial.report_steps is not None:
             candidates.append((self.step // trial.report_steps + 1) * trial.report_steps)
         self.milestone = min(step for step in candidates if step > self.step)
@@ -127,8 +130,8 @@ class SimulatedJobState:
     def _estimate(self, seconds: list[float]) -> None:
         burst = self.trial.burst_steps
         self.units = [
-            Unit(kind=unit.kind, shard=unit.shard, seconds=told * burst, may_end_early=burst > 1)
-            for unit, told in zip(self.trial.step, seconds, strict=True)
+            Unit(kind=unit.kind, shard=unit.shard, seconds=estimated_seconds * burst, may_end_early=burst > 1)
+            for unit, estimated_seconds in zip(self.trial.step, seconds, strict=True)
         ]
         # Summed once: the remaining time is asked after every unit.
         self.prefix = [sum(seconds[:position]) for position in range(len(seconds))]
@@ -169,11 +172,11 @@ class SimulatedDeviceState:
 
     def lose_everything(self) -> list[tuple[int, int]]:
         """Lose the device with all of its shards; return the keys of the lost shards."""
-        held = list(self.shards)
+        lost_keys = list(self.shards)
         self.shards.clear()
         self.dirty.clear()
         self.used_bytes, self.job, self.is_there = 0, None, False
-        return held
+        return lost_keys
 
     def pinned(self) -> tuple[int, int] | None:
         """Key of the shard that the running unit pins, or None."""

@@ -19,6 +19,8 @@ class TimeGrid:
     """
 
     def __init__(self, longest_seconds: float) -> None:
+        # `frexp` gives the exponent e with longest_seconds < 2**e, so the longest schedule has fewer than 2**_BITS
+        # steps.
         self._exponent = math.frexp(longest_seconds)[1] - _BITS
 
     def round(self, seconds: float) -> float:

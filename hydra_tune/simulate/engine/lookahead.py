@@ -48,15 +48,17 @@ class SimulatedPrefetcher(NextJobPredictor):
             now: the time, in seconds.
             offset: seconds added to every remaining time told to the scheduler.
         """
-        own = device.job
-        assert own is not None
+        running_job = device.job
+        assert running_job is not None
         if device.bandwidth is None:
             return  # a load takes no time
-        name = self.choose(device.name, self._following(own, offset))
+        name = self.choose(device.name, self._following(running_job, offset))
         if name is None:
             return
         chosen = self._jobs[name]
-        shard = chosen.shards[(chosen.position + (chosen is own)) % len(chosen.units)]
+        # The running job is still at its present unit: its next unit is a position later, or the first of the next
+        # step.
+        shard = chosen.shards[(chosen.position + (chosen is running_job)) % len(chosen.units)]
         if chosen.places[shard] != device.number and self._transfers.fits_beside(
             device, chosen.trial.shard_bytes[shard]
         ):
@@ -66,16 +68,17 @@ class SimulatedPrefetcher(NextJobPredictor):
         """Predict the view of a running job after its unit; None if the job does not continue at once."""
         position = job.position + 1
         if position < len(job.units):
-            left = job.planned_seconds - job.prefix[position]
+            remaining_seconds = job.planned_seconds - job.prefix[position]
         elif job.step + job.steps_under_way < job.milestone:
-            position, left = 0, job.planned_seconds - job.steps_under_way * job.step_seconds
+            position, remaining_seconds = 0, job.planned_seconds - job.steps_under_way * job.step_seconds
         else:
+            # A report, a corrected estimate or the end comes first, and decides how the job continues.
             return None
         place = job.places[job.shards[position]]
         return self._views.view_after(
             job.name,
             unit=job.units[position],
             seconds=job.truth[job.position] * job.steps_under_way,
-            remaining_seconds=left + offset,
+            remaining_seconds=remaining_seconds + offset,
             shard_device=None if place == ABSENT else self._devices[place].name,
         )

@@ -66,6 +66,7 @@ class RepetitionSkipper:
     def __init__(self, course: SkippableSimulation, *policies: object | None) -> None:
         kinds = {type(policy) for policy in policies if policy is not None}
         self._course = course
+        # An unknown policy may look at anything, so its runs are never skipped.
         self._applies = kinds <= REMAINING_MATTERS.keys()
         self._remaining_matters = any(REMAINING_MATTERS.get(kind, True) for kind in kinds)
         self.wants_look = False
@@ -90,6 +91,7 @@ class RepetitionSkipper:
         """Compare the state after all events of this moment, and skip ahead at a repetition."""
         self.wants_look = False
         self._num_steps = 0
+        # An external event: no earlier state can recur with the same future.
         if what > SimulationEventKind.UNIT_STARTS:
             self._forget()
             return
@@ -121,6 +123,7 @@ class RepetitionSkipper:
     def _signature(self) -> Hashable:
         course = self._course
         now, told = course.now, self._told()
+        # Without an entry's running number, which never recurs.
         clock = [
             (entry[0] - now, *entry[2:]) for entry in sorted(course.heap) if entry[2] <= SimulationEventKind.UNIT_STARTS
         ]
@@ -151,10 +154,12 @@ class RepetitionSkipper:
         return tuple(clock), tuple(jobs), tuple(devices), tuple(nodes)
 
     def _held(self, device: SimulatedDeviceState) -> Hashable:
-        arrivals = {key: ready - self._course.now for key, ready in device.shards.items() if ready > self._course.now}
+        times_to_arrival = {
+            key: ready - self._course.now for key, ready in device.shards.items() if ready > self._course.now
+        }
         # Without a memory limit nothing is ever evicted, and the order of use has no effect.
         order = frozenset(device.shards) if device.memory_bytes is None else tuple(device.shards)
-        return order, frozenset(arrivals.items())
+        return order, frozenset(times_to_arrival.items())
 
     def _record(self, signature: Hashable) -> _SimulationSnapshot:
         course = self._course
@@ -182,6 +187,7 @@ class RepetitionSkipper:
         if times:
             # Division rounds: leave one period out, so that the skip ends strictly before the event.
             limits.append(max(0, int((min(times) - course.now) / period) - 1))
+        # Never empty: the watched trial has advanced by at least a step since the earlier state.
         return min(limits)
 
     def _skip(self, seen: _SimulationSnapshot) -> None:
@@ -192,12 +198,14 @@ class RepetitionSkipper:
             return
         span = count * period
         for device, before in zip(course.devices, seen.devices, strict=True):
+            # Before `_add`, which changes the device's units.
             course.units_skipped += count * (device.units - before[2])
             _add(device, before, count, span)
         course.transfers.network_bytes += count * (course.transfers.network_bytes - seen.network_bytes)
         for node in course.transfers.node_free:
             course.transfers.node_free[node] += span
         if self._remaining_matters:
+            # Before the jobs advance, because `_told` reads a job's remaining time.
             course.offset += count * (seen.told - self._told())
         for number, job in course.alive.items():
             job.advance(count * (job.step - seen.steps[number]))
@@ -205,6 +213,7 @@ class RepetitionSkipper:
             (entry[0] + span, *entry[1:]) if entry[2] <= SimulationEventKind.UNIT_STARTS else entry
             for entry in course.heap
         ]
+        # Only the entries of the course have moved, so their order among the others may be another.
         heapq.heapify(course.heap)
         course.now += span
 

@@ -83,9 +83,11 @@ def _grid(scenario: Scenario) -> TimeGrid:
     try:
         longest = scenario.longest_possible_seconds()
     except OverflowError:
+        # A byte or step count of the scenario is an int beyond the range of floats.
         longest = math.inf
     if longest < _MOST_SECONDS:
         grid = TimeGrid(longest)
+        # By step, because thousands of trials may share one.
         rounded = {trial.step: sum(grid.round(unit.seconds) for unit in trial.step) for trial in scenario.trials}
         if all(abs(rounded[trial.step] / trial.step_seconds - 1) < _PRECISION for trial in scenario.trials):
             return grid
@@ -108,7 +110,7 @@ class Simulator:
         timeline: int,
         skip_repeats: bool,
     ) -> None:
-        made = make_policy(policy)
+        policy_object = make_policy(policy)
         self.policy_name = policy if isinstance(policy, str) else type(policy).__name__
         self.scenario = scenario
         self.grid = _grid(scenario)
@@ -123,15 +125,15 @@ class Simulator:
             scenario, self.devices, self.jobs, self.grid, self.timeline, self._moved
         )
         self._scheduler = Scheduler(
-            policy=made, max_concurrent=scenario.max_concurrent or len(self.jobs), admission=scenario.admission
+            policy=policy_object, max_concurrent=scenario.max_concurrent or len(self.jobs), admission=scenario.admission
         )
         self._numbers = {job.name: job for job in self.jobs}
         self._ahead: SimulatedPrefetcher | None = None
         if scenario.overlap and any(device.bandwidth is not None for device in scenario.devices):
             self._ahead = SimulatedPrefetcher(
-                lookahead or made, self._scheduler, self.devices, self._numbers, self.transfers
+                lookahead or policy_object, self._scheduler, self.devices, self._numbers, self.transfers
             )
-        self._repeats = RepetitionSkipper(self, made, lookahead) if skip_repeats else None
+        self._repeats = RepetitionSkipper(self, policy_object, lookahead) if skip_repeats else None
         self._device_numbers = {device.name: device for device in self.devices}
         self._commands: deque[Command] = deque()
         self._num_entries = 0
@@ -211,6 +213,7 @@ class Simulator:
         device = self.devices[number]
         job = device.job
         if self._ahead is not None:
+            # Before the device is lost, so that the job of its buffer is a candidate for other buffers again.
             self._ahead.unclaim_device(device.name)
             self._ahead.set_speed(device.name, 0.0)
         self.transfers.lose(device, self.now)
@@ -282,6 +285,8 @@ class Simulator:
         job.last_device = number
         following: Unit | None
         position = job.position + 1
+        # Position and step change before the scheduler is told, because the prediction and the places read them in its
+        # answer.
         if position == len(job.units):
             job.position = 0
             job.advance(job.steps_under_way)
@@ -291,6 +296,7 @@ class Simulator:
             following = job.units[position]
         if following is not None:
             shard = following.shard
+            # Told before the event that makes the job eligible, so that the policy sees the shard's place.
             if job.places[shard] != job.told[shard]:
                 self._announce(job, shard)
             job.is_ready = True
@@ -384,6 +390,7 @@ class Simulator:
         job.is_ready = False
         device.job = job
         if self._ahead is not None:
+            # After the view is gone: an unclaimed job that still has a view would return to the selection.
             self._ahead.unclaim(job.name)
         start = self.transfers.bring(device, job, shard, now)
         if job.last_device not in (device.number, ABSENT) and job.trial.boundary_bytes:
@@ -402,6 +409,7 @@ class Simulator:
             self.timeline.add(device.name, job.name, job.units[job.position].kind, shard, start, start + seconds)
         if start > now:
             device.stall_seconds += start - now
+            # Double buffering begins with the compute: until then the link brings the unit's own bytes.
             self._at(start, SimulationEventKind.UNIT_STARTS, device.number)
         elif self._ahead is not None:
             self._ahead.buffer_next(device, now, self.offset)
@@ -410,16 +418,17 @@ class Simulator:
         """End a device's burst with the running step, or with its first step."""
         seconds = job.burst_step_seconds
         # At least one step, even if the burst still waits for its bytes.
-        done = max(1, math.ceil((self.now - device.started) / seconds))
-        if done >= job.steps_under_way:
+        num_steps = max(1, math.ceil((self.now - device.started) / seconds))
+        if num_steps >= job.steps_under_way:
             return
-        job.steps_under_way = done
-        number, end = device.number, device.started + done * seconds
+        job.steps_under_way = num_steps
+        # The end of the whole burst on the clock is replaced by the earlier end.
+        number, end = device.number, device.started + num_steps * seconds
         self.heap[:] = [
             entry for entry in self.heap if entry[2] is not SimulationEventKind.UNIT_ENDS or entry[3] != number
         ]
         heapq.heapify(self.heap)
-        self._at(end, SimulationEventKind.UNIT_ENDS, number, done * seconds)
+        self._at(end, SimulationEventKind.UNIT_ENDS, number, num_steps * seconds)
         self.timeline.shorten(device.name, end)
 
     # Double buffering.
@@ -453,6 +462,7 @@ class Simulator:
                 self._ahead.notice(job.name)
 
     def _outcome(self) -> SimulationResult:
+        # The makespan ends with the last trial, not with a later fault or device.
         span = self.now if not self.finished_seconds else max(self.finished_seconds.values())
         devices = tuple(
             DeviceOutcome(

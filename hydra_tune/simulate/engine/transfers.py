@@ -34,6 +34,7 @@ class SimulationTimeline:
 
     def shorten(self, device: str, end: float) -> None:
         """End the running burst's bar on a device earlier than planned."""
+        # The running burst has the device's last bar, apart from loads that began later.
         for place in reversed(range(len(self.bars))):
             bar = self.bars[place]
             if bar.device == device and bar.kind != "load":
@@ -113,6 +114,7 @@ class ShardTransferSimulator:
     def lose(self, device: SimulatedDeviceState, now: float) -> None:
         """Lose a device with its shards and all transfers to it."""
         self._timeline.cut(device.name, now)
+        # Loads under way end with the device.
         device.link_free = now
         for number, shard in device.lose_everything():
             self._jobs[number].places[shard] = ABSENT
@@ -128,6 +130,7 @@ class ShardTransferSimulator:
 
     def _send(self, device: SimulatedDeviceState, job: SimulatedJobState, shard: int, size: int, now: float) -> float:
         device.loads += 1
+        # No node is the home of a shard that was on no device: the trial's start can be made anywhere.
         self.first_loads += job.homes[shard] is None
         device.bytes_in += size
         start, ready = self._occupy(device, size, now, crosses=job.homes[shard] not in (None, device.node))
@@ -138,6 +141,7 @@ class ShardTransferSimulator:
     def _occupy(self, device: SimulatedDeviceState, size: int, now: float, *, crosses: bool) -> tuple[float, float]:
         seconds = size / device.bandwidth if device.bandwidth is not None else 0.0
         start = max(now, device.link_free)
+        # The link and the node's memory both limit a load, which ends when the slower of the two is done.
         node_done = now
         if self._node_bandwidth is not None:
             # Occupy the node's memory from now on, even if the device's link is busy: the wait for the link delays no

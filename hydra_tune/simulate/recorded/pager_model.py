@@ -62,15 +62,15 @@ class _ReplayDevice:
         """Eviction order, as of `Pager.victims`."""
         # By cost of eviction: blocks already on their way out, other jobs' optimizer state, other jobs' other blocks,
         # the same two of the running job, and last the recently prefetched blocks.
-        found: tuple[list[_ReplayBlock], ...] = ([], [], [], [], [], [])
+        classes: tuple[list[_ReplayBlock], ...] = ([], [], [], [], [], [])
         for block in self.resident.values():
             if block.is_leaving or block.source == self.name:
-                found[5].append(block)
+                classes[5].append(block)
             elif block.is_coming and self.num_leases - block.lease <= _SENT_LEASES:
-                found[4].append(block)
+                classes[4].append(block)
             else:
-                found[2 * (block.facts.job == self.owner) + (block.facts.kind != "optimizer")].append(block)
-        return [*found[5], *reversed(found[0]), *found[1], *reversed(found[2]), *found[3], *found[4]]
+                classes[2 * (block.facts.job == self.owner) + (block.facts.kind != "optimizer")].append(block)
+        return [*classes[5], *reversed(classes[0]), *classes[1], *reversed(classes[2]), *classes[3], *classes[4]]
 
 
 class ReplayPager:
@@ -208,9 +208,9 @@ class ReplayPager:
             yield from self._wait_for(block)
             if block.source is not None:
                 self._call_back(block)
-            waited = _take("await", block, copies) if action.what == "drop" else None
-            if waited is not None:
-                yield waited.wait_ns + waited.copy_ns
+            awaited_copy = _take("await", block, copies) if action.what == "drop" else None
+            if awaited_copy is not None:
+                yield awaited_copy.wait_ns + awaited_copy.copy_ns
             if block.place is not None:
                 if action.what == "home":
                     yield from self._write_back(block, copies)
@@ -249,7 +249,9 @@ class ReplayPager:
         for block in blocks:
             if block.place == device.name:
                 yield from self._await(block, copies)
+        # Only now, because blocks may have arrived while this process waited.
         missing = [block for block in blocks if block.place != device.name]
+        # Once for all blocks and the workspace, as in the pager.
         yield from self._make_room(device, sum(block.facts.nbytes for block in missing) + workspace_bytes, copies)
         device.workspace_bytes = workspace_bytes
         for block in missing:
@@ -259,12 +261,12 @@ class ReplayPager:
 
     def _await(self, block: _ReplayBlock, copies: Copies) -> Iterator[int]:
         """Wait for the end of a block's background copy."""
-        kept = _take("keep", block, copies)
+        kept_copy = _take("keep", block, copies)
         # The run reused the block before the write-back began: cancel the copy and its bytes.
-        if block.is_leaving and block.place is not None and kept is not None:
+        if block.is_leaving and block.place is not None and kept_copy is not None:
             block.is_leaving = False
             self._devices[block.place].bytes_out -= block.facts.nbytes
-            yield kept.wait_ns
+            yield kept_copy.wait_ns
         if not (block.is_leaving or block.is_coming):
             return
         copy = _take("await", block, copies)
@@ -282,6 +284,7 @@ class ReplayPager:
             device.used_bytes += nbytes - device.workspace_bytes
             device.workspace_bytes = nbytes
         device.workspace_bytes -= nbytes
+        # A unit has just made the bytes, so the host has none of them.
         block.place, block.pinned_for, block.dirty = device.name, device.name, True
         device.resident[block.number] = block
         device.leased.append(block)
@@ -297,6 +300,8 @@ class ReplayPager:
             victims = (b for b in device.victims() if b.pinned_for != device.name and b.free_ns <= now)
             victim = next(victims, None)
             if victim is None:
+                # A copy under way ends some time, and frees a victim; without any, only other processes could make
+                # room.
                 patience -= not any(block.free_ns > now for block in device.resident.values())
                 if not patience:
                     raise ConfigError(
@@ -322,14 +327,15 @@ class ReplayPager:
         """Bring a block to the device; the caller has reserved the room."""
         yield from _until_next(copies)
         yield from self._wait_for(block)
-        known, is_dirty = {copy.what for copy in copies if copy.block == block.number}, False
+        recorded_kinds, is_dirty = {copy.what for copy in copies if copy.block == block.number}, False
         is_elsewhere = block.place is not None and not block.is_coming
-        if is_elsewhere and "out" not in known:
+        if is_elsewhere and "out" not in recorded_kinds:
             yield from self._await(block, copies)
         # Take the block's way in the run; where unknown, only blocks that the host lacks come from a device.
-        if is_elsewhere and ("across" in known or (block.dirty and "in" not in known)):
+        if is_elsewhere and ("across" in recorded_kinds or (block.dirty and "in" not in recorded_kinds)):
             device.bytes_across += block.facts.nbytes
             yield from self._copy("across", block, copies)
+            # The host still lacks the block's present bytes.
             is_dirty = block.dirty
             self._release(block)
         else:
@@ -370,8 +376,8 @@ class ReplayPager:
 
     def _wait_for(self, block: _ReplayBlock) -> Iterator[int]:
         # A loop, because another copy of the block may have begun by the time this process continues.
-        while (left := block.free_ns - self._clock()) > 0:
-            yield left
+        while (wait_ns := block.free_ns - self._clock()) > 0:
+            yield wait_ns
 
     def _say(self, block: _ReplayBlock) -> None:
         if block.facts.shard is not None:

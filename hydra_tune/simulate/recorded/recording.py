@@ -76,6 +76,7 @@ class Recording:
             "decisions": [decision.to_json() for decision in self.decisions],
             "turns": [[turn.job, turn.device, turn.actions, turn.units, turn.sent] for turn in self.turns],
             "releases": {job: turn.actions for job, turn in self.releases.items()},
+            # A list, because JSON turns the keys of objects into strings.
             "blocks": [[number, *facts] for number, facts in self.blocks.items()],
         }
         return {"traceEvents": list(self._trace()), "displayTimeUnit": "ms", _KEY: data}
@@ -98,14 +99,14 @@ class Recording:
         for turn in self.turns:
             row = rows[turn.device]
             for unit in turn.units:
-                what = {"job": turn.job, "kind": unit.kind, "shard": unit.shard}
+                details = {"job": turn.job, "kind": unit.kind, "shard": unit.shard}
                 title = f"{turn.job} {unit.kind} {unit.shard}"
-                yield bar(title, (0, row), unit.start_ns - start, unit.end_ns - start, what)
+                yield bar(title, (0, row), unit.start_ns - start, unit.end_ns - start, details)
             for copy in (*turn.copies, *turn.sent):
                 facts = self.blocks.get(copy.block) or BlockFacts("", "", 0, None)  # the job may have run no unit
-                what = {"job": facts.job, "kind": facts.kind, "shard": facts.shard, "bytes": copy.nbytes}
+                details = {"job": facts.job, "kind": facts.kind, "shard": facts.shard, "bytes": copy.nbytes}
                 title = f"{COPY_TITLES[copy.what]} {facts.kind}"
-                yield bar(title, (0, row + 1), copy.began_ns - start, copy.ended_ns - start, what)
+                yield bar(title, (0, row + 1), copy.began_ns - start, copy.ended_ns - start, details)
 
 
 def read_recording(path: Path) -> Recording:
@@ -118,13 +119,15 @@ def read_recording(path: Path) -> Recording:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    found = data.get(_KEY) if isinstance(data, dict) else None
-    if not isinstance(found, dict):
+    content = data.get(_KEY) if isinstance(data, dict) else None
+    if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a recording; hydra-tune sweep --timeline FILE writes one")
-    if found.get("format") != _FORMAT:
-        raise ConfigError(f"{path}: format must be {_FORMAT}, not {found.get('format')!r}; it is from another version")
+    if content.get("format") != _FORMAT:
+        raise ConfigError(
+            f"{path}: format must be {_FORMAT}, not {content.get('format')!r}; it is from another version"
+        )
     try:
-        return _made(found)
+        return _made(content)
     except DAMAGE as error:
         raise ConfigError(f"{path} is a damaged recording: {type(error).__name__}: {error}") from error
 

@@ -129,6 +129,7 @@ def replay(recording: Recording, policy: str | Policy | None = None) -> ReplayCo
         return _RecordingReplayer(recording, recording.policy if policy is None else policy).play()
     except ConfigError:
         raise
+    # A damaged recording may contradict itself in any event or action.
     except (*DAMAGE, ScheduleError, AssertionError) as error:
         raise ConfigError(f"the recording is damaged: {type(error).__name__}: {error}") from error
 
@@ -197,6 +198,7 @@ class _RecordingReplayer:
         for event in events:
             if isinstance(event, JobSubmitted):
                 self._jobs[event.job] = _ReplayJob(self._scripts.setdefault(event.job, JobScript()))
+        # Events of devices have no job, and are always possible.
         possible = [event for event in events if not hasattr(event, "job") or event.job in self._jobs]
         if possible:
             self._tell(*possible)
@@ -244,6 +246,7 @@ class _RecordingReplayer:
     def _prepare(self, name: str) -> None:
         script = self._jobs[name].script
         self._preparer_free = max(self._now, self._preparer_free) + script.prepare_ns
+        # The run ended without preparing this job, so nothing is known of its units.
         self._at(self._preparer_free, partial(self._prepared, name, script.prepared or JobRejected(job=name)))
 
     def _prepared(self, name: str, event: JobAdmitted | JobRejected) -> None:
@@ -287,6 +290,7 @@ class _RecordingReplayer:
         if isinstance(event, UnitFinished):
             job.pending = None if event.unit is None else event.unit.shard
         self._tell(event)
+        # The job waits at a report: its answer comes as long after the wait's beginning as in the run.
         if isinstance(event, UnitFinished) and event.unit is None and name in self._jobs and job.script.answers:
             wait, answer = job.script.answers.popleft()
             self._at(self._now + wait, partial(self._answer, name, answer))

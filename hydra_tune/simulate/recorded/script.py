@@ -30,6 +30,7 @@ _RELEASE = Unit(kind="release", shard=0, seconds=0.0)
 STOP = "stop"
 """An action of a turn outside memory: the job is told to stop while its unit runs."""
 
+# Entries of a turn (`TurnAction.what`) that follow the action on whose behalf the pager copied or waited.
 _CAUSED = ("in", "out", "across", "free", "await", "keep")
 
 
@@ -87,6 +88,7 @@ class ScriptedTurn:
             position += 1
             copies: Copies = []
             while position < len(actions) and (copy := actions[position]).what in _CAUSED:
+                # A copy is noted at its end.
                 wait_ns = copy.at_ns - copy.copy_ns - before
                 copies.append(ScriptedCopy(copy.what, copy.blocks[0], wait_ns, copy.copy_ns))
                 before = copy.at_ns
@@ -219,6 +221,7 @@ class _RunScriptBuilder:
             actions.insert(before, TurnAction(STOP, now))
             return True
         since = self._waiting_since.pop(job, None)
+        # The job did not wait, so the event comes from outside: the user cancelled the job.
         if since is None:
             return False
         self._script(job).answers.append((now - since, event))
