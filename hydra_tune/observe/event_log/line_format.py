@@ -62,8 +62,8 @@ class EventLogFormatter:
         # The file opens a moment after the start: go back by the difference.
         ago = (time.perf_counter_ns() - self.start_ns) / 1e9
         started = datetime.fromtimestamp(datetime.now(UTC).timestamp() - ago, UTC).isoformat()
-        listed = [{"name": name, "budget_bytes": budget} for name, budget in devices]
-        return _object(**{KEY: FORMAT}, started_at=started, devices=listed, **facts)
+        device_facts = [{"name": name, "budget_bytes": budget} for name, budget in devices]
+        return _object(**{KEY: FORMAT}, started_at=started, devices=device_facts, **facts)
 
     def unit(
         self,
@@ -161,6 +161,7 @@ class EventLogFormatter:
             self._quoted.pop(job, None)
             self._heads.clear()
             self._owners.pop(self._owned.pop(job, -1), None)
+        # A diverged trial reports NaN or infinity.
         facts = {name: plain(value) for name, value in more.items()}
         return _object(event="job", job=job, what=what, at_ns=at_ns - self.start_ns, **facts)
 
@@ -187,11 +188,13 @@ class EventLogFormatter:
         """Quote a text as JSON, with a cache: the few texts repeat all the time."""
         if text is None:
             return "null"
-        found = self._quoted.get(text)
-        if found is None:
-            found = self._quoted[text] = json.dumps(text)
-        return found
+        quoted = self._quoted.get(text)
+        if quoted is None:
+            quoted = self._quoted[text] = json.dumps(text)
+        return quoted
 
 
 def _object(**values: Any) -> str:
+    # NaN is refused, because JSON has none (`plain` makes texts of such numbers). A parameter may be of any type, hence
+    # `str`.
     return json.dumps(values, separators=(",", ":"), allow_nan=False, default=str) + "\n"

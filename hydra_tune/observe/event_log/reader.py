@@ -143,7 +143,7 @@ class RunLog:
         timed = chain[LoggedUnit | LoggedCopy | LoggedWait | LoggedDiskAccess | LoggedHostUpdate](
             self.units, self.copies, self.waits, self.disk, self.host_updates
         )
-        ends = (one.end_ns for one in timed)
+        ends = (entry.end_ns for entry in timed)
         return max(chain(ends, (event.at_ns for event in self.jobs), [self.end_ns or 0]))
 
 
@@ -163,7 +163,7 @@ def read_log(path: Path) -> RunLog:
     if not log.units:
         raise ConfigError(
             f"in the run of {str(path)!r} no unit has run, so there is nothing to show; "
-            + (_first_error(log) or "if it goes on still, ask again in a while")
+            + (_first_error(log) or "if the run still goes on, try again later")
         )
     return log
 
@@ -173,10 +173,11 @@ def _begun(path: Path, line: bytes) -> RunLog:
         raise ConfigError(f"{str(path)!r} is empty: its run was ended before anything was written; {_REMEDY}")
     try:
         data = json.loads(line)
+    # No JSON, so no header; the next check says so.
     except ValueError:
         data = None
     if not isinstance(data, dict) or KEY not in data:
-        raise ConfigError(f"{str(path)!r} is not an event log: its first line is not that of one; {_REMEDY}")
+        raise ConfigError(f"{str(path)!r} is not an event log: its first line is no header; {_REMEDY}")
     if data[KEY] != FORMAT:
         raise ConfigError(
             f"{str(path)!r} is an event log of format {data[KEY]!r}, and this version reads {FORMAT}; read it with the "
@@ -211,8 +212,8 @@ def _take(log: RunLog, data: dict[str, Any], texts: dict[str, str]) -> None:
     """Add one line to the log; `texts` interns names, because a log may have millions of lines."""
 
     def name(key: str) -> Any:
-        found = data[key]
-        return found if found is None else texts.setdefault(found, found)
+        text = data[key]
+        return text if text is None else texts.setdefault(text, text)
 
     match data["event"]:
         case "unit":
@@ -256,7 +257,7 @@ def _take_seldom(log: RunLog, data: dict[str, Any], event: str) -> None:
 
 def _damaged(path: Path, number: int, error: Exception) -> ConfigError:
     return ConfigError(
-        f"{str(path)!r} is damaged in line {number} ({type(error).__name__}: {error}); what is before can be read: "
+        f"{str(path)!r} is damaged in line {number} ({type(error).__name__}: {error}); the lines before can be read: "
         f"head -n {number - 1} {path} > whole.jsonl"
     )
 

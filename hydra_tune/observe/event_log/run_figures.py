@@ -117,13 +117,14 @@ def run_figures(log: RunLog) -> RunFigures:
     Args:
         log: of the run, with at least one unit.
     """
+    # The log's times begin at the first submission, as the makespan does.
     makespan_ns = max(unit.end_ns for unit in log.units)
     devices = tuple(_device(log, name, makespan_ns) for name in log.budgets)
     copying = sum(device.copying_seconds for device in devices)
-    over = [event.more for event in log.jobs if event.what == "over"]
-    trials = Counter(end["status"] for end in over)
+    end_facts = [event.more for event in log.jobs if event.what == "over"]
+    trials = Counter(end["status"] for end in end_facts)
     # Jobs without an end, in a log that ends before the run.
-    trials["unknown"] = len({event.job for event in log.jobs}) - len(over)
+    trials["unknown"] = len({event.job for event in log.jobs}) - len(end_facts)
     return RunFigures(
         started_at=log.started_at,
         policy=log.policy,
@@ -131,7 +132,7 @@ def run_figures(log: RunLog) -> RunFigures:
         utilisation=sum(device.utilisation for device in devices) / len(devices),
         overlap=_share(sum(device.under_compute_seconds for device in devices), copying),
         units_run=sum(unit.steps for unit in log.units),
-        units_saved=sum(end["units_saved"] for end in over),
+        units_saved=sum(end["units_saved"] for end in end_facts),
         trials={status: count for status, count in trials.items() if count},
         devices=devices,
         disk_read_bytes=sum(use.nbytes for use in log.disk if use.what == "read"),
@@ -157,10 +158,12 @@ def computing(log: RunLog, device: str) -> list[Span]:
 def _device(log: RunLog, name: str, makespan_ns: int) -> DeviceFigures:
     units = [unit for unit in log.units if unit.device == name]
     copies = [copy for copy in log.copies if copy.device == name]
+    # Of units of any job: a copy is under compute even if the unit belongs to another trial.
     spans = computing(log, name)
     computing_ns = sum(end - start for start, end in spans)
     copying_ns = sum(copy.end_ns - copy.start_ns for copy in copies)
     under_ns = sum(_inside(spans, [(copy.start_ns, copy.end_ns) for copy in copies]))
+    # Copies that a unit made itself, and its waits for copies that a copy thread had begun.
     waiting_ns = sum(copy.end_ns - copy.start_ns for copy in copies if copy.how == "waited")
     waiting_ns += sum(wait.end_ns - wait.start_ns for wait in log.waits if wait.device == name)
     updates = [(update.start_ns, update.end_ns) for update in log.host_updates if update.device == name]
@@ -168,6 +171,7 @@ def _device(log: RunLog, name: str, makespan_ns: int) -> DeviceFigures:
     by_kind = {what: Counter[str]() for what in ("in", "out", "across")}
     for copy in copies:
         by_kind[copy.what][copy.kind] += copy.nbytes
+    # Activations that a unit keeps on the host move inside the unit, and so are no copies of blocks.
     for saved in log.saved:
         if saved.device == name:
             by_kind["in"]["activations"] += saved.bytes_in
@@ -200,32 +204,34 @@ def _share(part: float, whole: float) -> float:
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
     """Merge spans into ordered spans, none of which touch."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        # A unit or a copy of no length covers nothing.
         elif start < end:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def _without(spans: Iterable[Span], taken: Iterable[Span]) -> list[Span]:
     """Subtract spans from spans."""
-    left: list[Span] = []
+    remaining: list[Span] = []
     holes = _joined(taken)
     first = 0
     for start, end in _joined(spans):
+        # Spans and holes are in order: a hole that ends before this span is behind all later spans, too.
         while first < len(holes) and holes[first][1] <= start:
             first += 1
         position, at = start, first
         while at < len(holes) and holes[at][0] < end:
             if holes[at][0] > position:
-                left.append((position, holes[at][0]))
+                remaining.append((position, holes[at][0]))
             position = max(position, holes[at][1])
             at += 1
         if position < end:
-            left.append((position, end))
-    return left
+            remaining.append((position, end))
+    return remaining
 
 
 def _inside(spans: Sequence[Span], parts: Iterable[Span]) -> Iterable[int]:
@@ -235,6 +241,7 @@ def _inside(spans: Sequence[Span], parts: Iterable[Span]) -> Iterable[int]:
     before = [0, *accumulate(end - start for start, end in spans)]
 
     def up_to(time: int) -> int:
+        # The first span that ends at `time` or later; all spans before it count in full.
         at = bisect_left(ends, time)
         return before[at] + (max(0, time - spans[at][0]) if at < len(spans) else 0)
 

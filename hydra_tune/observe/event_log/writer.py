@@ -61,17 +61,22 @@ def check_log_path(path: object, *, what: str = "event_log") -> Path:
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"{what} must be the path of a file, such as 'run.jsonl', not {path!r}")
-    found = Path(os.fspath(path)).absolute()
-    if found.is_dir():
-        raise ConfigError(f"{what} {str(found)!r} is a folder; give a file in it, such as {str(found / 'run.jsonl')!r}")
-    there = found
-    while not there.exists():
-        there = there.parent
-    if there is not found and not there.is_dir():
-        raise ConfigError(f"{what} {str(found)!r} cannot be made: {str(there)!r} is a file; give another path")
-    if not os.access(there, os.W_OK):
-        raise ConfigError(f"{what} {str(found)!r} cannot be written by this user; give a path that is yours to write")
-    return found
+    absolute = Path(os.fspath(path)).absolute()
+    if absolute.is_dir():
+        raise ConfigError(
+            f"{what} {str(absolute)!r} is a folder; give a file in it, such as {str(absolute / 'run.jsonl')!r}"
+        )
+    # The nearest folder that exists decides whether the missing folders can be made.
+    ancestor = absolute
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if ancestor is not absolute and not ancestor.is_dir():
+        raise ConfigError(f"{what} {str(absolute)!r} cannot be made: {str(ancestor)!r} is a file; give another path")
+    if not os.access(ancestor, os.W_OK):
+        raise ConfigError(
+            f"{what} {str(absolute)!r} cannot be written by this user; give a path that is yours to write"
+        )
+    return absolute
 
 
 class EventLog:
@@ -198,12 +203,14 @@ class EventLog:
     def job(self, job: str, what: str, at_ns: int = 0, **more: Any) -> None:
         """Note an event of a job, now or at a given time; the first such event opens the file."""
         self._append(("job", job, what, at_ns or time.perf_counter_ns(), more))
+        # Without the lock, because every event of a job comes here; `_begin` looks again.
         if self._thread is None:
             self._begin(at_ns)
 
     def close(self) -> None:
         """Write the remaining records and end the log; no further events may follow."""
         with self._lock:
+            # Under the lock of `_begin`, so that no thread starts after the closing.
             thread, self._is_closing = self._thread, True
         self._awake.set()
         if thread is not None:
@@ -237,6 +244,7 @@ class EventLog:
             # Checked again under the lock: several threads may submit the first job.
             if self._thread is None and not self._is_closing:
                 self._lines.start_ns = at_ns or time.perf_counter_ns()
+                # A daemon, so that a write that hangs cannot keep the process from its end.
                 self._thread = threading.Thread(target=self._work, name="hydra-log", daemon=True)
                 self._thread.start()
 
@@ -261,6 +269,7 @@ class EventLog:
     def _drain(self, descriptor: int) -> None:
         """Write all records of this moment."""
         buffer = self._buffer
+        # Only this thread removes records, so this many are there, however many are appended meanwhile.
         for count in _pieces(len(buffer)):
             self._write(descriptor, self._fitting([buffer.popleft() for _ in range(count)]))
         if self.lost != self._told_lost:
@@ -273,8 +282,11 @@ class EventLog:
         for record in records:
             is_detail = record[0] in _DETAILS
             line = "" if self._is_full and is_detail else self._lines.made(record)
+            # Records of jobs are written beyond this limit: the last tenth is theirs.
             if is_detail and (not line or size + len(line) > self._room_for_details):
                 if not self._is_full:
+                    # Once, before the first detail that is dropped: readers take the time of this line for the end of
+                    # the details.
                     self._is_full = True
                     yield self._lines.dropped({})
                 with self._lock:
@@ -295,19 +307,22 @@ class EventLog:
         """
         data = "".join(lines).encode()
         if self.written_bytes + len(data) > self._most_bytes:
+            # An OSError, to end the log like a full disk; without a number, which `_give_up` would print.
             raise OSError(0, f"it would be larger than {format_bytes(self._most_bytes)}")
-        left = memoryview(data)
+        unwritten = memoryview(data)
         try:
-            while left:
-                left = left[os.write(descriptor, left) :]
+            while unwritten:
+                # The system may take a part only, for example before the disk is full.
+                unwritten = unwritten[os.write(descriptor, unwritten) :]
         except OSError:
             with contextlib.suppress(OSError):  # otherwise a partial last line stays, and readers expect that
-                whole = data[: len(data) - len(left)].rfind(b"\n") + 1
+                whole = data[: len(data) - len(unwritten)].rfind(b"\n") + 1
                 os.ftruncate(descriptor, self.written_bytes + whole)
             raise
         self.written_bytes += len(data)
 
     def _give_up(self, error: Exception) -> None:
+        # Every later record finds no room, so the buffer stays empty.
         self._room = 0
         self._buffer.clear()
         reason = f"{type(error).__name__}: {error}"
@@ -323,8 +338,8 @@ class EventLog:
 
 def in_words(dropped: Mapping[str, int]) -> str:
     """Describe left-out records by kind: `12,345 units, 31 copies left out`."""
-    listed = [f"{count:,} {_PLURALS.get(kind, kind)}" for kind, count in sorted(dropped.items()) if count]
-    return f"{', '.join(listed) or 'nothing'} left out"
+    parts = [f"{count:,} {_PLURALS.get(kind, kind)}" for kind, count in sorted(dropped.items()) if count]
+    return f"{', '.join(parts) or 'nothing'} left out"
 
 
 def _pieces(count: int) -> Iterable[int]:

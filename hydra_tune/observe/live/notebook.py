@@ -53,5 +53,6 @@ class NotebookView(AbstractContextManager["NotebookView"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # The ticker first, so that its last picture cannot replace the final one.
         self._ticker.stop()
         self._update()

@@ -64,8 +64,10 @@ class AlternateScreen:
         width = size[0]
         texts = [self._text(line, width) for line in lines]
         with self._lock:
+            # The ticker's thread may have made this picture before `close`, which has restored the terminal since.
             if not self._is_open:
                 return
+            # After a resize the terminal has moved or wrapped the lines in its own way.
             is_all = size != self._size or self._num_painted % _REPAINT == 0
             parts = [
                 f"\x1b[{number};1H{text}"
@@ -73,6 +75,7 @@ class AlternateScreen:
                 if is_all or number > len(self._shown) or text != self._shown[number - 1]
             ]
             if len(texts) < size[1] and (is_all or len(texts) < len(self._shown)):
+                # Erases what a longer picture has left below.
                 parts.append(f"\x1b[{len(texts) + 1};1H\x1b[J")
             self._shown, self._size = texts, size
             self._num_painted += 1

@@ -21,10 +21,10 @@ def progress_line(view: SweepView) -> str:
 
     Example: `1m32s of about 2m10s  5/16 trials  4 in flight  best val_acc 0.97 (trial 3)  devices 93%`.
     """
-    about = f" of about {format_seconds(view.makespan_seconds)}" if view.makespan_seconds is not None else ""
+    total_text = f" of about {format_seconds(view.makespan_seconds)}" if view.makespan_seconds is not None else ""
     ended = sum(trial.is_over for trial in view.trials)
     planned = f"/{view.num_planned}" if view.num_planned is not None else ""
-    parts = [format_seconds(view.elapsed_seconds) + about, f"{ended}{planned} trials"]
+    parts = [format_seconds(view.elapsed_seconds) + total_text, f"{ended}{planned} trials"]
     parts.append(f"{len(view.trials) - ended} in flight")
     if view.best is not None:
         parts.append(f"best {view.metric} {text.number(view.best.value)} ({text.label(view.best)})")
@@ -53,6 +53,7 @@ class RateLimit:
     def __call__(self, line: str) -> None:
         """Write a line, or count the line as held back."""
         with self._lock:
+            # Also held while writing, so that lines of several threads stay in order behind their count.
             now = self._clock()
             # A token bucket: room refills with time, up to the burst of 50 lines.
             self._room = min(_MOST_AT_ONCE, self._room + (now - self._at) * _MOST_PER_SECOND)
@@ -70,9 +71,9 @@ class RateLimit:
             self._say_held()
 
     def _say_held(self) -> None:
-        held, self._num_held = self._num_held, 0
-        if held:
-            self._write(f"... and {held} more {'line' if held == 1 else 'lines'}, too many to print")
+        num_held, self._num_held = self._num_held, 0
+        if num_held:
+            self._write(f"... and {num_held} more {'line' if num_held == 1 else 'lines'}, too many to print")
 
 
 class PlainView(AbstractContextManager["PlainView"]):

@@ -22,6 +22,7 @@ class CapturedOutputStream(io.TextIOBase):
     def __init__(self, recent: deque[str]) -> None:
         super().__init__()
         self._recent = recent
+        # Bounded, because a program may print as long as it runs.
         self._kept: deque[str] = deque(maxlen=_NUM_KEPT)
         self._open = ""
         self._lock = threading.Lock()

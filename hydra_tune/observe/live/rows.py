@@ -44,6 +44,7 @@ def fit(text: str, width: int, *, is_right: bool = False) -> str:
     """Fit text into an exact number of columns."""
     if width <= 0:
         return ""
+    # Rarely needed, so the test for the whole text comes before the loop over its characters.
     if not text.isprintable():
         text = "".join(char if char.isprintable() else " " for char in text)
     length = cell_len(text)
@@ -99,7 +100,7 @@ _STYLES: dict[str, Style] = {}
 def _style(name: str) -> Style | None:
     if not name:
         return None
-    found = _STYLES.get(name)
-    if found is None:
-        found = _STYLES[name] = Style.parse(name)
-    return found
+    style = _STYLES.get(name)
+    if style is None:
+        style = _STYLES[name] = Style.parse(name)
+    return style

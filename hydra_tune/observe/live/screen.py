@@ -96,6 +96,7 @@ def _devices(devices: Sequence[DeviceView], width: int, room: int) -> list[Line]
         return []
     is_wide = width >= _WIDE
     name = min(16, max(6, *(len(device.name) for device in devices)))
+    # The other columns of a narrow table and the gaps take 63.
     bars = 20 if is_wide else max(4, min(20, width - name - 64))
     columns = [ScreenColumn("device", name), ScreenColumn("use", bars), ScreenColumn("", 4, is_right=True)]
     columns += [ScreenColumn("", bars)] if is_wide else []
@@ -103,13 +104,14 @@ def _devices(devices: Sequence[DeviceView], width: int, room: int) -> list[Line]
     columns += [ScreenColumn("in", 12, is_right=True), ScreenColumn("out", 12, is_right=True)]
     columns += [ScreenColumn("in all", 11, is_right=True), ScreenColumn("units", 8, is_right=True)] if is_wide else []
     columns.append(ScreenColumn("", 0))
+    # The last line of the room then counts the devices that are not shown.
     shown = devices if len(devices) <= room else devices[: room - 1]
     lines: list[Line] = [[], heads(columns, width)]
     lines += [row(columns, [*_device(device, bars, is_wide=is_wide), ScreenCell("")], width) for device in shown]
-    rest = devices[len(shown) :]
-    if rest:
-        use = sum(device.busy_share for device in rest) / len(rest)
-        lines.append(one_line([ScreenCell(f"... and {len(rest)} more, used {use:.0%}", "dim")], width))
+    hidden_devices = devices[len(shown) :]
+    if hidden_devices:
+        use = sum(device.busy_share for device in hidden_devices) / len(hidden_devices)
+        lines.append(one_line([ScreenCell(f"... and {len(hidden_devices)} more, used {use:.0%}", "dim")], width))
     return lines
 
 
@@ -155,10 +157,12 @@ def _trials(active: Sequence[TrialView], metric: str, width: int, room: int) -> 
     shown = active if len(active) <= room else active[: room - 1]
     lines: list[Line] = [[], heads(columns, width)]
     lines += [row(columns, _trial(trial, bars, spark, order), width) for trial in shown]
-    rest = active[len(shown) :]
-    if rest:
-        counts = ", ".join(f"{count} {state}" for state in _ORDER if (count := sum(t.state == state for t in rest)))
-        lines.append(one_line([ScreenCell(f"... and {len(rest)} more: {counts}", "dim")], width))
+    hidden_trials = active[len(shown) :]
+    if hidden_trials:
+        counts = ", ".join(
+            f"{count} {state}" for state in _ORDER if (count := sum(t.state == state for t in hidden_trials))
+        )
+        lines.append(one_line([ScreenCell(f"... and {len(hidden_trials)} more: {counts}", "dim")], width))
     return lines
 
 
@@ -166,11 +170,12 @@ def _varying_first(trials: Sequence[TrialView]) -> list[str]:
     """Order parameter names with varying parameters first: where room is short, equal values tell nothing."""
     names = dict.fromkeys(name for trial in trials for name in trial.params)
     kinds = {name: len({repr(trial.params.get(name)) for trial in trials if trial.params}) for name in names}
+    # `sorted` is stable: within either half the study's order stays.
     return sorted(names, key=lambda name: kinds[name] == 1)
 
 
 def _trial(trial: TrialView, bars: int, spark: int, order: Sequence[str]) -> list[ScreenCell]:
-    left = trial.remaining_seconds
+    remaining_seconds = trial.remaining_seconds
     return [
         ScreenCell(trial.name or str(trial.number)),
         ScreenCell(trial.state, _STYLES.get(trial.state, "")),
@@ -178,7 +183,7 @@ def _trial(trial: TrialView, bars: int, spark: int, order: Sequence[str]) -> lis
         ScreenCell(text.epochs(trial.epoch, trial.epochs)),
         ScreenCell(text.number(trial.value)),
         ScreenCell(sparkline(trial.values, spark), "cyan"),
-        ScreenCell("-" if left is None else format_seconds(left)),
+        ScreenCell("-" if remaining_seconds is None else format_seconds(remaining_seconds)),
         ScreenCell(text.params({name: trial.params[name] for name in order if name in trial.params})),
     ]
 
@@ -189,6 +194,7 @@ def _tail(recent: Sequence[str], width: int, room: int) -> list[Line]:
     return [[], *(one_line([ScreenCell(_plain(line), "dim")], width) for line in recent[-(room - 1) :])]
 
 
+# The same recent lines are drawn picture after picture.
 @functools.lru_cache(maxsize=256)
 def _plain(line: str) -> str:
     """Remove a program's colours from a line."""

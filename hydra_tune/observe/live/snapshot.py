@@ -175,8 +175,8 @@ class SweepView:
         """Trial with the best last report among those not completed, pruned or failed; None without any."""
         sign = -1.0 if self.goal == "maximize" else 1.0
         valued = [t for t in self.trials if t.value is not None and not math.isnan(t.value)]
-        others = [t for t in valued if t.state not in {"completed", "pruned", "failed"}]
-        return min(others, key=lambda t: (sign * (t.value or 0.0), t.number), default=None)
+        unfinished = [t for t in valued if t.state not in {"completed", "pruned", "failed"}]
+        return min(unfinished, key=lambda t: (sign * (t.value or 0.0), t.number), default=None)
 
     @property
     def best(self) -> TrialView | None:

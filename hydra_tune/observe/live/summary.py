@@ -57,6 +57,7 @@ def print_summary(console: Console, view: SweepView) -> None:
         if len(ranked) > _NUM_BEST:
             console.print(Text(f"... and {len(ranked) - _NUM_BEST} more", style="dim"))
         console.print()
+    # A `Text`, here and below, because rich reads markup in a str: brackets of an error or a path would vanish.
     for warning in view.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"))
     for line in _error_lines(view):
@@ -110,6 +111,7 @@ def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
 
 
 def _error_lines(view: SweepView) -> list[str]:
+    # Counted, because one mistake often fails all trials with the same error.
     errors = Counter(trial.error for trial in view.trials if trial.state == "failed" and trial.error)
     lines = [
         f"{count} {'trial' if count == 1 else 'trials'} failed: {error}"
@@ -145,14 +147,14 @@ def _totals(view: SweepView) -> list[str]:
     if view.count(LEFT):
         counts.append(f"{view.count(LEFT)} {LEFT}, to go on with --resume")
     earlier = sum(trial.earlier for trial in view.trials)
-    kept = f", {earlier} of them earlier" if earlier else ""
+    earlier_text = f", {earlier} of them earlier" if earlier else ""
     planned = view.units_run + view.units_saved
     share = f" ({view.units_saved / planned:.0%} of what was planned)" if planned else ""
     weights = [f"weights of trial {number}: {path}" for number, path in view.weights.items()]
     log = [f"event log: {view.event_log}{_size(view)}"] if view.event_log else []
     return [
         f"sweep {view.name}: {_ENDS[view.status]} after {format_seconds(view.elapsed_seconds)}{_bound(view)}",
-        f"trials: {len(view.trials)}{kept}: {', '.join(counts)}",
+        f"trials: {len(view.trials)}{earlier_text}: {', '.join(counts)}",
         *_fused(view),
         f"units run: {view.units_run}",
         f"units saved by pruning: {view.units_saved}{share}",
@@ -218,6 +220,7 @@ def to_json(view: SweepView) -> dict[str, Any]:
 
 def _trial(trial: TrialView) -> dict[str, Any]:
     data = asdict(trial)
+    # Only the live view needs these fields.
     for live in ("step", "num_steps", "remaining_seconds", "name", "values"):
         del data[live]
     return {name: text.plain(value) for name, value in data.items()}

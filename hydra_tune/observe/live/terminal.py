@@ -44,6 +44,7 @@ class LiveView(AbstractContextManager["LiveView"]):
     def refresh(self) -> None:
         """Draw the sweep's present state."""
         width, height = size = self._screen.size
+        # A copy, because other threads append lines meanwhile, and a deque that changes cannot be iterated.
         lines = sweep_lines(self._snapshot(), self._recent.copy(), width, height, is_ascii=self._screen.is_ascii)
         self._screen.paint(lines, size)
 

@@ -48,6 +48,7 @@ class ViewRefreshTimer:
     def stop(self) -> None:
         """Stop the calls, and wait for a call under way."""
         self._over.set()
+        # A thread that was never started cannot be joined.
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -58,6 +59,7 @@ class ViewRefreshTimer:
             used = time.process_time() - cpu
             if spent > _SHARE * used and time.monotonic() - called < _MOST_SECONDS:
                 continue
+            # `thread_time`, because `process_time` counts the training threads beside the function, too.
             called, cpu, before = time.monotonic(), time.process_time(), time.thread_time()
             try:
                 self._function()

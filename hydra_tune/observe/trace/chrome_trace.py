@@ -51,6 +51,7 @@ def write_trace(log: RunLog, path: Path) -> None:
     """
     with path.open("w", encoding="utf-8") as file:
         before = '{"displayTimeUnit":"ms","traceEvents":[\n'
+        # Event by event, because the trace of a long run may have millions.
         for event in trace_events(log):
             file.write(before + json.dumps(event, separators=(",", ":")))
             before = ",\n"
@@ -61,6 +62,7 @@ def trace_events(log: RunLog) -> Iterator[dict[str, Any]]:
     """Iterate over the events of a run's trace."""
     yield named("process", "trials", _TRIALS)
     # Below all devices and the disk.
+    # The devices have the places from 2 on, and the disk the place after them.
     yield placed("process", len(log.budgets) + 3, _TRIALS)
     yield from _stories(log)
     for number, device in enumerate(log.budgets, start=_TRIALS + 1):
@@ -82,6 +84,7 @@ def _units(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
             continue
         what = {"job": unit.job, "kind": unit.kind, "shard": unit.shard, "failed": unit.is_failed}
         yield bar(f"{unit.kind[0].upper()}{unit.shard} {unit.job}", row, unit.start_ns, unit.end_ns, what)
+        # The wait nests in the unit's bar, because both begin at the same time.
         if unit.ready_ns > unit.start_ns:
             yield bar("waits for bytes", row, unit.start_ns, unit.ready_ns, {"kind": "wait", "job": unit.job})
 
@@ -89,23 +92,24 @@ def _units(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
 def _host_updates(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
     """Updates on the host share one row, because a single thread makes the updates one after another."""
     row = (process, _HOST_UPDATES)
-    found = [update for update in log.host_updates if update.device == device]
-    if found:
+    updates = [update for update in log.host_updates if update.device == device]
+    if updates:
         yield named("thread", "updates on the host", *row)
         yield placed("thread", _HOST_UPDATES, *row)
-    for update in found:
+    for update in updates:
         what = {"job": update.job, "kind": "update", "shard": update.shard}
         yield bar(f"{update.job} update {update.shard}", row, update.start_ns, update.end_ns, what)
 
 
 def _copies(copies: Sequence[LoggedCopy], process: int) -> Iterator[dict[str, Any]]:
+    # Rows are numbered as they are made: how many overlapping copies need is not known before.
     thread = _HOST_UPDATES + 1
     for (what, is_background), title in _ROWS.items():
-        mine = [copy for copy in copies if (copy.what, copy.is_in_background) == (what, is_background)]
-        for row, some in enumerate(_apart(mine)):
+        copies_of_row = [copy for copy in copies if (copy.what, copy.is_in_background) == (what, is_background)]
+        for row, row_copies in enumerate(_apart(copies_of_row)):
             yield named("thread", title if row == 0 else f"{title} ({row + 1})", process, thread)
             yield placed("thread", thread, process, thread)
-            for copy in some:
+            for copy in row_copies:
                 facts = {"job": copy.job, "kind": copy.kind, "shard": copy.shard, "bytes": copy.nbytes, "how": copy.how}
                 shard = "" if copy.shard is None else f" {copy.shard}"
                 name = f"{COPY_TITLES[what]} {copy.job} {copy.kind}{shard}"
@@ -129,6 +133,7 @@ def _apart(copies: Sequence[LoggedCopy]) -> list[list[LoggedCopy]]:
     rows: list[list[LoggedCopy]] = []
     free: list[tuple[int, int]] = []  # time at which each row is free, the earliest first
     for copy in sorted(copies, key=lambda one: one.start_ns):
+        # In order of starts, the row that is free first is enough: no other choice needs fewer rows.
         if free and free[0][0] <= copy.start_ns:
             row = heapq.heappop(free)[1]
         else:
@@ -145,6 +150,7 @@ def _apart(copies: Sequence[LoggedCopy]) -> list[list[LoggedCopy]]:
 def _stories(log: RunLog) -> Iterator[dict[str, Any]]:
     for number, (job, events) in enumerate(by_job(log).items(), start=1):
         last = events[-1]
+        # A story that the log does not end is drawn to the log's end.
         end_ns = last.at_ns if last.what == "over" else log.last_ns
         yield mark("b", job, _TRIALS, number, events[0].at_ns, {})
         for stay in stays(job, events, end_ns):
@@ -164,10 +170,10 @@ def _stories(log: RunLog) -> Iterator[dict[str, Any]]:
 
 def by_job(log: RunLog) -> Mapping[str, list[LoggedJobEvent]]:
     """Group the events of each job, in order."""
-    found: dict[str, list[LoggedJobEvent]] = {}
+    events_by_job: dict[str, list[LoggedJobEvent]] = {}
     for event in log.jobs:
-        found.setdefault(event.job, []).append(event)
-    return found
+        events_by_job.setdefault(event.job, []).append(event)
+    return events_by_job
 
 
 def stays(job: str, events: Sequence[LoggedJobEvent], end_ns: int) -> Iterator[JobStatePeriod]:
@@ -175,12 +181,13 @@ def stays(job: str, events: Sequence[LoggedJobEvent], end_ns: int) -> Iterator[J
     base, is_paused = "queued", False
     state, since_ns = base, events[0].at_ns
     for event in events:
+        # The base goes on below a pause, so that an unpaused job shows the state that it has reached meanwhile.
         base = "waiting" if event.more.get("waits") else _BASES.get(event.what, base)
         is_paused = event.what == "paused" or (is_paused and event.what not in ("unpaused", "stopped"))
-        following = "paused" if is_paused else base
-        if following != state:
+        next_state = "paused" if is_paused else base
+        if next_state != state:
             if event.at_ns > since_ns:
                 yield JobStatePeriod(job, state, since_ns, event.at_ns)
-            state, since_ns = following, event.at_ns
+            state, since_ns = next_state, event.at_ns
     if end_ns > since_ns:
         yield JobStatePeriod(job, state, since_ns, end_ns)

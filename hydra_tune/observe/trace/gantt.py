@@ -87,6 +87,7 @@ def draw(chart: GanttChart, path: Path) -> None:
     axes = figure.subplots()
     _draw_bars(chart, axes)
     _name_rows(chart, axes)
+    # Upside down, because the first row is at the top.
     axes.set_ylim(len(chart.rows) - 0.5, -0.5)
     axes.set_xlim(*chart.span)
     axes.set_xlabel("seconds")
@@ -95,27 +96,30 @@ def draw(chart: GanttChart, path: Path) -> None:
 
 
 def _draw_bars(chart: GanttChart, axes: Any) -> None:
+    # Of all bars, not of those shown, so that a job keeps its colour in a picture of a part of the run.
     colours = colours_of(bar.job for bar in chart.bars)
     shown = [bar for bar in chart.bars if bar.row in chart.rows and _is_shown(bar, chart)]
     is_many = len(shown) > _MANY_BARS
     for (row, lane), bars in _by_place(chart, shown, is_many=is_many):
-        look, place = chart.lanes[lane], chart.rows.index(row)
+        lane_style, place = chart.lanes[lane], chart.rows.index(row)
         axes.broken_barh(
             [(bar.start, bar.end - bar.start) for bar in bars],
-            (place + look.top, look.height),
+            (place + lane_style.top, lane_style.height),
             facecolors=[colours[bar.job] for bar in bars],
             edgecolor="white",
             linewidth=0.0 if is_many else 0.3,
-            alpha=look.alpha,
+            alpha=lane_style.alpha,
         )
         for bar in bars:
             start, end = max(bar.start, chart.span[0]), min(bar.end, chart.span[1])
             if bar.label and end - start > (chart.span[1] - chart.span[0]) / _LABELS:
-                middle = (start + end) / 2, place + look.top + look.height / 2
+                middle = (start + end) / 2, place + lane_style.top + lane_style.height / 2
                 axes.text(*middle, bar.label, color="white", fontsize=7, ha="center", va="center")
+    # With more jobs the colours repeat, and a legend would name several jobs for one.
     jobs = dict.fromkeys(bar.job for bar in shown)
     if chart.names_jobs and len(jobs) <= len(_PALETTE):
         for job in sorted(jobs):
+            # A line without points only makes an entry of the legend.
             axes.plot([], [], color=colours[job], linewidth=6, label=job)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
 
@@ -130,6 +134,7 @@ def _name_rows(chart: GanttChart, axes: Any) -> None:
     ]
     if labels:
         axes.set_yticks([place for place, _ in labels], [label for _, label in labels], minor=True, fontsize=7)
+        # The devices' names go left of the lanes' labels, which are the minor ticks.
         axes.tick_params(axis="y", which="major", pad=36, length=0)
 
 
@@ -147,7 +152,9 @@ def _by_place(
 ) -> Iterator[tuple[tuple[str, str], list[GanttBar]]]:
     """Group bars by row and lane; in a large picture, merge neighbours of one job with an invisible gap."""
     lanes = list(chart.lanes)
+    # Minus infinity merges nothing.
     gap = (chart.span[1] - chart.span[0]) / _PIXELS if is_many else -math.inf
+    # By lane first, because lanes are drawn in their order, the later over the earlier.
     ordered = sorted(shown, key=lambda bar: (lanes.index(bar.lane), bar.row, bar.start))
     for place, bars in groupby(ordered, key=lambda bar: (bar.row, bar.lane)):
         merged: list[GanttBar] = []

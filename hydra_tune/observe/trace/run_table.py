@@ -64,11 +64,12 @@ def _bytes_table(devices: tuple[DeviceFigures, ...]) -> Table:
     for kind in sorted(kinds):
         sums = [sum(getattr(device, field).get(kind, 0) for device in devices) for _, field in _WAYS]
         if any(sums):
-            table.add_row(Text(kind), *(format_bytes(one) for one in sums))
+            table.add_row(Text(kind), *(format_bytes(num_bytes) for num_bytes in sums))
     return table
 
 
 def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
+    # Above 0, because `read_log` refuses a run without a unit.
     planned = figures.units_run + figures.units_saved
     ends = [f"{figures.trials[end]} {end}" for end in _ENDS if figures.trials.get(end)]
     yield "trials", ", ".join(ends)
@@ -81,20 +82,21 @@ def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
     )
     updating = sum(device.host_update_seconds for device in figures.devices)
     if updating:
+        # A mean of the devices' shares, weighted by their times.
         under = sum(device.host_update_seconds * device.host_update_overlap for device in figures.devices)
         yield "updates", f"{format_seconds(updating)} on the host, {under / updating:.1%} of it under compute"
     if figures.disk_seconds:
         read, written = format_bytes(figures.disk_read_bytes), format_bytes(figures.disk_written_bytes)
         yield "disk", f"{read} read, {written} written, busy for {format_seconds(figures.disk_seconds)}"
-    whys = list(dict.fromkeys(str(choice["why"]) for choice in figures.fusion))
-    for why in whys[:_MOST_CHOICES]:
-        yield "fusion", why
-    if len(whys) > _MOST_CHOICES:
-        yield "fusion", f"and {len(whys) - _MOST_CHOICES} more choices, which --json has"
-    told = list(dict.fromkeys((str(one["what"]), str(line)) for one in figures.plans for line in one["told"]))
-    yield from told[:_MOST_LINES]
-    if len(told) > _MOST_LINES:
-        yield "plan", f"and {len(told) - _MOST_LINES} more lines, which --json has"
+    reasons = list(dict.fromkeys(str(choice["why"]) for choice in figures.fusion))
+    for reason in reasons[:_MOST_CHOICES]:
+        yield "fusion", reason
+    if len(reasons) > _MOST_CHOICES:
+        yield "fusion", f"and {len(reasons) - _MOST_CHOICES} more choices, which --json has"
+    plan_lines = list(dict.fromkeys((str(one["what"]), str(line)) for one in figures.plans for line in one["told"]))
+    yield from plan_lines[:_MOST_LINES]
+    if len(plan_lines) > _MOST_LINES:
+        yield "plan", f"and {len(plan_lines) - _MOST_LINES} more lines, which --json has"
 
 
 def _unfinished(figures: RunFigures) -> str:
@@ -104,6 +106,8 @@ def _unfinished(figures: RunFigures) -> str:
         left_out = f" ({in_words(figures.dropped)})" if figures.dropped else ""
         return (
             f"the log reached its limit after {format_seconds(figures.dropped_from_seconds)}, and these figures, but for "
-            f"trials, are of the time before{left_out}; event_log_limit takes a larger one"
+            f"trials, are of the time before{left_out}; raise event_log_limit to log more"
         )
-    return "the log ends before the run: it goes on still, was killed, or could not write any more; this is what it says so far"
+    return (
+        "the log ends before the run: the run goes on, was killed, or could write no more; these are the figures so far"
+    )

@@ -138,6 +138,7 @@ class WorkerTurn:
             if what in _MEETS and block.number not in self.facts:
                 shard = getattr(block, "shard", None)  # only groups of blocks have a shard
                 self.facts[block.number] = BlockFacts(self.job, str(block.kind), block.nbytes, shard)
+        # Numbers, not blocks: a recording must keep no tensor alive.
         self.actions.append(TurnAction(what, now, now - since_ns if since_ns else 0, tuple(numbers), nbytes))
 
     @property
@@ -155,13 +156,13 @@ class WorkerTurn:
 
     def settle(self) -> None:
         """Record the background copies that have ended."""
-        left = []
+        unfinished = []
         for what, number, size, copy in self._under_way:
             if copy.ended_ns:
                 self.sent.append(BlockCopySpan(what, number, size, copy.began_ns, copy.ended_ns))
             else:
-                left.append((what, number, size, copy))
-        self._under_way = left
+                unfinished.append((what, number, size, copy))
+        self._under_way = unfinished
 
     @contextmanager
     def unit(self, kind: str, shard: int) -> Iterator[None]:
@@ -174,6 +175,7 @@ class WorkerTurn:
 
 
 class _ThreadLocalTurn(threading.local):
+    # A class attribute is the default of every thread, without any code when a thread begins.
     turn: WorkerTurn | None = None
 
 

@@ -58,7 +58,7 @@ def test_a_log_that_was_cut_is_shown_with_a_word(log):
     log.write_bytes(log.read_bytes()[:-10])
     result = call(log)
     assert result.exit_code == 0
-    assert "the log ends before the run: it goes on still, was killed, or could not write any more" in " ".join(
+    assert "the log ends before the run: the run goes on, was killed, or could write no more" in " ".join(
         result.output.split()
     )
 

@@ -28,7 +28,7 @@ def test_a_line_that_was_cut_is_left_out(tmp_path, cut):
     ("text", "message"),
     [
         ("", "is empty: its run was ended before anything was written; hydra-tune sweep writes one to runs/"),
-        ("hello\n", "is not an event log: its first line is not that of one; hydra-tune sweep writes one"),
+        ("hello\n", "is not an event log: its first line is no header; hydra-tune sweep writes one"),
         (b"\x89PNG\r\n\x1a\n\xff\xfe", "is not an event log"),
         ("[1]\n", "is not an event log"),
         ('{"traceEvents": []}\n', "is not an event log"),
@@ -37,11 +37,11 @@ def test_a_line_that_was_cut_is_left_out(tmp_path, cut):
             "of format 9, and this version reads 1; read it with",
         ),
         (json.dumps({"hydra_tune_event_log": 1}) + "\n", "is damaged in line 1"),
-        ("".join(WHOLE) + "{broken\n" + WHOLE[1], "is damaged in line 4 .*; what is before can be read: head -n 3 "),
+        ("".join(WHOLE) + "{broken\n" + WHOLE[1], "is damaged in line 4 .*; the lines before can be read: head -n 3 "),
         (WHOLE[0] + '{"event":"unit"}\n', "is damaged in line 2 .KeyError: 'start_ns'"),
         (WHOLE[0] + '{"event":"party"}\n', "there is no event 'party'"),
         (WHOLE[0] + "[]\n", "is damaged in line 2"),
-        (WHOLE[0], "no unit has run, so there is nothing to show; if it goes on still, ask again in a while"),
+        (WHOLE[0], "no unit has run, so there is nothing to show; if the run still goes on, try again later"),
         (
             WHOLE[0] + json.dumps({**over("0:a", "failed"), "error": "TypeError: no lr"}) + "\n",
             "no unit has run.*; its first trial that failed said: TypeError: no lr",

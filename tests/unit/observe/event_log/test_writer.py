@@ -229,7 +229,7 @@ def test_figures_of_a_log_at_its_limit_say_up_to_when_they_are(tmp_path):
     console = Console(file=io.StringIO(), width=300)
     print_run(console, figures)
     assert "the log reached its limit after " in console.file.getvalue()
-    assert f"({writer.in_words(figures.dropped)}); event_log_limit takes a larger one" in console.file.getvalue()
+    assert f"({writer.in_words(figures.dropped)}); raise event_log_limit to log more" in console.file.getvalue()
 
 
 def test_what_there_is_no_room_for_is_counted(tmp_path, monkeypatch):
