@@ -177,7 +177,7 @@ def test_no_isolate_leaves_the_sweep_in_the_process_of_the_command(tmp_path):
         (
             "checkpoint_dir: saved",
             "checkpoint_dir: saved, fusion: auto",
-            "crash together, and nobody could say which did; give --fusion off",
+            "crash together, so the trial at fault is unknown; give --fusion off",
         ),
     ],
 )

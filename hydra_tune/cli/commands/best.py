@@ -49,6 +49,7 @@ def best(
     """
     try:
         query = _query(study, storage, trial, weights_dir)
+        # The write checks --out again; here a mistake is found before torch is imported and the storage is opened.
         _check_out(out, force=force)
     except ConfigError as error:
         click.echo(str(error), err=True)
@@ -70,6 +71,7 @@ def _check_out(out: Path, *, force: bool) -> None:
 
 def _query(study: str, storage: str | None, trial: int | None, weights_dir: str | None) -> WeightsQuery:
     path = Path(study)
+    # No file, so STUDY must be a name, which only means something within a storage.
     if not path.is_file():
         if storage is None:
             raise ConfigError(

@@ -40,14 +40,15 @@ def devices(*, devices: str, device_memory: str | None, no_measure: bool, as_jso
     from hydra_tune.devices.hardware.survey import survey  # noqa: PLC0415 - torch takes seconds to import
 
     try:
-        found = survey(devices, device_memory, measures=not no_measure)
+        report = survey(devices, device_memory, measures=not no_measure)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
     if as_json:
-        click.echo(json.dumps(found.to_json(), allow_nan=False))
+        click.echo(json.dumps(report.to_json(), allow_nan=False))
     else:
-        print_survey(Console(highlight=False), found.to_json())
+        # From the plain data, so that both outputs have the same figures.
+        print_survey(Console(highlight=False), report.to_json())
 
 
 def print_survey(console: Console, found: Mapping[str, Any]) -> None:
@@ -57,6 +58,7 @@ def print_survey(console: Console, found: Mapping[str, Any]) -> None:
         console: output console.
         found: a `Survey`, as plain data.
     """
+    # On a narrow console the rate of both ways at once gives way.
     ways = _WAYS if console.width >= _WIDE else _WAYS[:2]
     console.print(_device_table(found["devices"], ways))
     if found["crossings"]:

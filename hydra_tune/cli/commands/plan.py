@@ -25,6 +25,7 @@ _MOST_OF_A_GRID = 32
 
 def _count(spec: SweepSpec) -> int:
     """Default number of configurations to plan: a whole grid if small enough, else a few."""
+    # A sweep never has more trials than its run_cap, so a plan shows no more.
     most = spec.run_cap or _MOST_OF_A_GRID
     if (
         spec.method == "grid"
@@ -44,7 +45,7 @@ def _count(spec: SweepSpec) -> int:
     metavar="N",
     help=f"Configurations to plan.  [a grid's, else at most {_MOST}]",
 )
-@click.option("--seed", type=int, metavar="N", help="Of the draws.  [the file's, or 0]")
+@click.option("--seed", type=int, metavar="N", help="Seed of the draws.  [the file's, or 0]")
 @click.option("--devices", metavar="NAMES", help="Devices to plan for, e.g. auto, cpu:2, cuda, cuda:0,1.")
 @click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
 @click.option(
@@ -52,7 +53,7 @@ def _count(spec: SweepSpec) -> int:
     "--fuse",
     "fusion",
     type=click.Choice(("auto", "on", "off")),
-    help="Show who would be computed together.",
+    help="Show which trials would be computed together.",
 )
 @click.option("--probe", is_flag=True, help="Time a few steps alone and together, where --fusion auto would do so.")
 @click.option("--profile", is_flag=True, help="Show where a step's memory is, and what planned groups would cost.")
@@ -88,8 +89,16 @@ def plan(
     from hydra_tune.cli.dry_run.planning import run_plan  # noqa: PLC0415
 
     count = trials or _count(spec)
-    given = {"devices": devices, "device_memory": device_memory, "fusion": fusion}
-    drawn = spec.seed or 0 if seed is None else seed
+    engine_options = {"devices": devices, "device_memory": device_memory, "fusion": fusion}
+    draw_seed = spec.seed or 0 if seed is None else seed
     sys.exit(
-        run_plan(spec, given, count=count, seed=drawn, as_json=as_json, probe=probe, profile=profile_trials or profile)
+        run_plan(
+            spec,
+            engine_options,
+            count=count,
+            seed=draw_seed,
+            as_json=as_json,
+            probe=probe,
+            profile=profile_trials or profile,
+        )
     )

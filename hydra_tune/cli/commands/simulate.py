@@ -79,6 +79,7 @@ def _slowdowns(context: click.Context, parameter: click.Parameter, values: tuple
         try:
             # From the right, since a device's name may contain commas.
             device, at, factor = value.rsplit(",", 2)
+            # A ConfigError is a ValueError, too, so it has to be caught first.
             slowdowns.append(Slowdown(device=device, at_seconds=float(at), factor=float(factor)))
         except ConfigError as error:
             raise click.BadParameter(str(error), context, parameter) from error
@@ -126,13 +127,17 @@ def _outages(context: click.Context, parameter: click.Parameter, values: tuple[s
 @click.option("--bandwidth", callback=_size, metavar="SIZE", help="Bytes a second to each device, e.g. 12GB/s.")
 @click.option("--nodes", type=int, metavar="N", help="Machines that the devices are in.  [1]")
 @click.option("--network-bandwidth", callback=_size, metavar="SIZE", help="Bytes a second between machines.")
-@click.option("--slow", "slowdowns", multiple=True, callback=_slowdowns, metavar="DEVICE,AT,FACTOR", help="A fault.")
-@click.option("--lose", "outages", multiple=True, callback=_outages, metavar="DEVICE,AT[,UNTIL]", help="A fault.")
+@click.option(
+    "--slow", "slowdowns", multiple=True, callback=_slowdowns, metavar="DEVICE,AT,FACTOR", help="A speed changes."
+)
+@click.option(
+    "--lose", "outages", multiple=True, callback=_outages, metavar="DEVICE,AT[,UNTIL]", help="A device is lost."
+)
 @click.option("--no-overlap", is_flag=True, help="No double buffering: loads wait for the device.")
-@click.option("--policy", metavar="NAME", default="lrtf", show_default=True, help="Who decides.")
+@click.option("--policy", metavar="NAME", default="lrtf", show_default=True, help="The scheduler's policy.")
 @click.option("--max-concurrent", type=int, metavar="N", help="Trials admitted at once.")
 @click.option("--admission", type=click.Choice(ADMISSIONS), help="Whether all of them advance, or the oldest first.")
-@click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="Of everything that is drawn.")
+@click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="Seed of all draws.")
 @click.option("--timeline", type=click.IntRange(min=0), metavar="N", default=0, help="Keep the first N bars, in JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw them: a PNG.")
 @click.option(
@@ -160,11 +165,13 @@ def simulate_command(
 
     Options that describe trials are for use without PROFILE; all other options also override PROFILE.
     """
+    # A plot needs bars, even where --timeline was not given.
     output = _SimulationOutputOptions(as_json=as_json, plot=plot, timeline=timeline or (_PLOT_BARS if plot else 0))
     try:
         if recorded is not None:
             _replay(context, recorded, as_json=as_json)
             return
+        # For its error alone: a wrong name is found before a large profile is read.
         make_policy(policy)
         scenario = _from_flags(flags) if profile is None else _from_profile(profile, flags)
         result = simulate(scenario, policy, timeline=output.timeline)
@@ -180,16 +187,22 @@ def simulate_command(
 def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
     """Replay a recorded sweep, and print the comparison."""
     # Only options that the user typed: defaults are compatible with --replay.
-    given = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
-    foreign = [option for option in context.command.params if option.name in given - _WITH_REPLAY]
-    if foreign:
-        name = foreign[0].human_readable_name if isinstance(foreign[0], click.Argument) else foreign[0].opts[0]
+    typed_options = {
+        name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    unsuitable_options = [option for option in context.command.params if option.name in typed_options - _WITH_REPLAY]
+    if unsuitable_options:
+        name = (
+            unsuitable_options[0].human_readable_name
+            if isinstance(unsuitable_options[0], click.Argument)
+            else unsuitable_options[0].opts[0]
+        )
         raise ConfigError(f"--replay goes with --policy and --json alone, not with {name}; the recording has the rest")
-    played = replay(read_recording(path), context.params["policy"] if "policy" in given else None)
+    comparison = replay(read_recording(path), context.params["policy"] if "policy" in typed_options else None)
     if as_json:
-        click.echo(json.dumps(played.to_json(), allow_nan=False))
+        click.echo(json.dumps(comparison.to_json(), allow_nan=False))
     else:
-        print_replay(Console(highlight=False), played)
+        print_replay(Console(highlight=False), comparison)
 
 
 def _show(result: SimulationResult, output: _SimulationOutputOptions) -> None:
@@ -204,7 +217,7 @@ def _show(result: SimulationResult, output: _SimulationOutputOptions) -> None:
 def _from_flags(flags: dict[str, Any]) -> Scenario:
     if flags["trials"] is None or flags["devices"] is None:
         raise ConfigError("--trials and --devices are needed where there is no PROFILE; e.g. --trials 12 --devices 8")
-    given = {field: flags[flag] for flag, field in _WORKLOAD.items() if flags[flag] is not None}
+    workload_options = {field: flags[flag] for flag, field in _WORKLOAD.items() if flags[flag] is not None}
     devices = equal_devices(
         flags["devices"],
         memory_bytes=flags["device_memory"],
@@ -212,14 +225,16 @@ def _from_flags(flags: dict[str, Any]) -> Scenario:
         num_nodes=1 if flags["nodes"] is None else flags["nodes"],
         speeds=flags["speeds"] or (1.0,),
     )
-    trials = RandomWorkload(**given).trials(flags["seed"])
+    trials = RandomWorkload(**workload_options).trials(flags["seed"])
     return _finish(Scenario(trials=trials, devices=devices), flags)
 
 
 def _from_profile(path: Path, flags: dict[str, Any]) -> Scenario:
-    foreign = [flag for flag in (*_WORKLOAD, "nodes", "speeds") if flags[flag]]
-    if foreign:
-        raise ConfigError(f"--{foreign[0].replace('_', '-')} describes what PROFILE has; leave out one of the two")
+    unsuitable_flags = [flag for flag in (*_WORKLOAD, "nodes", "speeds") if flags[flag]]
+    if unsuitable_flags:
+        raise ConfigError(
+            f"--{unsuitable_flags[0].replace('_', '-')} describes what PROFILE has; leave out one of the two"
+        )
     scenario = read_profile(path)
     count = flags["devices"]
     if count is not None:
@@ -227,12 +242,12 @@ def _from_profile(path: Path, flags: dict[str, Any]) -> Scenario:
             raise ConfigError(
                 f"--devices must be from 1 to {len(scenario.devices)}, as many as {path} has; not {count}"
             )
-        kept = scenario.devices[:count]
+        kept_devices = scenario.devices[:count]
         # Faults of dropped devices go as well: a scenario refuses faults of unknown devices.
-        names = {device.name for device in kept}
+        names = {device.name for device in kept_devices}
         slowdowns = tuple(fault for fault in scenario.slowdowns if fault.device in names)
         outages = tuple(fault for fault in scenario.outages if fault.device in names)
-        scenario = replace(scenario, devices=kept, slowdowns=slowdowns, outages=outages)
+        scenario = replace(scenario, devices=kept_devices, slowdowns=slowdowns, outages=outages)
     for flag, field in (("device_memory", "memory_bytes"), ("bandwidth", "bandwidth")):
         if flags[flag] is not None:
             devices = tuple(replace(device, **{field: flags[flag]}) for device in scenario.devices)
@@ -241,6 +256,7 @@ def _from_profile(path: Path, flags: dict[str, Any]) -> Scenario:
 
 
 def _finish(scenario: Scenario, flags: dict[str, Any]) -> Scenario:
+    # `replace` makes a new scenario, which checks all numbers and faults together.
     names = ("max_concurrent", "admission", "network_bandwidth")  # a profile may have its own
     changes = {name: flags[name] for name in names if flags[name] is not None}
     return replace(

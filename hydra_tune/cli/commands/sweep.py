@@ -60,6 +60,7 @@ def _every(context: click.Context, parameter: click.Parameter, value: str | None
     try:
         parse_every(every)
     except ConfigError as error:
+        # click begins the message with the option's own name.
         raise click.BadParameter(str(error).removeprefix("checkpoint_every "), context, parameter) from error
     return every
 
@@ -190,12 +191,14 @@ def sweep(
     )
     try:
         spec = with_overrides(with_settings(read_sweep_file(file), settings), overrides)
+        # After the options are merged, because either side may give the folder, the storage or the name.
         check_saving(spec, resume=resume)
         if ray_address is not None:
             _check_cluster(
                 {"--resume": resume, "--timeout": timeout_seconds, "--timeline": timeline, "--log": event_log}
             )
         is_isolated = isolates(spec, isolate, is_on_cluster=ray_address is not None)
+        # On a cluster each node has a pool, and so no single log.
         log = None if ray_address is not None else log_path(spec, event_log, no_log=no_log)
     except ConfigError as error:
         click.echo(str(error), err=True)
@@ -206,20 +209,23 @@ def sweep(
         from hydra_tune.cli.run.cluster import run_cluster_sweep  # noqa: PLC0415
 
         sys.exit(run_cluster_sweep(spec, display, ray_address))
+    # Taken in the supervising process, so that all processes of the sweep share one limit.
     started_seconds = time.monotonic()
 
     def run(beginning: RestartContext | None) -> int:
+        # In the sweep's own process only: the supervisor must run no threads, so that each copy of it is sound.
         from hydra_tune.cli.run.sweep_run import run_sweep  # noqa: PLC0415
 
-        crashes, left = 0 if beginning is None else beginning.crashes, timeout_seconds
+        crashes, remaining_seconds = 0 if beginning is None else beginning.crashes, timeout_seconds
         # A restarted process gets only the rest of the time.
-        if left is not None and crashes:
-            left = max(0.0, left - (time.monotonic() - started_seconds))
+        if remaining_seconds is not None and crashes:
+            remaining_seconds = max(0.0, remaining_seconds - (time.monotonic() - started_seconds))
         return run_sweep(
             spec,
             display,
-            timeout_seconds=left,
+            timeout_seconds=remaining_seconds,
             timeline=timeline,
+            # A file of its own for each process, because a log replaces an existing file.
             event_log=numbered(log, crashes),
             resume=resume,
             beginning=beginning,

@@ -49,11 +49,12 @@ def trace(
         raise click.UsageError("--from and --to say what is drawn; give --plot FILE as well")
     target = log.with_suffix(".trace.json") if out is None else out
     try:
-        found = read_log(log)
-        figures = run_figures(found)
+        run_log = read_log(log)
+        figures = run_figures(run_log)
+        # The plot first: it may refuse the range or miss matplotlib, and with that exit code nothing has been written.
         if plot is not None:
-            plot_run(found, figures, plot, start=start, end=end)
-        write_trace(found, target)
+            plot_run(run_log, figures, plot, start=start, end=end)
+        write_trace(run_log, target)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)

@@ -124,12 +124,13 @@ class SweepProgressTracker:
             # A new entry without the job: the job's trained model can be freed.
             self._entries[record.number] = TrackedTrial(view=view)
             self.last_error = error or self.last_error
-            mine = [entry.view.state for entry in self._entries.values() if not entry.view.earlier]
-            hopeless = mine.count("failed") >= _FIRST_FAILURES and not {"completed", "pruned"} & set(mine)
-            if hopeless:
+            # Trials of earlier runs do not count: they may have failed for a reason that is mended now.
+            states = [entry.view.state for entry in self._entries.values() if not entry.view.earlier]
+            is_hopeless = states.count("failed") >= _FIRST_FAILURES and not {"completed", "pruned"} & set(states)
+            if is_hopeless:
                 self._error = f"the first {_FIRST_FAILURES} trials have all failed"
         self._log(trial_line(view, self._spec.metric))
-        return hopeless
+        return is_hopeless
 
     def left(self, number: int) -> None:
         """Note a trial left to a later run."""
@@ -168,6 +169,7 @@ class SweepProgressTracker:
         Returns:
             Plain values only.
         """
+        # A snapshot after the end shows the time of the end.
         now = self._ended_seconds or time.monotonic()
         with self._lock:
             trials = tuple(live_view(self._entries[number]) for number in sorted(self._entries))
@@ -192,12 +194,14 @@ class SweepProgressTracker:
                 event_log_dropped={} if stats.event_log is None else stats.event_log.dropped,
                 weights=dict(self._weights),
             )
+            # Still under the lock: `_num_unstarted` counts the entries that the view shows.
             return with_outlook(view, self._forecaster, num_unstarted=self._num_unstarted(), stats=stats)
 
     def _num_unstarted(self) -> int | None:
         """Number of trials not started yet, or None where not known."""
         if self._ended_seconds is not None:
             return 0
+        # A stopping sweep starts no further trial, but its end is not the end of the study.
         if self._num_planned is None or self._status == "stopping":
             return None
         return max(0, self._num_planned - len(self._entries))

@@ -25,6 +25,7 @@ def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bo
     """
     if wanted is False:
         return False
+    # Reasons that the user's options give replace the reason of this machine, because the user can change the options.
     why_not = why_not_here()
     if is_on_cluster:
         why_not = "not for sweeps on a Ray cluster; leave it out, or leave out --ray"
@@ -34,7 +35,9 @@ def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bo
             "--checkpoint-dir"
         )
     elif spec.engine.get("fusion", "off") != "off":
-        why_not = "trials that are computed together crash together, and nobody could say which did; give --fusion off"
+        why_not = (
+            "trials that are computed together crash together, so the trial at fault is unknown; give --fusion off"
+        )
     if why_not is not None and wanted:
         raise ConfigError(f"--isolate: {why_not}")
     return why_not is None
@@ -48,5 +51,6 @@ def tell_crash(display: DisplayOptions, text: str) -> None:
         text: the message.
     """
     if display.live and not display.as_json and sys.stdout.isatty():
+        # The crashed process had no chance to do so itself.
         os.write(sys.stdout.fileno(), TERMINAL_BACK)
     print(f"warning: {text}", file=sys.stderr, flush=True)  # noqa: T201 - it is output

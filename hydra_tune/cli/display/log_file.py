@@ -35,6 +35,7 @@ def log_path(spec: SweepSpec, given: str | None, *, no_log: bool) -> Path | None
         return check_log_path(given, what="--log")
     if no_log:
         return None
+    # Without a dot or a dash at the front: neither a hidden file nor an option to the commands that take the file.
     name = re.sub(r"[^\w.-]+", "-", spec.name or Path(spec.file).stem).strip("-.") or "sweep"
     now = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     # The process number tells apart two runs that start within one second.
@@ -42,6 +43,7 @@ def log_path(spec: SweepSpec, given: str | None, *, no_log: bool) -> Path | None
     try:
         check_log_path(path)
     except ConfigError as error:
+        # The error ends with the advice to give another path or file.
         print(f"no event log is written: {error}, with --log FILE", file=sys.stderr)  # noqa: T201 - it is output
         return None
     return path

@@ -31,6 +31,7 @@ class SweepOutput:
     """
 
     def __init__(self, display: DisplayOptions) -> None:
+        # Kept from the start, because `quiet` and the live view redirect the names in `sys`.
         self._stdout = sys.stdout
         self._stderr = sys.stderr
         self._console = Console(file=self._stdout, highlight=False)
@@ -39,6 +40,7 @@ class SweepOutput:
         self._live = display.live and terminal and not display.as_json
         self._is_shown = False
         self._recent: deque[str] = deque(maxlen=_NUM_RECENT)
+        # Standard output has room for the JSON object only.
         lines_to = self._stderr if self._as_json else self._stdout
         self._say = RateLimit(lambda line: print(line, file=lines_to, flush=True))
 
@@ -66,8 +68,10 @@ class SweepOutput:
             snapshot: returns the sweep's present state; the live view calls from another thread.
         """
         if self._live:
+            # Read by `note` and `abandon` on the thread that listens to signals.
             self._is_shown = True
             try:
+                # The view ends first, so that the captured lines are printed on the restored screen.
                 with kept(self._recent), LiveView(self._console, snapshot, self._recent):
                     yield
             finally:

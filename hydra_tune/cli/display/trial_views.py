@@ -42,6 +42,7 @@ def left_view(entry: TrackedTrial) -> TrialView:
         return replace(entry.view, state=LEFT)
     if job.state not in ENDED:
         return with_progress(entry.view, job, state=LEFT)
+    # The job was cancelled to be saved, which is no error of the trial.
     return replace(with_result(entry.view, job, job.result(timeout=0)), state=LEFT, error=None)
 
 
@@ -60,6 +61,7 @@ def final_view(entry: TrackedTrial, record: TrialRecord, *, stopping: bool) -> t
     error = None
     if record.state == "failed":
         error = (result.error if result is not None else None) or entry.error
+    # A tuner has no state for a cancelled trial, and records it as failed.
     cancelled = record.state == "failed" and error is None and (stopping or _is_cancelled(result))
     last = result.history[-1] if result is not None and result.history else {}
     view = replace(

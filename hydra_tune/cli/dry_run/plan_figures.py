@@ -85,21 +85,21 @@ def _idle(maps: Sequence[IdleFeatureMap], width: int) -> list[str]:
     rows = [("feature map", "size", "idle ms", "copy ms", "again ms")]
     rows += [
         (
-            _cut(one.name, 28),
-            format_bytes(one.num_bytes),
-            _ms(one.inactive_seconds),
-            _NOTHING if one.in_seconds is None else _ms(one.in_seconds),
-            _NOTHING if one.recompute_seconds is None else _ms(one.recompute_seconds),
+            _cut(feature_map.name, 28),
+            format_bytes(feature_map.num_bytes),
+            _ms(feature_map.inactive_seconds),
+            _NOTHING if feature_map.in_seconds is None else _ms(feature_map.in_seconds),
+            _NOTHING if feature_map.recompute_seconds is None else _ms(feature_map.recompute_seconds),
         )
-        for one in shown
+        for feature_map in shown
     ]
     lines = _table(rows)
     room, longest = width - len(lines[0]) - 2, maps[0].inactive_seconds
-    bars = ["", *(_bar(one.inactive_seconds, longest, room) for one in shown)]
-    found = [f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True)]
-    left = maps[_MOST_MAPS:]
-    more = format_bytes(sum(one.num_bytes for one in left))
-    return [*found, *([f"  and {len(left)} more, {more} together"] if left else [])]
+    bars = ["", *(_bar(feature_map.inactive_seconds, longest, room) for feature_map in shown)]
+    lines_with_bars = [f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True)]
+    hidden_maps = maps[_MOST_MAPS:]
+    more = format_bytes(sum(feature_map.num_bytes for feature_map in hidden_maps))
+    return [*lines_with_bars, *([f"  and {len(hidden_maps)} more, {more} together"] if hidden_maps else [])]
 
 
 def _curve(curve: Sequence[MemoryCurvePoint], static_bytes: int, width: int) -> list[str]:
@@ -107,13 +107,15 @@ def _curve(curve: Sequence[MemoryCurvePoint], static_bytes: int, width: int) -> 
     whole, margin = curve[-1].seconds, 12
     columns = width - margin - 1
     heights, backwards, at = [0] * columns, columns, 0
-    for one in curve:
-        end = columns if not whole else max(at, round(one.seconds / whole * columns))
-        if one.is_backward:
+    for point in curve:
+        end = columns if not whole else max(at, round(point.seconds / whole * columns))
+        if point.is_backward:
             backwards = min(backwards, at)
+        # At least one column, so that a point shorter than a column still shows its peak.
         for column in range(min(at, columns - 1), max(end, min(at + 1, columns))):
-            heights[column] = max(heights[column], one.num_bytes - static_bytes)
+            heights[column] = max(heights[column], point.num_bytes - static_bytes)
         at = end
+    # The scale ends at the highest column, beside the static tensors, which are the same all the time.
     most = max(heights)
     lines = []
     for row in range(_ROWS - 1, -1, -1):
@@ -128,6 +130,7 @@ def _curve(curve: Sequence[MemoryCurvePoint], static_bytes: int, width: int) -> 
 
 
 def _cell(height: int, most: int, row: int) -> str:
+    # The block characters divide a line into eighths.
     eighths = round(height / most * _ROWS * 8) if most else 0
     return _EIGHTHS[max(0, min(8, eighths - row * 8))]
 
@@ -135,27 +138,31 @@ def _cell(height: int, most: int, row: int) -> str:
 def _peaks(peaks: Sequence[FusedPeak], device_bytes: int, width: int) -> list[str]:
     rows = [("trials", "static", "peak", "ms")]
     rows += [
-        (str(one.num_trials), format_bytes(one.static_bytes), format_bytes(one.peak_bytes), _ms(one.seconds))
-        for one in peaks
+        (str(peak.num_trials), format_bytes(peak.static_bytes), format_bytes(peak.peak_bytes), _ms(peak.seconds))
+        for peak in peaks
     ]
     lines = _table(rows)
+    # The last peak is of the most trials, and so the largest.
     room, most = width - len(lines[0]) - 2 - len("  too much"), peaks[-1].peak_bytes
-    found = [lines[0]]
-    for line, one in zip(lines[1:], peaks, strict=True):
-        over = "  too much" if one.peak_bytes > device_bytes else ""
-        found.append(f"{line}  {_bar(one.peak_bytes, most, room)}{over}".rstrip())
-    return found
+    lines_with_bars = [lines[0]]
+    for line, peak in zip(lines[1:], peaks, strict=True):
+        remark = "  too much" if peak.peak_bytes > device_bytes else ""
+        lines_with_bars.append(f"{line}  {_bar(peak.peak_bytes, most, room)}{remark}".rstrip())
+    return lines_with_bars
 
 
 def _systems(systems: Sequence[ComparedSystem]) -> list[str]:
     rows: list[tuple[str, ...]] = [("", "all", "compute", "again", "stall", "hidden", "peak", "")]
-    for one in systems:
-        hidden = _NOTHING if not one.copy_seconds else f"{one.overlapped_seconds / one.copy_seconds:.0%}"
-        times = map(_ms, (one.seconds, one.compute_seconds, one.recompute_seconds, one.stall_seconds))
-        said = "chosen" if one.is_chosen else "" if one.fits else "too much"
-        rows.append((_cut(one.name, 24), *times, hidden, format_bytes(one.peak_bytes), said))
+    for system in systems:
+        hidden = _NOTHING if not system.copy_seconds else f"{system.overlapped_seconds / system.copy_seconds:.0%}"
+        times = map(_ms, (system.seconds, system.compute_seconds, system.recompute_seconds, system.stall_seconds))
+        verdict = "chosen" if system.is_chosen else "" if system.fits else "too much"
+        rows.append((_cut(system.name, 24), *times, hidden, format_bytes(system.peak_bytes), verdict))
     lines = _table(rows)
-    names = [f"  {one.name}: {_parts(one)}" + (f" ({one.stands_for})" if one.stands_for else "") for one in systems]
+    names = [
+        f"  {system.name}: {_parts(system)}" + (f" ({system.stands_for})" if system.stands_for else "")
+        for system in systems
+    ]
     return [*(line.rstrip() for line in lines), "", *names]
 
 

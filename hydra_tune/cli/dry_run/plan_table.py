@@ -59,21 +59,22 @@ class ConfigurationForecast:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`."""
-        found: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
-        found["shapes_only"] = self.shapes_only
+        fields: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
+        fields["shapes_only"] = self.shapes_only
         if self.splits:
-            found["splits"] = self.splits
+            fields["splits"] = self.splits
         if self.cuts:
-            found["cuts"] = self.cuts
+            fields["cuts"] = self.cuts
         if self.placements:
-            found["placements"] = self.placements
+            fields["placements"] = self.placements
         if self.forecast is None:
-            return found | {"smallest_budget_bytes": self.enough_bytes}
+            return fields | {"smallest_budget_bytes": self.enough_bytes}
         plain = self.forecast.to_json()
         # Each configuration was planned alone, so its forecast has exactly one trial.
         (trial,) = plain.pop("trials")
+        # The name is the pool's, and the other three stand in the lists above, with their reasons.
         del trial["name"], trial["split"], trial["cut"], trial["placement"]
-        return {**found, **trial, **plain}
+        return {**fields, **trial, **plain}
 
 
 def print_planned(
@@ -87,27 +88,38 @@ def print_planned(
         notes: remarks on all plans; printed first.
         shows_fusion: whether to list the trials that could be fused.
     """
-    found = [(one.number, one.forecast) for one in planned if one.forecast is not None]
+    forecasts = [
+        (configuration.number, configuration.forecast)
+        for configuration in planned
+        if configuration.forecast is not None
+    ]
     for note in notes:
         console.print(Text(note, style="bold yellow"), soft_wrap=True)
-    if found:
-        console.print(Text(_devices(found[0][1])), soft_wrap=True)
+    if forecasts:
+        # All forecasts are of the same devices.
+        console.print(Text(_devices(forecasts[0][1])), soft_wrap=True)
     for words in _configurations(planned):
         console.print(Text(words), soft_wrap=True)
-    if found:
-        _print_table(console, _shape(found))
-        _print_table(console, _traffic(found))
-        for way in _ways(found):
+    if forecasts:
+        _print_table(console, _shape(forecasts))
+        _print_table(console, _traffic(forecasts))
+        for way in _ways(forecasts):
             console.print(Text(f"\n{way}"))
-        for line in [*(_fusion(found) if shows_fusion else []), *_alike(found)]:
+        for line in [*(_fusion(forecasts) if shows_fusion else []), *_alike(forecasts)]:
             console.print()
             console.print(line, soft_wrap=True)
-    for one in planned:
-        for reason in (*one.splits, *one.cuts, *one.placements):
-            console.print(Text(f"\ntrial {one.number}: {reason}"), soft_wrap=True)
-        if one.error is not None:
-            remedy = "" if one.enough_bytes is None else f" (device_memory: {format_bytes_up(one.enough_bytes)})"
-            console.print(Text(f"\ntrial {one.number} cannot be trained{remedy}: {one.error}"), soft_wrap=True)
+    for configuration in planned:
+        for reason in (*configuration.splits, *configuration.cuts, *configuration.placements):
+            console.print(Text(f"\ntrial {configuration.number}: {reason}"), soft_wrap=True)
+        if configuration.error is not None:
+            remedy = (
+                ""
+                if configuration.enough_bytes is None
+                else f" (device_memory: {format_bytes_up(configuration.enough_bytes)})"
+            )
+            console.print(
+                Text(f"\ntrial {configuration.number} cannot be trained{remedy}: {configuration.error}"), soft_wrap=True
+            )
 
 
 def _devices(forecast: PoolForecast) -> str:
@@ -118,10 +130,16 @@ def _devices(forecast: PoolForecast) -> str:
 
 def _configurations(planned: Sequence[ConfigurationForecast]) -> list[str]:
     """List the parameters common to all configurations once, then each configuration's own."""
+    # With a single configuration everything would be common, and its own line empty.
     first = planned[0].params if len(planned) > 1 else {}
-    same = {name for name, value in first.items() if all(one.params[name] == value for one in planned)}
+    same = {
+        name for name, value in first.items() if all(configuration.params[name] == value for configuration in planned)
+    }
     lines = [f"all: {_written(first, same)}"] if same else []
-    return lines + [f"trial {one.number}: {_written(one.params, one.params.keys() - same)}" for one in planned]
+    return lines + [
+        f"trial {configuration.number}: {_written(configuration.params, configuration.params.keys() - same)}"
+        for configuration in planned
+    ]
 
 
 def _written(params: Mapping[str, Scalar], names: AbstractSet[str]) -> str:
@@ -147,19 +165,20 @@ def _fusion(found: Sequence[tuple[int, PoolForecast]]) -> list[Text]:
     """Describe the trials that could be fused, the gain, and the reasons for the others."""
     members: dict[int, list[int]] = {}
     alone: dict[str, list[int]] = {}
-    seen: dict[int, FusionForecast] = {}
+    forecast_of_group: dict[int, FusionForecast] = {}
     for number, forecast in found:
         fusion = forecast.trials[0].fusion
         if fusion.group is None:
             alone.setdefault(str(fusion.why_alone), []).append(number)
         else:
             members.setdefault(fusion.group, []).append(number)
-            seen.setdefault(fusion.group, fusion)
+            forecast_of_group.setdefault(fusion.group, fusion)
     lines = [
-        f"can be computed together, up to {seen[group].room} at a time: {_numbers(numbers)}"
-        + ("" if seen[group].told is None else f"\n  {seen[group].told}")
+        f"can be computed together, up to {forecast_of_group[group].room} at a time: {_numbers(numbers)}"
+        + ("" if forecast_of_group[group].told is None else f"\n  {forecast_of_group[group].told}")
         for group, numbers in members.items()
     ]
+    # By the words of a plan: trials with the same plan share its lines.
     kinds: dict[tuple[str, ...], list[int]] = {}
     for number, forecast in found:
         fusion = forecast.trials[0].fusion
@@ -169,8 +188,8 @@ def _fusion(found: Sequence[tuple[int, PoolForecast]]) -> list[Text]:
             kinds.setdefault((f"not planned: {fusion.why_not_planned}",), []).append(number)
     lines += [
         f"with planned steps, beyond what a device has room for: {_numbers(numbers)}"
-        + "".join(f"\n  {line}" for line in told)
-        for told, numbers in kinds.items()
+        + "".join(f"\n  {line}" for line in plan_lines)
+        for plan_lines, numbers in kinds.items()
     ]
     lines += [f"computed by itself, for {reason}: {_numbers(numbers)}" for reason, numbers in alone.items()]
     return [Text(line) for line in lines]
@@ -195,26 +214,27 @@ class _PlanTableColumn:
 
 def _print_table(console: Console, columns: Sequence[_PlanTableColumn]) -> None:
     """Print columns side by side; on a narrow console, continue below, beside the first column again."""
-    first, *rest = columns
-    while rest:
+    first, *remaining_columns = columns
+    while remaining_columns:
         room, count = console.width + 1 - first.width, 0
-        while count < len(rest) and (room := room - rest[count].width) >= 0:
+        while count < len(remaining_columns) and (room := room - remaining_columns[count].width) >= 0:
             count += 1
         # At least one column, however narrow the console: the loop must end.
         count = max(1, count)
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-        for column in (first, *rest[:count]):
+        for column in (first, *remaining_columns[:count]):
             table.add_column(column.name, justify="right", overflow="fold")
-        for cells in zip(*(column.cells for column in (first, *rest[:count])), strict=True):
+        for cells in zip(*(column.cells for column in (first, *remaining_columns[:count])), strict=True):
             table.add_row(*map(Text, cells))
         console.print()
         console.print(table)
-        rest = rest[count:]
+        remaining_columns = remaining_columns[count:]
 
 
 def _shape(found: Sequence[tuple[int, PoolForecast]]) -> list[_PlanTableColumn]:
     forecasts = [forecast for _, forecast in found]
     trials = [forecast.trials[0] for forecast in forecasts]
+    # Of the device that needs most, because any device may get the trial's largest unit.
     peaks = [max(device.peak_bytes for device in forecast.devices.values()) for forecast in forecasts]
     return [
         _PlanTableColumn("trial", [str(number) for number, _ in found]),
@@ -262,11 +282,18 @@ def _counted(activations: Sequence[str]) -> str:
 def _traffic(found: Sequence[tuple[int, PoolForecast]]) -> list[_PlanTableColumn]:
     """Bytes moved in a step, both ways together: one column for each kind with any bytes."""
     moved = [forecast.bytes_by_kind for _, forecast in found]
-    kinds = [kind.value for kind in BlockKind if any(kind.value in one for one in moved)]
+    # In the order of `BlockKind`, whichever kinds the first trial moves.
+    kinds = [kind.value for kind in BlockKind if any(kind.value in bytes_of_trial for bytes_of_trial in moved)]
     return [
         _PlanTableColumn("moved", [str(number) for number, _ in found]),
         *(
-            _PlanTableColumn(kind, [format_bytes(one[kind]) if kind in one else _NOTHING for one in moved])
+            _PlanTableColumn(
+                kind,
+                [
+                    format_bytes(bytes_of_trial[kind]) if kind in bytes_of_trial else _NOTHING
+                    for bytes_of_trial in moved
+                ],
+            )
             for kind in kinds
         ),
         _PlanTableColumn("over |W|", [f"{forecast.parameter_traffic:.2f}" for _, forecast in found]),

@@ -51,32 +51,41 @@ def run_plan(
         The exit code of the program.
     """
     output = SweepOutput(DisplayOptions(as_json=as_json, live=False))
+    # The stream of before, because the user's code may replace `sys.stdout` for good.
     stdout = sys.stdout
     try:
         with output.quiet():
             parameters = _parameters(spec)
             build = TaskBuilder(spec=spec, function=load_task(spec))
             overridden = _overridden(spec, given)
+            # Such an executor lets CPU devices stand in for missing GPUs, without taking their memory.
             with opened(overridden, partial(HydraExecutor, plans_only=True)) as pool:
                 points = _points(spec, parameters, count, seed)
                 plan = partial(pool.plan, probe=probe, profile=profile)
-                found = [_planned(number, params, build, plan) for number, params in enumerate(points)]
-                notes = [*_stood_for(str(overridden.engine.get("devices", "auto")), pool), *_made_up(found)]
+                configurations = [_planned(number, params, build, plan) for number, params in enumerate(points)]
+                notes = [*_stood_for(str(overridden.engine.get("devices", "auto")), pool), *_made_up(configurations)]
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
     if as_json:
-        trials = [one.to_json() for one in found]
+        trials = [configuration.to_json() for configuration in configurations]
         json.dump({"file": spec.file, "task": spec.task, "notes": notes, "trials": trials}, stdout)
         stdout.write("\n")
     else:
         shows_fusion = probe or overridden.engine.get("fusion", "off") != "off"
         console = Console(file=stdout, highlight=False)
-        print_planned(console, found, notes, shows_fusion=shows_fusion)
-        print_figures(console, [(one.number, one.forecast) for one in found if one.forecast is not None])
-    return FAILED if any(one.forecast is None for one in found) else DONE
+        print_planned(console, configurations, notes, shows_fusion=shows_fusion)
+        print_figures(
+            console,
+            [
+                (configuration.number, configuration.forecast)
+                for configuration in configurations
+                if configuration.forecast is not None
+            ],
+        )
+    return FAILED if any(configuration.forecast is None for configuration in configurations) else DONE
 
 
 def _points(spec: SweepSpec, parameters: Mapping[str, Domain], count: int, seed: int) -> list[dict[str, Scalar]]:
@@ -88,6 +97,7 @@ def _points(spec: SweepSpec, parameters: Mapping[str, Domain], count: int, seed:
 def _stood_for(asked: str, pool: HydraExecutor) -> list[str]:
     """Note for requested GPUs that this machine lacks."""
     names = pool.device_names
+    # GPUs were asked for, and the executor has put CPU devices in their places.
     if "cuda" not in asked or not all(name.startswith("cpu") for name in names):
         return []
     return [f"{asked}: not here; {len(names)} CPU devices of the same memory stand for them"]
@@ -95,7 +105,7 @@ def _stood_for(asked: str, pool: HydraExecutor) -> list[str]:
 
 def _made_up(found: Sequence[ConfigurationForecast]) -> list[str]:
     """Note for trials planned without their data."""
-    numbers = ", ".join(str(one.number) for one in found if one.shapes_only)
+    numbers = ", ".join(str(configuration.number) for configuration in found if configuration.shapes_only)
     return (
         [f"NO DATA: planned with made-up batches of the right shape, and not to be trained so: {numbers}"]
         if numbers
@@ -114,9 +124,9 @@ def _parameters(spec: SweepSpec) -> Mapping[str, Domain]:
 
 def _overridden(spec: SweepSpec, given: Mapping[str, str | None]) -> SweepSpec:
     """Apply the command line's options, and drop their places: an error about such a value is no error of the file."""
-    said = {name: value for name, value in given.items() if value is not None}
-    places = {path: place for path, place in spec.places.items() if path.removeprefix("hydra.") not in said}
-    return replace(spec, engine={**spec.engine, **said}, places=places)
+    overrides = {name: value for name, value in given.items() if value is not None}
+    places = {path: place for path, place in spec.places.items() if path.removeprefix("hydra.") not in overrides}
+    return replace(spec, engine={**spec.engine, **overrides}, places=places)
 
 
 def _planned(
@@ -128,6 +138,7 @@ def _planned(
         task = build(**params)
         shapes_only = has_shapes_only(task)
         forecast = plan([task])
+    # Before HydraTuneError, of which BudgetError and TaskError are kinds.
     except BudgetError as refusal:
         error, enough = str(refusal), refusal.enough_bytes
     except TaskError as refusal:

@@ -33,6 +33,7 @@ def grid(parameters: Mapping[str, Domain]) -> list[dict[str, Scalar]]:
 def _column(domain: Domain, count: int, source: random.Random) -> list[Scalar]:
     """Draw one value from each of `count` equal parts of a domain, in random order."""
     places = [(number + source.random()) / count for number in range(count)]
+    # In an order of its own for each parameter, or all parameters would rise together from point to point.
     source.shuffle(places)
     return [_at(domain, place) for place in places]
 
@@ -40,11 +41,13 @@ def _column(domain: Domain, count: int, source: random.Random) -> list[Scalar]:
 def _at(domain: Domain, place: float) -> Scalar:
     """Value at a place from 0 to below 1."""
     if isinstance(domain, ChoiceDomain):
+        # `place` is below 1, so the index stays below the length.
         return domain.values[int(place * len(domain.values))]
     if isinstance(domain, IntDomain) and not domain.log:
         values = domain.grid()
         return values[int(place * len(values))]
     if isinstance(domain, IntDomain):
+        # Powers of e and their rounding may end just outside the limits.
         return min(domain.high, max(domain.low, round(_between(domain.low, domain.high, place, log=True))))
     steps = domain.grid()
     if steps is not None:

@@ -42,6 +42,7 @@ def run_cluster_sweep(spec: SweepSpec, display: DisplayOptions, address: str) ->
     try:
         _check(spec)
         with output.quiet():
+            # The user's module may print while it is imported.
             function, tuner = load_task(spec), find_cluster_tuner(TUNER)
         request = ClusterRequest(
             spec=spec,
@@ -79,7 +80,7 @@ def _drive(tuner: ClusterTuner, request: ClusterRequest, board: SweepProgressTra
     except KeyboardInterrupt:
         board.end(interrupted=True)
     except Exception as error:
-        # As in `run`: before there is a study, the error is one of usage.
+        # As in `sweep_run`: before there is a study, the error is one of usage.
         if isinstance(error, ConfigError) and not board.is_open:
             raise
         board.end(error=error)  # whatever ended the sweep, show the results so far

@@ -25,8 +25,8 @@ def export(query: WeightsQuery, out: Path, *, overwrite: bool, as_json: bool) ->
         The exit code of the program.
     """
     try:
-        found = find_finder(TUNER)(query)
-        tensors, metadata = load_tensors(found.path)
+        kept_trial = find_finder(TUNER)(query)
+        tensors, metadata = load_tensors(kept_trial.path)
         save_tensors(out, tensors, metadata, overwrite=overwrite)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
@@ -36,18 +36,18 @@ def export(query: WeightsQuery, out: Path, *, overwrite: bool, as_json: bool) ->
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    value = None if found.value is None else text.plain(found.value)
+    value = None if kept_trial.value is None else text.plain(kept_trial.value)
     if as_json:
-        said = {
-            "study": found.study,
-            "trial": found.number,
+        report = {
+            "study": kept_trial.study,
+            "trial": kept_trial.number,
             "value": value,
-            "params": {name: text.plain(one) for name, one in found.params.items()},
-            "weights": str(found.path),
+            "params": {name: text.plain(param) for name, param in kept_trial.params.items()},
+            "weights": str(kept_trial.path),
             "out": str(out),
         }
-        print(json.dumps(said, allow_nan=False))  # noqa: T201 - it is output
+        print(json.dumps(report, allow_nan=False))  # noqa: T201 - it is output
     else:
-        params = "".join(f"\n  {name}: {one}" for name, one in found.params.items())
-        print(f"trial {found.number} of {found.study}, value {value}{params}\nweights: {out}")  # noqa: T201 - it is output
+        params = "".join(f"\n  {name}: {param}" for name, param in kept_trial.params.items())
+        print(f"trial {kept_trial.number} of {kept_trial.study}, value {value}{params}\nweights: {out}")  # noqa: T201 - it is output
     return DONE

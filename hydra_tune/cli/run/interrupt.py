@@ -57,6 +57,7 @@ class StopSignalHandler:
         """Handle a signal in the main thread; the listening thread handles the second signal."""
         if self.number is None:
             self.number = number
+            # Noted before the exception, which may be caught far away, or not at all.
             self._on_first()
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
@@ -87,6 +88,7 @@ class StopSignalHandler:
         finally:
             marks = here()
             if marks is not None:
+                # Tells a supervisor that this end is no crash, so that the sweep is not begun again.
                 marks.end(128 + number)
             # Not sys.exit: the main thread may hang, and exit handlers would wait for it.
             os._exit(128 + number)
@@ -95,13 +97,14 @@ class StopSignalHandler:
 def _next(pipe: socket.socket, deadline: float | None) -> int | None:
     """Wait for the next relevant signal; None at the deadline."""
     while True:
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([pipe], [], [], left)[0]:
+        remaining_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not select.select([pipe], [], [], remaining_seconds)[0]:
             return None
         (number,) = pipe.recv(1)
         marks = here()
         if marks is not None and number in SIGNALS:
             marks.hear()
+        # Every signal with a Python handler writes to the pipe, also a child's end or the user's own signals.
         if number in (*SIGNALS, _CLOSED):
             return int(number)
 
@@ -150,6 +153,7 @@ def stops(
     # Python writes to the pipe inside the C handler: a full pipe must not block there.
     writing.setblocking(False)
     thread = threading.Thread(target=stop.watch, args=(reading,), name="hydra-signals", daemon=True)
+    # Started before the handlers are set, so that the first signal finds a reader.
     thread.start()
     pipe_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     before = {number: signal.signal(number, stop.handle) for number in SIGNALS}

@@ -91,6 +91,7 @@ def run_sweep(
         with output.quiet():
             # Imports user code: a broken task must fail before a folder or a pool exists.
             function, tuner = load_task(spec), find_tuner(TUNER)
+        # Locks the folder before the pool and the study exist, so that a second process of the sweep creates nothing.
         with _own_folder(spec, resume=resume) as folder:
             with output.quiet():
                 watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
@@ -107,7 +108,9 @@ def run_sweep(
                 aside=beginning.aside,
             )
             words = partial(_first_words, spec, output), partial(_last_words, spec, output)
+            # Only now, because an earlier Ctrl-C has no trial to save and may end the command at any point.
             with stops(spec.stop_seconds, board.stop, *words) as stop:
+                # Lets the second signal wait until the storage knows the end of each trial.
                 board.on_settled = stop.settled.set
                 _drive(tuner, request, board, output)
     except ConfigError as error:
@@ -117,6 +120,7 @@ def run_sweep(
         return INTERRUPTED
     view = board.snapshot(pool.stats())
     output.report(view)
+    # After the report: a full disk must not cost the results of hours.
     if timeline is not None and not _written(pool, timeline):
         return FAILED
     return _exit_code(view, board.last_error, stop.number)
@@ -157,8 +161,9 @@ def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
         pool = make(**spec.engine)
         pool.width  # noqa: B018 - opens the devices, which may not be there or not be as large
     except ConfigError as error:
-        named = next((key for key in spec.engine if str(error).startswith(key)), None)
-        place = spec.at(f"hydra.{named}") if named else spec.at("hydra")
+        # Messages about an option begin with the option's name.
+        option_name = next((key for key in spec.engine if str(error).startswith(key)), None)
+        place = spec.at(f"hydra.{option_name}") if option_name else spec.at("hydra")
         raise SweepFileError(f"{place}: {error}") from error
     return pool
 
@@ -189,15 +194,16 @@ def _saving(spec: SweepSpec) -> dict[str, Any]:
 
 
 def _first_words(spec: SweepSpec, output: SweepOutput, name: str) -> None:
-    what = "" if spec.checkpoint_dir is None else " and trials are saved"
+    saving = "" if spec.checkpoint_dir is None else " and trials are saved"
     output.note(
-        f"{name}: ends when the running units have ended{what}, in {spec.stop_seconds:g} s at most; at once if it comes again"
+        f"{name}: the sweep ends when its running units have ended{saving}, in {spec.stop_seconds:g} s at most; a second "
+        "signal ends it at once"
     )
 
 
 def _last_words(spec: SweepSpec, output: SweepOutput, why: str) -> None:
-    what = "" if spec.checkpoint_dir is None else "; trials go on from their last checkpoints with --resume"
-    output.abandon(f"sweep {spec.name or spec.task}: {why}{what}")
+    remedy = "" if spec.checkpoint_dir is None else "; trials go on from their last checkpoints with --resume"
+    output.abandon(f"sweep {spec.name or spec.task}: {why}{remedy}")
 
 
 def _drive(tuner: Tuner, request: SweepRequest, board: SweepProgressTracker, output: SweepOutput) -> None:

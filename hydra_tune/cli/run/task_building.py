@@ -41,6 +41,7 @@ class TaskBuilder:
         if task.metrics == (self.spec.metric,):
             return task
         try:
+            # A new task checks all arguments again, so a metric that the task never reports is refused here.
             return replace(task, metric=self.spec.metric)
         except TaskError as error:
             raise TaskError(f"{self.spec.at('metric.name')}: {error}") from error

@@ -53,9 +53,10 @@ def _import(spec: SweepSpec, name: str, folder: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The missing module is the named one or a package above it, not a module that it imports.
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            known = [path.stem for path in Path(folder).glob("*.py")]
-            hint = did_you_mean(name, known)
+            module_names = [path.stem for path in Path(folder).glob("*.py")]
+            hint = did_you_mean(name, module_names)
             raise _error(
                 spec, "task", f"there is no module {error.name!r} in {folder} or the environment; {hint}".rstrip("; ")
             ) from error
@@ -66,15 +67,15 @@ def _import(spec: SweepSpec, name: str, folder: str) -> Any:
 
 def _check_place(spec: SweepSpec, name: str, folder: str) -> None:
     """Refuse a module that shadows the file's neighbour of the same name, because somebody else imported it before."""
-    beside = next(
+    neighbour = next(
         (path for path in (Path(folder, name, "cli/__init__.py"), Path(folder, f"{name}.py")) if path.is_file()), None
     )
-    loaded = getattr(sys.modules[name], "__file__", None)
-    if beside is not None and (loaded is None or Path(loaded).resolve() != beside.resolve()):
+    loaded_file = getattr(sys.modules[name], "__file__", None)
+    if neighbour is not None and (loaded_file is None or Path(loaded_file).resolve() != neighbour.resolve()):
         raise _error(
             spec,
             "task",
-            f"{name} is {str(beside)!r}, but {loaded or 'a part of Python'} has the same name; rename yours",
+            f"{name} is {str(neighbour)!r}, but {loaded_file or 'a part of Python'} has the same name; rename yours",
         )
 
 
@@ -92,11 +93,12 @@ def _told(error: BaseException) -> str:
 
 
 def _attribute(spec: SweepSpec, module: Any, module_name: str, name: str) -> Any:
+    # A dotted name may lead through classes.
     value = module
     for part in name.split("."):
         if not hasattr(value, part):
-            known = [attribute for attribute in vars(value) if not attribute.startswith("_")]
-            hint = did_you_mean(part, known)
+            names = [attribute for attribute in vars(value) if not attribute.startswith("_")]
+            hint = did_you_mean(part, names)
             raise _error(spec, "task", f"module {module_name!r} has no {name!r}; {hint}".rstrip("; "))
         value = getattr(value, part)
     return value
@@ -110,6 +112,7 @@ def _check_arguments(spec: SweepSpec, function: Callable[..., Any]) -> None:
     parameters = signature.parameters.values()
     if spec.parameters is None:
         try:
+            # Any object stands for the trial: only the number of arguments counts.
             signature.bind(object())
         except TypeError as error:
             raise _error(
@@ -122,6 +125,7 @@ def _check_arguments(spec: SweepSpec, function: Callable[..., Any]) -> None:
 
 
 def _unknown(spec: SweepSpec, parameters: Iterable[inspect.Parameter]) -> list[str]:
+    # A function with **kwargs takes any name.
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return []
     takes = [p.name for p in parameters if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}]
@@ -136,6 +140,7 @@ def _unknown(spec: SweepSpec, parameters: Iterable[inspect.Parameter]) -> list[s
 def _needed(spec: SweepSpec, parameters: Iterable[inspect.Parameter]) -> list[str]:
     problems = []
     for parameter in parameters:
+        # Drawn parameters are passed by name.
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             problems.append(f"{spec.at('task')}: {spec.task} takes {parameter.name!r} by position only; drop the '/'")
         elif parameter.kind in {parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY}:

@@ -28,16 +28,19 @@ def to_domain(given: Mapping[str, Any]) -> Domain:
     Raises:
         ConfigError: the keys contradict each other or describe nothing.
     """
-    name = given.get("distribution") or _implied(given)
-    check_distribution(name)
-    needs, make = DISTRIBUTIONS[name]
-    optional = {"q"} if "q_" in name else set()
+    distribution = given.get("distribution") or _implied(given)
+    check_distribution(distribution)
+    needs, make = DISTRIBUTIONS[distribution]
+    optional = {"q"} if "q_" in distribution else set()
+    # `value: null` is a constant without a value; any other key with null is as good as missing.
     missing = [key for key in needs if key not in given or (given[key] is None and key != "value")]
     if missing:
-        raise ConfigError(f"{name} needs {' and '.join(missing)}")
+        raise ConfigError(f"{distribution} needs {' and '.join(missing)}")
     for key in given:
         if key != "distribution" and key not in needs and key not in optional:
-            raise ConfigError(f"{key} does not go with {name}, which takes {' and '.join((*needs, *sorted(optional)))}")
+            raise ConfigError(
+                f"{key} does not go with {distribution}, which takes {' and '.join((*needs, *sorted(optional)))}"
+            )
     return make(given)
 
 
@@ -59,6 +62,7 @@ def _implied(given: Mapping[str, Any]) -> str:
         return "categorical"
     if not any(key in given for key in _RANGE):
         raise ConfigError("needs value, values, or min and max")
+    # Before the types of min and max: a step makes the kind of number plain (`_q_uniform`).
     if "q" in given:
         return "q_uniform"
     return "int_uniform" if all(isinstance(given.get(key, 0), int) for key in _RANGE) else "uniform"
@@ -125,6 +129,7 @@ def _q_log_uniform(given: Mapping[str, Any]) -> Domain:
 
 def _q_log(low: float, high: float, multiple: float) -> Domain:
     first, last = _multiples(low, high, multiple)
+    # Whole numbers on a log scale have to begin at 1 or above, as the logarithm of 0 is not finite.
     if multiple == 1 and isinstance(multiple, int) and first >= 1:
         return IntDomain(low=first, high=last, log=True)
     return FloatDomain(low=float(low), high=float(high), log=True, multiple=float(multiple))
@@ -151,6 +156,7 @@ def _positive(low: float) -> None:
 def _powers(given: Mapping[str, Any]) -> tuple[float, float]:
     low, high = _ordered(given)
     try:
+        # `exp` raises where its result is too large, and gives 0 where it is too small.
         powers = math.exp(low), math.exp(high)
     except OverflowError:
         powers = 0.0, math.inf

@@ -58,6 +58,7 @@ class FloatDomain:
         """Every value, in order; None for a range without a step."""
         if self.step is None:
             return None
+        # By way of text, because `Decimal(0.1)` has all the binary digits of 0.1, and 0.1 * 3 would miss 0.3.
         low, step = Decimal(str(self.low)), Decimal(str(self.step))
         count = int((Decimal(str(self.high)) - low) / step) + 1
         return _DecimalRange(low, step, count)
@@ -66,6 +67,7 @@ class FloatDomain:
         """Value for the task: the nearest multiple of a drawn value within the range."""
         if self.multiple is None:
             return drawn
+        # The limits need not be multiples, so the nearest multiple may lie outside.
         low, high = multiples_within(self.low, self.high, self.multiple)
         multiple = Decimal(str(self.multiple))
         return float(min(max(round(Decimal(str(drawn)) / multiple), low), high) * multiple)
@@ -92,6 +94,7 @@ Domain = ChoiceDomain | IntDomain | FloatDomain
 def multiples_within(low: float, high: float, multiple: float) -> tuple[int, int]:
     """First and last whole `i` with `low <= i * multiple <= high`; without any, the first is larger than the last."""
     unit = Decimal(str(multiple))
+    # In decimal, because 0.3 / 0.1 is below 3 for floats, and the multiple 0.3 would be lost.
     first = (Decimal(str(low)) / unit).to_integral_value(ROUND_CEILING)
     last = (Decimal(str(high)) / unit).to_integral_value(ROUND_FLOOR)
     return int(first), int(last)

@@ -40,6 +40,7 @@ def describe(value: Any) -> str:
 
 def as_written(value: Any) -> str:
     """Format a value as written in a sweep file, lists and maps included."""
+    # On one line, however long; a scalar by itself ends with YAML's mark of a document's end.
     text: str = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -64,6 +65,7 @@ def message(detail: Mapping[str, Any]) -> str:
 
 
 def _one_of(expected: str, got: Any) -> str:
+    # pydantic gives the allowed values as a text: "'bayes', 'random' or 'grid'".
     known = [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")]
     hint = did_you_mean(got, known) if isinstance(got, str) else ""
     return f"must be one of {', '.join(known)}, not {describe(got)}{f'; {hint}' if hint else ''}"

@@ -70,19 +70,21 @@ def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:
     """
     engine = dict(spec.engine)
     places = dict(spec.places)
+    # Arguments of the executor; the options below are fields of the sweep.
     for name in ("devices", "device_memory", "max_concurrent", "admission", "policy", "fusion", "event_log_limit"):
         value = getattr(overrides, name)
         if value is not None:
             engine[name] = value
             # An error about this value belongs to the command line, not to the file.
             places.pop(f"hydra.{name}", None)
-    kept: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name in ("storage", "checkpoint_dir", "checkpoint_every", "stop_seconds"):
         value = getattr(overrides, name)
         if value is not None:
-            kept[name] = value
+            changes[name] = value
             places.pop(f"hydra.{name}", None)
-    spec = replace(spec, engine=engine, places=places, run_cap=overrides.run_cap or spec.run_cap, **kept)
+    spec = replace(spec, engine=engine, places=places, run_cap=overrides.run_cap or spec.run_cap, **changes)
+    # A grid ends by itself.
     if spec.run_cap is None and overrides.timeout_seconds is None and spec.method != "grid":
         raise SweepFileError(
             f"{spec.file}:1:1: run_cap is missing, so the sweep would never end; add run_cap: 20, or give --run-cap or "
@@ -112,6 +114,7 @@ def check_saving(spec: SweepSpec, *, resume: bool) -> None:
                 "checkpoints; add it, or give --checkpoint-dir"
             )
         return
+    # A study in memory, or without a name, is gone with its process, and the checkpoints of its trials with it.
     missing = [
         name for name, value in (("hydra.storage", spec.storage), ("name, or hydra.study", spec.study)) if value is None
     ]

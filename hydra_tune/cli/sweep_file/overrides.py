@@ -57,6 +57,7 @@ def with_settings(spec: SweepSpec, settings: Iterable[str]) -> SweepSpec:
 def _check_fixed(spec: SweepSpec, name: str, earlier: Mapping[str, Domain]) -> None:
     if not name:
         raise SweepFileError("must be NAME=VALUE, e.g. --set epochs=3")
+    # Refused rather than decided: which of the two counts is a matter of taste.
     if name in earlier:
         raise SweepFileError(f"{name} is set twice; give one value")
     if spec.parameters is None:
@@ -82,11 +83,12 @@ def _which(parameters: Mapping[str, Domain]) -> str:
 def _value(text: str) -> Scalar:
     if not text.strip():
         raise SweepFileError("has no value; for no value write null, for empty text ''")
-    read = read_yaml(text)
-    if read.problems:
-        raise SweepFileError(f"{read.problems[0].text}; put the value in quotes of its own if you mean text")
+    document = read_yaml(text)
+    if document.problems:
+        raise SweepFileError(f"{document.problems[0].text}; put the value in quotes of its own if you mean text")
     try:
-        return ParameterSection.model_validate({"value": read.data}).value
+        # The file's own model, so that a value is checked as if it stood in the file.
+        return ParameterSection.model_validate({"value": document.data}).value
     except ValidationError as error:
-        told = message(error.errors(include_url=False)[0])
-        raise SweepFileError(f"{told}; put the value in quotes of its own if you mean text") from error
+        reason = message(error.errors(include_url=False)[0])
+        raise SweepFileError(f"{reason}; put the value in quotes of its own if you mean text") from error

@@ -58,6 +58,7 @@ def read_sweep_file(path: Path) -> SweepSpec:
     marked = _read(path)
     problems = list(marked.problems)
     model = None
+    # After a syntax error there is no data, and the syntax error says enough.
     if not isinstance(marked.data, dict):
         if not problems:
             problems.append(YamlProblem(marked.mark(()), _not_a_map(marked.data)))
@@ -80,6 +81,7 @@ def _read(path: Path) -> YamlDocument:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         before = raw[: error.start]
+        # `rfind` gives -1 on the first line, so columns count from 1 everywhere.
         mark = YamlPosition(before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
         return YamlDocument(None, {}, {}, (YamlProblem(mark, "not text in UTF-8"),))
     return read_yaml(text)
@@ -92,6 +94,7 @@ def _not_a_map(data: Any) -> str:
 
 
 def _lines(shown: str, problems: list[YamlProblem]) -> Iterator[str]:
+    # By place, as a reader goes through the file; several aliases of a part give the same problem.
     for problem in sorted(set(problems)):
         yield f"{shown}:{problem.mark.line}:{problem.mark.column}: {problem.text}"
 
@@ -115,16 +118,18 @@ def _problem(detail: Mapping[str, Any], marked: YamlDocument) -> YamlProblem:
     name = ".".join(map(str, path))
     if kind == "extra_forbidden":
         if path[0] == "hydra" and path[-1] in sweep_model.FORMER_NAMES:
-            now = sweep_model.FORMER_NAMES[path[-1]]
+            present_name = sweep_model.FORMER_NAMES[path[-1]]
             return YamlProblem(
-                marked.mark(path), f"{name} is the former name of {now}, which is given as well; leave it out"
+                marked.mark(path), f"{name} is the former name of {present_name}, which is given as well; leave it out"
             )
         block = _model_at(path[:-1], marked.data)
         hint = did_you_mean(str(path[-1]), block.model_fields) or f"known are {', '.join(block.model_fields)}"
         return YamlProblem(marked.mark(path), f"unknown key {name!r}; {hint}")
     if kind == "missing":
-        where = marked.keys.get(path) or marked.mark(path)
-        return YamlProblem(where, f"{'.'.join((*map(str, path), *missing))} is missing")
+        # A missing key has no place of its own: the key of the map that lacks it stands in.
+        place = marked.keys.get(path) or marked.mark(path)
+        return YamlProblem(place, f"{'.'.join((*map(str, path), *missing))} is missing")
+    # The error of `ParameterSection.domain`: the keys of a parameter contradict each other.
     if kind == "parameter":
         return YamlProblem(marked.mark(path), f"{name}: {detail['msg']}")
     hint = _as_parameter(path[1], detail["input"]) if path[:1] == ("parameters",) and len(path) == _PARAMETER else ""
@@ -199,6 +204,7 @@ def _grid_problems(model: sweep_model.SweepFileDocument, marked: YamlDocument) -
             marked.mark(("parameters", name)),
             f"parameters.{name}: a grid needs values it can count; give values, whole min and max, or q",
         )
+    # The other parameters alone may be too many, and both mistakes are shown at once.
     size = grid_size({name: parameter.domain() for name, parameter in model.parameters.items() if name not in endless})
     if size > _MAX_GRID:
         yield YamlProblem(marked.value_mark(("method",)), f"method: the grid has {size} points, more than {_MAX_GRID}")
@@ -206,7 +212,7 @@ def _grid_problems(model: sweep_model.SweepFileDocument, marked: YamlDocument) -
 
 def _spec(shown: str, model: sweep_model.SweepFileDocument, marked: YamlDocument) -> SweepSpec:
     pruning = model.early_terminate
-    given = model.hydra.model_dump(exclude_none=True)
+    hydra_options = model.hydra.model_dump(exclude_none=True)
     return SweepSpec(
         file=shown,
         task=model.task,
@@ -225,7 +231,7 @@ def _spec(shown: str, model: sweep_model.SweepFileDocument, marked: YamlDocument
         checkpoint_dir=model.hydra.checkpoint_dir,
         checkpoint_every=model.hydra.checkpoint_every,
         stop_seconds=model.hydra.stop_seconds or STOP_SECONDS,
-        engine={key: given[key] for key in _ENGINE if key in given},
+        engine={key: hydra_options[key] for key in _ENGINE if key in hydra_options},
         places={
             _dotted(path): f"{shown}:{mark.line}:{mark.column}"
             for path in marked.keys

@@ -20,6 +20,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes, parse_seconds
 from hydra_tune.schedule import check_policy_name
 
+# As of `TrainTask.seed`: numpy takes no other.
 _MAX_SEED = 2**32 - 1
 
 
@@ -31,6 +32,7 @@ class SweepFileSection(BaseModel):
 
 def _number(value: Any) -> float:
     """Check a number; an int stays an int, because whole limits mean whole numbers."""
+    # A bool is an int to Python, and YAML's .inf and .nan are floats.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise PydanticCustomError("number", "must be a number, not {value}", {"value": describe(value)})
     return value
@@ -53,6 +55,7 @@ def _bytes(size: Any) -> str | int:
     try:
         parse_bytes(size, what="it")
     except ConfigError as error:
+        # The reader puts the key's name in front. The text is a value, because pydantic reads braces in a template.
         raise PydanticCustomError("bytes", "{text}", {"text": str(error).removeprefix("it ")}) from error
     return size  # type: ignore[no-any-return]  # parse_bytes takes nothing else
 
@@ -140,6 +143,7 @@ class ParameterSection(SweepFileSection):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # For its error alone: each key may be right by itself, and the keys contradict each other.
         self.domain()
         return self
 
@@ -201,6 +205,7 @@ FORMER_NAMES = {name: name.replace("fuse", "fusion") for name in ("fuse", "fuse_
 
 
 def _or(former: str) -> Any:
+    # The present name comes first: pydantic takes the first name that is given, and refuses the other as unknown.
     return Field(validation_alias=AliasChoices(FORMER_NAMES[former], former))
 
 
@@ -246,4 +251,5 @@ class SweepFileDocument(SweepFileSection):
     run_cap: Annotated[int, Field(ge=1)] | None = None
     early_terminate: EarlyTerminate | None = None
     seed: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = None
+    # One object for all documents, which is safe because sections are frozen.
     hydra: HydraSection = HydraSection()

@@ -69,7 +69,10 @@ class _YamlLoader(yaml.SafeLoader):
 
 
 _YamlLoader.add_implicit_resolver(
-    _FLOAT_TAG, re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+    # PyYAML tries a resolver only on texts that begin with one of the given characters.
+    _FLOAT_TAG,
+    re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
 )
 
 
@@ -98,6 +101,7 @@ def read_yaml(text: str) -> YamlDocument:
         return _broken(YamlPosition(1, 1), "nested too deeply")
     finally:
         if loader is not None:
+            # Clears the parser's references to its own methods, a cycle that would keep the text until a collection.
             loader.dispose()
     return YamlDocument(data, builder.values, builder.keys, tuple(builder.problems))
 
@@ -127,7 +131,9 @@ class _YamlDocumentBuilder:
     merged: set[int] = field(default_factory=set)
 
     def build(self, node: yaml.Node, path: Path) -> Any:
+        # A value in a map is noted already, in `_pairs`.
         self.values.setdefault(path, _of(node.start_mark))
+        # Counted while building, because a few lines of nested aliases stand for billions of values.
         if len(self.values) > _MAX_VALUES:
             raise yaml.MarkedYAMLError(problem="too many values; aliases multiply?", problem_mark=node.start_mark)
         if id(node) in self.open:
@@ -153,6 +159,7 @@ class _YamlDocumentBuilder:
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
             return self.loader.construct_object(node)
+        # `!!int x` raises ValueError, and `!!bool x` KeyError.
         except (ValueError, KeyError):
             self._refuse(node, f"{node.value!r} is not a valid {node.tag.rpartition(':')[2]}")
             return None
@@ -160,18 +167,19 @@ class _YamlDocumentBuilder:
     def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[str, Any]:
         if id(node) not in self.merged:  # an alias comes here again, with keys merged by `<<` already included
             self.merged.add(id(node))
+            # Before the merge, after which a key may rightly stand there twice.
             self._refuse_duplicates(node)
             self.loader.flatten_mapping(node)
         return dict(self._pairs(node, path))
 
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
-        seen: dict[str, YamlPosition] = {}
+        first_positions: dict[str, YamlPosition] = {}
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge" or not isinstance(key, yaml.ScalarNode):
                 continue
-            if key.value in seen:
-                self._refuse(key, f"{key.value!r} is given twice, first on line {seen[key.value].line}")
-            seen.setdefault(key.value, _of(key.start_mark))
+            if key.value in first_positions:
+                self._refuse(key, f"{key.value!r} is given twice, first on line {first_positions[key.value].line}")
+            first_positions.setdefault(key.value, _of(key.start_mark))
 
     def _pairs(self, node: yaml.MappingNode, path: Path) -> Iterator[tuple[str, Any]]:
         for key, value in node.value:
