@@ -45,7 +45,11 @@ class ClosureSnapshot:
     __slots__ = ("_functions", "_noted")
 
     def __init__(self, functions: Mapping[str, object]) -> None:
-        self._functions = {name: found for name, given in functions.items() if (found := _function(given)) is not None}
+        self._functions = {
+            name: python_function
+            for name, callable_object in functions.items()
+            if (python_function := _function(callable_object)) is not None
+        }
         self._noted = {
             (argument, variable): _note(value)
             for argument, function in self._functions.items()
@@ -54,21 +58,22 @@ class ClosureSnapshot:
 
     def changed(self) -> list[ClosureChange]:
         """List the variables changed since the snapshot, except variables that the functions assign themselves."""
-        found = [
+        changes = [
             ClosureChange(argument, variable, self._noted[argument, variable][1], _note(value)[1])
             for argument, function in self._functions.items()
             for variable, value in _variables(function)
             if (argument, variable) in self._noted and self._noted[argument, variable][0] != _note(value)[0]
         ]
-        if not found:
+        if not changes:
             return []
         # Disassembling every function is slow: only done once a change has been found.
-        own = {name for function in self._functions.values() for name in _assigned(function.__code__)}
-        return [one for one in found if one.variable not in own]
+        assigned_names = {name for function in self._functions.values() for name in _assigned(function.__code__)}
+        return [change for change in changes if change.variable not in assigned_names]
 
 
 def _function(given: object) -> FunctionType | None:
     """Return the Python function beneath partials and bound methods, or None."""
+    # Partials and methods may be stacked in any order.
     while isinstance(given, functools.partial | MethodType):
         given = given.func if isinstance(given, functools.partial) else given.__func__
     return given if isinstance(given, FunctionType) else None
@@ -80,7 +85,9 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
         value = _content(cell)
         if value is not _NOTHING:
             yield name, value
+    # Only simple values: a module, a class or a function among the globals is no setting that a loop changes.
     for name in _read_globals(function.__code__):
+        # A name that is no global is a builtin.
         value = function.__globals__.get(name, _NOTHING)
         if isinstance(value, _SIMPLE):
             yield name, value
@@ -98,6 +105,7 @@ def _note(value: Any) -> tuple[object, str]:
     if isinstance(value, _SIMPLE):
         # By repr, so that NaN equals itself, and 1 differs from True.
         return (type(value), repr(value)), _short(value)
+    # By identity, because comparing arbitrary objects may run the user's code or compare whole tensors.
     return id(value), f"an object of {type(value).__name__}"
 
 

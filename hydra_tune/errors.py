@@ -24,6 +24,7 @@ def first_line(error: BaseException) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest of `known`, or an empty text where none is close."""
+    # Compared in lower case, and shown as spelled.
     lower = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.7)
     return f"did you mean {lower[close[0]]!r}?" if close else ""
@@ -169,6 +170,7 @@ class TrialCrashedError(HydraTuneError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # As for `TrialsFailed`: from the arguments, not from the message.
         return type(self), (self.name, self.crashes, self.how)
 
 

@@ -146,6 +146,7 @@ class HydraExecutor:
         known = _options_of(cls)
         for name in options:
             if name not in known:
+                # The fusion options were once called fuse, fuse_size and so on.
                 hint = did_you_mean(name.replace("fuse", "fusion"), known) or f"known are {', '.join(known)}"
                 raise ConfigError(f"HydraExecutor has no option {name!r}; {hint}")
         return super().__new__(cls)
@@ -254,8 +255,8 @@ class HydraExecutor:
         """`num_abreast` for trials that cannot be fused with each other, whatever `fusion` says."""
         if not self._width:
             self._started()
-        flying = self._settings.max_concurrent or self._width
-        return flying if self._settings.admission == "eager" else min(flying, len(self.device_names))
+        num_in_flight = self._settings.max_concurrent or self._width
+        return num_in_flight if self._settings.admission == "eager" else min(num_in_flight, len(self.device_names))
 
     @property
     def fusion_size(self) -> int:
@@ -335,16 +336,18 @@ class HydraExecutor:
                 saved_as=saved_as,
                 max_retries=retries,
             )
+        # Before the pool starts, because the server of loader workers has to begin before any thread is busy.
         self._prepare_workers([task])
         pool, origin = self._started(), StartCheckpointSource()
         path = resume_from if warm_start is None else warm_start
         if path is not None:
             # Checkpoints are written in the background: wait for pending writes, or the newest would be missed.
             pool.checkpoints.flush()
-            found = check_checkpoint(Path(path).absolute())
+            checkpoint_path = check_checkpoint(Path(path).absolute())
             origin = StartCheckpointSource(
-                path=found, allows_changes=resume != "strict", only_weights=warm_start is not None
+                path=checkpoint_path, allows_changes=resume != "strict", only_weights=warm_start is not None
             )
+        # The fusion layer, where there is one, stands in front of the pool.
         job = (self._fusion or pool).submit(
             task,
             name,
@@ -428,6 +431,7 @@ class HydraExecutor:
             pool.checkpoints.flush()
             origin = StartCheckpointSource(saved=load_checkpoint(path), allows_changes=True)
         else:
+            # Waits for the end of the job's present step.
             origin = StartCheckpointSource(saved=(self._fusion or pool).copy(job).result(), allows_changes=True)
         return self._watched(
             (self._fusion or pool).submit(
@@ -452,13 +456,13 @@ class HydraExecutor:
             FileError: the system refuses.
         """
         pool = self._started()
-        saved = (self._fusion or pool).copy(job).result()
-        kept = CheckpointFolder(Path(folder).absolute())
+        content = (self._fusion or pool).copy(job).result()
+        checkpoint_folder = CheckpointFolder(Path(folder).absolute())
         try:
-            kept.write(saved)
+            checkpoint_folder.write(content)
         finally:
-            kept.close()
-        return kept.path
+            checkpoint_folder.close()
+        return checkpoint_folder.path
 
     def copy_at_end(self, job: Job) -> "Future[CheckpointContent]":
         """Copy a job's last state in memory when the job has no more steps, with or without a `checkpoint_dir`.
@@ -523,6 +527,7 @@ class HydraExecutor:
         """
         if self.checkpoint_dir is None:
             raise ConfigError(_NO_CHECKPOINTS)
+        # Without `_folder_of`, which would start the pool and wait for pending writes.
         return bool(generations(self.checkpoint_dir / folder_name(name)))
 
     def suspend(self, jobs: Iterable[Job] | None = None, *, seconds: float | None = None) -> None:
@@ -541,6 +546,7 @@ class HydraExecutor:
         """
         if self.checkpoint_dir is None:
             raise ConfigError(_NO_CHECKPOINTS)
+        # Not `_started()`: a pool that has not started, or is shut down, has no job to save.
         pool, seconds = self._pool, self._stop_seconds if seconds is None else seconds
         if self._isolated is not None:
             self._isolated.suspend(jobs, seconds)
@@ -583,6 +589,7 @@ class HydraExecutor:
             raise ConfigError(f"on_error must be 'raise' or 'return', not {on_error!r}")
         results = self._run([tasks] if isinstance(tasks, TrainTask) else _checked(tasks))
         if on_error == "raise" and any(result.status == "failed" for result in results):
+            # The first trial's error as the cause, so that its traceback is printed, too.
             raise TrialsFailed(results) from next(result.error for result in results if result.status == "failed")
         return results[0] if isinstance(tasks, TrainTask) else results
 
@@ -641,6 +648,8 @@ class HydraExecutor:
             raise ConfigError(f"goal must be 'minimize' or 'maximize', not {goal!r}")
         pool = self._started()
         with shown(name, goal, pool.stats) as watch:
+            # Before the earlier jobs are listed: a job submitted in between comes twice at most, which `add` notices,
+            # and is never missed.
             self._watches.append(watch)
             try:
                 # Jobs submitted before the block are shown as well.
@@ -658,6 +667,7 @@ class HydraExecutor:
             HydraTuneError: the executor was made without `record=True`.
         """
         pool = self._pool
+        # As in `stats`: also after the end.
         return (pool or self._started()).recording()
 
     def profile(
@@ -682,9 +692,11 @@ class HydraExecutor:
             HydraTuneError: a task that the pool would refuse.
         """
         check_count("steps", steps)
-        named = {f"trial{number}": task for number, task in enumerate(tasks)}
-        loads = parse_bandwidth(bandwidth, what="bandwidth")
-        return self._started().profile(named, bandwidth=loads, steps=steps, max_concurrent=self.width)
+        tasks_by_name = {f"trial{number}": task for number, task in enumerate(tasks)}
+        bytes_per_second = parse_bandwidth(bandwidth, what="bandwidth")
+        return self._started().profile(
+            tasks_by_name, bandwidth=bytes_per_second, steps=steps, max_concurrent=self.width
+        )
 
     def plan(self, tasks: Iterable[TrainTask], *, probe: bool = False, profile: bool | int = False) -> PoolForecast:
         """Forecast how tasks would run in the pool together: shards, units, memory, and bytes moved in a step by kind.
@@ -717,14 +729,14 @@ class HydraExecutor:
             HydraTuneError: a task that the pool would refuse. All of these errors but the first ConfigError are raised
                 only if no task can be planned.
         """
-        named = {f"trial{number}": task for number, task in enumerate(tasks)}
-        if not named:
+        tasks_by_name = {f"trial{number}": task for number, task in enumerate(tasks)}
+        if not tasks_by_name:
             raise ConfigError("there is no task to plan; give at least one")
         size = self._settings.fusion_size
         if not isinstance(profile, bool):
             check_count("profile", profile)
-        profiled = min(size, _MOST_PROFILED) if profile is True else int(profile)
-        return self._started().plan(named, group_size=size, probe=probe, profiled=profiled)
+        num_profiled = min(size, _MOST_PROFILED) if profile is True else int(profile)
+        return self._started().plan(tasks_by_name, group_size=size, probe=probe, profiled=num_profiled)
 
     def add_device(self, name: str) -> None:
         """Add a device to the pool: a removed device, or a new one.
@@ -776,6 +788,7 @@ class HydraExecutor:
         loader_workers.leave(self)
 
     def __enter__(self) -> Self:
+        # First, so that a signal while the devices are opened ends the program in order, too.
         self._signals.enter_context(ends_in_order())
         try:
             if self._isolated is None:
@@ -814,6 +827,7 @@ class HydraExecutor:
             if self._isolated is not None:
                 raise ConfigError(THERE_IS)
             if self._pool is None:
+                # Under the lock, so that a second caller waits for this pool instead of opening the devices again.
                 self._pool = self._start()
             return self._pool
 
@@ -825,22 +839,23 @@ class HydraExecutor:
 
 def _options_of(cls: type[HydraExecutor]) -> list[str]:
     """Names of the options that an executor class and its bases take by keyword."""
-    named = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    by_keyword = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     # Subclasses may take options of their own, and pass all others on.
-    makers = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
-    found = (parameter for maker in makers for parameter in signature(maker).parameters.values())
-    return list(dict.fromkeys(p.name for p in found if p.kind in named and p.name != "self"))
+    # All but `object`, whose `__init__` names no options.
+    initializers = [vars(kind)["__init__"] for kind in cls.__mro__[:-1] if "__init__" in vars(kind)]
+    parameters = (parameter for maker in initializers for parameter in signature(maker).parameters.values())
+    return list(dict.fromkeys(p.name for p in parameters if p.kind in by_keyword and p.name != "self"))
 
 
 def _checked(tasks: Iterable[TrainTask]) -> list[TrainTask]:
     """Return the tasks as a list, after checking every item before the first is trained."""
     if not isinstance(tasks, Iterable):
         raise ConfigError(f"run takes a TrainTask, or an iterable of them, not {type(tasks).__name__}")
-    listed = list(tasks)
-    for number, task in enumerate(listed):
+    tasks_list = list(tasks)
+    for number, task in enumerate(tasks_list):
         if not isinstance(task, TrainTask):
             raise ConfigError(f"run takes TrainTasks, and item {number} is {type(task).__name__}; nothing was trained")
-    return listed
+    return tasks_list
 
 
 def _shut_down_at_exit(pool: Pool | IsolatedPoolClient) -> None:
@@ -849,8 +864,8 @@ def _shut_down_at_exit(pool: Pool | IsolatedPoolClient) -> None:
     reference = weakref.ref(pool)
 
     def shut_down() -> None:
-        found = reference()
-        if found is not None:
-            found.shutdown()
+        live_pool = reference()
+        if live_pool is not None:
+            live_pool.shutdown()
 
     atexit.register(shut_down)

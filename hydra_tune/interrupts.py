@@ -45,6 +45,7 @@ class _InterruptHolder:
         Returns:
             Whether a window was open, so that interrupts got through although an outer block holds interrupts.
         """
+        # User code in a window may call critical code again, which must close the window for its own length.
         was_open, self.is_open = self.is_open, False
         if self.depth == 0:
             self.pressed = []
@@ -66,6 +67,7 @@ class _InterruptHolder:
                 # one.
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, handler)
+        # Either the outermost block ends, or the block lies in a window: in both places an exception is allowed.
         if self.depth == 0 or to_open:
             self.pass_on()
 
@@ -85,6 +87,7 @@ class _InterruptHolder:
         self._before[number](number, frame)
 
 
+# One for the process, which has a single handler for each signal.
 _holder = _InterruptHolder()
 
 
@@ -130,6 +133,7 @@ def let_interrupts_through() -> Iterator[None]:
         return
     _holder.is_open = True
     try:
+        # Inside the `try`, because the exception raised here has to close the window.
         _holder.pass_on()
         yield
     finally:

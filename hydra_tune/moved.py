@@ -42,6 +42,7 @@ class MovedLoader(Loader):
             f"{spec.name} is {self._path} now; the old path goes in the next release", DeprecationWarning, stacklevel=2
         )
         module = import_module(self._path)
+        # The import system gives the module the spec of the old path after this call.
         self._spec = module.__spec__
         return module
 

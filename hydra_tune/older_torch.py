@@ -41,12 +41,14 @@ def keep_cuda_guard() -> None:
     never.acquire()
 
     # A raw thread rather than threading.Thread: the interpreter does not wait for raw threads at exit.
-    def own() -> None:
+    def hold_guard() -> None:
         torch._C._ensureCUDADeviceGuardSet()  # noqa: SLF001 - as FakeTensorMode does
         is_set.release()
+        # Held for ever by the caller, so this thread, and with it the placeholder, lasts as long as the process.
         never.acquire()
 
-    _thread.start_new_thread(own, ())
+    _thread.start_new_thread(hold_guard, ())
+    # Until the placeholder is registered, no other thread may enter a mode.
     is_set.acquire()
 
 
@@ -64,9 +66,10 @@ def mend_lstm_shapes() -> None:
     module: Any = decompositions
     layer = module.one_layer_lstm
 
-    def mended(inputs: Tensor, hidden: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def reshaping_layer(inputs: Tensor, hidden: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         outputs, states = layer(inputs, hidden, *args, **kwargs)
         hx, cx = (state.reshape(before.shape) for state, before in zip(states, hidden, strict=True))
         return outputs, (hx, cx)
 
-    module.one_layer_lstm = mended
+    # torch's decomposition looks the function up in its module at every call.
+    module.one_layer_lstm = reshaping_layer

@@ -70,6 +70,7 @@ def format_bytes(size: float) -> str:
 def format_bytes_up(size: float) -> str:
     """Round bytes up to a text that `parse_bytes` reads back as at least `size`: for "raise X to at least ..."."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        # From ten units on, a tenth of a unit adds at most 1%.
         if size >= 10 * factor:
             # Integer arithmetic: a float could round down, and the advice to the user would not be enough.
             tenths = -(-int(size) * 10 // factor)
@@ -100,6 +101,7 @@ def parse_seconds(value: object, *, what: str) -> float:
         seconds = float(value)
     elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())) is not None:
         seconds = float(match[1]) * _SECONDS[match[2]]
+    # Any other value has left 0, and NaN compares false.
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{what} must be a time above 0, in seconds or as '30s', '5min' or '1h', not {value!r}")
     return seconds

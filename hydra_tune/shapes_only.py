@@ -40,8 +40,9 @@ class ShapesOnly(Dataset[Any]):
 def has_shapes_only(task: TrainTask) -> bool:
     """Whether some of a task's data is a placeholder."""
     handles = (task.train, task.validate)
+    # Placeholder data may be wrapped in a loader; a callable's data is unknown until it is called.
     data = [handle.dataset if isinstance(handle, DataLoader) else handle for handle in handles]
-    return any(isinstance(one, ShapesOnly) for one in data)
+    return any(isinstance(handle_data, ShapesOnly) for handle_data in data)
 
 
 def refuse_shapes_only(task: TrainTask) -> None:

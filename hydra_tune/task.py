@@ -34,6 +34,7 @@ _PREFIX = "val_"
 DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
 
+# Arguments that the pool calls later, when their variables may have changed.
 _FUNCTIONS = (
     "model", "optimizer", "param_groups", "loss", "step", "evaluate", "scheduler", "train", "validate"
 )  # fmt: skip
@@ -176,12 +177,13 @@ class TrainTask(_ClosureSnapshotSlot):
         """Log variables of the task's functions that have changed since construction; call before the functions run."""
         # A copied or unpickled task has no snapshot to compare with.
         closures = getattr(self, "_closures", None)
-        for one in () if closures is None else closures.changed():
+        for change in () if closures is None else closures.changed():
             _LOGGER.warning(
                 "%s= of a TrainTask reads the variable %r, which was %s when the task was made and is %s now; the trial takes "
                 "%s. If every task of a loop was to have its own value, bind it: functools.partial(f, %s), or "
                 "lambda ..., %s=%s: ...",
-                one.argument, one.variable, one.before, one.now, one.now, one.variable, one.variable, one.variable,
+                change.argument, change.variable, change.before, change.now,
+                change.now, change.variable, change.variable, change.variable,
             )  # fmt: skip
 
     @property
@@ -221,6 +223,7 @@ class TrainTask(_ClosureSnapshotSlot):
 
 def _check_factories(task: TrainTask) -> None:
     """Check that each factory is callable and is not the live object to build."""
+    # Looked for before the test for callables, which a live module passes.
     live = {
         "model": (nn.Module, "a live module; give a callable that builds one, e.g. model=lambda: Net(width=64)"),
         "optimizer": (
@@ -256,6 +259,7 @@ def _check_operators(wanted: object) -> None:
         try:
             parse_bytes(wanted, what="split_operators")
         except ConfigError as error:
+            # Mistakes in a task are TaskErrors; the text says the same.
             raise TaskError(str(error)) from None
         return
     if not isinstance(wanted, Mapping) or not all(isinstance(path, str) for path in wanted):
@@ -270,6 +274,7 @@ def _check_operators(wanted: object) -> None:
 def _check_norm(norm: object) -> None:
     if norm is None:
         return
+    # `not norm > 0` refuses NaN as well.
     if isinstance(norm, bool) or not isinstance(norm, int | float) or not norm > 0:
         raise TaskError(f"max_grad_norm must be a number above 0, or None for no clipping, not {norm!r}")
 
@@ -327,16 +332,16 @@ def reported_names(values: Mapping[str, float]) -> dict[str, float]:
     Raises:
         MetricError: two values would be reported under one name.
     """
-    found: dict[str, float] = {}
+    reported_values: dict[str, float] = {}
     for name, value in values.items():
         reported = name if name.startswith(_PREFIX) else f"{_PREFIX}{name}"
-        if reported in found:
+        if reported in reported_values:
             raise MetricError(
                 f"evaluate returned both {name.removeprefix(_PREFIX)!r} and {reported!r}, which are both reported as "
                 f"{reported!r}; rename one"
             )
-        found[reported] = value
-    return found
+        reported_values[reported] = value
+    return reported_values
 
 
 def check_reported(wanted: Iterable[str], metrics: Mapping[str, float]) -> None:
@@ -358,8 +363,8 @@ def number_of(value: object) -> float | None:
         return float(value)
     is_numpys = type(value).__module__.partition(".")[0] == "numpy"  # by name: numpy is not imported for this check
     if is_numpys and getattr(value, "size", 0) == 1:
-        found = getattr(value, "item", lambda: None)()
-        return float(found) if isinstance(found, int | float) else None
+        number = getattr(value, "item", lambda: None)()
+        return float(number) if isinstance(number, int | float) else None
     return None
 
 
@@ -396,10 +401,10 @@ def not_a_metric(name: str, value: object) -> MetricError:
 
 
 def _check_metric(task: TrainTask) -> None:
-    given: object = task.metric
-    names: Sequence[object] = given if isinstance(given, tuple) else (given,)
-    if given is not None and not (names and all(isinstance(name, str) for name in names)):
-        raise TaskError(f"metric must be a name or a tuple of names, not {given!r}")
+    metric: object = task.metric
+    names: Sequence[object] = metric if isinstance(metric, tuple) else (metric,)
+    if metric is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise TaskError(f"metric must be a name or a tuple of names, not {metric!r}")
     for name in task.metrics:
         if name == "train_loss":
             continue
