@@ -44,15 +44,18 @@ def install() -> None:
     with _lock:
         if _replaced:
             return
-        taking = functools.cache(_taking_an_executor)  # one replacement for each function, in all its places
+        with_executor_option = functools.cache(
+            _taking_an_executor
+        )  # one replacement for each function, in all its places
         for module, name in _PLACES:
             stock = getattr(module, name)
             # After an uninstall somebody may have restored one of our functions: unwrap to Optuna's own, or calls would
             # nest.
             if stock in _made:
                 stock = inspect.unwrap(stock, stop=lambda function: function not in _made)
-            _replaced[module, name] = (stock, taking(stock))
-            setattr(module, name, taking(stock))
+            # Noted first: an interrupt in between must leave nothing replaced that `uninstall` does not know.
+            _replaced[module, name] = (stock, with_executor_option(stock))
+            setattr(module, name, with_executor_option(stock))
 
 
 def uninstall() -> None:
@@ -62,6 +65,7 @@ def uninstall() -> None:
     """
     with _lock:
         for (module, name), (stock, ours) in _replaced.items():
+            # Else somebody has replaced our function since, and may still call it.
             if getattr(module, name) is ours:
                 setattr(module, name, stock)
         _replaced.clear()

@@ -85,6 +85,7 @@ def wait_for_sqlite(storage: BaseStorage, seconds: float) -> None:
         storage: of a study; only SQLite's is changed, and only if its `connect_args` set no timeout.
         seconds: longest wait, in seconds.
     """
+    # Optuna puts a cache around a database.
     inner = storage._backend if isinstance(storage, _CachedStorage) else storage
     if not isinstance(inner, RDBStorage) or inner.engine.dialect.name != "sqlite":
         return
@@ -138,6 +139,7 @@ def ask(study: Study, mark: str | None = None) -> Trial:
     """
     if mark is None:
         trial = study.ask()
+        # In place, because `Study.ask` makes the trial itself.
         trial.__class__ = _InterruptSafeTrial
         return trial
     study._thread_local.cached_all_trials = None  # as Study.ask does
@@ -156,6 +158,7 @@ def _take_waiting(study: Study, mark: str) -> int | None:
     mark.
     """
     for frozen in study._storage.get_all_trials(study._study_id, deepcopy=False, states=(TrialState.WAITING,)):
+        # Another process may have taken and ended the trial between the listing and this line.
         with suppress(UpdateFinishedTrialError):
             note(study, frozen, mark, value=True)
             if study._storage.set_trial_state_values(frozen._trial_id, state=TrialState.RUNNING):
@@ -191,14 +194,15 @@ def wait_again(study: Study, frozen: FrozenTrial) -> None:
     storage.set_trial_state_values(frozen._trial_id, TrialState.WAITING)
     # The storage remembers the last waiting trial that it found, and looks only from there on.
     if isinstance(storage, InMemoryStorage):
-        first = storage._prev_waiting_trial_number[study._study_id]
-        storage._prev_waiting_trial_number[study._study_id] = min(first, frozen.number)
+        first_number = storage._prev_waiting_trial_number[study._study_id]
+        storage._prev_waiting_trial_number[study._study_id] = min(first_number, frozen.number)
 
 
 def random_streams(sampler: BaseSampler) -> list[np.random.RandomState]:
     """Random streams of a sampler supported by sweep files; empty for other samplers."""
     match sampler:
         case TPESampler():
+            # TPE draws its first trials from a random sampler, which has a stream of its own.
             return [sampler._rng.rng, sampler._random_sampler._rng.rng]
         case RandomSampler() | GridSampler():
             return [sampler._rng.rng]
@@ -240,6 +244,7 @@ def optimizing(study: Study) -> Iterator[None]:
     """
     if study._thread_local.in_optimize_loop:
         raise RuntimeError("Nested invocation of `Study.optimize` method isn't allowed.")
+    # As `Study.optimize` begins: a `stop()` before the call does not end the search.
     study._stop_flag = False
     study._thread_local.in_optimize_loop = True
     try:
@@ -292,6 +297,7 @@ def fail_stale(study: Study) -> None:
     if heartbeat_of(study._storage) is None:
         return
     with warnings.catch_warnings():
+        # Optuna warns of its experimental function at each call, and this one comes before every trial.
         warnings.simplefilter("ignore", ExperimentalWarning)
         fail_stale_trials(study)
 
@@ -307,6 +313,7 @@ def nothing_new_to_sample(study: Study) -> bool:
     if isinstance(sampler, GridSampler):
         return not set(sampler._get_unvisited_grid_ids(study)) - _running_grid_ids(study)
     if isinstance(sampler, BruteForceSampler):
+        # As the sampler itself finds its next point, with running trials counted as visited.
         tree = _TreeNode()
         states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.FAIL)
         sampler._populate_tree(tree, study._storage.get_all_trials(study._study_id, deepcopy=False, states=states), {})

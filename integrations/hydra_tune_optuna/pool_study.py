@@ -67,6 +67,7 @@ class PoolStudy(Study):
         self.check_executor(executor)
         super().__init__(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
         wait_for_sqlite(storage_of(self), _LOCKED_SECONDS)
+        # After Optuna's own `__init__`, which reads the directions from the storage.
         check_keeping(keep_best, weights_dir, num_objectives=len(self.directions))
         self.executor: HydraExecutor | None = executor
         self.keep_best = keep_best
@@ -78,14 +79,14 @@ class PoolStudy(Study):
 
     def __getstate__(self) -> dict[Any, Any]:
         # No pickle can hold a pool's threads and devices, and an objective may be any function.
-        kept_here = {
+        process_bound = {
             "executor": None,
             "tell_lost": _logger.error,
             "settled": _do_nothing,
             "_func": None,
             "_weights": None,
         }
-        return {**super().__getstate__(), **kept_here}
+        return {**super().__getstate__(), **process_bound}
 
     @staticmethod
     def check_executor(executor: object) -> None:
@@ -94,6 +95,7 @@ class PoolStudy(Study):
         Raises:
             ConfigError: `executor` is not a hydra-tune executor.
         """
+        # By its methods, because pools of other libraries may take the executor's place.
         if isinstance(executor, type) or not all(hasattr(executor, name) for name in ("submit", "events")):
             raise ConfigError(f"executor must be a HydraExecutor, not {executor!r}; e.g. executor=HydraExecutor()")
 
@@ -128,9 +130,11 @@ class PoolStudy(Study):
         """
         if self.executor is None:
             raise ConfigError("this study is a copy, and has no executor; set study.executor = HydraExecutor() first")
+        # Checked again, because both are plain attributes, which a program may have set since.
         check_keeping(self.keep_best, self.weights_dir, num_objectives=len(self.directions))
         if n_jobs < 1 and n_jobs != -1:
             raise ConfigError(f"n_jobs must be -1 or at least 1, not {n_jobs}")
+        # Optuna's default of 1 would leave the pool's devices idle, so 1 stands for the pool's width, too.
         width = self.executor.width if n_jobs in (1, -1) else min(n_jobs, self.executor.width)
         limits = OptimizeLimits(
             n_trials=n_trials,
@@ -142,6 +146,7 @@ class PoolStudy(Study):
             useless_if_fused=useless_pruner(self, self.executor, n_trials=n_trials, width=width, is_fused=True),
         )
         with optimizing(self), self._keeping() as weights:
+            # For `load_module`, which builds a trial's module by the objective.
             self._func = func
             progress_bar = ProgressBar(show_progress_bar, n_trials, timeout)
             try:

@@ -116,6 +116,7 @@ def create_study(
     """
     if executor is not None:
         PoolStudy.check_executor(executor)  # refused before the study is created
+    # All checks come before the study, which would stay in its storage after a refusal.
     num_objectives = len(directions) if isinstance(directions, Sequence) else None
     check_keeping(keep_best, weights_dir, num_objectives=num_objectives, has_executor=executor is not None)
     study = optuna.create_study(
@@ -185,6 +186,7 @@ def load_study(
     Raises:
         ConfigError: `executor` is not a hydra-tune executor, or `keep_best` or `weights_dir` makes no sense.
     """
+    # The number of objectives is known only once the study is loaded, and `PoolStudy` checks it then.
     check_keeping(keep_best, weights_dir, has_executor=executor is not None)
     study = optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner)
     return study if executor is None else with_executor(study, executor, keep_best=keep_best, weights_dir=weights_dir)
@@ -226,16 +228,19 @@ def with_executor(
 
 def _warn_of_other_directions(study: Study, asked: Sequence[Direction] | None) -> None:
     """Warn of a mismatch: with `load_if_exists` Optuna silently opens a study of another direction."""
+    # Nothing was asked for, or Optuna has refused the value already.
     if not isinstance(asked, Sequence):
         return
-    wanted = [each if isinstance(each, StudyDirection) else StudyDirection[each.upper()] for each in asked]
-    if wanted != study.directions:
+    asked_directions = [
+        direction if isinstance(direction, StudyDirection) else StudyDirection[direction.upper()] for direction in asked
+    ]
+    if asked_directions != study.directions:
         _logger.warning(
             "The study %r was there already and is to %s, not to %s; give another study_name, or remove the study with "
             "delete_study.",
             study.study_name,
             _words(study.directions),
-            _words(wanted),
+            _words(asked_directions),
         )
 
 

@@ -60,6 +60,7 @@ def run_sweep(request: SweepRequest) -> None:
     """
     with _quiet():
         study = _open(request)
+        # Counted before the search claims any trial: a claimed trial would seem to belong to a living search.
         num_going_on, others = going_on(study, request.executor)
         earlier = tuple(_record(request.spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
         num_left, num_planned = _num_left(request.spec, earlier, num_going_on, _failed_before(request, earlier))
@@ -75,6 +76,7 @@ def run_sweep(request: SweepRequest) -> None:
             if num_left != 0 or num_going_on:
                 _optimize(study, request, num_left)
         finally:
+            # Also after an error or a signal: weights written so far are of use.
             request.observer.kept(kept_weights(study))
 
 
@@ -120,6 +122,7 @@ def _open(request: SweepRequest) -> PoolStudy:
             f"{spec.at('metric.goal')}: the study {study.study_name!r} in {spec.storage} is there already, and its "
             f"goal is {study.direction.name.lower()}, not {spec.goal}; give another hydra.study"
         )
+    # The observer in place of Optuna's log, which `_quiet` has silenced.
     study.tell_lost = request.observer.warned
     study.settled = request.observer.settled
     if request.folder is not None:
@@ -170,6 +173,7 @@ def check_file(url: str) -> None:
     """
     prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
     if prefix is not None:
+        # Without the options of a database's URL.
         path = Path(url.removeprefix(prefix).partition("?")[0])
         if not path.is_file():
             raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
@@ -238,8 +242,8 @@ def suggest(trial: Trial, name: str, domain: Domain) -> Any:
         case IntDomain():
             return trial.suggest_int(name, domain.low, domain.high, step=domain.step, log=domain.log)
         case FloatDomain():
-            drawn = trial.suggest_float(name, domain.low, domain.high, step=domain.step, log=domain.log)
-            return domain.settle(drawn)
+            drawn_value = trial.suggest_float(name, domain.low, domain.high, step=domain.step, log=domain.log)
+            return domain.settle(drawn_value)
 
 
 def _ended(trial: FrozenTrial) -> bool:
@@ -266,9 +270,9 @@ def _failed_before(request: SweepRequest, earlier: tuple[TrialRecord, ...]) -> f
     failed = [record.number for record in earlier if record.state == "failed"]
     if request.folder is not None:
         # The parent's id is common to all processes of a run.
-        noted, run = request.folder.noted(_RUN) or {}, os.getppid()
-        if request.crashes and noted.get("run") == run:
-            return frozenset(noted["failed"])
+        note, run = request.folder.noted(_RUN) or {}, os.getppid()
+        if request.crashes and note.get("run") == run:
+            return frozenset(note["failed"])
         request.folder.note(_RUN, {"run": run, "failed": failed})
     return frozenset(failed)
 
@@ -281,32 +285,33 @@ def _num_left(
     Failed trials in `again` are run once more, except points of a grid: the sampler counts failed points as visited.
     Trials that resume from a checkpoint are not asked for.
     """
+    # Resumed trials keep their numbers, so they are no new trials of the study.
     ended = len(earlier) + num_going_on
     if spec.method == "grid":
-        left = max(0, grid_size(spec.parameters or {}) - ended)
+        num_left = max(0, grid_size(spec.parameters or {}) - ended)
         if spec.run_cap is not None:
-            left = min(left, max(0, spec.run_cap - ended))
+            num_left = min(num_left, max(0, spec.run_cap - ended))
     elif spec.run_cap is None:
         return None, None
     else:
-        left = max(0, spec.run_cap - num_going_on - sum(record.number not in again for record in earlier))
-    return left, ended + left
+        num_left = max(0, spec.run_cap - num_going_on - sum(record.number not in again for record in earlier))
+    return num_left, ended + num_left
 
 
 def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> None:
     observer = request.observer
-    told: set[int] = set()
+    told_numbers: set[int] = set()
 
     def ended(trial: FrozenTrial) -> None:
-        told.add(trial.number)
+        told_numbers.add(trial.number)
         if observer.finished(_record(request.spec, trial)):
             study.stop()
 
-    asked: set[int] = set()
+    asked_numbers: set[int] = set()
     try:
         # A failed trial does not end a sweep by itself, so every Exception is caught: the observer decides.
         study.optimize(
-            _objective(request, asked.add),
+            _objective(request, asked_numbers.add),
             n_trials=num_left,
             timeout=request.timeout_seconds,
             catch=(Exception,),
@@ -315,7 +320,7 @@ def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> 
     finally:
         # Trials that a signal or an error ended together with the sweep had no callback.
         for trial in study.get_trials(deepcopy=False):
-            if trial.number in asked - told:
+            if trial.number in asked_numbers - told_numbers:
                 if _ended(trial):
                     observer.finished(_record(request.spec, trial))
                 else:
@@ -331,6 +336,7 @@ def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[
             raise request.aside[job_name(trial.number)]
         if spec.parameters is None:
             task = request.build(trial)
+            # Drawn by the user's function itself, and so known only after the build.
             params: Mapping[str, Any] = trial.params
         else:
             params = {name: suggest(trial, name, domain) for name, domain in spec.parameters.items()}
@@ -342,8 +348,10 @@ def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[
         asked(trial.number)
         observer.asked(trial.number)
         try:
+            # Marked for the supervisor, because building a task may crash the process, too.
             with at_work(job_name(trial.number)):
                 return build(trial)
+        # No error: the objective ends its own trial.
         except optuna.TrialPruned:
             raise
         except Exception as error:

@@ -68,13 +68,13 @@ def check_keeping(
 def _check_dir(path: object) -> None:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"weights_dir must be the path of a folder, not {path!r}")
-    there = Path(os.fspath(path)).absolute()
+    ancestor = Path(os.fspath(path)).absolute()
     # The folder may be made later: its nearest existing parent must be a writable folder.
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise ConfigError(f"weights_dir {os.fspath(path)!r} cannot be made: {str(there)!r} is a file; give a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
+    while not ancestor.exists():
+        ancestor = ancestor.parent
+    if not ancestor.is_dir():
+        raise ConfigError(f"weights_dir {os.fspath(path)!r} cannot be made: {str(ancestor)!r} is a file; give a folder")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
         raise ConfigError(
             f"weights_dir {os.fspath(path)!r} cannot be written by this user; give one that is yours to write"
         )
@@ -126,6 +126,7 @@ class StudyWeights:
             "metrics": json.dumps(task.metrics),
         }
         try:
+            # The method, not its result: only the weights of the best trials are ever copied.
             self._files.offer(trial.number, tuple(trial.values), result.state_dict, metadata)
         except Exception as error:  # noqa: BLE001 - the user's own state_dict() may raise anything; the search goes on
             self.say_lost(trial.number, f"{type(error).__name__}: {error}")
@@ -135,8 +136,11 @@ class StudyWeights:
         """Whether a completed trial is among the best but has no kept weights, as after a crash."""
         if optuna_internals.violates_constraints(trial):
             return False
-        there = kept_trials(self._files.folder)
-        return trial.number not in there and trial.number in self._choose({**there, trial.number: tuple(trial.values)})
+        # Asked as if the trial were offered now, beside the trials already kept.
+        kept_values = kept_trials(self._files.folder)
+        return trial.number not in kept_values and trial.number in self._choose(
+            {**kept_values, trial.number: tuple(trial.values)}
+        )
 
     def is_settled(self, number: int) -> bool:
         """Whether offered weights are written, or have failed to be."""
@@ -201,13 +205,16 @@ class _ParetoFrontSelector:
 
 
 def _dominates(first: Values, second: Values) -> bool:
+    # At least as good everywhere and not equal means better somewhere.
     return first != second and all(mine <= other for mine, other in zip(first, second, strict=True))
 
 
 def _own_folder(study: Study, weights_dir: str | os.PathLike[str]) -> Path:
     """Folder of the study in `weights_dir`; recorded in the storage at first use."""
     place = Path(os.fspath(weights_dir)).absolute()
+    # A study searched with several `weights_dir` has a folder in each.
     if not any(folder.parent == place for folder in _folders(study)):
+        # Shortened and cleaned for people and file systems; the random part alone makes the name unique.
         name = re.sub(r"[^\w.-]+", "-", study.study_name).strip("-.")[:60] or "study"
         optuna_internals.set_study_attribute(study, f"{_ATTRIBUTE}{name}-{uuid.uuid4().hex[:8]}", str(place))
     # Two processes may each have recorded a folder at the same moment; both take the first by name.
@@ -216,13 +223,13 @@ def _own_folder(study: Study, weights_dir: str | os.PathLike[str]) -> Path:
 
 def _folders(study: Study, weights_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     """All folders with weights of the study by name, at their recorded places; then the same in `weights_dir`."""
-    noted = sorted(
+    recorded = sorted(
         (key.removeprefix(_ATTRIBUTE), place)
         for key, place in optuna_internals.study_attributes(study).items()
         if key.startswith(_ATTRIBUTE)
     )
-    places = [Path(place) / name for name, place in noted]
-    moved = [] if weights_dir is None else [Path(weights_dir).absolute() / name for name, _ in noted]
+    places = [Path(place) / name for name, place in recorded]
+    moved = [] if weights_dir is None else [Path(weights_dir).absolute() / name for name, _ in recorded]
     return list(dict.fromkeys([*places, *moved]))
 
 
@@ -239,15 +246,19 @@ def kept_weights(study: Study, weights_dir: str | os.PathLike[str] | None = None
     Raises:
         FileError: a folder cannot be read.
     """
-    found: dict[int, tuple[Values, Path]] = {}
+    values_and_paths: dict[int, tuple[Values, Path]] = {}
     for folder in _folders(study, weights_dir):
         for number, values in kept_trials(folder).items():
             # The first folder wins: recorded places come before `weights_dir`.
-            found.setdefault(number, (values, weights_file(folder, number)))
+            values_and_paths.setdefault(number, (values, weights_file(folder, number)))
+    # Its count does not matter: only the order is used.
     rank = _BestTrialSelector(study.directions[0], 1).rank
-    one = len(study.directions) == 1
-    order = sorted(found, key=lambda number: (rank(number, found[number][0]) if one else (), number))
-    return {number: found[number][1] for number in order}
+    has_one_objective = len(study.directions) == 1
+    order = sorted(
+        values_and_paths,
+        key=lambda number: (rank(number, values_and_paths[number][0]) if has_one_objective else (), number),
+    )
+    return {number: values_and_paths[number][1] for number in order}
 
 
 def weights_path(
@@ -333,8 +344,8 @@ def _why(trial: FrozenTrial, folders: Sequence[Path]) -> str:
     if trial.state != TrialState.COMPLETE:
         return f"the trial is {trial.state.name}, and only those of completed trials are"
     where = ", ".join(repr(str(folder)) for folder in folders)
-    kept = sorted({number for folder in folders for number in kept_trials(folder)})
-    if not kept:
+    kept_numbers = sorted({number for folder in folders for number in kept_trials(folder)})
+    if not kept_numbers:
         return f"there are none in {where}; if the folder was moved, give weights_dir="
-    shown = ", ".join(map(str, kept[:_NUM_NAMED])) + (", ..." if len(kept) > _NUM_NAMED else "")
+    shown = ", ".join(map(str, kept_numbers[:_NUM_NAMED])) + (", ..." if len(kept_numbers) > _NUM_NAMED else "")
     return f"in {where} are those of {shown}; raise keep_best, or take one of these"

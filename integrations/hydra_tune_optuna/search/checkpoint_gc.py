@@ -50,6 +50,7 @@ class StudyCheckpointCollector:
         self._weights = weights
         self._resuming = resuming
         self._running: dict[int, _WeightsRecovery] = {}
+        # Numbers whose checkpoints wait for the write of their weights.
         self._told: set[int] = set()
 
     def __len__(self) -> int:
@@ -59,7 +60,7 @@ class StudyCheckpointCollector:
     @property
     def jobs(self) -> list[Job]:
         """Jobs of the recoveries under way."""
-        return [one.job for one in self._running.values()]
+        return [recovery.job for recovery in self._running.values()]
 
     def is_wanted(self, frozen: FrozenTrial) -> bool:
         """Whether a completed trial's weights should be kept, but are missing."""
@@ -71,14 +72,18 @@ class StudyCheckpointCollector:
         frozen = left.frozen
         try:
             with let_interrupts_through():
+                # A copy, because an objective may change the trial, and the storage may share the object.
                 task = self._build(copy.deepcopy(frozen))
             if isinstance(task, TrainTask):
-                name, found = f"weights of trial {frozen.number}", left.checkpoint
-                job = self._pool.submit(task, name=name, events=events, resume_from=found.path, labels=found.labels)
+                name, checkpoint = f"weights of trial {frozen.number}", left.checkpoint
+                job = self._pool.submit(
+                    task, name=name, events=events, resume_from=checkpoint.path, labels=checkpoint.labels
+                )
                 self._running[id(job)] = _WeightsRecovery(frozen=frozen, task=task, job=job)
                 return
         except Exception as error:  # noqa: BLE001 - an objective may raise anything; the search goes on
             self._say_lost(frozen, error)
+        # Nothing can be recovered, so the checkpoint is of no further use.
         self.told(frozen.number)
 
     def has(self, job: Job) -> bool:
@@ -87,12 +92,12 @@ class StudyCheckpointCollector:
 
     def on_end(self, event: Finished | Failed) -> None:
         """Finish a recovery: keep the weights, or report their loss."""
-        one = self._running.pop(id(event.job))
+        recovery = self._running.pop(id(event.job))
         if event.result.status == "completed" and self._weights is not None:
-            self._weights.completed(one.frozen, one.task, event.result)
+            self._weights.completed(recovery.frozen, recovery.task, event.result)
         else:
-            self._say_lost(one.frozen, event.result.error)
-        self.told(one.frozen.number)
+            self._say_lost(recovery.frozen, event.result.error)
+        self.told(recovery.frozen.number)
 
     def told(self, number: int) -> None:
         """Note a told trial whose weights have been offered."""

@@ -50,6 +50,7 @@ _ENDED = frozenset({"completed", "pruned", "cancelled", "failed"})
 
 def job_name(number: int) -> str:
     """Name of a trial's job."""
+    # Also the name in the supervisor's marks, by which a sweep finds the trial that crashed its process.
     return f"trial {number}"
 
 
@@ -129,6 +130,7 @@ class OptimizeDriver:
         self._weights = weights
         self._settled = settled
         self._heartbeat = StudyHeartbeatSender(optuna_internals.storage_of(study))
+        # Of this search alone: a pool may serve several searches at once.
         self._stream = pool.events()
         self._started_seconds = time.monotonic()
         self._asked = 0
@@ -159,16 +161,20 @@ class OptimizeDriver:
                 self._abandon(error)
                 raise
             finally:
-                self._resuming.close(leaves=bool(self._untold) or any(not left.is_told for left in self._left))
+                # Trials that were neither told nor taken up still run in the storage, and need this search's sign to be
+                # found.
+                self._resuming.close(
+                    leaves=bool(self._untold) or any(not resumable.is_told for resumable in self._left)
+                )
         optuna_internals.storage_of(self._study).remove_session()
         if self._error is not None:
             raise self._error
 
     def _find_left(self) -> None:
         self._left.extend(self._resuming.begin(self._collecting.is_wanted))
-        for left in self._left:  # until their turn comes, other processes must not take these trials for dead
-            if not left.is_told:
-                self._heartbeat.add(optuna_internals.frozen_id(left.frozen))
+        for resumable in self._left:  # until their turn comes, other processes must not take these trials for dead
+            if not resumable.is_told:
+                self._heartbeat.add(optuna_internals.frozen_id(resumable.frozen))
         self._heartbeat.beat()
 
     def _step(self) -> bool:
@@ -182,6 +188,7 @@ class OptimizeDriver:
             return False
         with let_interrupts_through():
             pass  # an interrupt window here, not while waiting: an event once taken must be answered
+        # Without a wait while a trial may be asked for: an event only goes first if it is there already.
         event = self._stream.get(timeout=0 if may_ask else _POLL_SECONDS)
         match event:
             case Reported():
@@ -219,24 +226,26 @@ class OptimizeDriver:
         return time.monotonic() - self._started_seconds
 
     def _start_trial(self) -> None:
-        left = self._left.popleft() if self._left else None
-        if left is not None and left.is_told:
-            self._collecting.start(left, self._stream)
+        resumable = self._left.popleft() if self._left else None
+        if resumable is not None and resumable.is_told:
+            self._collecting.start(resumable, self._stream)
             return
-        if left is None:
+        if resumable is None:
             # As Study.optimize does before each trial.
+            # After a jump of the clock all heartbeats seem old, also those of living processes.
             if self._heartbeat.tells_who_lives:
                 optuna_internals.fail_stale(self._study)
             trial = self._resuming.ask()
             self._asked += 1
         else:
-            trial = optuna_internals.take_up(self._study, left.frozen)
-            if left.checkpoint is None:
+            trial = optuna_internals.take_up(self._study, resumable.frozen)
+            if resumable.checkpoint is None:
                 _logger.info("Trial %d, which a process that died has left running, begins anew.", trial.number)
             else:
                 self._taken_up.add(optuna_internals.trial_id(trial))
-                steps = left.checkpoint.steps
+                steps = resumable.checkpoint.steps
                 _logger.info("Trial %d goes on from its checkpoint after %d optimizer steps.", trial.number, steps)
+        # Noted before any of the user's code runs, so that an interrupt in it finds the trial.
         self._untold[optuna_internals.trial_id(trial)] = trial
         self._heartbeat.add(optuna_internals.trial_id(trial))
         try:
@@ -246,7 +255,7 @@ class OptimizeDriver:
             self._conclude_error(trial, error)
             return
         if isinstance(outcome, TrainTask):
-            self._submit(trial, outcome, left)
+            self._submit(trial, outcome, resumable)
         elif self._conclude(trial, value=outcome) == TrialState.FAIL and not looks_like_a_value(outcome):
             _logger.warning(
                 "Trial %d: with an executor, the objective returns a hydra_tune.TrainTask, or a number; this one "
@@ -277,18 +286,20 @@ class OptimizeDriver:
                 return
         # An error of submit concerns the executor, e.g. a shutdown, and would hit every task: it ends the search,
         # whatever `catch` says.
-        saving, known = self._resuming.submit_options(trial, left)
+        saving, known_steps = self._resuming.submit_options(trial, left)
         job = self._pool.submit(task, name=job_name(trial.number), events=self._stream, **saving)
-        self._running[id(job)] = _PooledTrial(trial=trial, task=task, job=job, reports=reports, known=known)
+        # Events bear the job itself, whose id is unique as long as the entry keeps the job.
+        self._running[id(job)] = _PooledTrial(trial=trial, task=task, job=job, reports=reports, known=known_steps)
 
     @staticmethod
     def _catch_up(trial: Trial, task: TrainTask, left: ResumableTrial) -> tuple[list[Values], bool]:
         """Report a resumed trial's history that the study lacks; return all values, and whether to prune."""
-        known = left.frozen.intermediate_values
+        known_steps = left.frozen.intermediate_values
         history = [] if left.checkpoint is None else left.checkpoint.history
         reports = [reported_values(task, entry) for entry in history]
+        # The process may have died between the checkpoint and its report; Optuna warns of a step reported twice.
         for values, entry in zip(reports, history, strict=True):
-            if len(values) == 1 and int(entry["step"]) not in known:
+            if len(values) == 1 and int(entry["step"]) not in known_steps:
                 trial.report(values[0], int(entry["step"]))
         return reports, bool(reports) and len(reports[-1]) == 1 and trial.should_prune()
 
@@ -302,6 +313,7 @@ class OptimizeDriver:
             running.reports.append(values)
             prune = len(values) == 1 and self._report(running, values[0], event.step)
         except Exception as error:  # noqa: BLE001 - a pruner may raise anything; `catch` decides
+            # Told at the job's end, like every trial: the job may still run a unit.
             running.failure = error
             event.job.cancel()
             return
@@ -334,6 +346,7 @@ class OptimizeDriver:
             self._collecting.on_end(event)
             return
         running = self._running.pop(id(event.job))
+        # An error in this thread has cancelled the job, so the job's own end says less.
         error = running.failure or _error_of(event)
         if error is not None:
             self._conclude_error(running.trial, error)
@@ -363,17 +376,18 @@ class OptimizeDriver:
         trained: tuple[TrainTask, Result] | None = None,
     ) -> TrialState:
         """Tell, log, keep weights and run callbacks; after an error not in `catch`, the search only drains."""
-        told = self._tell(trial, value=value, state=state, error=error, reason=reason)
+        final_state = self._tell(trial, value=value, state=state, error=error, reason=reason)
         # Before the callbacks, which may load the module of the best trial.
         if self._weights is not None and trained is not None:
             self._weights.completed(optuna_internals.stored(self._study, trial), *trained)
-        if told in (TrialState.COMPLETE, TrialState.PRUNED):
+        if final_state in (TrialState.COMPLETE, TrialState.PRUNED):
             self._collecting.told(trial.number)
         if self._limits.gc_after_trial:
             gc.collect()
-        if told == TrialState.FAIL and error is not None and not isinstance(error, self._limits.catch):
+        if final_state == TrialState.FAIL and error is not None and not isinstance(error, self._limits.catch):
+            # The first error counts; the trials still running are finished and told before it is raised.
             self._error = self._error or error
-            return told
+            return final_state
         if self._callbacks is not None:
             stored = optuna_internals.stored(self._study, trial)
             for callback in self._callbacks:
@@ -381,22 +395,23 @@ class OptimizeDriver:
                 with let_interrupts_through():
                     callback(self._study, frozen)
         self._progress_bar.update(self._elapsed_seconds(), self._study)
-        return told
+        return final_state
 
     def _tell(
         self, trial: Trial, *, value: object, state: TrialState | None, error: Exception | None, reason: str | None
     ) -> TrialState:
         try:
-            told, values, unfit = optuna_internals.tell(self._study, trial, value=value, state=state)
+            final_state, values, unfit = optuna_internals.tell(self._study, trial, value=value, state=state)
         except Exception as refusal:  # a sampler may raise on what it is told; the trial has its state all the same
             stored = optuna_internals.stored(self._study, trial)
             if stored.state.is_finished():
                 self._log(trial, stored.state, stored.values, value=value, error=error, reason=reason or repr(refusal))
             raise
-        self._log(trial, told, values, value=value, error=error, reason=reason or unfit)
+        self._log(trial, final_state, values, value=value, error=error, reason=reason or unfit)
+        # Only after the tell: an error in it leaves the trial among those that `_abandon` tells.
         del self._untold[optuna_internals.trial_id(trial)]
         self._heartbeat.discard(optuna_internals.trial_id(trial))
-        return told
+        return final_state
 
     def _log(
         self,
@@ -446,17 +461,18 @@ class OptimizeDriver:
             self._pool.suspend([running.job for running in self._running.values()])
         finally:
             self._tell_ended()
+            # After `_tell_ended`, which takes the trials that ended meanwhile out of `_running`.
             submitted = {optuna_internals.trial_id(running.trial) for running in self._running.values()}
-            others = self._untold.keys() - submitted - self._taken_up
-            stay = leave(
+            never_submitted = self._untold.keys() - submitted - self._taken_up
+            still_running = leave(
                 self._study,
                 self._resuming,
                 [self._untold[trial] for trial in sorted(submitted)],
-                [self._untold[trial] for trial in sorted(others)],
+                [self._untold[trial] for trial in sorted(never_submitted)],
             )
             # Resumed trials that were never submitted stay running: their checkpoints are still on disk.
-            kept = [self._untold[trial] for trial in sorted(self._untold.keys() & self._taken_up - submitted)]
-            self._keep_untold([*stay, *kept])
+            resumed_only = [self._untold[trial] for trial in sorted(self._untold.keys() & self._taken_up - submitted)]
+            self._keep_untold([*still_running, *resumed_only])
 
     def _keep_untold(self, trials: Iterable[Trial]) -> None:
         """Limit the untold trials to those that the storage still lists as running."""
@@ -469,6 +485,7 @@ class OptimizeDriver:
                 try:
                     self._on_end(event)
                 except Exception:
+                    # The other trials that have ended must be told all the same.
                     _logger.warning("%s has ended, and could not be told so.", event.job.name, exc_info=True)
 
 

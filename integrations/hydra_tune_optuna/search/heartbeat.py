@@ -55,6 +55,7 @@ class StudyHeartbeatSender:
                 offset_seconds - self._offset_seconds,
                 2 * interval_seconds,
             )
+        # Each jump is counted once; a clock set back makes heartbeats seem younger, which takes no trial for dead.
         self._offset_seconds = offset_seconds
         return now - self._set_seconds > 2 * interval_seconds
 
@@ -64,6 +65,7 @@ class StudyHeartbeatSender:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # Before the wake-up, after which the thread looks at the flag.
         self._stopped = True
         self._wake.set()
         if self._thread is not None:
@@ -76,6 +78,7 @@ class StudyHeartbeatSender:
         with self._lock:
             self._trial_ids.add(trial_id)
         if self._thread is None:
+            # A daemon, so that a storage that hangs cannot keep the program from its end.
             self._thread = Thread(target=self._run, name="hydra-tune-heartbeat", daemon=True)
             self._thread.start()
         # Wake the thread, or the new trial would have no heartbeat for up to a whole interval.
@@ -106,6 +109,7 @@ class StudyHeartbeatSender:
         while not self._stopped:
             self.beat()
             self._wake.wait(interval_seconds)
+            # Cleared before the next round: a trial added during the round wakes the thread again.
             self._wake.clear()
         # The thread has its own storage session.
         self._storage.remove_session()

@@ -65,18 +65,21 @@ def useless_pruner(
     needed_in_all = completed_needed(study.pruner)
     if not needed_in_all or n_trials is None or len(study.directions) > 1:
         return None
+    # Trials of earlier searches count: the pruner compares with them, too.
     earlier = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
     needed, abreast = (
         max(0, needed_in_all - earlier),
         min(width, executor.num_abreast if is_fused else executor.num_abreast_alone),
     )
     working = [number for number in range(1, abreast + 1) if num_unjudged(needed, number) < n_trials]
+    # Useless at any number of trials abreast, or useful at this one: there is nothing to advise.
     if not working or abreast in working:
         return None
     words = remedies or PrunerRemedies()
     # The widest setting at which half of the trials can be judged; if none reaches half, the one that judges most.
     narrow = max(number for number in working if num_unjudged(needed, number) <= max(n_trials // 2, needed))
     helping = [words.narrower.format(narrow), words.other]
+    # Members of a fused group advance together under either admission.
     if not executor.fusion_size and len(executor.device_names) in working:
         helping.insert(0, words.staggered)
     ended = "has completed" if needed == 1 else "have completed"

@@ -86,21 +86,27 @@ class StudyResumer:
         self._sign = LivenessFile(self._folder)
         # Alone: two searches that start at once must not claim the same trials.
         with alone(self._folder):
-            found = self.left()
-            dead = {name for left in found for name in _claims(left.frozen)}
-            for left in found:
-                self._claim(left.frozen)
+            ownerless = self.left()
+            dead_searches = {name for resumable in ownerless for name in _claims(resumable.frozen)}
+            for resumable in ownerless:
+                self._claim(resumable.frozen)
             # Only forget a dead search once no running trial refers to it: a forgotten name counts as foreign.
-            for name in dead - {n for frozen in optuna_internals.running(self._study) for n in _claims(frozen)}:
+            for name in dead_searches - {
+                n for frozen in optuna_internals.running(self._study) for n in _claims(frozen)
+            }:
                 forget_sign(self._folder, name)
-        return [*self._told(is_wanted), *found]
+        return [*self._told(is_wanted), *ownerless]
 
     def left(self) -> list[ResumableTrial]:
         """Find the ownerless running trials, sorted by number, without claiming any."""
         if not self.saves:
             return []
-        found = [left for frozen in optuna_internals.running(self._study) if (left := self._left(frozen)) is not None]
-        return sorted(found, key=lambda left: left.frozen.number)
+        ownerless = [
+            resumable
+            for frozen in optuna_internals.running(self._study)
+            if (resumable := self._left(frozen)) is not None
+        ]
+        return sorted(ownerless, key=lambda resumable: resumable.frozen.number)
 
     def close(self, *, leaves: bool) -> None:
         """End this search's registration.
@@ -129,12 +135,14 @@ class StudyResumer:
             return {}, frozenset()  # without asking the storage
         frozen = optuna_internals.stored(self._study, trial)
         name, known = self._saved_as(frozen.number), frozenset(frozen.intermediate_values)
+        # The labels are compared when a later search finds the checkpoint.
         options = {"saved_as": name, "labels": labels(self._study, frozen)}
         if left is not None and left.checkpoint is not None:
             return options | {"resume_from": left.checkpoint.path}, known
         with contextlib.suppress(
             CheckpointError
         ):  # of a study that runs elsewhere; this study's checkpoints have another folder
+            # An old checkpoint under this name must not be taken for the new trial's.
             self._pool.remove_checkpoint(name)
         return options, known
 
@@ -150,6 +158,7 @@ class StudyResumer:
     def _left(self, frozen: FrozenTrial) -> ResumableTrial | None:
         """Make a running trial resumable; None for a trial that may have an owner."""
         claims = _claims(frozen)
+        # A claim by a living search, or by a search of another folder, which cannot be asked whether it lives.
         if not all(has_died(self._folder, name) for name in claims):
             return None
         try:
@@ -159,6 +168,7 @@ class StudyResumer:
                 "Trial %d cannot be gone on with: %s; remove its checkpoints, and it begins anew", frozen.number, error
             )
             return None
+        # The same study name and number do not suffice: the study may have been deleted and made anew.
         is_own = checkpoint is not None and checkpoint.labels == labels(self._study, frozen)
         if is_own and checkpoint is not None and checkpoint.is_in_use:
             return None
@@ -177,19 +187,20 @@ class StudyResumer:
 
     def _told(self, is_wanted: Callable[[FrozenTrial], bool]) -> list[ResumableTrial]:
         """Find completed trials without kept weights, after a crash; remove the checkpoints of other ended trials."""
-        wanted = []
+        recoverable = []
         for frozen in optuna_internals.ended(self._study, (TrialState.COMPLETE, TrialState.PRUNED)):
             try:
                 checkpoint = self._pool.find_checkpoint(self._saved_as(frozen.number))
             except HydraTuneError:
                 continue  # damaged: nothing to recover
+            # Nothing to do, another process's business, or another study of the same name.
             if checkpoint is None or checkpoint.is_in_use or checkpoint.labels != labels(self._study, frozen):
                 continue
             if frozen.state == TrialState.COMPLETE and is_wanted(frozen):
-                wanted.append(ResumableTrial(frozen=frozen, checkpoint=checkpoint, is_told=True))
+                recoverable.append(ResumableTrial(frozen=frozen, checkpoint=checkpoint, is_told=True))
             else:
                 self.forget(frozen.number)
-        return wanted
+        return recoverable
 
     @property
     def _folder(self) -> Path:

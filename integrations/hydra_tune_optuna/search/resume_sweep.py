@@ -1,6 +1,6 @@
 """Resumes a sweep in its own folder: counts the trials to resume, and restores the sampler's random streams.
 
-`resuming` decides the ownership of running trials.
+`resume_study` decides the ownership of running trials.
 """
 
 from typing import Any
@@ -33,8 +33,10 @@ def going_on(study: Study, pool: HydraExecutor) -> tuple[int, list[int]]:
     resuming = StudyResumer(study, pool)
     if not resuming.saves:
         return 0, []
-    left = {found.frozen.number for found in resuming.left()}
-    return len(left), [frozen.number for frozen in optuna_internals.running(study) if frozen.number not in left]
+    own_numbers = {resumable.frozen.number for resumable in resuming.left()}
+    return len(own_numbers), [
+        frozen.number for frozen in optuna_internals.running(study) if frozen.number not in own_numbers
+    ]
 
 
 def keep_sampler(study: Study, sampler: BaseSampler, seed: int | None, folder: SweepFolder) -> None:
@@ -51,20 +53,21 @@ def keep_sampler(study: Study, sampler: BaseSampler, seed: int | None, folder: S
     Raises:
         CheckpointError: the noted position is damaged.
     """
-    of = {"sampler": type(sampler).__name__, "seed": seed}
+    identity = {"sampler": type(sampler).__name__, "seed": seed}
     key = f"{_MARK}:{folder.identity}"
-    noted = folder.noted(_SAMPLER)
+    noted_state = folder.noted(_SAMPLER)
     # A recreated study lacks this mark in its storage, while the folder still has the old study's position.
     if optuna_internals.study_attributes(study).get(key) is None:
         optuna_internals.set_study_attribute(study, key, True)
-    elif noted is not None and {name: noted.get(name) for name in of} == of:
+    elif noted_state is not None and {name: noted_state.get(name) for name in identity} == identity:
         try:
-            restore(sampler, noted["streams"])
+            restore(sampler, noted_state["streams"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{str(folder.path / 'sampler.json')!r} is damaged: {error}; remove it") from error
 
     def note(streams: list[dict[str, Any]]) -> None:
-        folder.note(_SAMPLER, of | {"streams": streams})
+        folder.note(_SAMPLER, identity | {"streams": streams})
 
+    # Noted at once, so that a process killed before its first draw resumes from the same position.
     note(state_of(sampler))
     note_draws(sampler, note)

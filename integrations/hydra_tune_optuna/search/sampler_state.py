@@ -30,9 +30,9 @@ def restore(sampler: BaseSampler, state: list[dict[str, Any]]) -> None:
     streams = optuna_internals.random_streams(sampler)
     if len(streams) != len(state):
         raise ValueError(f"{type(sampler).__name__} has {len(streams)} random streams, and {len(state)} were noted")
-    for stream, each in zip(streams, state, strict=True):
+    for stream, stream_state in zip(streams, state, strict=True):
         try:
-            stream.set_state(_decoded(each))
+            stream.set_state(_decoded(stream_state))
         except (KeyError, IndexError, TypeError, OverflowError) as error:
             raise ValueError(f"what was noted is no random stream: {error!r}") from error
 
@@ -40,6 +40,7 @@ def restore(sampler: BaseSampler, state: list[dict[str, Any]]) -> None:
 def note_draws(sampler: BaseSampler, note: Callable[[list[dict[str, Any]]], None]) -> None:
     """Call `note` with a sampler's state after each draw, before the draw is handed out."""
     for name in _DRAWING:
+        # On the instance, so that other samplers of the class stay as they are.
         setattr(sampler, name, _noting(sampler, getattr(sampler, name), note))
 
 
@@ -69,5 +70,6 @@ def _encoded(stream: np.random.RandomState) -> dict[str, Any]:
 
 
 def _decoded(state: dict[str, Any]) -> tuple[str, Any, int, int, float]:
+    # JSON has given plain ints; the generator takes words of 32 bits.
     keys = np.array(state["keys"], dtype=np.uint32)
     return state["kind"], keys, int(state["position"]), int(state["has_gauss"]), float(state["gauss"])

@@ -1,6 +1,6 @@
 """Decides the fate of unfinished trials when a search ends early: give them up, or leave them for a later search.
 
-A left trial with a checkpoint stays running in the storage, where `resuming` finds the trial. A left trial without a
+A left trial with a checkpoint stays running in the storage, where `resume_study` finds the trial. A left trial without a
 checkpoint is put back to waiting, like Optuna's own enqueued trials, with its drawn parameters, and begins anew. Both
 continue under their old numbers.
 """
@@ -31,17 +31,18 @@ def give_up(study: Study, trials: Iterable[Trial], error: BaseException) -> list
     # As Optuna does for a trial that Ctrl-C ends; any other error reaches the user with its own traceback.
     interrupt = error if isinstance(error, KeyboardInterrupt) else None
     reason = f"the search was ended by {error!r}" if interrupt is None else repr(interrupt)
-    lost = []
+    untold = []
     for trial in trials:
         try:
+            # A sampler may have raised after the storage took the trial's state.
             if not optuna_internals.stored(study, trial).state.is_finished():
                 optuna_internals.tell(study, trial, state=TrialState.FAIL)
                 optuna_internals.log_failed(trial, reason, error=interrupt)
                 interrupt = None  # log the traceback only once
         except Exception:
             _logger.warning("Trial %d could not be told that it failed.", trial.number, exc_info=True)
-            lost.append(trial)
-    return lost
+            untold.append(trial)
+    return untold
 
 
 def leave(

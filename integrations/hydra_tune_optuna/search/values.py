@@ -24,9 +24,9 @@ def reported_values(task: TrainTask, metrics: Mapping[str, float]) -> Values:
     """
     missing = [name for name in task.metrics if name not in metrics]
     if missing:
-        wanted, given = ", ".join(map(repr, missing)), ", ".join(map(repr, metrics)) or "nothing"
+        missing_names, reported_names = ", ".join(map(repr, missing)), ", ".join(map(repr, metrics)) or "nothing"
         raise MetricError(
-            f"metric {wanted} is not reported; reported: {given}; name one of these, or return it in evaluate"
+            f"metric {missing_names} is not reported; reported: {reported_names}; name one of these, or return it in evaluate"
         )
     return tuple(metrics[name] for name in task.metrics)
 
@@ -67,6 +67,7 @@ def trial_value(task: TrainTask, reports: Sequence[Values], directions: Sequence
     if task.result == "best":
         numbers = [values[0] for values in reports if not math.isnan(values[0])]
         pick = max if directions[0] == StudyDirection.MAXIMIZE else min
+        # NaN compares false with everything, so it must not be among the compared numbers.
         return pick(numbers, default=math.nan)
     return reports[-1] if len(task.metrics) > 1 else reports[-1][0]
 
