@@ -190,7 +190,7 @@ class PoolStudy(Study):
         build = build or self._func
         if build is None:
             raise ConfigError(
-                "which model it is, the objective says; give build=, the function that optimize was given"
+                "load_module builds the model with the objective; give build=, the function given to optimize"
             )
         if self._weights is not None:
             self._weights.flush()  # in a callback the weights may still be pending

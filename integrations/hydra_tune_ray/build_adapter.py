@@ -32,8 +32,8 @@ class SampledParameters(dict[str, Any]):
 
     def _drawn(self, name: str) -> Any:
         if name not in self:
-            known = ", ".join(map(repr, self)) or "nothing"
-            raise KeyError(f"build asks for {name!r}, and param_space has {known}; add it there")
+            names = ", ".join(map(repr, self)) or "nothing"
+            raise KeyError(f"build asks for {name!r}, and param_space has {names}; add it there")
         return self[name]
 
 
@@ -60,13 +60,18 @@ def _takes_names(build: Build, config: Mapping[str, Any]) -> bool:
     except (TypeError, ValueError):  # some callables written in C have no signature
         return False
     positional = [
-        each
-        for each in parameters
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.VAR_POSITIONAL)
+        parameter
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
-    if not positional or any(each.name in config for each in positional):
+    # A name of the sample among the positional parameters: `def build(lr, width)`.
+    if not positional or any(parameter.name in config for parameter in positional):
         return True
     # One positional parameter takes the whole sample. Several can only be names, perhaps misspelt; the call's own error
     # then tells.
-    needed = [each for each in positional if each.default is each.empty and each.kind != each.VAR_POSITIONAL]
+    needed = [
+        parameter
+        for parameter in positional
+        if parameter.default is parameter.empty and parameter.kind != parameter.VAR_POSITIONAL
+    ]
     return len(needed) > 1

@@ -16,6 +16,7 @@ def read_files(folder: Path) -> Files:
     Raises:
         OSError: a file cannot be read.
     """
+    # Locks and temporary files of a folder stay where they are.
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in _KINDS}
 
 

@@ -76,6 +76,7 @@ class TrialClient:
             PoolError: there is no pool.
         """
         if ticket is not None:
+            # The pool may be gone since; the trial then begins from its files elsewhere.
             with contextlib.suppress(ValueError):
                 self._pool_name, self._pool = ticket.pool, find_actor(ticket.pool)
         if self._pool is None:
@@ -95,10 +96,12 @@ class TrialClient:
             PoolError: the pool has died.
         """
         while True:
+            # The socket answers with reports and waits only; every other answer comes through Ray.
             outcome = self._next_here() or self._asked(_ANSWER_SECONDS, "next", self._request.key, self._number)
             if isinstance(outcome, WaitingOutcome):
                 continue
             if isinstance(outcome, MoveOutcome):
+                # The new pool counts reports on from here.
                 self._request = replace(self._request, files=outcome.files, number=self._number)
                 self._go_to(outcome.pool)
                 self._begin(None)
@@ -133,10 +136,12 @@ class TrialClient:
 
     def leave(self) -> None:
         """Release the trial: at once, or if saved at its last report with the lease, for another process to continue."""
+        # First, so that no renewal keeps the trial after its end.
         self._left.set()
         self._hang_up()
         if self._pool is None:
             return
+        # Saved at this very report, so Ray may only pause the trial, and another process may come with the ticket.
         parks = self._saved == self._number and not self._is_last
         with contextlib.suppress(RayError):  # a dead pool has dropped the trial already
             ray.get(self._pool.call.remote("end", self._request.key, parks=parks), timeout=_LEAVE_SECONDS)
@@ -144,9 +149,10 @@ class TrialClient:
     def _placed(self) -> str:
         try:
             directory = find_actor(self._directory)
+            # Before any other message, which another version could not read.
             check_directory(directory, self._directory.removeprefix("pools-"))
-            here = ray.get_runtime_context().get_node_id()
-            call = directory.place.remote(self._request.key, here, _PLACE_SECONDS)
+            node_id = ray.get_runtime_context().get_node_id()
+            call = directory.place.remote(self._request.key, node_id, _PLACE_SECONDS)
             name = str(ray.get(call, timeout=_PLACE_SECONDS + _ANSWER_SECONDS))
         except (ValueError, RayError) as error:
             raise PoolError(
@@ -207,7 +213,7 @@ class TrialClient:
                 )
             return
         if over.status != "completed":
-            raise TrialError(f"{name} was ended in its pool by somebody else ({over.status})")
+            raise TrialError(f"{name} was ended in its pool by another caller ({over.status})")
 
     def _asked(self, seconds: float, method: str, *args: Any) -> Any:
         name, deadline = self._request.name, time.monotonic() + _LOST_SECONDS
@@ -232,6 +238,7 @@ class TrialClient:
         """Renew the lease until the client has left."""
         while not self._left.wait(self._request.lease_seconds / _BEATS):
             with contextlib.suppress(RayError):
+                # Without waiting for the answer: a slow pool must not delay the next renewal.
                 self._pool.call.remote("renew", (self._request.key,))
 
 

@@ -20,12 +20,14 @@ def check_ray() -> None:
         RayVersionError: Ray is missing, or its version is older or newer than the tested ones.
     """
     try:
-        found = version("ray")
+        installed_version = version("ray")
     except PackageNotFoundError as error:
         raise RayVersionError(f"hydra_tune_ray needs Ray, which is not installed: {_INSTALL}") from error
-    if not OLDEST <= _parsed(found) < NEXT:
+    if not OLDEST <= _parsed(installed_version) < NEXT:
         tested = f"{_text(OLDEST)} up to, but not including, {_text(NEXT)}"
-        raise RayVersionError(f"Ray {found} is installed, and hydra_tune_ray was tested with {tested}: {_INSTALL}")
+        raise RayVersionError(
+            f"Ray {installed_version} is installed, and hydra_tune_ray was tested with {tested}: {_INSTALL}"
+        )
 
 
 @contextmanager

@@ -20,21 +20,21 @@ def pickled(value: Any, what: str) -> bytes:
         BuildPickleError: the object cannot be pickled; the message names the part to blame.
     """
     try:
-        found = ray.cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+        data = ray.cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
     except Exception as error:
         raise BuildPickleError(
             f"{what} cannot be pickled, and so not be sent to a pool: {_blamed(value)} ({type(error).__name__}: {error}); "
             f"have {what} make it when it is called, or take it from a module"
         ) from error
-    assert isinstance(found, bytes)
-    return found
+    assert isinstance(data, bytes)
+    return data
 
 
 def _blamed(value: Any) -> str:
     """Describe the innermost objects that do not pickle."""
     _, failures = inspect_serializability(value, depth=4, print_file=io.StringIO())
-    found = [_place(failure) for failure in failures if failure.obj is not value]
-    return "because of " + "; ".join(sorted(found)) if found else f"because of {_kind(value)}"
+    culprits = [_place(failure) for failure in failures if failure.obj is not value]
+    return "because of " + "; ".join(sorted(culprits)) if culprits else f"because of {_kind(value)}"
 
 
 def _place(failure: Any) -> str:

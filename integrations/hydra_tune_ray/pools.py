@@ -47,6 +47,7 @@ class Pools:
         self._directory = directory
 
     def __reduce__(self) -> tuple[type[Self], tuple[str]]:
+        # Without the handle, which means nothing to a program that restores the search later.
         return type(self), (self.name,)
 
     @property
@@ -58,11 +59,11 @@ class Pools:
         """
         if self._directory is None:
             try:
-                found = find_actor(f"pools-{self.name}")
-                check_directory(found, self.name)
+                actor = find_actor(f"pools-{self.name}")
+                check_directory(actor, self.name)
             except (ValueError, RayError) as error:
                 raise PoolError(f"the pools {self.name!r} are gone; start them again") from error
-            self._directory = found
+            self._directory = actor
         return self._directory
 
     def figures(self) -> tuple[PoolFigures, ...]:
@@ -71,8 +72,8 @@ class Pools:
         Raises:
             PoolError: the directory does not answer.
         """
-        found: tuple[PoolFigures, ...] = self._asked(self.directory.figures.remote())
-        return found
+        figures: tuple[PoolFigures, ...] = self._asked(self.directory.figures.remote())
+        return figures
 
     def options(self) -> Mapping[str, Any]:
         """Return the options that the pools were made with.
@@ -80,8 +81,8 @@ class Pools:
         Raises:
             PoolError: the directory does not answer.
         """
-        found: Mapping[str, Any] = self._asked(self.directory.options.remote())
-        return found
+        options: Mapping[str, Any] = self._asked(self.directory.options.remote())
+        return options
 
     def close(self) -> None:
         """End all trials and all pools, here and on the other nodes. May be called again."""
@@ -150,13 +151,14 @@ def start_pools(
     _check(executor_options, detached=detached, idle_seconds=idle_seconds, start_seconds=start_seconds)
     if not ray.is_initialized():
         ray.init()
+    # A directory without nodes would open without an error, and wait for nodes to join.
     if not device_nodes(executor_options):
         raise ConfigError(no_devices(executor_options))
-    own = name or uuid.uuid4().hex[:12]
+    pools_name = name or uuid.uuid4().hex[:12]
     plan = DirectoryOptions(
-        name=f"pools-{own}", options=executor_options, start_seconds=start_seconds, idle_seconds=idle_seconds
+        name=f"pools-{pools_name}", options=executor_options, start_seconds=start_seconds, idle_seconds=idle_seconds
     )
-    pools = Pools(own, _directory(plan, detached=detached))
+    pools = Pools(pools_name, _directory(plan, detached=detached))
     try:
         _check_opened(pools, start_seconds)
         _check_same(pools, executor_options)
@@ -166,14 +168,14 @@ def start_pools(
             pools.close()
         raise
     if not detached:
-        _KEPT[own] = pools
+        _KEPT[pools_name] = pools
     return pools
 
 
 def _directory(plan: DirectoryOptions, *, detached: bool) -> Any:
     # Beside the driver if possible, so that the directory outlives the loss of any other node.
-    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
-    made = ray.remote(PoolDirectory).options(
+    beside_driver = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=True)
+    actor_class = ray.remote(PoolDirectory).options(
         name=plan.name,
         namespace=NAMESPACE,
         get_if_exists=True,
@@ -181,9 +183,9 @@ def _directory(plan: DirectoryOptions, *, detached: bool) -> Any:
         num_cpus=0,
         max_concurrency=_ABREAST,
         max_restarts=-1,
-        scheduling_strategy=here,
+        scheduling_strategy=beside_driver,
     )
-    return made.remote(plan)
+    return actor_class.remote(plan)
 
 
 def _check_opened(pools: Pools, start_seconds: float) -> None:
@@ -206,10 +208,10 @@ def _check_opened(pools: Pools, start_seconds: float) -> None:
 
 
 def _check_same(pools: Pools, options: Mapping[str, Any]) -> None:
-    found = pools.options()
-    if dict(found) != dict(options):
+    existing_options = pools.options()
+    if dict(existing_options) != dict(options):
         raise ConfigError(
-            f"there are pools named {pools.name!r} with other options, {dict(found)!r}; give these, or another name"
+            f"there are pools named {pools.name!r} with other options, {dict(existing_options)!r}; give these, or another name"
         )
 
 

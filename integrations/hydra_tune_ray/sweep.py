@@ -52,6 +52,7 @@ def run_sweep(request: ClusterRequest) -> None:
             request.observer.opened(spec.name or spec.task, (), spec.run_cap)
             _search(request, pools, scheduler, search)
     finally:
+        # Also ends a cluster that was begun for this sweep.
         ray.shutdown()
 
 
@@ -79,21 +80,21 @@ def _check_listens(address: str) -> None:
     if "://" in address:
         return
     # Resolve as Ray does: "auto" comes from a file or the environment, and 127.0.0.1 becomes this machine's address.
-    found = services.canonicalize_bootstrap_address(address)
-    if found is None:
+    resolved = services.canonicalize_bootstrap_address(address)
+    if resolved is None:
         return
-    host, _, port = found.rpartition(":")
+    host, _, port = resolved.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
-        raise ConnectionError(f"nobody listens at {found} ({error})") from error
+        raise ConnectionError(f"nobody listens at {resolved} ({error})") from error
 
 
 def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, search: Any) -> None:
     spec = request.spec
     assert spec.parameters is not None, "checked before"
     width = sum(pool.width for pool in pools.figures())
-    telling = _ObserverCallback(spec, request.observer)
+    observer_callback = _ObserverCallback(spec, request.observer)
     tune.Tuner(
         trainable(_taking_names(request.build, spec.parameters), pools=pools),
         param_space={name: space_of(domain, spec.method) for name, domain in spec.parameters.items()},
@@ -108,7 +109,10 @@ def _search(request: ClusterRequest, pools: Pools, scheduler: TrialScheduler, se
             reuse_actors=True,
         ),
         run_config=tune.RunConfig(
-            name=spec.study or spec.name, verbose=0, callbacks=[PoolCallback(pools), telling], stop=telling.stopper
+            name=spec.study or spec.name,
+            verbose=0,
+            callbacks=[PoolCallback(pools), observer_callback],
+            stop=observer_callback.stopper,
         ),
     ).fit()
 
@@ -119,6 +123,7 @@ def space_of(domain: Domain, method: str) -> Any:
         return tune.grid_search(list(domain.grid() or ()))
     match domain:
         case IntDomain() if domain.log:
+            # Ray's ranges of whole numbers end before their upper limit.
             return tune.lograndint(domain.low, domain.high + 1)
         case FloatDomain() if domain.log:
             return tune.loguniform(domain.low, domain.high)
@@ -142,6 +147,7 @@ def scheduler_of(pruning: PruningRule | None) -> TrialScheduler:
     options = dict(pruning.options)
     match pruning.type:
         case "successive_halving":
+            # Successive halving skips the first rungs: each unit of the rate multiplies the first by eta.
             first = options["min_iter"] * options["eta"] ** options["min_early_stopping_rate"]
             return ASHAScheduler(max_t=_UNLIMITED, grace_period=first, reduction_factor=options["eta"])
         case "hyperband" if options.get("max_iter") is not None:
@@ -154,6 +160,7 @@ def scheduler_of(pruning: PruningRule | None) -> TrialScheduler:
             )
         case "median":
             return MedianStoppingRule(
+                # Ray counts iterations from 1, and judges from the grace period on.
                 grace_period=options["n_warmup_steps"] + 1,
                 min_samples_required=max(options["n_startup_trials"], options["n_min_trials"]),
             )
@@ -219,6 +226,7 @@ class _ObserverCallback(tune.Callback):
             self._observer.asked(self._numbers[trial.trial_id])
 
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
+        # Ray calls a trial complete that a scheduler has stopped, too.
         state = "completed" if (trial.last_result or {}).get("is_last") else "pruned"
         self._finished(trial, state)
 

@@ -84,11 +84,14 @@ def trainable(
             f"{next(iter(executor_options))} is an option of pools that are started, and pools= gives some that are there; "
             "give it to start_pools"
         )
+    # Before the pools start, so that a function that cannot be sent costs no devices.
     data = pickled(build, "build")
-    found = start_pools(**executor_options) if pools is None else pools
-    settings = TrainableSettings(directory=f"pools-{found.name}", build=data, lease_seconds=lease_seconds)
+    pools_in_use = start_pools(**executor_options) if pools is None else pools
+    settings = TrainableSettings(directory=f"pools-{pools_in_use.name}", build=data, lease_seconds=lease_seconds)
     name = getattr(build, "__name__", None) or type(build).__name__
-    return type(name, (PoolTrainable,), {"settings": settings, "pools": found.name, "__doc__": PoolTrainable.__doc__})
+    return type(
+        name, (PoolTrainable,), {"settings": settings, "pools": pools_in_use.name, "__doc__": PoolTrainable.__doc__}
+    )
 
 
 class PoolTrainable(Trainable):
@@ -133,6 +136,7 @@ class PoolTrainable(Trainable):
         folder = Path(checkpoint)
         try:
             ticket = TrialTicket(**json.loads((folder / _TICKET).read_text()))
+            # Read at once, because Ray may remove its folder after this call.
             self._wanted = read_files(folder / FOLDER), ticket
         except (OSError, ValueError, TypeError) as error:
             raise TrialError(f"{str(folder)!r} is no checkpoint of a trial in a pool: {error}") from error
@@ -159,15 +163,20 @@ class PoolTrainable(Trainable):
 
     def _go_on(self) -> None:
         """Take the trial to a pool, unless it already waits in one at the wanted report, with the same config."""
-        before, self._client, self._reset = self._client, None, False
+        earlier_client, self._client, self._reset = self._client, None, False
         digest = _digest(self._drawn)
         files, ticket = self._wanted or (None, None)
         self._wanted = None
-        if before is not None and ticket is not None and before.is_at(ticket) and ticket.config == digest:
-            self._client = before
+        if (
+            earlier_client is not None
+            and ticket is not None
+            and earlier_client.is_at(ticket)
+            and ticket.config == digest
+        ):
+            self._client = earlier_client
             return
-        if before is not None:
-            before.leave()
+        if earlier_client is not None:
+            earlier_client.leave()
         # Files go through the object store, because the client may send the request again.
         request = BeginRequest(
             trial_id=self.trial_id,

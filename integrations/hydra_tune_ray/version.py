@@ -32,10 +32,10 @@ def check_directory(directory: Any, pools: str) -> None:
         RayError: the directory does not answer.
     """
     asked = getattr(directory, "version", None)  # absent in the first versions
-    found = _EARLIER if asked is None else str(ray.get(asked.remote(), timeout=_ANSWER_SECONDS))
-    if found != VERSION:
+    running = _EARLIER if asked is None else str(ray.get(asked.remote(), timeout=_ANSWER_SECONDS))
+    if running != VERSION:
         raise PoolError(
-            f"the pools {pools!r} run {found}, and this program {VERSION}; install the same hydra-tune here as on the nodes, "
+            f"the pools {pools!r} run {running}, and this program {VERSION}; install the same hydra-tune here as on the nodes, "
             f"or end these pools, ray.kill(ray.get_actor('pools-{pools}', namespace='hydra_tune')), and start new ones"
         )
 

@@ -26,10 +26,10 @@ def load_module(build: Build, result: Result, checkpoint: Checkpoint | None = No
     """
     from hydra_tune.train.checkpoint.weights import load_module as load_task_module  # noqa: PLC0415 - imports torch
 
-    found = checkpoint or result.checkpoint
-    if found is None or result.config is None:
+    chosen_checkpoint = checkpoint or result.checkpoint
+    if chosen_checkpoint is None or result.config is None:
         raise CheckpointError(
             "Ray has no checkpoint of this trial; give tune.CheckpointConfig(checkpoint_at_end=True), which is its default"
         )
-    with found.as_directory() as folder:
+    with chosen_checkpoint.as_directory() as folder:
         return load_task_module(built(build, result.config), f"{folder}/{FOLDER}")

@@ -119,7 +119,7 @@ class StudyResumer:
         try:
             self._sign.close(leaves=leaves)
         except HydraTuneError as error:
-            _logger.warning("The search is over, and what says that it lives could not be removed: %s", error)
+            _logger.warning("The search is over, but its liveness file could not be removed: %s", error)
 
     def ask(self) -> Trial:
         """Ask for a new trial, claimed by this search."""
@@ -165,7 +165,7 @@ class StudyResumer:
             checkpoint = self._pool.find_checkpoint(self._saved_as(frozen.number))
         except HydraTuneError as error:
             _logger.warning(
-                "Trial %d cannot be gone on with: %s; remove its checkpoints, and it begins anew", frozen.number, error
+                "Trial %d cannot be resumed: %s; remove its checkpoints to begin the trial anew", frozen.number, error
             )
             return None
         # The same study name and number do not suffice: the study may have been deleted and made anew.

@@ -68,6 +68,8 @@ def _waits_again(study: Study, trial: Trial) -> bool:
     try:
         optuna_internals.wait_again(study, optuna_internals.stored(study, trial))
     except Exception:
-        _logger.warning("Trial %d seems to run still: it could not be told to wait.", trial.number, exc_info=True)
+        _logger.warning(
+            "Trial %d still seems to run: it could not be put back to waiting.", trial.number, exc_info=True
+        )
         return False
     return True

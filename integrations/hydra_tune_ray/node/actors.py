@@ -90,18 +90,20 @@ def start_pool(place: NodePoolSpec) -> Any:
         The actor's handle.
     """
     strategy = NodeAffinitySchedulingStrategy(node_id=place.node.node_id, soft=False)
-    made = ray.remote(PoolActor).options(
+    actor_class = ray.remote(PoolActor).options(
         name=place.name,
         namespace=NAMESPACE,
         get_if_exists=True,
+        # Outlives the directory, which Ray may restart; the pool's pulse ends a pool that nobody needs.
         lifetime="detached",
+        # Pools take no CPUs of Ray's account.
         num_cpus=0,
         num_gpus=place.node.num_gpus,
         max_concurrency=_ABREAST,
         max_restarts=-1,
         scheduling_strategy=strategy,
     )
-    return made.remote(place)
+    return actor_class.remote(place)
 
 
 def find_actor(name: str) -> Any:

@@ -58,13 +58,14 @@ def moves(pools: Mapping[str, PoolBacklog], move_seconds: float) -> dict[str, st
         pools: by name.
         move_seconds: cost of moving a trial that has begun, in seconds.
     """
-    now = {name: replace(work, trials=dict(work.trials)) for name, work in pools.items()}
-    found: dict[str, str] = {}
-    while (step := _best_move(now, move_seconds, found)) is not None:
+    # Copies, because each move changes the balance for the next.
+    backlogs = {name: replace(work, trials=dict(work.trials)) for name, work in pools.items()}
+    targets: dict[str, str] = {}
+    while (step := _best_move(backlogs, move_seconds, targets)) is not None:
         key, source, target = step
-        now[target].trials[key] = now[source].trials.pop(key)
-        found[key] = target
-    return found
+        backlogs[target].trials[key] = backlogs[source].trials.pop(key)
+        targets[key] = target
+    return targets
 
 
 def _best_move(
@@ -80,6 +81,7 @@ def _best_move(
     for key, seconds in busy.trials.items():
         cost = move_seconds if key in busy.started else 0.0
         later = max(full - seconds / busy.num_devices, empty + (seconds + cost) / idle.num_devices)
+        # At a tie a trial without state goes, which costs nothing to move, then the longest.
         rank = (later, key in busy.started, -seconds, key)
         # Each trial moves at most once a round, or two equal pools could pass a trial to and fro forever.
         if key not in moved and full - later > max(cost, _GAIN * seconds / busy.num_devices):

@@ -62,12 +62,13 @@ class DirectoryConnection:
         """Find the directory; in a thread, because the lookup blocks when Ray does not answer."""
         if self._directory is None:
             try:
-                found = asyncio.to_thread(find_actor, self._name)
-                self._directory = await asyncio.wait_for(found, _ANSWER_SECONDS)
+                lookup = asyncio.to_thread(find_actor, self._name)
+                self._directory = await asyncio.wait_for(lookup, _ANSWER_SECONDS)
             except ValueError as error:
                 self._num_missing += 1
                 if self._num_missing < GONE_TIMES:
                     raise TimeoutError(f"there is no directory {self._name!r} now") from error
+                # Only after several such answers in a row, because Ray also answers so when unsure.
                 raise PoolError(f"its directory is gone: {error}") from error
         self._num_missing = 0
         return self._directory

@@ -49,7 +49,9 @@ class LocalSocketServer:
             path = str(Path(self._folder) / "line")
             self._server = await asyncio.start_unix_server(self._serve, path)
         except OSError as error:  # for example a path too long for a socket
-            _LOGGER.info("Trials of this node ask by Ray, which takes longer, for no socket can be opened: %s", error)
+            _LOGGER.info(
+                "No socket can be opened, so trials on this node ask through Ray, which takes longer: %s", error
+            )
         else:
             self.path = path
 
@@ -90,6 +92,7 @@ class LocalSocketClient:
         except OSError:
             self._socket.close()
             raise
+        # Buffered, so that an answer in several packets is still read as a line.
         self._answers = self._socket.makefile("rb")
 
     def next(self, key: str, answered: int) -> ReportOutcome | WaitingOutcome | None:
@@ -106,10 +109,10 @@ class LocalSocketClient:
         # A pool that dies mid-answer leaves a partial line.
         if not answer.endswith(b"\n"):
             raise ConnectionResetError("the pool has hung up")
-        found = json.loads(answer)
-        if found is _ELSEWHERE:
+        content = json.loads(answer)
+        if content is _ELSEWHERE:
             return None
-        return WaitingOutcome() if found is None else ReportOutcome(**found)
+        return WaitingOutcome() if content is None else ReportOutcome(**content)
 
     def close(self) -> None:
         """Close the connection."""

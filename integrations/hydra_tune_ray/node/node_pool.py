@@ -81,6 +81,7 @@ class NodePool:
         Returns:
             The error in the options, or an empty text.
         """
+        # Several trials may come at once, and the devices must be opened once.
         async with self._opening:
             if self._training is None:
                 options = {**self._place.options, "devices": self._place.node.devices}
@@ -88,6 +89,7 @@ class NodePool:
                     self._training = await asyncio.to_thread(NodePoolRuntime, options)
                 except Exception as error:  # noqa: BLE001 - whatever it is, whoever has started the pool is to see it
                     return told(error)
+                # Before the pulse, so that every reply names the socket.
                 await self._line.open()
                 self._pulse = asyncio.create_task(self._beat())
         return ""
@@ -102,29 +104,30 @@ class NodePool:
         Returns:
             The address for questions from this node, or the reason why there is nothing to train.
         """
-        there = self._trials.get(request.key)
-        if there is not None:
+        earlier = self._trials.get(request.key)
+        if earlier is not None:
             # A repeated call, after a lost answer, must not train the trial a second time.
-            return there.said if isinstance(there.said, EndOutcome) else BeginReply(line=self._line.path)
+            return earlier.said if isinstance(earlier.said, EndOutcome) else BeginReply(line=self._line.path)
         if ticket is not None:
-            waiting = self._trials.get(ticket.key)
-            if waiting is not None and self._waits_at(waiting, ticket):
-                self._trials.hand_on(waiting, replace(request, files=waiting.request.files))
+            waiting_trial = self._trials.get(ticket.key)
+            if waiting_trial is not None and self._waits_at(waiting_trial, ticket):
+                self._trials.hand_on(waiting_trial, replace(request, files=waiting_trial.request.files))
                 return BeginReply(line=self._line.path)
-        wrong = await self.open()
-        if wrong:
-            return EndOutcome(status="failed", error=wrong)
-        await self._end([held for held in self._trials if held.request.trial_id == request.trial_id])
-        held, events = self._trials.add(request)
+        error_text = await self.open()
+        if error_text:
+            return EndOutcome(status="failed", error=error_text)
+        # Ray runs a trial in one process at a time, so earlier attempts have no client any more.
+        await self._end([trial for trial in self._trials if trial.request.trial_id == request.trial_id])
+        trial, events = self._trials.add(request)
         try:
             assert self._training is not None
-            held.job = await asyncio.to_thread(self._training.submit, request, await _fetched(request.files), events)
-            held.at_end = self._training.copy_at_end(held.job)
+            trial.job = await asyncio.to_thread(self._training.submit, request, await _fetched(request.files), events)
+            trial.at_end = self._training.copy_at_end(trial.job)
         except Exception as error:  # noqa: BLE001 - a trial's own code may raise anything; it fails alone
-            held.said = EndOutcome(status="failed", error=told(error))
-            return held.said
-        if self._trials.get(request.key) is not held:  # the client ended the trial during the build
-            held.job.cancel()
+            trial.said = EndOutcome(status="failed", error=told(error))
+            return trial.said
+        if self._trials.get(request.key) is not trial:  # the client ended the trial during the build
+            trial.job.cancel()
         return BeginReply(line=self._line.path)
 
     async def next(self, key: str, answered: int) -> Outcome:
@@ -135,21 +138,21 @@ class NodePool:
             answered: number of the last report that the client has received; the trial continues if it waits at this
                 report.
         """
-        held = self._trials.get(key)
-        if held is None:
+        trial = self._trials.get(key)
+        if trial is None:
             return self._trials.moved(key) or EndOutcome(status="unknown")
-        self._trials.renew(held)
+        self._trials.renew(trial)
         # Only this report is answered: a repeated call with an earlier number gets the present report again.
-        if isinstance(held.said, ReportOutcome) and held.said.number == answered:
-            if held.leaves:
-                return await self._moved(held)
-            held.said = None
-            held.request = replace(held.request, files=None)  # or the object store would keep the files as long
-            assert held.job is not None
-            held.job.proceed()
-        said = await self._trials.next_of(held)
-        self._trials.renew(held)
-        return await self._moved(held) if said is None else said
+        if isinstance(trial.said, ReportOutcome) and trial.said.number == answered:
+            if trial.leaves:
+                return await self._moved(trial)
+            trial.said = None
+            trial.request = replace(trial.request, files=None)  # or the object store would keep the files as long
+            assert trial.job is not None
+            trial.job.proceed()
+        outcome = await self._trials.next_of(trial)
+        self._trials.renew(trial)
+        return await self._moved(trial) if outcome is None else outcome
 
     async def save(self, key: str, folder: str | None) -> Files | None:
         """Write the state of a trial that waits at a report or has completed.
@@ -164,16 +167,16 @@ class NodePool:
         Raises:
             HydraTuneError: as `HydraExecutor.save_to`, or the trial is not in this pool.
         """
-        held = self._trials.get(key)
-        if held is None or held.job is None or self._training is None:
+        trial = self._trials.get(key)
+        if trial is None or trial.job is None or self._training is None:
             raise TaskError("there is no such trial in this pool any more")
-        self._trials.renew(held)
-        if isinstance(held.said, EndOutcome):
-            return await self._last_state(held)
+        self._trials.renew(trial)
+        if isinstance(trial.said, EndOutcome):
+            return await self._last_state(trial)
         if folder is not None:
-            await asyncio.to_thread(self._training.save, held.job, folder)
+            await asyncio.to_thread(self._training.save, trial.job, folder)
             return None
-        return await asyncio.to_thread(self._training.read_saved, held.job)
+        return await asyncio.to_thread(self._training.read_saved, trial.job)
 
     async def _last_state(self, held: LeasedTrial) -> Files:
         """Return the state that a trial completed with."""
@@ -195,24 +198,24 @@ class NodePool:
             key: of the trial.
             parks: whether another client may take the trial over, as long as the lease lasts.
         """
-        held = self._trials.get(key)
-        if held is None:
+        trial = self._trials.get(key)
+        if trial is None:
             return
-        if parks and isinstance(held.said, ReportOutcome):
-            self._trials.renew(held)
+        if parks and isinstance(trial.said, ReportOutcome):
+            self._trials.renew(trial)
         else:
-            await self._end([held])
+            await self._end([trial])
 
     async def end_trial(self, trial_id: str) -> None:
         """End all attempts at a trial that Ray has finished."""
-        await self._end([held for held in self._trials if held.request.trial_id == trial_id])
+        await self._end([trial for trial in self._trials if trial.request.trial_id == trial_id])
 
     async def renew(self, keys: tuple[str, ...]) -> None:
         """Renew the leases of trials whose client lives."""
         for key in keys:
-            held = self._trials.get(key)
-            if held is not None:
-                self._trials.renew(held)
+            trial = self._trials.get(key)
+            if trial is not None:
+                self._trials.renew(trial)
 
     async def figures(self) -> PoolFigures:
         """Return the pool's figures."""
@@ -221,9 +224,9 @@ class NodePool:
             name=self._place.name,
             node_id=self._place.node.node_id,
             pid=os.getpid(),
-            trials=tuple(held.request.name for held in self._trials),
+            trials=tuple(trial.request.name for trial in self._trials),
             devices=() if self._training is None else self._training.device_names,
-            busy_seconds=0.0 if stats is None else sum(each.busy_seconds for each in stats.devices.values()),
+            busy_seconds=0.0 if stats is None else sum(device.busy_seconds for device in stats.devices.values()),
             units_run=0 if stats is None else stats.units_run,
             moved=self._num_moved,
             width=0 if self._training is None else self._training.executor.width,
@@ -244,13 +247,13 @@ class NodePool:
 
     async def _end(self, trials: list[LeasedTrial]) -> None:
         """Drop trials, and wait until their memory is freed."""
-        for held in trials:
+        for trial in trials:
             # Removed first: a client that asks meanwhile is told that the trial is unknown.
-            self._trials.remove(held)
-            if held.job is not None and isinstance(held.said, ReportOutcome) and held.said.is_last:
-                held.job.proceed()  # nothing left to train: let the job complete
-            elif held.job is not None:
-                held.job.cancel()
+            self._trials.remove(trial)
+            if trial.job is not None and isinstance(trial.said, ReportOutcome) and trial.said.is_last:
+                trial.job.proceed()  # nothing left to train: let the job complete
+            elif trial.job is not None:
+                trial.job.cancel()
         await asyncio.gather(*map(self._ended, trials))
 
     async def _ended(self, held: LeasedTrial) -> None:
@@ -258,6 +261,7 @@ class NodePool:
         if held.job is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.to_thread(held.job.result, _END_SECONDS)
+        # Only now: until its end the job may still read the files that it resumed from.
         await asyncio.to_thread(self._training.forget, held.request.key)
 
     async def _moved(self, held: LeasedTrial) -> Outcome:
@@ -285,12 +289,13 @@ class NodePool:
                     held.said = None
                     held.job.proceed()
                 return WaitingOutcome()
+        # The trial was ended, or handed to another client, during the copy.
         if self._trials.get(held.request.key) is not held:
             return WaitingOutcome()
         self._num_moved += 1
-        found = self._trials.leave(held, MoveOutcome(pool=held.target, files=files), _MOVED_SECONDS)
+        forwarding = self._trials.leave(held, MoveOutcome(pool=held.target, files=files), _MOVED_SECONDS)
         await self._end([held])
-        return found
+        return forwarding
 
     def _copied(self, job: Job) -> Any:
         """Put a job's state into Ray's object store; blocks."""
@@ -300,20 +305,21 @@ class NodePool:
     async def _beat(self) -> None:
         """Report to the directory, send off trials that should move, and end trials with expired leases."""
         while True:
-            slept = time.monotonic()
+            slept_at = time.monotonic()
             await asyncio.sleep(_PULSE_SECONDS)
             # Time in which this process itself did not run is no fault of the clients.
-            late = self._trials.expired(time.monotonic() - slept - _PULSE_SECONDS)
-            for held in late:
+            expired_trials = self._trials.expired(time.monotonic() - slept_at - _PULSE_SECONDS)
+            for trial in expired_trials:
                 _LOGGER.warning(
-                    "%s ends: nobody has asked for it for %g s", held.request.name, held.request.lease_seconds
+                    "%s ends: its client has not asked for %g s", trial.request.name, trial.request.lease_seconds
                 )
-            if late:
-                self._in_background(self._end(late))
+            if expired_trials:
+                self._in_background(self._end(expired_trials))
             try:
                 moves = await self._telling.tell(self._trials.load(self._place.node))
             except PoolError as error:
                 _LOGGER.warning("The pool %s ends: %s", self._place.name, error)
+                # Without a directory no new trial can come, and nobody can end the pool.
                 await self.close()
                 ray.kill(ray.get_runtime_context().current_actor)
                 return
@@ -341,7 +347,7 @@ async def _fetched(files: Any) -> Files | None:
         return await asyncio.wait_for(fetch(), _FETCH_SECONDS)
     except (RayError, TimeoutError) as error:
         raise PoolError(
-            "the state that it goes on from has not come from the process that had it, which is gone or does not answer "
+            "the state that the trial resumes from could not be fetched: its process is gone or does not answer "
             f"({type(error).__name__}); Ray tries again, from the last checkpoint, with "
             "tune.FailureConfig(max_failures=...)"
         ) from error

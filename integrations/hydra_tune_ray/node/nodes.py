@@ -48,9 +48,10 @@ def device_nodes(options: Mapping[str, Any]) -> list[DeviceNode]:
         raise ConfigError(f"devices must be a text such as 'auto', 'cuda' or 'cpu:2', not {devices!r}")
     nodes = [(str(node["NodeID"]), node.get("Resources", {})) for node in _alive()]
     if devices == "auto":
+        # For the cluster as a whole: beside nodes with GPUs, a node without GPUs gets no pool.
         devices = "cuda" if any(_count(resources, "GPU") for _, resources in nodes) else "cpu:*"
-    found = [_device_node(node_id, resources, devices) for node_id, resources in nodes]
-    return sorted((node for node in found if node is not None), key=lambda node: node.node_id)
+    candidates = [_device_node(node_id, resources, devices) for node_id, resources in nodes]
+    return sorted((node for node in candidates if node is not None), key=lambda node: node.node_id)
 
 
 def draining_nodes() -> frozenset[str]:
@@ -81,11 +82,11 @@ def _device_node(node_id: str, resources: Mapping[str, float], devices: str) -> 
     if _CPU.fullmatch(devices):
         count = int(devices.partition(":")[2] or 1)
         return _node(node_id, devices, 0, count if cpus else 0)
-    some = _SOME.fullmatch(devices)
-    if some is not None and gpus:
-        named = some[1].split(",")
+    chosen_gpus = _SOME.fullmatch(devices)
+    if chosen_gpus is not None and gpus:
+        gpu_names = chosen_gpus[1].split(",")
         # Several devices may share one GPU, which the pool reserves only once.
-        return _node(node_id, devices, len({each.partition("/")[0] for each in named}), len(named))
+        return _node(node_id, devices, len({gpu_name.partition("/")[0] for gpu_name in gpu_names}), len(gpu_names))
     return _node(node_id, devices, gpus, gpus)  # the pool refuses a meaningless text, with the reason
 
 

@@ -126,23 +126,24 @@ class PoolDirectory:
             self._watch_nodes()
             await asyncio.sleep(_POLL_SECONDS)
         near = next((name for name in works if self._pools[name].load.node.node_id == node_id), None)
-        found = least_busy(works, self._left.usual, near=near)
-        self._pools[found].placed[key] = time.monotonic()
-        return found
+        pool_name = least_busy(works, self._left.usual, near=near)
+        # Counted at once, or all trials of a burst would go to the same pool.
+        self._pools[pool_name].placed[key] = time.monotonic()
+        return pool_name
 
     async def pulse(self, name: str, load: PoolLoadReport, actor: Any) -> Mapping[str, str]:
         """Take a pool's load report; answer with the trials that should move, each with its target pool."""
-        known = self._pools.setdefault(name, _RegisteredPool(actor, load, 0.0))
-        known.load, known.seen = load, time.monotonic()
-        known.placed = {
-            key: at for key, at in known.placed.items() if key not in load.trials and known.seen - at < _PLACED_SECONDS
+        pool = self._pools.setdefault(name, _RegisteredPool(actor, load, 0.0))
+        pool.load, pool.seen = load, time.monotonic()
+        pool.placed = {
+            key: at for key, at in pool.placed.items() if key not in load.trials and pool.seen - at < _PLACED_SECONDS
         }
         for key, (target, _) in load.leaving.items():
             if target in self._pools:  # on its way the trial is in neither pool's load
-                self._pools[target].placed[key] = known.seen
+                self._pools[target].placed[key] = pool.seen
         self._remember(load)
         if load.trials:
-            self._busy = known.seen
+            self._busy = pool.seen
         self._watch_nodes()
         return self._leaving(name)
 
@@ -165,7 +166,7 @@ class PoolDirectory:
         # A cancelled start kills its own actor: wait for the start's end, or its pool would outlive the directory.
         await asyncio.gather(*starting, return_exceptions=True)
         pools, self._pools = self._pools, {}
-        await asyncio.gather(*(_closed(known.actor) for known in pools.values()))
+        await asyncio.gather(*(_closed(pool.actor) for pool in pools.values()))
 
     async def _asked_all(self, method: str, *args: Any) -> list[Any]:
         """Call a method of every pool; return the answers of the pools that answer in time."""
@@ -173,48 +174,49 @@ class PoolDirectory:
         async def asked(known: _RegisteredPool) -> Any:
             return await asyncio.wait_for(known.actor.call.remote(method, *args), _CALL_SECONDS)
 
-        found = await asyncio.gather(*map(asked, self._pools.values()), return_exceptions=True)
-        return [each for each in found if not isinstance(each, BaseException)]
+        answers = await asyncio.gather(*map(asked, self._pools.values()), return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     def _works(self, names: AbstractSet[str] | None = None) -> dict[str, PoolBacklog]:
         """Known work of each live pool; without `names`, of the pools that stay."""
         names = self._pools.keys() - self._going() if names is None else names
         now = time.monotonic()
-        found = {}
-        for name, known in self._pools.items():
-            if now - known.seen > _SEEN_SECONDS or name not in names:
+        backlogs = {}
+        for name, pool in self._pools.items():
+            if now - pool.seen > _SEEN_SECONDS or name not in names:
                 continue
-            trials = {key: self._left.seconds(key) for key in [*known.placed, *known.load.trials]}
-            found[name] = PoolBacklog(
-                num_devices=known.load.node.num_devices, trials=trials, started=set(known.load.started)
+            trials = {key: self._left.seconds(key) for key in [*pool.placed, *pool.load.trials]}
+            backlogs[name] = PoolBacklog(
+                num_devices=pool.load.node.num_devices, trials=trials, started=set(pool.load.started)
             )
-        for known in self._pools.values():
-            for key, (target, _) in known.load.leaving.items():
-                if target in found:
-                    found[target].trials.setdefault(key, self._left.seconds(key))
-        return found
+        for pool in self._pools.values():
+            for key, (target, _) in pool.load.leaving.items():
+                if target in backlogs:
+                    backlogs[target].trials.setdefault(key, self._left.seconds(key))
+        return backlogs
 
     def _remember(self, load: PoolLoadReport) -> None:
         """Note what trials have left: the next pool of a moving trial knows only after building the trial."""
         self._left.hear(load)
         here = set[str]()
-        for known in self._pools.values():
-            here |= known.load.trials.keys() | known.load.leaving.keys() | known.placed.keys()
+        for pool in self._pools.values():
+            here |= pool.load.trials.keys() | pool.load.leaving.keys() | pool.placed.keys()
         self._left.keep(here)
 
     def _going(self) -> set[str]:
         """Pools on nodes that are about to leave the cluster."""
-        return {name for name, known in self._pools.items() if known.load.node.node_id in self._draining}
+        return {name for name, pool in self._pools.items() if pool.load.node.node_id in self._draining}
 
     def _all_leave(self, name: str) -> dict[str, str]:
         """Targets for all trials of a pool whose node is about to leave."""
-        works, found = self._works(), {}
+        works, targets = self._works(), {}
         for key in self._pools[name].load.trials if works else ():
             seconds = self._left.seconds(key)
-            target = found[key] = least_busy(works, seconds)
+            target = targets[key] = least_busy(works, seconds)
+            # The next trial of the pool sees the balance with this one.
             works[target].trials[key] = seconds
             self._pools[target].placed[key] = time.monotonic()
-        return found
+        return targets
 
     def _leaving(self, name: str) -> dict[str, str]:
         if name in self._going():
@@ -222,26 +224,28 @@ class PoolDirectory:
         now = time.monotonic()
         self._sent = {key: at for key, at in self._sent.items() if now - at < _REST_SECONDS}
         # A trial marked to leave may take long to reach a report, and must not hold up other moves.
-        waiting = {key for known in self._pools.values() for key in known.load.leaving}
-        if any(not known.placed.keys() <= waiting for known in self._pools.values()):
+        waiting = {key for pool in self._pools.values() for key in pool.load.leaving}
+        if any(not pool.placed.keys() <= waiting for pool in self._pools.values()):
             return {}  # trials are on their way, and will change the balance
         load = self._pools[name].load
-        found = {}
+        targets = {}
         for key, target in moves(self._works(), _MOVE_SECONDS).items():
             if key in load.trials and key not in self._sent:
-                found[key] = target
+                targets[key] = target
                 self._sent[key] = now
                 self._pools[target].placed[key] = now
-        return found
+        return targets
 
     async def _start_missing(self) -> None:
         """Start missing pools, each in its own task: one start may take minutes."""
-        found = await asyncio.to_thread(device_nodes, self._plan.options)  # off the event loop: Ray may not answer now
+        device_nodes_now = await asyncio.to_thread(
+            device_nodes, self._plan.options
+        )  # off the event loop: Ray may not answer now
         self._draining = await asyncio.to_thread(draining_nodes)
-        nodes = {f"{self._plan.name}:{node.node_id}": node for node in found}
+        nodes = {f"{self._plan.name}:{node.node_id}": node for node in device_nodes_now}
         now = time.monotonic()
-        for name, known in list(self._pools.items()):
-            if name not in nodes or now - known.seen > _SEEN_SECONDS:
+        for name, pool in list(self._pools.items()):
+            if name not in nodes or now - pool.seen > _SEEN_SECONDS:
                 del self._pools[name]  # the node has left, or the pool has died; a pool that Ray restarts reports anew
         for name, node in nodes.items():
             if node.node_id in self._draining:
@@ -280,9 +284,10 @@ class PoolDirectory:
 
     async def _opened(self, node: DeviceNode, actor: Any) -> str:
         try:
+            # Absent in the first versions of the package.
             asked = getattr(actor, "version", None)
-            found = None if asked is None else await asyncio.wait_for(asked.remote(), self._plan.start_seconds)
-            if error := wrong_pool(found, node.node_id):
+            pool_version = None if asked is None else await asyncio.wait_for(asked.remote(), self._plan.start_seconds)
+            if error := wrong_pool(pool_version, node.node_id):
                 return error
             return str(await asyncio.wait_for(actor.call.remote("open"), self._plan.start_seconds))
         except TimeoutError:

@@ -85,8 +85,8 @@ class NodePoolRuntime:
             HydraTuneError: as of `CheckpointFolder.write`.
         """
         with self._folder() as folder:
-            with contextlib.closing(CheckpointFolder(folder)) as kept:
-                kept.write(copy)
+            with contextlib.closing(CheckpointFolder(folder)) as checkpoint_folder:
+                checkpoint_folder.write(copy)
             return read_files(folder)
 
     def save(self, job: Job, folder: str) -> None:

@@ -29,28 +29,33 @@ class RemainingTimeEstimator:
     def hear(self, load: PoolLoadReport) -> None:
         """Take a pool's report on its trials."""
         self._epochs |= load.epochs
-        told = dict(load.trials) | {key: seconds for key, (_, seconds) in load.leaving.items()}
-        for key, seconds in told.items():
+        reports = dict(load.trials) | {key: seconds for key, (_, seconds) in load.leaving.items()}
+        for key, seconds in reports.items():
             if seconds is None:
                 continue
             epochs = load.epochs.get(key)
             if epochs is None:
                 self._epochs[key], self._seconds[key] = 1.0, seconds
             elif epochs > 0:
-                fresh = seconds / epochs
-                known = self._seconds.get(key, fresh)
-                self._seconds[key] = known + _WEIGHT * (fresh - known)
+                new_seconds = seconds / epochs
+                old_seconds = self._seconds.get(key, new_seconds)
+                # An exponential mean, which has followed two thirds of a lasting change after 1 / _WEIGHT reports.
+                self._seconds[key] = old_seconds + _WEIGHT * (new_seconds - old_seconds)
 
     def keep(self, keys: AbstractSet[str]) -> None:
         """Drop all other trials, and update the averages."""
         self._epochs = {key: epochs for key, epochs in self._epochs.items() if key in keys}
         self._seconds = {key: seconds for key, seconds in self._seconds.items() if key in keys}
+        # Without any trial the last averages stay: they are the best guess for the next.
         if self._epochs:
             self._usual_epochs = sum(self._epochs.values()) / len(self._epochs)
-        timed = sum(self._epochs[key] for key in self._seconds)
-        if timed > 0:
+        num_timed_epochs = sum(self._epochs[key] for key in self._seconds)
+        if num_timed_epochs > 0:
             # Weighted by epochs left, so that nearly finished trials count little.
-            self._usual_seconds = sum(self._epochs[key] * each for key, each in self._seconds.items()) / timed
+            self._usual_seconds = (
+                sum(self._epochs[key] * epoch_seconds for key, epoch_seconds in self._seconds.items())
+                / num_timed_epochs
+            )
 
     def seconds(self, key: str) -> float:
         """Estimated seconds of compute that a trial still needs."""

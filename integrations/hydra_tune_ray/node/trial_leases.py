@@ -97,8 +97,8 @@ class LeasedTrial:
         if progress.num_steps is None:  # not begun, or data without a length, counted only by drawing an epoch
             is_resumed = self.request.files is not None  # the epoch of the checkpoint is not known here
             return None, None if is_resumed else float(progress.epochs - progress.epoch)
-        done = progress.step / progress.num_steps if progress.num_steps else 1.0
-        return progress.remaining_seconds, progress.epochs * (1.0 - done)
+        share_done = progress.step / progress.num_steps if progress.num_steps else 1.0
+        return progress.remaining_seconds, progress.epochs * (1.0 - share_done)
 
     def hear(self, event: PoolEvent) -> None:
         """Take a message of the job: count a report, or note the end."""
@@ -128,6 +128,7 @@ class LeasedTrialTable:
         self._moved: dict[str, tuple[MoveOutcome, float]] = {}
 
     def __iter__(self) -> Iterator[LeasedTrial]:
+        # A copy, so that callers may remove trials while they iterate.
         return iter(tuple(self._by_key.values()))
 
     def __len__(self) -> int:
@@ -139,9 +140,9 @@ class LeasedTrialTable:
 
     def add(self, request: BeginRequest) -> tuple[LeasedTrial, EventStream]:
         """Add a new trial; the caller makes its job, with the returned stream."""
-        held = LeasedTrial(request=request, expires=time.monotonic() + request.lease_seconds, number=request.number)
-        self._by_key[request.key] = held
-        return held, _EventLoopStream(asyncio.get_running_loop(), held.hear)
+        trial = LeasedTrial(request=request, expires=time.monotonic() + request.lease_seconds, number=request.number)
+        self._by_key[request.key] = trial
+        return trial, _EventLoopStream(asyncio.get_running_loop(), trial.hear)
 
     def hand_on(self, held: LeasedTrial, request: BeginRequest) -> None:
         """Hand a waiting trial over to another client, state and all."""
@@ -168,8 +169,8 @@ class LeasedTrialTable:
 
     def moved(self, key: str) -> MoveOutcome | None:
         """Forwarding address of a trial that has left recently, or None."""
-        found = self._moved.get(key)
-        return None if found is None else found[0]
+        entry = self._moved.get(key)
+        return None if entry is None else entry[0]
 
     def renew(self, held: LeasedTrial) -> None:
         """Renew the lease: the client lives."""
@@ -183,10 +184,10 @@ class LeasedTrialTable:
                 by as much.
         """
         now = time.monotonic()
-        for held in self:
-            held.expires += stopped_seconds
+        for trial in self:
+            trial.expires += stopped_seconds
         self._moved = {key: (moved, until) for key, (moved, until) in self._moved.items() if until > now}
-        return [held for held in self if held.expires < now]
+        return [trial for trial in self if trial.expires < now]
 
     async def next_of(self, held: LeasedTrial) -> ReportOutcome | EndOutcome | WaitingOutcome | None:
         """Wait for the trial's next message, at most as long as an answer may take; None: the trial can leave."""
@@ -204,17 +205,19 @@ class LeasedTrialTable:
 
     def load(self, node: DeviceNode) -> PoolLoadReport:
         """Describe the pool's remaining work, for the directory."""
-        here = [held for held in self if not _is_done(held)]
-        left = {held.request.key: held.left() for held in here}
-        there = [held.request.key for held in here if held.target is None]
+        here = [trial for trial in self if not _is_done(trial)]
+        remaining = {trial.request.key: trial.left() for trial in here}
+        staying_keys = [trial.request.key for trial in here if trial.target is None]
         return PoolLoadReport(
             node=node,
-            trials={key: left[key][0] for key in there},
-            started=frozenset(held.request.key for held in here if held.target is None and held.has_begun),
+            trials={key: remaining[key][0] for key in staying_keys},
+            started=frozenset(trial.request.key for trial in here if trial.target is None and trial.has_begun),
             leaving={
-                held.request.key: (held.target, left[held.request.key][0]) for held in here if held.target is not None
+                trial.request.key: (trial.target, remaining[trial.request.key][0])
+                for trial in here
+                if trial.target is not None
             },
-            epochs={key: epochs for key, (_, epochs) in left.items() if epochs is not None},
+            epochs={key: epochs for key, (_, epochs) in remaining.items() if epochs is not None},
         )
 
 
@@ -229,6 +232,7 @@ class _EventLoopStream(EventStream):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(partial(hear, event))
 
+        # In place of the queue's own method: events go straight to the loop, and nothing reads the queue.
         self.put = put
 
 
