@@ -24,7 +24,6 @@ def first_line(error: BaseException) -> str:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest of `known`, or an empty text where none is close."""
-    # Compared in lower case, and shown as spelled.
     lower = {candidate.lower(): candidate for candidate in known}
     close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.7)
     return f"did you mean {lower[close[0]]!r}?" if close else ""
@@ -53,8 +52,8 @@ class TrialsFailed(HydraTuneError):  # noqa: N818 - it tells of trials, several 
         for number, error in failed:
             causes.setdefault("no error is known" if error is None else first_line(error), []).append(number)
         lines = [f"{_numbered(numbers)}: {cause}" for cause, numbers in causes.items()]
-        rest = len(lines) - _NUM_CAUSES
-        more = [f"and {rest} other causes"] if rest > 0 else []
+        num_hidden = len(lines) - _NUM_CAUSES
+        more = [f"and {num_hidden} other causes"] if num_hidden > 0 else []
         super().__init__(
             f"{len(failed)} of {len(self.results)} trials failed ({'; '.join([*lines[:_NUM_CAUSES], *more])}). The log has the "
             "traceback of each, and this error's .results has every trial's result, completed ones included; with "
@@ -68,8 +67,8 @@ class TrialsFailed(HydraTuneError):  # noqa: N818 - it tells of trials, several 
 
 def _numbered(numbers: Sequence[int]) -> str:
     """Name some trials by their places in the list of tasks."""
-    shown = ", ".join(map(str, numbers[:_NUM_NUMBERS])) + ("" if len(numbers) <= _NUM_NUMBERS else ", ...")
-    return f"task {shown}" if len(numbers) == 1 else f"tasks {shown}"
+    numbers_text = ", ".join(map(str, numbers[:_NUM_NUMBERS])) + ("" if len(numbers) <= _NUM_NUMBERS else ", ...")
+    return f"task {numbers_text}" if len(numbers) == 1 else f"tasks {numbers_text}"
 
 
 class TaskError(HydraTuneError, ValueError):

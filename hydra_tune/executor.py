@@ -143,11 +143,13 @@ class HydraExecutor:
 
     def __new__(cls, *_: object, **options: object) -> Self:  # noqa: D102 - for its errors alone
         # Checked here, before __init__: Python's own TypeError would suggest no option.
-        known = _options_of(cls)
+        option_names = _options_of(cls)
         for name in options:
-            if name not in known:
+            if name not in option_names:
                 # The fusion options were once called fuse, fuse_size and so on.
-                hint = did_you_mean(name.replace("fuse", "fusion"), known) or f"known are {', '.join(known)}"
+                hint = (
+                    did_you_mean(name.replace("fuse", "fusion"), option_names) or f"known are {', '.join(option_names)}"
+                )
                 raise ConfigError(f"HydraExecutor has no option {name!r}; {hint}")
         return super().__new__(cls)
 

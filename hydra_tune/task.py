@@ -142,8 +142,8 @@ class TrainTask(_ClosureSnapshotSlot):
     def __post_init__(self) -> None:
         _check_factories(self)
         if (self.loss is None) == (self.step is None):
-            given = "neither" if self.loss is None else "both"
-            raise TaskError(f"TrainTask needs exactly one of loss= and step=, got {given}")
+            arguments = "neither" if self.loss is None else "both"
+            raise TaskError(f"TrainTask needs exactly one of loss= and step=, got {arguments}")
         _check_positive("epochs", self.epochs)
         _check_positive("accumulate", self.accumulate)
         if self.split_batches != "auto":
@@ -283,9 +283,9 @@ def _check_backend(backend: object) -> None:
     if backend is None:
         return
     # Includes debugging and experimental backends, which torch leaves out by default.
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise TaskError(f"compile must be None or a backend of torch.compile ({', '.join(known)}), not {backend!r}")
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if backend not in backends:
+        raise TaskError(f"compile must be None or a backend of torch.compile ({', '.join(backends)}), not {backend!r}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -121,10 +121,10 @@ def _kind_violations(state: SchedulerState) -> Iterator[str]:
     for record in state.jobs.values():
         if record.alike is not None:
             alike.setdefault(record.alike, []).append(record)
-    listed = {kind: sorted(jobs) for kind, jobs in state.kinds.items()}
+    jobs_by_kind = {kind: sorted(jobs) for kind, jobs in state.kinds.items()}
     expected = {kind: sorted(record.job for record in records) for kind, records in alike.items()}
-    if listed != expected:
-        yield f"by what they have in common jobs are {listed}, expected {expected}"
+    if jobs_by_kind != expected:
+        yield f"by what they have in common jobs are {jobs_by_kind}, expected {expected}"
     for kind, records in alike.items():
         if len({record.step_seconds for record in records}) != 1:
             yield f"steps of {kind!r} take { ({record.job: record.step_seconds for record in records}) }, expected one number"

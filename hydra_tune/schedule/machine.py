@@ -304,7 +304,7 @@ class Scheduler:
         unit's shard, then the job's last device. A new job goes to the device that the fewest other jobs ran on last.
         """
         state = self._state
-        speed, _, asked = state.idle[0]
+        speed, _, asking_device = state.idle[0]
         near = state.devices.get(view.unit.near) if view.unit.near is not None else None
         if near is not None and near.idle_place is not None:
             return near.device
@@ -318,7 +318,7 @@ class Scheduler:
             # A new job's shards are likely to stay where they are first loaded, so new jobs are spread evenly.
             equals = takewhile(lambda place: place[0] == speed, state.idle)
             return min((name for _, _, name in equals), key=lambda name: state.homes[name])
-        return asked
+        return asking_device
 
     def _end_bursts(self, beginning: list[str], commands: list[Command]) -> None:
         """Ask a burst to end for each of the given jobs that waits for a device now."""

@@ -106,8 +106,8 @@ class _MilpScheduleVariables:
                 continue
             seconds, other_seconds = chains[unit[0]][unit[1]], chains[other[0]][other[1]]
             before = solver.BoolVar(f"Y{unit}{other}")
-            for here, there in zip(assigned[unit], assigned[other], strict=True):
-                apart = large * (2 - here - there)  # 0 where both are on this device
+            for on_device, other_on_device in zip(assigned[unit], assigned[other], strict=True):
+                apart = large * (2 - on_device - other_on_device)  # 0 where both are on this device
                 solver.Add(starts[unit] >= starts[other] + other_seconds - large * before - apart)  # (b)
                 solver.Add(starts[unit] <= starts[other] - seconds + large * (1 - before) + apart)  # (c)
         solver.Minimize(makespan)
@@ -120,7 +120,9 @@ class _MilpScheduleVariables:
         placements_in_order = []
         # The solver's values of binary variables are only near 0 or 1, hence `round`.
         for name, index in sorted(self.starts, key=lambda unit: self.starts[unit].solution_value()):
-            device = next(p for p, here in enumerate(self.assigned[name, index]) if round(here.solution_value()))
+            device = next(
+                p for p, on_device in enumerate(self.assigned[name, index]) if round(on_device.solution_value())
+            )
             start = max(device_free.get(device, 0.0), chain_free.get(name, 0.0))
             seconds = chains[name][index]
             placements_in_order.append(

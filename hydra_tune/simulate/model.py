@@ -89,10 +89,10 @@ class SimulatedTrial:
             raise ConfigError(
                 f"{name}: bursts are of steps that are one unit, and a step of this trial has {len(self.step)} units"
             )
-        for what in ("steps", "report_steps", "stop_after_reports", "corrected_after_steps", "burst_steps"):
-            count = getattr(self, what)
+        for field_name in ("steps", "report_steps", "stop_after_reports", "corrected_after_steps", "burst_steps"):
+            count = getattr(self, field_name)
             if count is not None and count < 1:
-                raise ConfigError(f"{name}: {what} must be at least 1, not {count}")
+                raise ConfigError(f"{name}: {field_name} must be at least 1, not {count}")
         if self.stop_after_reports is not None and self.report_steps is None:
             raise ConfigError(f"{name}: stop_after_reports needs reports; give report_steps")
 
@@ -132,9 +132,9 @@ class SimulatedDevice:
     def __post_init__(self) -> None:
         _check(self.speed, f"device {self.name!r}: speed")
         _check(self.joins_seconds, f"device {self.name!r}: joins_seconds", open_end=False)
-        for what in ("memory_bytes", "bandwidth"):
-            if getattr(self, what) is not None:
-                _check(getattr(self, what), f"device {self.name!r}: {what}")
+        for field_name in ("memory_bytes", "bandwidth"):
+            if getattr(self, field_name) is not None:
+                _check(getattr(self, field_name), f"device {self.name!r}: {field_name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,11 +216,11 @@ class Scenario:
         if self.max_concurrent is not None and self.max_concurrent < 1:
             raise ConfigError(f"max_concurrent must be at least 1, not {self.max_concurrent}")
         check_admission(self.admission)
-        for what in ("network_bandwidth", "node_bandwidth"):
-            if getattr(self, what) is not None:
-                _check(getattr(self, what), what)
-        for what in ("answer_seconds", "prepare_seconds"):
-            _check(getattr(self, what), what, open_end=False)
+        for field_name in ("network_bandwidth", "node_bandwidth"):
+            if getattr(self, field_name) is not None:
+                _check(getattr(self, field_name), field_name)
+        for field_name in ("answer_seconds", "prepare_seconds"):
+            _check(getattr(self, field_name), field_name, open_end=False)
         self._check_faults()
         self._check_memory()
 
@@ -228,9 +228,9 @@ class Scenario:
         joins = {device.name: device.joins_seconds for device in self.devices}
         faults: tuple[Slowdown | Outage, ...] = (*self.slowdowns, *self.outages)
         for fault in faults:
-            what = "a slowdown" if isinstance(fault, Slowdown) else "an outage"
+            fault_name = "a slowdown" if isinstance(fault, Slowdown) else "an outage"
             if fault.device not in joins:
-                raise ConfigError(f"{what} names device {fault.device!r}; there are {', '.join(sorted(joins))}")
+                raise ConfigError(f"{fault_name} names device {fault.device!r}; there are {', '.join(sorted(joins))}")
         # The time from which each device is there; infinity for a device that is lost for ever.
         free: dict[str, float] = dict(joins)
         # By time, so that overlapping outages of one device are found.

@@ -41,19 +41,19 @@ class RandomWorkload:
     burst_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for what in ("num_trials", "num_shards", "steps", "epochs"):
-            if getattr(self, what) < 1:
-                raise ConfigError(f"{what} must be at least 1, not {getattr(self, what)}")
+        for field_name in ("num_trials", "num_shards", "steps", "epochs"):
+            if getattr(self, field_name) < 1:
+                raise ConfigError(f"{field_name} must be at least 1, not {getattr(self, field_name)}")
         check_size(self.num_trials * self.num_shards, "shards of all trials together")
-        for what in ("forward_seconds", "backward_seconds"):
-            if not 0 < getattr(self, what) < math.inf:
-                raise ConfigError(f"{what} must be a finite number > 0, not {getattr(self, what)!r}")
-        for what in ("spread", "estimate_error"):
-            if not 1 <= getattr(self, what) < math.inf:
-                raise ConfigError(f"{what} must be a finite number >= 1, not {getattr(self, what)!r}")
-        for what in ("arrival_gap_seconds", "burst_seconds"):
-            if not 0 <= getattr(self, what) < math.inf:
-                raise ConfigError(f"{what} must be a finite number >= 0, not {getattr(self, what)!r}")
+        for field_name in ("forward_seconds", "backward_seconds"):
+            if not 0 < getattr(self, field_name) < math.inf:
+                raise ConfigError(f"{field_name} must be a finite number > 0, not {getattr(self, field_name)!r}")
+        for field_name in ("spread", "estimate_error"):
+            if not 1 <= getattr(self, field_name) < math.inf:
+                raise ConfigError(f"{field_name} must be a finite number >= 1, not {getattr(self, field_name)!r}")
+        for field_name in ("arrival_gap_seconds", "burst_seconds"):
+            if not 0 <= getattr(self, field_name) < math.inf:
+                raise ConfigError(f"{field_name} must be a finite number >= 0, not {getattr(self, field_name)!r}")
         if self.burst_seconds and self.num_shards > 1:
             raise ConfigError(
                 f"trials of {self.num_shards} shards run no bursts; give num_shards=1, or no burst_seconds"
@@ -62,7 +62,10 @@ class RandomWorkload:
     def trials(self, seed: int) -> tuple[SimulatedTrial, ...]:
         """Draw the trials."""
         # A stream for each purpose: a change of one spread leaves the other draws the same.
-        random_factors, arrivals, errors = (random.Random(f"{seed}:{what}") for what in ("spread", "arrival", "error"))  # noqa: S311
+        random_factors, arrivals, errors = (
+            random.Random(f"{seed}:{purpose}")  # noqa: S311
+            for purpose in ("spread", "arrival", "error")
+        )
         arrival, trials = 0.0, []
         for number in range(self.num_trials):
             factor = _draw(random_factors, self.spread)

@@ -67,11 +67,11 @@ def _study(query: WeightsQuery) -> Study:
 def _chosen(query: WeightsQuery, names: list[str]) -> str:
     if not names:
         raise ConfigError(f"there is no study in {query.storage}")
-    shown = ", ".join(map(repr, names[:_NUM_NAMED]))
+    names_text = ", ".join(map(repr, names[:_NUM_NAMED]))
     if len(names) > _NUM_NAMED:
-        shown += f", and {len(names) - _NUM_NAMED} more"
+        names_text += f", and {len(names) - _NUM_NAMED} more"
     if query.study is None and len(names) > 1:
-        raise ConfigError(f"there are {len(names)} studies in {query.storage}: {shown}; give the name of one")
+        raise ConfigError(f"there are {len(names)} studies in {query.storage}: {names_text}; give the name of one")
     if query.study is not None and query.study not in names:
-        raise ConfigError(f"there is no study {query.study!r} in {query.storage}; there is {shown}")
+        raise ConfigError(f"there is no study {query.study!r} in {query.storage}; there is {names_text}")
     return query.study or names[0]

@@ -93,11 +93,11 @@ def _taking_an_executor(stock: _Function) -> _Function:
             weights_dir=weights_dir,
         )
 
-    shown = inspect.signature(stock)
+    stock_signature = inspect.signature(stock)
     parameters = inspect.signature(function, follow_wrapped=False).parameters
     ours = [parameters[name] for name in ("executor", "keep_best", "weights_dir")]
     # help() and editors show this signature; functools.wraps alone would show Optuna's.
-    function.__signature__ = shown.replace(parameters=[*shown.parameters.values(), *ours])  # type: ignore[attr-defined]
+    function.__signature__ = stock_signature.replace(parameters=[*stock_signature.parameters.values(), *ours])  # type: ignore[attr-defined]
     function.__module__ = "optuna.study"  # pickle looks the function up there
     _made.add(function)
     return function

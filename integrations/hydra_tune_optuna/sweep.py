@@ -61,12 +61,12 @@ def run_sweep(request: SweepRequest) -> None:
     with _quiet():
         study = _open(request)
         # Counted before the search claims any trial: a claimed trial would seem to belong to a living search.
-        num_going_on, others = going_on(study, request.executor)
+        num_going_on, foreign_numbers = going_on(study, request.executor)
         earlier = tuple(_record(request.spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
         num_left, num_planned = _num_left(request.spec, earlier, num_going_on, _failed_before(request, earlier))
         request.observer.opened(study.study_name, earlier, num_planned)
-        if others:
-            request.observer.warned(_not_mine(others))
+        if foreign_numbers:
+            request.observer.warned(_not_mine(foreign_numbers))
         useless = useless_pruner(
             study, request.executor, n_trials=num_left, width=request.executor.width, remedies=_REMEDIES
         )
@@ -152,10 +152,10 @@ def _check_is_there(spec: SweepSpec) -> None:
 
 
 def _not_mine(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:_NUM_NAMED])) + (", ..." if len(numbers) > _NUM_NAMED else "")
+    text = ", ".join(map(str, numbers[:_NUM_NAMED])) + (", ..." if len(numbers) > _NUM_NAMED else "")
     are = "trial {} is" if len(numbers) == 1 else "trials {} are"
     return (
-        f"{are.format(shown)} running in the storage, and not from this checkpoint_dir: in another process, or one that died "
+        f"{are.format(text)} running in the storage, and not from this checkpoint_dir: in another process, or one that died "
         "without saving; not waited for"
     )
 

@@ -197,7 +197,9 @@ class _ParetoFrontSelector:
     def __call__(self, trials: Mapping[int, Values]) -> frozenset[int]:
         losses = {number: self._losses(values) for number, values in trials.items()}
         return frozenset(
-            number for number, mine in losses.items() if not any(_dominates(other, mine) for other in losses.values())
+            number
+            for number, trial_losses in losses.items()
+            if not any(_dominates(rival_losses, trial_losses) for rival_losses in losses.values())
         )
 
     def _losses(self, values: Values) -> Values:
@@ -206,7 +208,9 @@ class _ParetoFrontSelector:
 
 def _dominates(first: Values, second: Values) -> bool:
     # At least as good everywhere and not equal means better somewhere.
-    return first != second and all(mine <= other for mine, other in zip(first, second, strict=True))
+    return first != second and all(
+        first_value <= second_value for first_value, second_value in zip(first, second, strict=True)
+    )
 
 
 def _own_folder(study: Study, weights_dir: str | os.PathLike[str]) -> Path:
@@ -229,8 +233,8 @@ def _folders(study: Study, weights_dir: str | os.PathLike[str] | None = None) ->
         if key.startswith(_ATTRIBUTE)
     )
     places = [Path(place) / name for name, place in recorded]
-    moved = [] if weights_dir is None else [Path(weights_dir).absolute() / name for name, _ in recorded]
-    return list(dict.fromkeys([*places, *moved]))
+    moved_places = [] if weights_dir is None else [Path(weights_dir).absolute() / name for name, _ in recorded]
+    return list(dict.fromkeys([*places, *moved_places]))
 
 
 def kept_weights(study: Study, weights_dir: str | os.PathLike[str] | None = None) -> dict[int, Path]:
@@ -347,5 +351,5 @@ def _why(trial: FrozenTrial, folders: Sequence[Path]) -> str:
     kept_numbers = sorted({number for folder in folders for number in kept_trials(folder)})
     if not kept_numbers:
         return f"there are none in {where}; if the folder was moved, give weights_dir="
-    shown = ", ".join(map(str, kept_numbers[:_NUM_NAMED])) + (", ..." if len(kept_numbers) > _NUM_NAMED else "")
-    return f"in {where} are those of {shown}; raise keep_best, or take one of these"
+    numbers_text = ", ".join(map(str, kept_numbers[:_NUM_NAMED])) + (", ..." if len(kept_numbers) > _NUM_NAMED else "")
+    return f"in {where} are those of {numbers_text}; raise keep_best, or take one of these"

@@ -219,10 +219,10 @@ def _check(options: Mapping[str, Any], *, detached: bool, idle_seconds: object, 
     for option, why in _REFUSED.items():
         if option in options:
             raise ConfigError(f"pools take no {option}: {why}")
-    for what, value in (("idle_seconds", idle_seconds), ("start_seconds", start_seconds)):
+    for option_name, value in (("idle_seconds", idle_seconds), ("start_seconds", start_seconds)):
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-        if not is_number and not (value is None and what == "idle_seconds"):
-            raise ConfigError(f"{what} must be a number of seconds above 0, not {value!r}")
+        if not is_number and not (value is None and option_name == "idle_seconds"):
+            raise ConfigError(f"{option_name} must be a number of seconds above 0, not {value!r}")
     if detached and idle_seconds is None:
         raise ConfigError(
             "detached pools outlive this program and keep their devices; say for how long with idle_seconds="

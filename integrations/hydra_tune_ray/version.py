@@ -31,8 +31,8 @@ def check_directory(directory: Any, pools: str) -> None:
         PoolError: the pools run another version.
         RayError: the directory does not answer.
     """
-    asked = getattr(directory, "version", None)  # absent in the first versions
-    running = _EARLIER if asked is None else str(ray.get(asked.remote(), timeout=_ANSWER_SECONDS))
+    version_method = getattr(directory, "version", None)  # absent in the first versions
+    running = _EARLIER if version_method is None else str(ray.get(version_method.remote(), timeout=_ANSWER_SECONDS))
     if running != VERSION:
         raise PoolError(
             f"the pools {pools!r} run {running}, and this program {VERSION}; install the same hydra-tune here as on the nodes, "

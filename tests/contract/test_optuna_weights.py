@@ -181,7 +181,7 @@ def test_a_second_search_goes_on_with_what_is_kept_and_another_study_has_its_own
     study.optimize(scored(1.0, 5.0), n_trials=2)
     options = {"storage": storage, "executor": pool, "keep_best": 2, "weights_dir": tmp_path / "here"}
     again = hydra_tune_optuna.load_study(study_name="one", **options)
-    with pytest.raises(ConfigError, match="give build=, the function that optimize was given"):
+    with pytest.raises(ConfigError, match="give build=, the function given to optimize"):
         again.load_module()
     again.optimize(scored(None, None, 3.0), n_trials=1)
     assert kept(again) == kept(study) == [0, 2]

@@ -42,8 +42,8 @@ def print_figures(console: Console, found: Sequence[tuple[int, PoolForecast]]) -
         f"\ntrial {_numbers(numbers)} cannot be planned in less memory: {why}" for why, numbers in without.items()
     ]
     for line in lines:
-        shown = line.translate(_ASCII) if console.options.ascii_only else line
-        console.print(Text(shown), soft_wrap=True)
+        text = line.translate(_ASCII) if console.options.ascii_only else line
+        console.print(Text(text), soft_wrap=True)
 
 
 def figure_lines(figures: StepFigures, width: int) -> list[str]:
@@ -81,7 +81,7 @@ def _limit(figures: StepFigures) -> list[str]:
 def _idle(maps: Sequence[IdleFeatureMap], width: int) -> list[str]:
     if not maps:
         return ["  none: its backward uses nothing that its forward makes"]
-    shown = maps[:_MOST_MAPS]
+    top_maps = maps[:_MOST_MAPS]
     rows = [("feature map", "size", "idle ms", "copy ms", "again ms")]
     rows += [
         (
@@ -91,11 +91,11 @@ def _idle(maps: Sequence[IdleFeatureMap], width: int) -> list[str]:
             _NOTHING if feature_map.in_seconds is None else _ms(feature_map.in_seconds),
             _NOTHING if feature_map.recompute_seconds is None else _ms(feature_map.recompute_seconds),
         )
-        for feature_map in shown
+        for feature_map in top_maps
     ]
     lines = _table(rows)
     room, longest = width - len(lines[0]) - 2, maps[0].inactive_seconds
-    bars = ["", *(_bar(feature_map.inactive_seconds, longest, room) for feature_map in shown)]
+    bars = ["", *(_bar(feature_map.inactive_seconds, longest, room) for feature_map in top_maps)]
     lines_with_bars = [f"{line}  {bar}".rstrip() for line, bar in zip(lines, bars, strict=True)]
     hidden_maps = maps[_MOST_MAPS:]
     more = format_bytes(sum(feature_map.num_bytes for feature_map in hidden_maps))
@@ -168,10 +168,10 @@ def _systems(systems: Sequence[ComparedSystem]) -> list[str]:
 
 def _parts(system: ComparedSystem) -> str:
     """List sub-arrays, runs of equal ones once: `3 x (1, 1)`."""
-    each = [(sizes, len(list(same))) for sizes, same in groupby(system.sub_arrays)]
+    counted_sizes = [(sizes, len(list(same))) for sizes, same in groupby(system.sub_arrays)]
     return " + ".join(
         f"{count} x ({', '.join(map(str, sizes))})" if count > 1 else f"({', '.join(map(str, sizes))})"
-        for sizes, count in each
+        for sizes, count in counted_sizes
     )
 
 

@@ -281,9 +281,11 @@ def _counted(activations: Sequence[str]) -> str:
 
 def _traffic(found: Sequence[tuple[int, PoolForecast]]) -> list[_PlanTableColumn]:
     """Bytes moved in a step, both ways together: one column for each kind with any bytes."""
-    moved = [forecast.bytes_by_kind for _, forecast in found]
+    bytes_of_trials = [forecast.bytes_by_kind for _, forecast in found]
     # In the order of `BlockKind`, whichever kinds the first trial moves.
-    kinds = [kind.value for kind in BlockKind if any(kind.value in bytes_of_trial for bytes_of_trial in moved)]
+    kinds = [
+        kind.value for kind in BlockKind if any(kind.value in bytes_of_trial for bytes_of_trial in bytes_of_trials)
+    ]
     return [
         _PlanTableColumn("moved", [str(number) for number, _ in found]),
         *(
@@ -291,7 +293,7 @@ def _traffic(found: Sequence[tuple[int, PoolForecast]]) -> list[_PlanTableColumn
                 kind,
                 [
                     format_bytes(bytes_of_trial[kind]) if kind in bytes_of_trial else _NOTHING
-                    for bytes_of_trial in moved
+                    for bytes_of_trial in bytes_of_trials
                 ],
             )
             for kind in kinds

@@ -125,7 +125,6 @@ def _check_arguments(spec: SweepSpec, function: Callable[..., Any]) -> None:
 
 
 def _unknown(spec: SweepSpec, parameters: Iterable[inspect.Parameter]) -> list[str]:
-    # A function with **kwargs takes any name.
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return []
     takes = [p.name for p in parameters if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}]

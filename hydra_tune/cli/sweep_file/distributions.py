@@ -62,7 +62,7 @@ def _implied(given: Mapping[str, Any]) -> str:
         return "categorical"
     if not any(key in given for key in _RANGE):
         raise ConfigError("needs value, values, or min and max")
-    # Before the types of min and max: a step makes the kind of number plain (`_q_uniform`).
+    # Before the types of min and max, which `_q_uniform` looks at itself.
     if "q" in given:
         return "q_uniform"
     return "int_uniform" if all(isinstance(given.get(key, 0), int) for key in _RANGE) else "uniform"

@@ -66,9 +66,9 @@ def message(detail: Mapping[str, Any]) -> str:
 
 def _one_of(expected: str, got: Any) -> str:
     # pydantic gives the allowed values as a text: "'bayes', 'random' or 'grid'".
-    known = [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")]
-    hint = did_you_mean(got, known) if isinstance(got, str) else ""
-    return f"must be one of {', '.join(known)}, not {describe(got)}{f'; {hint}' if hint else ''}"
+    allowed_words = [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")]
+    hint = did_you_mean(got, allowed_words) if isinstance(got, str) else ""
+    return f"must be one of {', '.join(allowed_words)}, not {describe(got)}{f'; {hint}' if hint else ''}"
 
 
 _SPECIAL: Mapping[str, Callable[[Mapping[str, Any]], str]] = {

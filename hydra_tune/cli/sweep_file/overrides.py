@@ -57,7 +57,6 @@ def with_settings(spec: SweepSpec, settings: Iterable[str]) -> SweepSpec:
 def _check_fixed(spec: SweepSpec, name: str, earlier: Mapping[str, Domain]) -> None:
     if not name:
         raise SweepFileError("must be NAME=VALUE, e.g. --set epochs=3")
-    # Refused rather than decided: which of the two counts is a matter of taste.
     if name in earlier:
         raise SweepFileError(f"{name} is set twice; give one value")
     if spec.parameters is None:

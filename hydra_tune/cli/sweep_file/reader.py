@@ -54,7 +54,7 @@ def read_sweep_file(path: Path) -> SweepSpec:
     Raises:
         SweepFileError: the file cannot be used; one line `file:line:column: what` for each problem, in file order.
     """
-    shown = str(path)
+    file_name = str(path)
     marked = _read(path)
     problems = list(marked.problems)
     model = None
@@ -67,8 +67,8 @@ def read_sweep_file(path: Path) -> SweepSpec:
     if model is not None:
         problems.extend(_contradictions(model, marked))
     if problems or model is None:
-        raise SweepFileError("\n".join(_lines(shown, problems)))
-    return _spec(shown, model, marked)
+        raise SweepFileError("\n".join(_lines(file_name, problems)))
+    return _spec(file_name, model, marked)
 
 
 def _read(path: Path) -> YamlDocument:
@@ -94,7 +94,7 @@ def _not_a_map(data: Any) -> str:
 
 
 def _lines(shown: str, problems: list[YamlProblem]) -> Iterator[str]:
-    # By place, as a reader goes through the file; several aliases of a part give the same problem.
+    # By place, as a reader goes through the file.
     for problem in sorted(set(problems)):
         yield f"{shown}:{problem.mark.line}:{problem.mark.column}: {problem.text}"
 

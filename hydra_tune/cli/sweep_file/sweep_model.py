@@ -150,9 +150,9 @@ class ParameterSection(SweepFileSection):
     def domain(self) -> Domain:
         """Domain of the parameter."""
         # Only written keys: `value: null` is a constant, and a missing value is not.
-        given = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+        written_keys = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
         try:
-            return to_domain(given)
+            return to_domain(written_keys)
         except ConfigError as error:
             raise PydanticCustomError("parameter", "{text}", {"text": str(error)}) from error
 

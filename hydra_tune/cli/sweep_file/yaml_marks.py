@@ -152,8 +152,8 @@ class _YamlDocumentBuilder:
             return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode) and node.tag in _SCALAR_TAGS:
             return self._scalar(node)
-        shown = node.tag.replace("tag:yaml.org,2002:", "!!")
-        self._refuse(node, f"the tag {shown} is not allowed; only maps, lists, text, numbers, true/false and null")
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        self._refuse(node, f"the tag {tag} is not allowed; only maps, lists, text, numbers, true/false and null")
         return None
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
@@ -185,8 +185,8 @@ class _YamlDocumentBuilder:
         for key, value in node.value:
             name = self._scalar(key) if isinstance(key, yaml.ScalarNode) and key.tag in _SCALAR_TAGS else None
             if not isinstance(name, str):
-                shown = repr(key.value) if isinstance(key, yaml.ScalarNode) else "this"
-                self._refuse(key, f"{shown} cannot be a key; keys are text (put it in quotes if you mean text)")
+                key_text = repr(key.value) if isinstance(key, yaml.ScalarNode) else "this"
+                self._refuse(key, f"{key_text} cannot be a key; keys are text (put it in quotes if you mean text)")
                 continue
             # A key merged with `<<` comes first and may be given again: the last one counts, in data and in marks.
             self.keys[(*path, name)] = _of(key.start_mark)

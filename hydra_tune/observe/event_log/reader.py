@@ -221,8 +221,8 @@ def _take(log: RunLog, data: dict[str, Any], texts: dict[str, str]) -> None:
             outcome = data.get("failed", False), data.get("steps", 1)
             log.units.append(LoggedUnit(name("device"), name("job"), name("kind"), data["shard"], *times, *outcome))
         case "copy":
-            what = (name("device"), name("what"), name("job"), name("kind"), data["shard"], data["bytes"])
-            log.copies.append(LoggedCopy(*what, name("how"), name("by"), data["start_ns"], data["end_ns"]))
+            facts = (name("device"), name("what"), name("job"), name("kind"), data["shard"], data["bytes"])
+            log.copies.append(LoggedCopy(*facts, name("how"), name("by"), data["start_ns"], data["end_ns"]))
         case "wait":
             log.waits.append(LoggedWait(name("device"), name("by"), data["start_ns"], data["end_ns"]))
         case "disk":

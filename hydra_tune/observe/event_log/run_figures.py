@@ -168,7 +168,7 @@ def _device(log: RunLog, name: str, makespan_ns: int) -> DeviceFigures:
     waiting_ns += sum(wait.end_ns - wait.start_ns for wait in log.waits if wait.device == name)
     updates = [(update.start_ns, update.end_ns) for update in log.host_updates if update.device == name]
     updating_ns = sum(end - start for start, end in updates)
-    by_kind = {what: Counter[str]() for what in ("in", "out", "across")}
+    by_kind = {direction: Counter[str]() for direction in ("in", "out", "across")}
     for copy in copies:
         by_kind[copy.what][copy.kind] += copy.nbytes
     # Activations that a unit keeps on the host move inside the unit, and so are no copies of blocks.

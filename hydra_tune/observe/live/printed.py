@@ -37,9 +37,9 @@ class CapturedOutputStream(io.TextIOBase):
             *lines, self._open = (self._open + text).split("\n")
             for line in lines:
                 # A progress bar redraws its line after a carriage return; the last state is the one to show.
-                shown = line.rstrip("\r").rpartition("\r")[2]
-                self._kept.append(shown)
-                self._recent.append(shown)
+                last_state = line.rstrip("\r").rpartition("\r")[2]
+                self._kept.append(last_state)
+                self._recent.append(last_state)
         return len(text)
 
     def replay(self, stream: TextIO) -> None:
@@ -72,15 +72,15 @@ def kept(recent: deque[str]) -> Iterator[None]:
 def _logged_to(printed: CapturedOutputStream, streams: tuple[TextIO, TextIO]) -> Iterator[None]:
     """Redirect handlers of loggers, since a handler keeps the stream of its creation."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
-    moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+    redirected: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
     for logger in loggers:
         # The manager's dictionary also holds placeholders, which have no handlers.
         for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
             if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
-                moved.append((handler, handler.stream))
+                redirected.append((handler, handler.stream))
                 handler.setStream(printed)
     try:
         yield
     finally:
-        for handler, stream in moved:
+        for handler, stream in redirected:
             handler.setStream(stream)

@@ -63,12 +63,12 @@ def one_line(cells: Iterable[ScreenCell], width: int) -> Line:
     """Join cells to a line, cut at a width."""
     line: Line = []
     for text, style in cells:
-        shown = text if text.isprintable() else fit(text, cell_len(text))
-        length = cell_len(shown)
+        printable = text if text.isprintable() else fit(text, cell_len(text))
+        length = cell_len(printable)
         if length > width:
-            shown, length = fit(shown, width), width
-        if shown:
-            line.append(Segment(shown, _style(style)))
+            printable, length = fit(printable, width), width
+        if printable:
+            line.append(Segment(printable, _style(style)))
         width -= length
     return line
 
@@ -84,9 +84,9 @@ def row(columns: Sequence[ScreenColumn], cells: Sequence[ScreenCell], width: int
     last = len(columns) - 1
     for index, (column, cell) in enumerate(zip(columns, cells, strict=True)):
         room = width if index == last else min(column.width, width)
-        shown = fit(cell.text, room, is_right=column.is_right)
-        if shown:
-            line.append(Segment(shown, _style(cell.style)))
+        cell_text = fit(cell.text, room, is_right=column.is_right)
+        if cell_text:
+            line.append(Segment(cell_text, _style(cell.style)))
         width -= room
         if index < last and width > 0:
             line.append(Segment(" " * _GAP))

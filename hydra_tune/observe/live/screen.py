@@ -105,10 +105,12 @@ def _devices(devices: Sequence[DeviceView], width: int, room: int) -> list[Line]
     columns += [ScreenColumn("in all", 11, is_right=True), ScreenColumn("units", 8, is_right=True)] if is_wide else []
     columns.append(ScreenColumn("", 0))
     # The last line of the room then counts the devices that are not shown.
-    shown = devices if len(devices) <= room else devices[: room - 1]
+    visible_devices = devices if len(devices) <= room else devices[: room - 1]
     lines: list[Line] = [[], heads(columns, width)]
-    lines += [row(columns, [*_device(device, bars, is_wide=is_wide), ScreenCell("")], width) for device in shown]
-    hidden_devices = devices[len(shown) :]
+    lines += [
+        row(columns, [*_device(device, bars, is_wide=is_wide), ScreenCell("")], width) for device in visible_devices
+    ]
+    hidden_devices = devices[len(visible_devices) :]
     if hidden_devices:
         use = sum(device.busy_share for device in hidden_devices) / len(hidden_devices)
         lines.append(one_line([ScreenCell(f"... and {len(hidden_devices)} more, used {use:.0%}", "dim")], width))
@@ -128,9 +130,9 @@ def _device(device: DeviceView, bars: int, *, is_wide: bool) -> list[ScreenCell]
         ScreenCell(_rate(device.bytes_out_per_second)),
     ]
     if is_wide:
-        moved = sum(device.bytes_in_by_kind.values()) + sum(device.bytes_out_by_kind.values())
+        num_bytes = sum(device.bytes_in_by_kind.values()) + sum(device.bytes_out_by_kind.values())
         cells += [
-            ScreenCell(format_bytes(moved + sum(device.bytes_across_by_kind.values()))),
+            ScreenCell(format_bytes(num_bytes + sum(device.bytes_across_by_kind.values()))),
             ScreenCell(str(device.units)),
         ]
     return cells
@@ -154,10 +156,10 @@ def _trials(active: Sequence[TrialView], metric: str, width: int, room: int) -> 
         ScreenColumn(metric, max(10, min(14, len(metric))), is_right=True),
     ]
     columns += [ScreenColumn("reports", spark), ScreenColumn("left", 6, is_right=True), ScreenColumn("parameters", 0)]
-    shown = active if len(active) <= room else active[: room - 1]
+    visible_trials = active if len(active) <= room else active[: room - 1]
     lines: list[Line] = [[], heads(columns, width)]
-    lines += [row(columns, _trial(trial, bars, spark, order), width) for trial in shown]
-    hidden_trials = active[len(shown) :]
+    lines += [row(columns, _trial(trial, bars, spark, order), width) for trial in visible_trials]
+    hidden_trials = active[len(visible_trials) :]
     if hidden_trials:
         counts = ", ".join(
             f"{count} {state}" for state in _ORDER if (count := sum(t.state == state for t in hidden_trials))

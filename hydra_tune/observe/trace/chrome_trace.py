@@ -82,8 +82,8 @@ def _units(log: RunLog, device: str, process: int) -> Iterator[dict[str, Any]]:
     for unit in log.units:
         if unit.device != device:
             continue
-        what = {"job": unit.job, "kind": unit.kind, "shard": unit.shard, "failed": unit.is_failed}
-        yield bar(f"{unit.kind[0].upper()}{unit.shard} {unit.job}", row, unit.start_ns, unit.end_ns, what)
+        details = {"job": unit.job, "kind": unit.kind, "shard": unit.shard, "failed": unit.is_failed}
+        yield bar(f"{unit.kind[0].upper()}{unit.shard} {unit.job}", row, unit.start_ns, unit.end_ns, details)
         # The wait nests in the unit's bar, because both begin at the same time.
         if unit.ready_ns > unit.start_ns:
             yield bar("waits for bytes", row, unit.start_ns, unit.ready_ns, {"kind": "wait", "job": unit.job})
@@ -97,22 +97,22 @@ def _host_updates(log: RunLog, device: str, process: int) -> Iterator[dict[str, 
         yield named("thread", "updates on the host", *row)
         yield placed("thread", _HOST_UPDATES, *row)
     for update in updates:
-        what = {"job": update.job, "kind": "update", "shard": update.shard}
-        yield bar(f"{update.job} update {update.shard}", row, update.start_ns, update.end_ns, what)
+        details = {"job": update.job, "kind": "update", "shard": update.shard}
+        yield bar(f"{update.job} update {update.shard}", row, update.start_ns, update.end_ns, details)
 
 
 def _copies(copies: Sequence[LoggedCopy], process: int) -> Iterator[dict[str, Any]]:
     # Rows are numbered as they are made: how many overlapping copies need is not known before.
     thread = _HOST_UPDATES + 1
-    for (what, is_background), title in _ROWS.items():
-        copies_of_row = [copy for copy in copies if (copy.what, copy.is_in_background) == (what, is_background)]
+    for (direction, is_background), title in _ROWS.items():
+        copies_of_row = [copy for copy in copies if (copy.what, copy.is_in_background) == (direction, is_background)]
         for row, row_copies in enumerate(_apart(copies_of_row)):
             yield named("thread", title if row == 0 else f"{title} ({row + 1})", process, thread)
             yield placed("thread", thread, process, thread)
             for copy in row_copies:
                 facts = {"job": copy.job, "kind": copy.kind, "shard": copy.shard, "bytes": copy.nbytes, "how": copy.how}
                 shard = "" if copy.shard is None else f" {copy.shard}"
-                name = f"{COPY_TITLES[what]} {copy.job} {copy.kind}{shard}"
+                name = f"{COPY_TITLES[direction]} {copy.job} {copy.kind}{shard}"
                 yield bar(name, (process, thread), copy.start_ns, copy.end_ns, facts)
             thread += 1
 
@@ -120,11 +120,11 @@ def _copies(copies: Sequence[LoggedCopy], process: int) -> Iterator[dict[str, An
 def _disk(log: RunLog, process: int) -> Iterator[dict[str, Any]]:
     yield named("process", "disk", process)
     yield placed("process", process, process)
-    for thread, (what, title) in enumerate(_DISK_TITLES.items(), start=1):
+    for thread, (kind, title) in enumerate(_DISK_TITLES.items(), start=1):
         yield named("thread", title, process, thread)
         for use in log.disk:
-            if use.what == what:
-                facts = {"kind": what, "bytes": use.nbytes}
+            if use.what == kind:
+                facts = {"kind": kind, "bytes": use.nbytes}
                 yield bar(title, (process, thread), use.start_ns, use.end_ns, facts)
 
 
@@ -132,7 +132,7 @@ def _apart(copies: Sequence[LoggedCopy]) -> list[list[LoggedCopy]]:
     """Distribute copies over as few rows as possible, because a row cannot show overlapping bars."""
     rows: list[list[LoggedCopy]] = []
     free: list[tuple[int, int]] = []  # time at which each row is free, the earliest first
-    for copy in sorted(copies, key=lambda one: one.start_ns):
+    for copy in sorted(copies, key=lambda entry: entry.start_ns):
         # In order of starts, the row that is free first is enough: no other choice needs fewer rows.
         if free and free[0][0] <= copy.start_ns:
             row = heapq.heappop(free)[1]

@@ -98,9 +98,9 @@ def draw(chart: GanttChart, path: Path) -> None:
 def _draw_bars(chart: GanttChart, axes: Any) -> None:
     # Of all bars, not of those shown, so that a job keeps its colour in a picture of a part of the run.
     colours = colours_of(bar.job for bar in chart.bars)
-    shown = [bar for bar in chart.bars if bar.row in chart.rows and _is_shown(bar, chart)]
-    is_many = len(shown) > _MANY_BARS
-    for (row, lane), bars in _by_place(chart, shown, is_many=is_many):
+    visible_bars = [bar for bar in chart.bars if bar.row in chart.rows and _is_shown(bar, chart)]
+    is_many = len(visible_bars) > _MANY_BARS
+    for (row, lane), bars in _by_place(chart, visible_bars, is_many=is_many):
         lane_style, place = chart.lanes[lane], chart.rows.index(row)
         axes.broken_barh(
             [(bar.start, bar.end - bar.start) for bar in bars],
@@ -116,7 +116,7 @@ def _draw_bars(chart: GanttChart, axes: Any) -> None:
                 middle = (start + end) / 2, place + lane_style.top + lane_style.height / 2
                 axes.text(*middle, bar.label, color="white", fontsize=7, ha="center", va="center")
     # With more jobs the colours repeat, and a legend would name several jobs for one.
-    jobs = dict.fromkeys(bar.job for bar in shown)
+    jobs = dict.fromkeys(bar.job for bar in visible_bars)
     if chart.names_jobs and len(jobs) <= len(_PALETTE):
         for job in sorted(jobs):
             # A line without points only makes an entry of the legend.

@@ -26,9 +26,9 @@ def print_run(console: Console, figures: RunFigures) -> None:
     console.print()
     console.print(_device_table(figures.devices))
     console.print()
-    moved = _bytes_table(figures.devices)
-    if moved.row_count:
-        console.print(moved)
+    bytes_table = _bytes_table(figures.devices)
+    if bytes_table.row_count:
+        console.print(bytes_table)
         console.print()
     for name, value in _totals(figures):
         console.print(Text(f"{name:<12} {value}"))
@@ -93,7 +93,7 @@ def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
         yield "fusion", reason
     if len(reasons) > _MOST_CHOICES:
         yield "fusion", f"and {len(reasons) - _MOST_CHOICES} more choices, which --json has"
-    plan_lines = list(dict.fromkeys((str(one["what"]), str(line)) for one in figures.plans for line in one["told"]))
+    plan_lines = list(dict.fromkeys((str(plan["what"]), str(line)) for plan in figures.plans for line in plan["told"]))
     yield from plan_lines[:_MOST_LINES]
     if len(plan_lines) > _MOST_LINES:
         yield "plan", f"and {len(plan_lines) - _MOST_LINES} more lines, which --json has"

@@ -122,7 +122,7 @@ class RepetitionSkipper:
 
     def _signature(self) -> Hashable:
         course = self._course
-        now, told = course.now, self._told()
+        now, reference_seconds = course.now, self._told()
         # Without an entry's running number, which never recurs.
         clock = [
             (entry[0] - now, *entry[2:]) for entry in sorted(course.heap) if entry[2] <= SimulationEventKind.UNIT_STARTS
@@ -136,7 +136,7 @@ class RepetitionSkipper:
                 job.last_device,
                 tuple(job.places),
                 tuple(job.homes),
-                job.remaining_seconds() - told if self._remaining_matters else None,
+                job.remaining_seconds() - reference_seconds if self._remaining_matters else None,
             )
             for job in course.alive.values()
         ]

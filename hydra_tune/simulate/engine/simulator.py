@@ -161,12 +161,12 @@ class Simulator:
             self._answered,
         )
         while heap:
-            self.now, _, what, number, value = heapq.heappop(heap)
-            handlers[what](number, value)
+            self.now, _, kind, number, value = heapq.heappop(heap)
+            handlers[kind](number, value)
             if self._commands:
                 self._carry_out()
-            if repeats is not None and (repeats.wants_look or what > last_of_course):
-                repeats.look(what)
+            if repeats is not None and (repeats.wants_look or kind > last_of_course):
+                repeats.look(kind)
         return self._outcome()
 
     def _begin(self) -> None:

@@ -91,7 +91,7 @@ class ReplayPager:
         self._of_job: dict[str, list[_ReplayBlock]] = {}
         for block in self._blocks.values():
             self._of_job.setdefault(block.facts.job, []).append(block)
-        self._ns_per_byte = {what: _pace(recording, what) for what in ("in", "out", "across")}
+        self._ns_per_byte = {direction: _pace(recording, direction) for direction in ("in", "out", "across")}
         # A run without takeovers has no pace of its own for a takeover.
         self._ns_per_byte["across"] = self._ns_per_byte["across"] or self._ns_per_byte["in"]
 
@@ -407,5 +407,5 @@ def _pace(recording: Recording, what: str) -> float:
     """Nanoseconds per byte, over all copies of the run in one direction."""
     copies = [action for turn in recording.turns for action in turn.actions if action.what == what]
     sent = [copy for turn in recording.turns for copy in turn.sent if copy.what == what]
-    taken = sum(copy.copy_ns for copy in copies) + sum(copy.ended_ns - copy.began_ns for copy in sent)
-    return taken / max(1, sum(copy.nbytes for copy in copies) + sum(copy.nbytes for copy in sent))
+    total_ns = sum(copy.copy_ns for copy in copies) + sum(copy.ended_ns - copy.began_ns for copy in sent)
+    return total_ns / max(1, sum(copy.nbytes for copy in copies) + sum(copy.nbytes for copy in sent))

@@ -84,7 +84,14 @@ class ReplayComparison:
     def num_agreeing(self) -> int:
         """Number of equal commands before the first difference."""
         pairs = zip(self.recorded_orders, self.simulated_orders, strict=False)
-        return next((number for number, (one, other) in enumerate(pairs) if one != other), self._num_common)
+        return next(
+            (
+                number
+                for number, (recorded_order, simulated_order) in enumerate(pairs)
+                if recorded_order != simulated_order
+            ),
+            self._num_common,
+        )
 
     @property
     def is_same_order(self) -> bool:
@@ -220,7 +227,7 @@ class _RecordingReplayer:
                 concerned[name] = None
                 self._jobs[name].places[shard] = place
         concerned |= dict.fromkeys(event.job for event in events if isinstance(event, UnitFinished))
-        return [moved for name in concerned if (moved := self._news(name)) is not None]
+        return [move for name in concerned if (move := self._news(name)) is not None]
 
     def _news(self, name: str) -> ShardMoved | None:
         job = self._jobs[name]

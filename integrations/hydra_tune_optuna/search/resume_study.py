@@ -134,17 +134,17 @@ class StudyResumer:
         if not self.saves:
             return {}, frozenset()  # without asking the storage
         frozen = optuna_internals.stored(self._study, trial)
-        name, known = self._saved_as(frozen.number), frozenset(frozen.intermediate_values)
+        name, known_steps = self._saved_as(frozen.number), frozenset(frozen.intermediate_values)
         # The labels are compared when a later search finds the checkpoint.
         options = {"saved_as": name, "labels": labels(self._study, frozen)}
         if left is not None and left.checkpoint is not None:
-            return options | {"resume_from": left.checkpoint.path}, known
+            return options | {"resume_from": left.checkpoint.path}, known_steps
         with contextlib.suppress(
             CheckpointError
         ):  # of a study that runs elsewhere; this study's checkpoints have another folder
             # An old checkpoint under this name must not be taken for the new trial's.
             self._pool.remove_checkpoint(name)
-        return options, known
+        return options, known_steps
 
     def has_checkpoint(self, number: int) -> bool:
         """Whether a trial of the study can resume from a checkpoint."""
@@ -214,8 +214,8 @@ class StudyResumer:
 
 def _claims(frozen: FrozenTrial) -> list[str]:
     """Names of the searches that claim a trial."""
-    noted: Iterator[tuple[str, Any]] = iter(frozen.system_attrs.items())
-    return [key.removeprefix(_CLAIM) for key, value in noted if key.startswith(_CLAIM) and value]
+    attributes: Iterator[tuple[str, Any]] = iter(frozen.system_attrs.items())
+    return [key.removeprefix(_CLAIM) for key, value in attributes if key.startswith(_CLAIM) and value]
 
 
 def labels(study: Study, frozen: FrozenTrial) -> dict[str, Any]:

@@ -96,7 +96,6 @@ def start_pool(place: NodePoolSpec) -> Any:
         get_if_exists=True,
         # Outlives the directory, which Ray may restart; the pool's pulse ends a pool that nobody needs.
         lifetime="detached",
-        # Pools take no CPUs of Ray's account.
         num_cpus=0,
         num_gpus=place.node.num_gpus,
         max_concurrency=_ABREAST,

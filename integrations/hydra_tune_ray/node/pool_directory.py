@@ -198,10 +198,10 @@ class PoolDirectory:
     def _remember(self, load: PoolLoadReport) -> None:
         """Note what trials have left: the next pool of a moving trial knows only after building the trial."""
         self._left.hear(load)
-        here = set[str]()
+        known_keys = set[str]()
         for pool in self._pools.values():
-            here |= pool.load.trials.keys() | pool.load.leaving.keys() | pool.placed.keys()
-        self._left.keep(here)
+            known_keys |= pool.load.trials.keys() | pool.load.leaving.keys() | pool.placed.keys()
+        self._left.keep(known_keys)
 
     def _going(self) -> set[str]:
         """Pools on nodes that are about to leave the cluster."""
@@ -238,11 +238,11 @@ class PoolDirectory:
 
     async def _start_missing(self) -> None:
         """Start missing pools, each in its own task: one start may take minutes."""
-        device_nodes_now = await asyncio.to_thread(
+        present_nodes = await asyncio.to_thread(
             device_nodes, self._plan.options
         )  # off the event loop: Ray may not answer now
         self._draining = await asyncio.to_thread(draining_nodes)
-        nodes = {f"{self._plan.name}:{node.node_id}": node for node in device_nodes_now}
+        nodes = {f"{self._plan.name}:{node.node_id}": node for node in present_nodes}
         now = time.monotonic()
         for name, pool in list(self._pools.items()):
             if name not in nodes or now - pool.seen > _SEEN_SECONDS:
@@ -285,8 +285,12 @@ class PoolDirectory:
     async def _opened(self, node: DeviceNode, actor: Any) -> str:
         try:
             # Absent in the first versions of the package.
-            asked = getattr(actor, "version", None)
-            pool_version = None if asked is None else await asyncio.wait_for(asked.remote(), self._plan.start_seconds)
+            version_method = getattr(actor, "version", None)
+            pool_version = (
+                None
+                if version_method is None
+                else await asyncio.wait_for(version_method.remote(), self._plan.start_seconds)
+            )
             if error := wrong_pool(pool_version, node.node_id):
                 return error
             return str(await asyncio.wait_for(actor.call.remote("open"), self._plan.start_seconds))

@@ -186,7 +186,7 @@ class LeasedTrialTable:
         now = time.monotonic()
         for trial in self:
             trial.expires += stopped_seconds
-        self._moved = {key: (moved, until) for key, (moved, until) in self._moved.items() if until > now}
+        self._moved = {key: (outcome, until) for key, (outcome, until) in self._moved.items() if until > now}
         return [trial for trial in self if trial.expires < now]
 
     async def next_of(self, held: LeasedTrial) -> ReportOutcome | EndOutcome | WaitingOutcome | None:
@@ -205,16 +205,16 @@ class LeasedTrialTable:
 
     def load(self, node: DeviceNode) -> PoolLoadReport:
         """Describe the pool's remaining work, for the directory."""
-        here = [trial for trial in self if not _is_done(trial)]
-        remaining = {trial.request.key: trial.left() for trial in here}
-        staying_keys = [trial.request.key for trial in here if trial.target is None]
+        unfinished = [trial for trial in self if not _is_done(trial)]
+        remaining = {trial.request.key: trial.left() for trial in unfinished}
+        staying_keys = [trial.request.key for trial in unfinished if trial.target is None]
         return PoolLoadReport(
             node=node,
             trials={key: remaining[key][0] for key in staying_keys},
-            started=frozenset(trial.request.key for trial in here if trial.target is None and trial.has_begun),
+            started=frozenset(trial.request.key for trial in unfinished if trial.target is None and trial.has_begun),
             leaving={
                 trial.request.key: (trial.target, remaining[trial.request.key][0])
-                for trial in here
+                for trial in unfinished
                 if trial.target is not None
             },
             epochs={key: epochs for key, (_, epochs) in remaining.items() if epochs is not None},
