@@ -103,6 +103,7 @@ def _next(pipe: socket.socket, deadline: float | None) -> int | None:
         (number,) = pipe.recv(1)
         marks = here()
         if marks is not None and number in SIGNALS:
+            # The supervisor forwards a signal that this process has not counted.
             marks.hear()
         # Every signal with a Python handler writes to the pipe, also a child's end or the user's own signals.
         if number in (*SIGNALS, _CLOSED):
@@ -166,6 +167,7 @@ def stops(
             signal.signal(number, handler)
         # Restore the pipe before closing: a late signal must not write to a closed descriptor.
         signal.set_wakeup_fd(pipe_before)
+        # Ends the listener, which would wait for a signal for ever.
         writing.send(bytes([_CLOSED]))
         thread.join()
         reading.close()
