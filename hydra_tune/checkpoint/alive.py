@@ -34,7 +34,11 @@ class LivenessFile:
         self._folder = folder
         make_private_folder(folder)
         self._lock = _opened(folder / self.name, os.O_CREAT | os.O_EXCL)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:  # a file system without locks; an unlocked file would count as a dead process
+            self.close(leaves=False)
+            raise file_error("lock", folder / self.name, error) from error
 
     def close(self, *, leaves: bool) -> None:
         """End the life sign. May be called again.
@@ -91,9 +95,16 @@ def alone(folder: Path) -> Iterator[None]:
     Raises:
         FileError: the folder cannot be written to.
     """
-    lock = _opened(folder / LOCK, os.O_CREAT)
+    path = folder / LOCK
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = _opened(path, os.O_CREAT)
+    except FileNotFoundError as error:
+        raise file_error("open", path, error) from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise file_error("lock", path, error) from error
         yield
     finally:
         os.close(lock)

@@ -25,15 +25,19 @@ def take_lock(folder: Path | int) -> int | None:
         A descriptor; `os.close` releases the lock. None if another holder has the lock.
 
     Raises:
-        OSError: the lock file cannot be created.
+        OSError: the lock file cannot be created, or the file system has no locks.
     """
     descriptor = _opened(folder, os.O_RDWR | os.O_CREAT)
-    for attempt in range(_ATTEMPTS):
-        if attempt:
-            # `is_locked` in another process takes the lock for a moment.
-            time.sleep(_PAUSE_SECONDS)
-        if try_lock(descriptor):
-            return descriptor
+    try:
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                # `is_locked` in another process takes the lock for a moment.
+                time.sleep(_PAUSE_SECONDS)
+            if try_lock(descriptor):
+                return descriptor
+    except OSError:
+        os.close(descriptor)
+        raise
     os.close(descriptor)
     return None
 

@@ -117,11 +117,15 @@ class SweepFolder:
         try:
             lock = take_lock(self.path)
             if lock is not None:
-                os.ftruncate(lock, 0)
                 # For users who meet the lock and want to end its holder: under a supervisor, the process to end is the
                 # parent.
                 runs = os.getpid() if here() is None else os.getppid()
-                os.write(lock, f"{runs} on {platform.node()}".encode())
+                try:
+                    os.ftruncate(lock, 0)
+                    os.write(lock, f"{runs} on {platform.node()}".encode())
+                except OSError:  # a full disk
+                    os.close(lock)
+                    raise
                 return lock
             holder = path.read_text(errors="replace") or "unknown"
         except OSError as error:

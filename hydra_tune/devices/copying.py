@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
@@ -94,7 +94,10 @@ class BackgroundCopy:
     def wait_quietly(self) -> bool:
         """Wait for the end of the copy without raising; return whether the copy was made."""
         assert self._future is not None
-        return self._future.exception() is None
+        try:
+            return self._future.exception() is None
+        except CancelledError:  # still queued when the thread of copies was closed
+            return False
 
     def start(self, pool: ThreadPoolExecutor, make: Callable[[Pairs], None]) -> None:
         """Queue the copy on a thread, after all earlier requests."""

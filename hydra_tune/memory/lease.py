@@ -169,7 +169,9 @@ class Lease:
 
     def would_fit(self, nbytes: int) -> bool:
         """Whether a lease of the same blocks and `nbytes` of workspace fits the device."""
-        return sum(block.nbytes for block in self._blocks) + nbytes <= self._pager.ledger.budget_bytes
+        # An absorbed block is still listed, but its bytes are workspace now.
+        blocks = (block for block in self._blocks if block.state is not BlockState.DROPPED)
+        return sum(block.nbytes for block in blocks) + nbytes <= self._pager.ledger.budget_bytes
 
     @property
     def data(self) -> list[Tensor]:

@@ -637,7 +637,7 @@ class Pager:
         here = sum(block.nbytes for block in wanted if block.home is self) + held_bytes
         if nbytes + here > self.ledger.budget_bytes:
             raise BudgetError(
-                f"a shard unit needs {format_bytes(nbytes + here)} at once, but device {self.device.name} has a budget of "
+                f"the trial needs {format_bytes(nbytes + here)} at once, but device {self.device.name} has a budget of "
                 f"{format_bytes(self.ledger.budget_bytes)}; lower batch_size or raise device_memory"
             )
         victims: Iterator[Block] = iter(())

@@ -641,6 +641,8 @@ class Trial:
                 with torch.no_grad():
                     values = direct.evaluate(batch)
             except BudgetError:
+                if not _may_be_cut(batch):
+                    raise
                 # The shard units evaluate the batch again, and must draw the same numbers.
                 self._streams.go_back(streams_mark)
                 yield from self._leave_own_code(direct, "a validation batch does not fit beside its state")

@@ -321,3 +321,11 @@ def test_memory_that_nobody_uses_goes_back_to_the_system(device):
     assert device.reclaim() > 0
     if device.torch_device.type == "cuda":
         assert torch.cuda.memory_reserved(device.torch_device) < BUDGET_BYTES // 2
+
+
+def test_a_copy_that_closing_calls_off_is_waited_for_without_an_error():
+    device = CpuDevice(0, BUDGET_BYTES, link_bandwidth=1 << 20)
+    source, data = host(device, [1]).expand(1 << 17), device.empty(1 << 17)
+    copies = [device.start_load([(source, data)]) for _ in range(3)]
+    device.close()
+    assert not copies[-1].wait_quietly()

@@ -63,7 +63,9 @@ def test_a_signal_without_a_terminal(project, number):
         printed, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + number, errors
     assert "Traceback" not in errors
-    assert f"{number.name}: the sweep ends when its running units have ended, in 30 s at most; a second signal" in errors
+    assert (
+        f"{number.name}: the sweep ends when its running units have ended, in 30 s at most; a second signal" in errors
+    )
     assert len(re.findall(r"^trial \d+  cancelled", printed, re.MULTILINE)) == 4
     assert "no trial completed" in printed
     assert re.search(r"^sweep model:build: interrupted after ", printed, re.MULTILINE)

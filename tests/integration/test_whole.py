@@ -279,7 +279,7 @@ def test_a_step_that_needs_more_than_its_pilot_saw_and_than_there_is_fails_by_na
         refused = pool.submit(described).result(PATIENCE_SECONDS)
         assert pool.stats().devices["cpu:0"].peak_bytes < device.peak_bytes
     assert isinstance(refused.error, BudgetError)
-    assert "a shard unit needs" in str(refused.error)
+    assert "the trial needs" in str(refused.error)
     assert refused.units_run == 4
 
 

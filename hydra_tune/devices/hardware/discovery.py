@@ -106,6 +106,8 @@ def open_planned_devices(
     except ConfigError as error:
         cpu, cuda = _CPU.fullmatch(devices), _CUDA.fullmatch(devices)
         count = int(cpu[1] or 1) if cpu else len(cuda[1].split(",")) if cuda and cuda[1] else 0
+        if cpu and not count:
+            raise
         if not count:
             raise ConfigError(f"{error}; to plan for absent GPUs, number them: devices='cuda:0,1'") from error
         if device_memory is None:

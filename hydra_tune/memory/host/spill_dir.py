@@ -91,7 +91,12 @@ class SpillFolder:
                 _sweep(spill_dir)
                 self.path.mkdir(mode=0o700)
                 self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                lock = take_lock(self.descriptor)
+                try:
+                    lock = take_lock(self.descriptor)
+                except OSError:  # a file system without locks
+                    os.close(self.descriptor)
+                    shutil.rmtree(self.path, ignore_errors=True)
+                    raise
         except OSError as error:
             raise ConfigError(
                 f"cannot create a folder in spill_dir {str(spill_dir)!r}: {error}; give another spill_dir"

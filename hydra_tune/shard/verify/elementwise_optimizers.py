@@ -120,7 +120,8 @@ def _small(optimizer: Optimizer, group: int, leaves: list[Tensor]) -> Optimizer:
     stand_in = stand_in_for(optimizer, [("", group)] * len(leaves), leaves)
     for options in stand_in.param_groups:
         if not options.get("lr", 1.0):
-            options["lr"] = type(options["lr"])(_RATE)
+            rate = options["lr"]
+            options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else type(rate)(_RATE)
     return stand_in
 
 

@@ -191,7 +191,9 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, dict):
         return tuple((key, _plain(item)) for key, item in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, set | frozenset):
+        return frozenset(_plain(item) for item in value)  # equal sets may iterate in different orders
+    if isinstance(value, list | tuple):
         return tuple(_plain(item) for item in value)
     return value.getstate() if isinstance(value, random.Random) else None
 

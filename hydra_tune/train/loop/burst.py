@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import BudgetError
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.link_meter import bytes_per_second
@@ -160,12 +159,6 @@ class BurstRunner:
                 # A burst without its lease has no room for new groups; the next burst refreshes them.
                 if self.has_device:
                     self._state.refresh(lease, device)
-            except BudgetError as error:
-                if type(error) is not BudgetError:
-                    raise
-                # The pager words its error for shard units, and raises it for bursts as well.
-                message = str(error).replace("a shard unit needs", "a step of the trial's own code needs")
-                raise BudgetError(message, enough_bytes=error.enough_bytes) from error
             finally:
                 self._lease, self.has_device = None, False
         self._note_pace(pager)

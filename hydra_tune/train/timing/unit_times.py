@@ -45,13 +45,14 @@ class UnitTimes:
         return self._seconds.get(unit, 0.0)
 
     def measured(self, unit: Hashable, seconds: float) -> None:
-        """Record a measurement of a unit; a unit outside the regular step does not count.
+        """Record a measurement of a unit; a unit outside the regular step, or without any seconds, does not count.
 
         The remaining time is many times a unit's seconds, and the scheduler moves jobs between devices when remaining
         times seem to jump. So a single measurement changes little. Of the first two measurements, which include
         one-time costs, the shorter counts.
         """
-        if unit not in self._seconds:
+        # Times of a GPU's events may differ by nothing or less; from an estimate of zero the cap would never let go.
+        if unit not in self._seconds or seconds <= 0:
             return
         with self._lock:
             estimate = self._seconds[unit]

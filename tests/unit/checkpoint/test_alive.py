@@ -1,11 +1,15 @@
 """Who of those that share a folder lives: seen by a file that is locked, and nobody else's word."""
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 
 import pytest
 
 from hydra_tune.checkpoint.alive import LivenessFile, alone, forget, has_died
+from hydra_tune.errors import FileError
 
 
 def test_one_lives_until_it_says_otherwise_or_cannot(tmp_path):
@@ -52,3 +56,19 @@ def test_one_that_is_killed_has_died_and_is_in_nobodys_way(tmp_path):
     assert has_died(tmp_path, name)
     with alone(tmp_path):
         pass
+
+
+def test_a_file_system_without_locks_is_an_error_that_leaves_nothing(tmp_path, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    with pytest.raises(FileError, match=r"cannot lock .*no locks"):
+        LivenessFile(tmp_path)
+    assert not list(tmp_path.iterdir()), "an unlocked file would be that of a dead process"
+    with pytest.raises(FileError, match=r"cannot lock .*no locks"), alone(tmp_path):
+        pass
+    with pytest.raises(FileError, match="cannot open"), alone(tmp_path / "missing"):
+        pass
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208

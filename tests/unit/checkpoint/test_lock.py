@@ -1,5 +1,7 @@
 """A folder is one's own until one lets go of it, or dies."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -56,3 +58,14 @@ def test_a_link_is_not_followed(tmp_path):
     (tmp_path / LOCK).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic"):
         take_lock(tmp_path)
+
+
+def test_a_file_system_without_locks_costs_no_descriptors(folder, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    with pytest.raises(OSError, match="no locks"):
+        take_lock(folder)
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208

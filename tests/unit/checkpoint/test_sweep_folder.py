@@ -1,11 +1,12 @@
 """A sweep's folder is one process's at a time, stays within checkpoint_dir, and keeps what is noted whole."""
 
+import errno
 import os
 
 import pytest
 
 from hydra_tune.checkpoint.sweep_folder import SweepFolder
-from hydra_tune.errors import CheckpointError
+from hydra_tune.errors import CheckpointError, FileError
 
 
 def test_it_is_the_same_when_it_is_opened_again(tmp_path):
@@ -55,3 +56,14 @@ def test_damage_is_said(tmp_path, text):
         (folder.path / "sampler.json").write_bytes(text)
         with pytest.raises(CheckpointError, match=r"sampler.json' is damaged: .*; remove it"):
             folder.noted("sampler")
+
+
+def test_a_full_disk_does_not_keep_the_lock(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", full)
+        with pytest.raises(FileError, match="no space left"):
+            SweepFolder(tmp_path, "first")
+    SweepFolder(tmp_path, "first").close()

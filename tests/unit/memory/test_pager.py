@@ -121,6 +121,7 @@ def test_the_room_of_what_a_unit_gives_up_is_its_own_until_it_ends(pager):
         assert own.data is own.host is None
         assert pager.resident_bytes == SIZE
         assert pager.ledger.used_bytes == 2 * SIZE + 64, "the unit may make as much again"
+        assert lease.would_fit(pager.ledger.budget_bytes)
         made = lease.block_of(BlockKind.GRADIENTS, torch.zeros(SIZE + 64, dtype=torch.uint8))
         assert made.nbytes == SIZE + 64
         assert pager.ledger.used_bytes == 2 * SIZE + 64
@@ -282,7 +283,7 @@ def test_room_that_a_device_proves_to_have_is_room_until_some_proves_too_much(pa
 
 def test_a_block_beyond_the_budget_is_refused_and_not_kept(pager):
     with (
-        pytest.raises(BudgetError, match=r"a shard unit needs 4\.0 KiB at once, but device cpu:0 has"),
+        pytest.raises(BudgetError, match=r"the trial needs 4\.0 KiB at once, but device cpu:0 has"),
         pager.lease([], 64) as lease,
     ):
         lease.block_of(BlockKind.ACTIVATIONS, torch.zeros(4096, dtype=torch.uint8))

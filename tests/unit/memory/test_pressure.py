@@ -33,5 +33,5 @@ def test_other_errors_of_torch_are_not_shortage(fails):
 def test_cudas_error_is_shortage_and_the_ledgers_is_not():
     """The one is the device's, and there may be room the next time; the other is arithmetic, and comes again."""
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
-    assert not is_out_of_memory(BudgetError("a shard unit needs 2.0 GiB at once"))
+    assert not is_out_of_memory(BudgetError("the trial needs 2.0 GiB at once"))
     assert not is_out_of_memory(None)

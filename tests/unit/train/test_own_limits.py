@@ -211,4 +211,15 @@ def test_a_step_of_own_code_that_has_no_room_is_called_that():
     with own_code(device_memory="2MiB") as pool:
         (result,) = pool.run([one], on_error="return")
     assert isinstance(result.error, BudgetError)
-    assert "a step of the trial's own code needs" in str(result.error)
+    assert "the trial needs" in str(result.error)
+
+
+def test_an_evaluation_that_cannot_be_cut_and_has_no_room_is_called_that():
+    def evaluate(module: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"loss": loss_of(module, (torch.from_numpy(batch[0]), torch.from_numpy(batch[1])))}
+
+    large = [tuple(tensor.numpy() for tensor in batch_of(9000))]
+    with own_code(device_memory="2MiB") as pool:
+        (result,) = pool.run([described(validate=lambda: large, evaluate=evaluate)], on_error="return")
+    assert isinstance(result.error, BudgetError)
+    assert "the trial needs" in str(result.error)

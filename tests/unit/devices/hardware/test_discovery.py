@@ -8,7 +8,14 @@ import torch
 
 from hydra_tune.devices.cuda import cuda_name
 from hydra_tune.devices.hardware import discovery, nvml
-from hydra_tune.devices.hardware.discovery import gpu_memory, gpu_parts, gpu_share, let_segments_grow, open_devices
+from hydra_tune.devices.hardware.discovery import (
+    gpu_memory,
+    gpu_parts,
+    gpu_share,
+    let_segments_grow,
+    open_devices,
+    open_planned_devices,
+)
 from hydra_tune.errors import ConfigError
 
 
@@ -167,3 +174,9 @@ def test_the_allocator_is_asked_for_segments_that_grow_unless_the_user_has_set_i
 def test_a_torch_that_does_not_know_how_to_is_left_alone(monkeypatch):
     monkeypatch.delattr(torch.cuda.memory, "_set_allocator_settings")
     assert not let_segments_grow()
+
+
+def test_planning_for_no_device_is_refused_as_opening_none_is():
+    with pytest.raises(ConfigError, match="N of at least 1") as refused:
+        open_planned_devices("cpu:0", "1GiB", None)
+    assert "GPU" not in str(refused.value)

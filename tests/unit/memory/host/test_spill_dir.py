@@ -1,5 +1,7 @@
 """The folder to spill to: what is refused, whose files are removed, and whose are not."""
 
+import errno
+import fcntl
 import os
 import shutil
 from types import SimpleNamespace
@@ -104,3 +106,19 @@ def test_two_pools_share_a_folder(tmp_path):
     assert first.path.is_dir()
     first.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_locks_is_refused_and_left_clean(tmp_path, monkeypatch):
+    flock = fcntl.flock
+
+    def refused(descriptor, operation):
+        if operation & fcntl.LOCK_NB:
+            raise OSError(errno.ENOLCK, "no locks")
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208
+    with pytest.raises(ConfigError, match=r"cannot create a folder in spill_dir .*no locks"):
+        SpillFolder(tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208

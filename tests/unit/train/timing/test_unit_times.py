@@ -32,3 +32,11 @@ def test_what_repeats_within_a_step_counts_so_often_and_what_is_unknown_not_at_a
     times.measured("c", 7.0)
     assert times.total == 7.0
     assert len(times) == 4
+
+
+def test_a_measurement_without_seconds_does_not_count():
+    """The cap of later measurements is a multiple of the estimate, and would hold an estimate of zero there for ever."""
+    times = UnitTimes({"a": 1.0})
+    for seconds in (0.0, -0.1, 2.0, 3.0):
+        times.measured("a", seconds)
+    assert times.of("a") == times.total == 2.0
