@@ -241,7 +241,7 @@ class Job:
     def __repr__(self) -> str:
         return f"<Job {self.name!r} {self._state}>"
 
-    # The methods below are called by the pool.
+    # The methods below are for the pool; drivers call none of them.
 
     def enter(self, state: str) -> None:
         """Change the state."""

@@ -66,7 +66,7 @@ from hydra_tune.train.trial import Trial
 
 T = TypeVar("T")
 
-_LOOK_SECONDS = 0.1  # between looks at what may never come
+_LOOK_SECONDS = 0.1  # between checks during a wait for an end that may never come
 
 
 class Pool:
@@ -151,6 +151,7 @@ class Pool:
         self._lost_devices: set[str] = set()
         self._instrument = instrument
         self._workers = {name: self._worker(device) for name, device in self._devices.items()}
+        # Serves a preparer still under way when no device is left; the pool has broken down then.
         self._first = devices[0]
         self._preparer = JobPreparer(core, library, self._living_device, self._lender, host, host_bytes)
         self._intraop_threads = torch.get_num_threads()
@@ -194,6 +195,7 @@ class Pool:
 
         The present worker ends after the wait.
         """
+        # Ended threads leave the list, which would grow with every stalled loader otherwise.
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads.append(self._worker_threads[name])
         self._start_worker(name)
@@ -241,8 +243,8 @@ class Pool:
         """Grant a job further host memory if enough is free; always refuse where a disk extends the host memory."""
         with self._changed:
             record = self._records.get(job.key)
-            taken = sum(other.host_bytes for other in self._records.values())
-            if record is None or self._host is not None or taken + nbytes > self._host_bytes:
+            granted_bytes = sum(other.host_bytes for other in self._records.values())
+            if record is None or self._host is not None or granted_bytes + nbytes > self._host_bytes:
                 return False
             record.host_bytes += nbytes
             return True
@@ -270,6 +272,7 @@ class Pool:
         """Names of the devices open to units."""
         return tuple(name for name in self._devices if name not in self._core.gone | self._core.leaving)
 
+    # Interrupts wait in every call that decides: Ctrl-C inside the scheduler would leave half a decision.
     @hold_interrupts()
     def add_device(self, name: str, opened: Callable[[], Device]) -> None:
         """Add a device to the pool; see `HydraExecutor.add_device`.
@@ -283,7 +286,8 @@ class Pool:
             self._check_change("add_device")
             if name in self.device_names or name in core.leaving:
                 raise ConfigError(f"{name!r} is in the pool already; its devices are {', '.join(self.device_names)}")
-            if name in self._lost_devices:  # perhaps it works again
+            # A lost device may work again, once opened anew. A removed device is still open, with its pager and worker.
+            if name in self._lost_devices:
                 self._lost_devices.discard(name)
                 self._devices.pop(name).close()
             if name not in self._devices:
@@ -317,7 +321,8 @@ class Pool:
                 core.remove_device(name)
                 self._tell_of(name, "removed")
             core.release_all()
-        # Joined without the lock, because the worker needs the lock to end.
+        # Joined without the lock, because the worker needs the lock to end; and open to Ctrl-C, because the worker's unit
+        # may run for long.
         while (thread := self._worker_threads[name]).is_alive():  # the thread changes if a loader stalls the worker
             thread.join(_LOOK_SECONDS)
 
@@ -332,11 +337,13 @@ class Pool:
 
     def _check_change(self, what: str) -> None:
         if threading.current_thread() in self._all_threads:
-            raise HydraTuneError(f"{what}() was called by a trial's own code, which a device runs; call it elsewhere")
+            raise HydraTuneError(
+                f"{what}() was called by a trial's own code, on a thread of the pool; call it from another thread"
+            )
         if self._core.is_closed:
             raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
         if self._recorder is not None:
-            raise HydraTuneError("what is recorded has one set of devices; make the HydraExecutor without record=True")
+            raise HydraTuneError("a recorded run keeps its devices; make the HydraExecutor without record=True")
 
     def _check_fits(self, device: Device) -> None:
         """Refuse a device unfit for the pool's plans."""
@@ -382,6 +389,7 @@ class Pool:
             if core.is_closed:
                 message = "the executor is shut down" if core.error is None else f"the pool has broken: {core.error}"
                 raise HydraTuneError(f"{message}; make a new HydraExecutor") from core.error
+            # Names of jobs may repeat; the scheduler accepts a key only once.
             number = next(self._numbers)
             key = f"{number}:{name or 'job'}"
             job = Job(key=key, name=name or f"job {number}", task=task, pool=self, events=events)
@@ -401,6 +409,7 @@ class Pool:
             try:
                 core.decide(JobSubmitted(job=key, priority=priority))
             except BaseException:
+                # A breakdown inside `decide` has emptied the table already.
                 self._records.pop(key, None)
                 self.checkpoints.leave(folder)
                 raise
@@ -479,14 +488,14 @@ class Pool:
         if self.checkpoints.root is None:
             raise CheckpointError("this pool saves no checkpoints; make it with HydraExecutor(checkpoint_dir=...)")
         if job.state in OVER:
-            found = job.result().checkpoint
-            if found is None:
+            folder = job.result().checkpoint
+            if folder is None:
                 raise CheckpointError(f"{job.name!r} is over ({job.state}) and was never saved")
             # The last checkpoint may still be in the writer thread's queue.
             self.checkpoints.flush()
-            done: Future[Path] = Future()
-            done.set_result(found)
-            return done
+            future: Future[Path] = Future()
+            future.set_result(folder)
+            return future
         return self._asked(job, TrialCheckpointer.save)
 
     def copy(self, job: Job) -> "Future[CheckpointContent]":
@@ -525,6 +534,7 @@ class Pool:
             return
         try:
             trial = record.trial
+            # Otherwise the trial itself serves the request, at the end of its step.
             if trial is not None and trial.may_be_saved:
                 keeper.answer(trial)
             elif job.paused:
@@ -613,9 +623,10 @@ class Pool:
         core = self._core
         if threading.current_thread() in self._all_threads:
             raise HydraTuneError(
-                "shutdown() was called by a trial's own code; a pool cannot wait for itself: call it elsewhere"
+                "shutdown() was called by a trial's own code, and the pool would wait for itself; call it from another thread"
             )
         with hold_interrupts(), self._changed:
+            # Closed first: a job submitted later would be missing from the list, and nobody would end the job.
             core.is_closed = True
             jobs = [record.job for record in self._records.values()]
         for job in jobs:
@@ -637,6 +648,7 @@ class Pool:
             if not self.loaders.is_left_behind(thread):
                 thread.join()
         with hold_interrupts(), self._changed:
+            # Another call may have closed the pool during the joins.
             if not self._ended:
                 self._close()
                 self._ended = True
@@ -660,7 +672,7 @@ class Pool:
 def paused_within_a_step(job: Job) -> CheckpointError:
     """Return the error for saving a job paused within a step."""
     return CheckpointError(
-        f"{job.name!r} is paused within a step, and can be saved between two of them only; unpause() it first"
+        f"{job.name!r} is paused within a step, and a job can be saved only between two steps; unpause() it first"
     )
 
 
@@ -669,6 +681,6 @@ def _has_turn(record: JobState, waiting_for: "Future[Any] | None") -> bool:
     if waiting_for is None:
         return record.turn.acquire(blocking=False)
     while not record.turn.acquire(timeout=_LOOK_SECONDS):
-        if waiting_for.done():  # the job is over; its thread may hang in a loader for ever
+        if waiting_for.done():  # the job is over, but its thread may hang in a loader and keep the turn for ever
             return False
     return True

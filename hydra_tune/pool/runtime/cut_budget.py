@@ -43,12 +43,14 @@ def budget_of(
         optimizer_placement=optimizer_placement,
         # Measured on first use and only once: most pools never choose a placement, and a measurement takes time.
         speeds=functools.cache(lambda: _speeds(devices, is_host=has_cpu)),
+        # Rounded up: the trials in flight of the fullest device.
         trials=-(-trials // len(devices)),
         host_bytes=host_bytes // trials,
         link=functools.cache(lambda: link_of(devices[0])),
         # A host beside GPUs is slower than the GPUs, so one sample stands for the batch. All cores may take part,
         # because the host has nothing else to compute.
         checks_sample=not has_cpu,
+        # Devices of two kinds may take other numbers of random draws for the same operator.
         counts_draws=len({device_kind(device) for device in devices}) == 1,
         host_threads=1 if has_cpu else num_cores(),
     )
@@ -60,5 +62,6 @@ def _speeds(devices: Sequence[Device], *, is_host: bool) -> MachineSpeeds:
         link=measured_link(devices[0]),
         dram_bytes_per_second=dram_bandwidth(),
         is_host=is_host,
+        # A CPU device keeps a core busy, so updates beside the devices need a further core.
         has_core=not is_host or num_cores() > len(devices),
     )

@@ -145,6 +145,7 @@ class JobDispatcher:
         """
         if self.error is not None:
             raise HydraTuneError(f"the pool has stopped after an error: {self.error}") from self.error
+        # CPU time of this thread: wall time would count the turns of other threads with the interpreter lock.
         start, now = time.thread_time(), time.perf_counter_ns()
         events += self._departures(events)
         moves = self._shard_moves(events)
@@ -183,6 +184,7 @@ class JobDispatcher:
             self.decide(DeviceLost(device=name))
         else:
             self.leaving.add(name)
+            # Only a burst can end early, between two of its steps; any other unit runs to its end.
             self.records[self.scheduler.running[name]].has_to_end_burst = True
 
     def _departures(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
@@ -190,8 +192,8 @@ class JobDispatcher:
 
         The scheduler handles the loss in the same call, so the device gets no further unit.
         """
-        done = [event.device for event in events if isinstance(event, UnitFinished | UnitFailed)]
-        return tuple(DeviceLost(device=name) for name in done if name in self.leaving)
+        freed_devices = [event.device for event in events if isinstance(event, UnitFinished | UnitFailed)]
+        return tuple(DeviceLost(device=name) for name in freed_devices if name in self.leaving)
 
     def _let_go(self, device: str) -> None:
         self.leaving.discard(device)
@@ -215,28 +217,31 @@ class JobDispatcher:
 
     def _shard_moves(self, events: tuple[Event, ...]) -> list[ShardMoved]:
         """Return loads and spills since the last call that concern a unit the scheduler may assign now."""
-        concerned: dict[str, JobState] = {}
+        jobs_to_check: dict[str, JobState] = {}
         with contextlib.suppress(IndexError):
+            # Until empty, by the error: other threads append meanwhile, so a length read before says little.
             while True:
                 key, shard, device = self._moves.popleft()
                 # The queue may still hold moves of jobs that are over.
                 if key in self.records:
-                    concerned[key] = self.records[key]
-                    concerned[key].places[shard] = None if device in self.gone else device
+                    jobs_to_check[key] = self.records[key]
+                    jobs_to_check[key].places[shard] = None if device in self.gone else device
+        # A finished unit makes another shard the next one, whose place may have changed long ago.
         for event in events:
             if isinstance(event, UnitFinished) and event.job in self.records:
-                concerned[event.job] = self.records[event.job]
-        # The scheduler refuses a place on a device that it does not know.
+                jobs_to_check[event.job] = self.records[event.job]
+        # The scheduler refuses a shard's place on a device that has left.
         for device in self.gone:
-            for record in concerned.values():
+            for record in jobs_to_check.values():
                 record.leave(device)
-        told = [(key, record.news()) for key, record in concerned.items()]
-        return [ShardMoved(job=key, shard=news[0], device=news[1]) for key, news in told if news is not None]
+        updates = [(key, record.news()) for key, record in jobs_to_check.items()]
+        return [ShardMoved(job=key, shard=news[0], device=news[1]) for key, news in updates if news is not None]
 
     def _carry_out(self, command: Command) -> None:
         """Pass a command on; under the lock, every command is only a message to another thread."""
         record = self.records[command.job]
         if isinstance(command, Run):
+            # An `EndBurst` was for the last burst only.
             record.has_to_end_burst = False
             self.inboxes[command.device].put((record, command.unit))
         elif isinstance(command, EndBurst):
@@ -245,8 +250,9 @@ class JobDispatcher:
             record.job.enter("preparing")
             self.to_prepare.put(record)
         else:
+            # A `Release`. A detached thread still runs the trial's code, and queues the job itself in `came_back`.
             record.is_released = True
-            if not record.is_detached or record.is_abandoned:  # a detached thread releases the job upon return
+            if not record.is_detached or record.is_abandoned:
                 self._to_release.append(record)
 
     def tell_of(self, record: JobState, report: PendingReport) -> None:
@@ -299,7 +305,7 @@ class JobDispatcher:
             record.is_detached = False
             if isinstance(found, BaseException):
                 record.fail(found)
-            if record.is_released:  # it was stopped meanwhile
+            if record.is_released:  # a driver has stopped the job meanwhile
                 self._to_release.append(record)
             else:
                 self._go_on(record, found)
@@ -332,6 +338,7 @@ class JobDispatcher:
         Returns:
             Whether the thread was still waiting; False: the thread has come back.
         """
+        # Decides the race with a loader that returns now: either the draw is over, or its thread is given up.
         if not clock.abandon():
             return False
         record.is_abandoned = True
@@ -374,8 +381,8 @@ class JobDispatcher:
         # The job's result if an interrupt prevents `finish` from returning one.
         result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))
         try:
-            recorded = contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key)
-            with recorded, record.tenant.at_work():
+            recording = contextlib.nullcontext() if self._recorder is None else self._recorder.release(record.job.key)
+            with recording, record.tenant.at_work():
                 result = record.finish(None if self._faults is None else self._faults.may_begin_again)
         finally:
             # Runs even after Ctrl-C in a driver's thread: callers of `Job.result` would wait for ever for a job without
@@ -392,6 +399,7 @@ class JobDispatcher:
             if self.is_closed or record.wanted_end is not None or self.records.pop(job.key, None) is None:
                 result.status = record.wanted_end or ("cancelled" if self.is_closed else result.status)
                 result.error = error if result.status == "failed" else None
+                # `finish` has left the keeper open for a retry.
                 if keeper is not None:
                     keeper.close(result.status)
                 return False
@@ -403,7 +411,8 @@ class JobDispatcher:
             begin = self._faults.beginning(record, error)
             if keeper is not None:
                 keeper.begin_again()
-            again = self.records[job.key] = JobState(
+            # Without `make_trial`: only carriers of fused jobs have their own, and carriers never retry.
+            retry = self.records[job.key] = JobState(
                 job,
                 self.failure(job.key),
                 self.log,
@@ -413,23 +422,23 @@ class JobDispatcher:
                 faults=faults,
                 repeats=record.told_of,
             )
-            again.priority = record.priority
+            retry.priority = record.priority
             job.enter("queued")
             # The scheduler has forgotten the old key, and with it the pause.
-            held = [JobPaused(job=job.key)] if job.paused else []
-            self.decide(JobSubmitted(job=job.key, priority=record.priority), *held)
+            pauses = [JobPaused(job=job.key)] if job.paused else []
+            self.decide(JobSubmitted(job=job.key, priority=record.priority), *pauses)
             self.changed.notify_all()
         return True
 
     def _say_over(self, job: Job, result: Result) -> None:
         with self.changed:
             if self.records.pop(job.key, None) is None:
-                return  # the pool has broken down meanwhile, and has said so
+                return  # the pool has broken down meanwhile, and has announced the end
             self.units_saved += result.units_saved
             job.end(result)
             self._log_end(job, result)
             self.changed.notify_all()
-        # Without the lock: for a carrier, `put` runs the code of a `Fusion`, which may call into the pool.
+        # Without the lock: for a carrier of fused jobs, `put` runs `GroupEndHandler.told`, which may run users' code.
         if job.events is not None:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
 

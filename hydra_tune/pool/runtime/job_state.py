@@ -23,7 +23,7 @@ from hydra_tune.train.loop.burst import BURST
 from hydra_tune.train.parallel.parallel_step import ParallelStep, ParallelUnit
 from hydra_tune.train.trial import PendingReport, Trial
 
-_MOST_REPORTS = 64  # that are handed out of a job under way
+_MOST_REPORTS = 64  # in `JobProgress.history`, the last ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,8 @@ class JobState:
         has_to_end_burst: whether the scheduler wants the running burst to end after the present step.
         turn: lock of whoever advances the trial, or saves the trial during the wait at a report.
         telling: lock held from the end of a unit that ran beside others until the scheduler knows that the device is
-            idle.
-            Without the lock, a unit that becomes due in between and belongs on the device would go to another device.
+            idle. Without the lock, a unit that becomes due in between and belongs on the device would go to another
+            device.
     """
 
     def __init__(
@@ -223,9 +223,9 @@ class JobState:
         For units side by side, the result holds only the units that become due now.
         """
         if self.spread is not None:
-            found, is_over = self.spread.finished(unit.rank, device)
+            due_units, is_over = self.spread.finished(unit.rank, device)
             if not is_over:
-                return self._offer(found)
+                return self._offer(due_units)
             self.spread = None
         following = self.advance(report_is_free=report_is_free)
         if not isinstance(following, ParallelStep):
@@ -235,16 +235,16 @@ class JobState:
 
     def _offer(self, found: list[ParallelUnit]) -> "NextAction":
         """Enter lane units as due."""
-        self.beside.update({one.rank: one.pending for one in found})
+        self.beside.update({lane_unit.rank: lane_unit.pending for lane_unit in found})
         units = [
             Unit(
-                kind=one.pending.kind,
-                shard=one.pending.shard,
-                seconds=one.pending.seconds,
-                rank=one.rank,
-                near=one.near,
+                kind=lane_unit.pending.kind,
+                shard=lane_unit.pending.shard,
+                seconds=lane_unit.pending.seconds,
+                rank=lane_unit.rank,
+                near=lane_unit.near,
             )
-            for one in found
+            for lane_unit in found
         ]
         return NextAction(beside=tuple(units))
 
@@ -255,6 +255,7 @@ class JobState:
         except LoaderInterrupt as error:
             if self.loader_error is None:
                 raise
+            # The watchdog has set the error that says which loader hung, and for how long.
             raise self.loader_error from error
 
     def _advance(self, *, report_is_free: bool) -> PendingUnit | ParallelStep | PendingReport | None:
@@ -275,9 +276,9 @@ class JobState:
 
     def leave(self, device: str) -> None:
         """Forget the job's places on a device that has gone; the scheduler has forgotten the places too."""
-        for known in (self.places, self.told):
-            for shard in [shard for shard, place in known.items() if place == device]:
-                known[shard] = None
+        for table in (self.places, self.told):
+            for shard in [shard for shard, place in table.items() if place == device]:
+                table[shard] = None
 
     def news(self) -> tuple[int, str | None] | None:
         """Return shard and place of the next unit if unknown to the scheduler.
@@ -332,15 +333,15 @@ class JobState:
         result = Result(status=self.outcome, error=self.error, faults=self.faults)
         if trial is None:
             return result
-        planned = trial.units_planned
+        planned_units = trial.units_planned
         result.metrics, result.history = trial.metrics, trial.history
         result.num_shards, result.units_run = trial.num_shards, trial.units_run
         result.activations = trial.activations
         result.compute_seconds = trial.compute_seconds
         result.optimizer_placement = trial.optimizer_placement
         result.split_batches = trial.split_batches
-        if result.status in ("pruned", "cancelled") and planned is not None:
-            result.units_saved = max(0, planned - trial.units_run)
+        if result.status in ("pruned", "cancelled") and planned_units is not None:
+            result.units_saved = max(0, planned_units - trial.units_run)
         # Taken before `close`, which drops the trial's references to both.
         module, optimizer = trial.module, trial.optimizer
         try:
@@ -349,6 +350,7 @@ class JobState:
             forget_locals(error)
             result.status, result.error = "failed", error
         finally:
+            # A thread abandoned in the loader waits for this call before it ends (`DrawClock`).
             trial.clock.released()
         if result.status == "completed":
             result.keep(module, optimizer)

@@ -37,9 +37,9 @@ def checked_backend(name: str, backend: str | None) -> str | None:
     """Check and return the name of a backend of `torch.compile`, or None."""
     if backend is None:
         return None
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise ConfigError(f"{name} must be None or a backend of torch.compile ({', '.join(known)}), not {backend!r}")
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if backend not in backends:
+        raise ConfigError(f"{name} must be None or a backend of torch.compile ({', '.join(backends)}), not {backend!r}")
     return backend
 
 
@@ -77,8 +77,8 @@ def check_placement(placement: str, spill_dir: object) -> None:
     if placement not in _PLACEMENTS:
         raise ConfigError(f"optimizer_placement must be 'device', 'host' or 'auto', not {placement!r}")
     if placement != "device" and spill_dir is not None:
-        keeps = "keeps" if placement == "host" else "may keep"
+        verb = "keeps" if placement == "host" else "may keep"
         raise ConfigError(
-            f"optimizer_placement={placement!r} {keeps} optimizer state in host memory, which spill_dir is there to relieve; "
-            "give one of the two"
+            f"optimizer_placement={placement!r} {verb} optimizer state in host memory, and spill_dir moves host memory to "
+            "disk; give one of the two"
         )

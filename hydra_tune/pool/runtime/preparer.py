@@ -60,7 +60,7 @@ class JobPreparer:
                 with record.tenant.at_work():
                     self._prepare(record)
                 forget_locals(record.error)  # the ended frame refers to the trial, too
-                # A replacement serves the queue meanwhile.
+                # This thread has been replaced while it waited for a loader; the replacement serves the queue.
                 if threading.get_ident() in self._replaced:
                     return
                 del record  # else the last job's model would live until the next job arrives
@@ -78,6 +78,7 @@ class JobPreparer:
         """Build, capture and cut a job's model, and wait until the host has room for the job's state."""
         core, job = self._core, record.job
         try:
+            # Stopped between `Admit` and now; `JobRejected` takes the job off the list of jobs in preparation.
             if record.outcome is not None:
                 core.tell(JobRejected(job=job.key))
                 return
@@ -136,6 +137,7 @@ class JobPreparer:
 
     def _await_host_memory(self, record: JobState) -> None:
         core = self._core
+        # The jobs behind this one wait, too, so host memory is granted in the order of admission.
         with core.changed:
             core.changed.wait_for(
                 lambda: (

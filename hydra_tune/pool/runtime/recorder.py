@@ -36,7 +36,9 @@ class PoolRecorder:
     def turn(self, job: str, device: str) -> Iterator[WorkerTurn]:
         """Record a worker's work for a single command."""
         turn = WorkerTurn(job, device, self._facts)
-        self._turns.append(turn)  # the turns of a job are in sequence, and the turns of a device
+        # Without a lock: `append` is atomic, and only the order within a job and within a device counts, which have one
+        # thread at a time.
+        self._turns.append(turn)
         with in_turn(turn):
             yield turn
 

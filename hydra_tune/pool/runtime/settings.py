@@ -129,9 +129,9 @@ class ExecutorSettings:
                 self.members > 0,
                 "trials that are computed together crash together, and nobody could say which did",
             ),
-            ("record", self.record, "what is recorded stays in the pool's process; event_log has most of it"),
-            ("instrument", self.instrument is not None, "what it gathers stays in the pool's process"),
-            ("plans_only", self.plans_only, "nothing is planned there"),
+            ("record", self.record, "the recording stays in the pool's process; event_log holds most of the same"),
+            ("instrument", self.instrument is not None, "its data stays in the pool's process"),
+            ("plans_only", self.plans_only, "an isolated pool makes no forecasts"),
         ):
             if is_given:
                 raise ConfigError(f"{name} does not go with isolate=True: {why}; leave one of the two out")
@@ -165,6 +165,7 @@ class ExecutorSettings:
         )
         host = None
         if self._spill_path is not None:
+            # Checked again: the folder may have changed since the executor was made.
             host = HostTier(host_bytes, SpillDisk(SpillFolder(check_spill_dir(self._spill_path))), devices[0])
         pool = Pool(
             devices,

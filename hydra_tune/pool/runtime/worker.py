@@ -86,7 +86,7 @@ class Worker:
             try:
                 with self._device.worker():
                     self._work()
-            except RuntimeError:  # a lost device cannot even be closed cleanly
+            except RuntimeError:  # `Device.worker` synchronizes at its end, which a lost device refuses
                 if not self._is_lost:
                     raise
 
@@ -102,6 +102,7 @@ class Worker:
             del item  # else the last job's model would live until the next item arrives
             if is_over:
                 return
+        # At shutdown, by contrast, all jobs are over, and their blocks with them.
         if self._device.name in self._core.gone:
             self._leave()
 
@@ -150,8 +151,8 @@ class Worker:
     @contextlib.contextmanager
     def _turn(self, record: JobState) -> Iterator[None]:
         recorder = self._recorder
-        recorded = contextlib.nullcontext() if recorder is None else recorder.turn(record.job.key, self._device.name)
-        with recorded, record.tenant.at_work(), at_work(record.job.name):
+        recording = contextlib.nullcontext() if recorder is None else recorder.turn(record.job.key, self._device.name)
+        with recording, record.tenant.at_work(), at_work(record.job.name):
             yield
 
     def _run(self, record: JobState, unit: Unit, until_told: contextlib.ExitStack) -> bool:
@@ -189,25 +190,26 @@ class Worker:
 
     def _failed(self, record: JobState, unit: Unit, error: BaseException) -> bool:
         """Handle the error of a unit; return whether the device is lost."""
-        core, name, taken = self._core, self._device.name, self._taken
+        core, name, unbegun_unit = self._core, self._device.name, self._taken
         self._taken = None
         if self._pager.ready_ns:  # all blocks were resident, and compute has begun: the unit cannot be put back
-            taken = None
+            unbegun_unit = None
         if self._losses.is_here(name, error):
             self._is_lost = True
-            if taken is not None:
-                record.put_back(unit, taken)
+            if unbegun_unit is not None:
+                record.put_back(unit, unbegun_unit)
             forget_locals(error)
-            self._losses.report(name, error, record, is_intact=taken is not None)
+            self._losses.report(name, error, record, is_intact=unbegun_unit is not None)
             return True
-        # The unit never began here, because blocks were on the lost device. It is due again at once, on any device.
-        if self._losses.is_elsewhere(name, error) and taken is not None:
+        # Blocks of the unit were on the lost device, so the unit never began here, and is due again at once, on any device.
+        if self._losses.is_elsewhere(name, error) and unbegun_unit is not None:
             with core.changed:
                 is_due = record.outcome is None
                 if is_due:
-                    record.put_back(unit, taken)
+                    record.put_back(unit, unbegun_unit)
                     core.decide(UnitFinished(record.job.key, name, 0.0, unit, record.remaining_seconds))
             core.release_all()
+            # A job stopped meanwhile has no further unit: `UnitFailed` below ends the unit for the scheduler.
             if is_due:
                 return False
         core.fail(record, error, UnitFailed(job=record.job.key, device=name))
@@ -220,6 +222,7 @@ class Worker:
 
     def _run_pending(self, record: JobState, trial: Trial, unit: Unit) -> float:
         pending = record.take(unit)
+        # Other kinds compute before all their blocks are resident, so nobody could tell that such a unit has not begun.
         self._taken = pending if pending.kind in _GRAPH_KINDS else None
         if self._prefetch is not None:
             self._prefetch.asks = partial(self._next_needs, record, pending)
@@ -239,10 +242,10 @@ class Worker:
 
     def _timed_unit(self, record: JobState, pending: PendingUnit) -> float:
         start_ns, turn, watch = time.perf_counter_ns(), current_turn(), self._device.stopwatch()
-        self._pager.ready_ns, is_failed, before = 0, True, record.steps_run
+        self._pager.ready_ns, is_failed, steps_before = 0, True, record.steps_run
         try:
-            noted = contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard)
-            with noted, self._libraries.measured((record.job.key, *pending.key)):
+            unit_record = contextlib.nullcontext() if turn is None else turn.unit(pending.kind, pending.shard)
+            with unit_record, self._libraries.measured((record.job.key, *pending.key)):
                 seconds = run_unit(pending, self._device, self._pager, self._instrument, watch)
             is_failed = False
         finally:
@@ -251,7 +254,7 @@ class Worker:
             end_ns = time.perf_counter_ns()
             if not is_failed:  # the host may notice the end late, and the clocks of host and device drift
                 end_ns = min(end_ns, max(start_ns, self._pager.ready_ns, watch.ended_ns))
-            steps = 1 if pending.kind != BURST else record.steps_run - before
+            steps = 1 if pending.kind != BURST else record.steps_run - steps_before
             self.units += steps
             self.busy_seconds += (end_ns - start_ns) / 1e9
             if self._core.log is not None:
@@ -273,10 +276,12 @@ class Worker:
             core.hint.look(trial, len(core.records))
         report = following.step if isinstance(following.step, PendingReport) else None
         units = following.units
+        # In one hold of the lock: the driver may answer a report at once, and `Pool.proceed` ignores a job that does not
+        # wait yet.
         with core.changed:
             if report is not None and record.outcome is None:
                 job.enter("waiting")
-            done = UnitFinished(
+            finished = UnitFinished(
                 job=job.key,
                 device=self._device.name,
                 seconds=seconds,
@@ -288,7 +293,7 @@ class Worker:
             )
             if report is not None:
                 core.tell_of(record, report)
-            core.decide(done)
+            core.decide(finished)
         core.release_all()
 
 
