@@ -43,12 +43,12 @@ def find_checkpoint(folder: Path) -> CheckpointSummary | None:
     """
     if not generations(folder):
         return None
-    saved = load_checkpoint(folder)
-    state = decoded(saved)
-    assert saved.path is not None
+    content = load_checkpoint(folder)
+    state = decoded(content)
+    assert content.path is not None
     return CheckpointSummary(
-        path=saved.path,
-        labels=saved.labels,
+        path=content.path,
+        labels=content.labels,
         history=state["history"],
         epoch=state["place"]["epoch"],
         steps=state["progress"]["steps"],
@@ -83,4 +83,4 @@ def remove_or_log(folder: Path) -> None:
     try:
         remove_checkpoint(folder)
     except HydraTuneError as error:
-        _LOGGER.warning("Checkpoints that are not needed any more could not be removed: %s", error)
+        _LOGGER.warning("Checkpoints that are no longer needed could not be removed: %s", error)

@@ -41,23 +41,23 @@ def suspend(pool: JobSaver, jobs: Iterable[Job], seconds: float) -> None:
     """
     deadline = time.monotonic() + seconds
     jobs = [job for job in jobs if job.state not in OVER]
-    asked: dict[Job, Future[Path]] = {}
+    pending_saves: dict[Job, Future[Path]] = {}
     try:
         for job in jobs:
             if job.state not in _NOT_BEGUN:
-                asked[job] = pool.ask_to_save(job)
+                pending_saves[job] = pool.ask_to_save(job)
             else:
                 job.cancel()
-        while asked and time.monotonic() < deadline:
-            for job in [job for job, future in asked.items() if _is_settled(pool, job, future)]:
+        while pending_saves and time.monotonic() < deadline:
+            for job in [job for job, future in pending_saves.items() if _is_settled(pool, job, future)]:
                 job.cancel()
-                del asked[job]
-            if asked:
+                del pending_saves[job]
+            if pending_saves:
                 # Ctrl-C has to end the wait, even where a caller holds interrupts back.
                 with let_interrupts_through():
-                    wait(asked.values(), timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+                    wait(pending_saves.values(), timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
     finally:
-        # Also after Ctrl-C or an error: no job may go on, saved or not.
+        # Also after Ctrl-C or an error: no job may go on, saved or not. Cancelling twice has no effect.
         for job in jobs:
             job.cancel()
 
@@ -67,6 +67,6 @@ def _is_settled(pool: JobSaver, job: Job, future: "Future[Path]") -> bool:
     if not future.done() and job.state not in OVER:
         try:
             pool.answer(job)
-        except CheckpointError:  # paused within a step
+        except CheckpointError:  # the job is paused within a step, and would never reach the end of the step
             return True
     return future.done() or job.state in OVER

@@ -36,7 +36,7 @@ from hydra_tune.train.checkpoint.snapshot import SnapshotSource
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
-_ROOM_SHARE = 0.5  # of the free host memory: the most that a copy may take
+_ROOM_SHARE = 0.5  # largest part of the free host memory that a copy may take
 
 
 def check_checkpoint_dir(path: object) -> Path:
@@ -96,10 +96,10 @@ class StartCheckpointSource:
         Raises:
             CheckpointError: there is no checkpoint, or no whole checkpoint.
         """
-        saved = self.saved if self.path is None else load_checkpoint(self.path)
-        if saved is None:
+        content = self.saved if self.path is None else load_checkpoint(self.path)
+        if content is None:
             return None
-        return StartCheckpoint(saved=saved, allows_changes=self.allows_changes, only_weights=self.only_weights)
+        return StartCheckpoint(saved=content, allows_changes=self.allows_changes, only_weights=self.only_weights)
 
 
 class PoolCheckpointWriter:
@@ -116,6 +116,7 @@ class PoolCheckpointWriter:
         self.every = every
         self._host = host
         self._buffer: Tensor | None = None
+        # A trial's thread takes the slot, and the writer thread gives the slot back.
         self._slot = threading.Semaphore()
         self._lock = threading.Lock()
         self._taken: set[Path] = set()
@@ -134,16 +135,16 @@ class PoolCheckpointWriter:
             return None
         with self._lock:
             if resumed is not None and resumed.parent == self.root and resumed not in self._taken:
-                found = resumed
+                folder = resumed
             else:
-                plain, number = self.root / folder_name(name), 1
-                found = plain
+                first_choice, number = self.root / folder_name(name), 1
+                folder = first_choice
                 # A folder with checkpoints of another run is never overwritten.
-                while found in self._taken or generations(found):
+                while folder in self._taken or generations(folder):
                     number += 1
-                    found = plain.with_name(f"{plain.name}~{number}")
-            self._taken.add(found)
-            return found
+                    folder = first_choice.with_name(f"{first_choice.name}~{number}")
+            self._taken.add(folder)
+            return folder
 
     def leave(self, folder: Path | None) -> None:
         """Release the folder of a trial that is over, so that another trial may use the folder."""
@@ -161,15 +162,18 @@ class PoolCheckpointWriter:
 
     def room(self, nbytes: int) -> Tensor | None:
         """Return the host buffer for a copy, or None without enough room; only the holder of the slot may call."""
+        # Never waits for room: without room the state is written in place (see the note on waiting).
         if self._host is not None:
             if not self._host.ledger.try_take(nbytes):
                 return None
         elif nbytes > psutil.virtual_memory().available * _ROOM_SHARE:
             return None
+        # A buffer of a much larger trial is not kept, for nobody else would ever free its memory.
         if self._buffer is None or not nbytes <= self._buffer.numel() <= 2 * nbytes:
             self._buffer = None  # freed first: both buffers together would exceed the granted room
             try:
                 self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+            # Torch raises a plain RuntimeError where the system refuses memory.
             except RuntimeError:
                 self.give_room_back(nbytes)
                 raise
@@ -194,12 +198,13 @@ class PoolCheckpointWriter:
     def flush(self) -> None:
         """Wait for the end of all earlier work on the writer thread."""
         if self._thread is not None and threading.current_thread() is not self._thread:
-            done = threading.Event()
-            self.start(done.set)
-            done.wait()
+            flushed = threading.Event()
+            self.start(flushed.set)
+            flushed.wait()
 
     def close(self) -> None:
         """Finish the outstanding writes, and end the writer thread."""
+        # Behind all writes in the queue, which therefore end first.
         self._jobs.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -274,6 +279,7 @@ class TrialCheckpointer:
         Raises:
             FileError: the system refuses.
         """
+        # A checkpoint of another folder is only read: its later checkpoints belong to that folder's trial.
         if self._folder is not None and manifest is not None and manifest.parent == self.path:
             self.has_any = True
             self._folder.go_back_to(manifest)
@@ -315,6 +321,7 @@ class TrialCheckpointer:
             at_end: list[Future[CheckpointContent]] = []
             if is_last:
                 at_end, self._at_end = self._at_end, []
+        # Outside the `try`: these errors go to the requests alone, because the trial has finished.
         _copy_last(trial, self._labels, at_end)
         try:
             self._check(trial)
@@ -328,8 +335,8 @@ class TrialCheckpointer:
                 if not self._is_owed:
                     self._save(trial, steps, files)
         except BaseException as error:
-            asked: list[Future[Any]] = [*copies, *files]
-            for future in asked:
+            requests: list[Future[Any]] = [*copies, *files]
+            for future in requests:
                 if not future.done():
                     future.set_exception(error)
             raise
@@ -346,8 +353,9 @@ class TrialCheckpointer:
             self._steps = 0
 
     def _is_due(self, steps: int, *, at_report: bool, is_last: bool) -> bool:
+        # Nothing has been trained since the last checkpoint; but a report adds to the history.
         if steps == self._steps and not (at_report or self._is_owed):
-            return False  # nothing has been trained since
+            return False
         every = self._all.every
         by_steps = every.steps is not None and steps % every.steps == 0
         by_time = every.seconds is not None and time.monotonic() - self._seconds >= every.seconds
@@ -361,20 +369,22 @@ class TrialCheckpointer:
             nbytes = snapshot.nbytes
             buffer = self._all.room(nbytes)
             # In place means without a copy: the trial must not move on before the write ends, so this thread writes.
-            saved = snapshot.in_place(self._labels) if buffer is None else snapshot.copied(self._labels, buffer)
+            content = snapshot.in_place(self._labels) if buffer is None else snapshot.copied(self._labels, buffer)
         except BaseException:
             if buffer is not None:
                 self._all.give_room_back(nbytes)
             self._all.give_slot_back()
             raise
+        # Never -1 again, which stands for a trial that `_check` has not seen.
         self._steps, self._seconds, self.has_any = max(steps, 0), time.monotonic(), True
         if buffer is None:
-            self._write(saved, files)
+            self._write(content, files)
             self._all.give_slot_back()
             return
 
         def write() -> None:
-            self._write(saved, files)
+            self._write(content, files)
+            # Before the slot: the slot's next holder may replace the buffer.
             self._all.give_room_back(nbytes)
             self._all.give_slot_back()
 
@@ -386,7 +396,7 @@ class TrialCheckpointer:
             self._folder.write(saved)
         except Exception as error:  # noqa: BLE001 - whatever goes wrong with a file, the trial goes on
             _LOGGER.error(  # noqa: TRY400 - what the disk says is all there is to know
-                "A checkpoint of %s could not be written; training goes on, and the last good one stays: %s",
+                "A checkpoint of %s could not be written; training goes on, and the last good checkpoint stays: %s",
                 self._name,
                 error,
             )
@@ -406,9 +416,9 @@ class TrialCheckpointer:
             if self._end is not None:
                 return
             self._end = status
-            asked: list[Future[Any]] = [*self._copies, *self._files, *self._at_end]
+            requests: list[Future[Any]] = [*self._copies, *self._files, *self._at_end]
             self._copies, self._files, self._at_end = [], [], []
-        for future in asked:
+        for future in requests:
             # False for a cancelled future, which must not receive an exception.
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._ended())
@@ -422,7 +432,7 @@ class TrialCheckpointer:
         assert self._folder is not None
         try:
             if not generations(self._folder.path):
-                self._folder.remove()  # a thousand trials that fail at once leave no thousand empty folders
+                self._folder.remove()  # a search with a thousand trials that fail leaves no thousand empty folders
             elif self._end in ("completed", "pruned"):
                 self._folder.keep(1)
         except HydraTuneError as error:
