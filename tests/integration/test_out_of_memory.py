@@ -186,9 +186,9 @@ def test_memory_that_runs_out_twice_fails_one_trial_by_name_and_no_other(devices
                 message = str(results[name].error)
                 assert isinstance(results[name].error, OutOfMemoryError)
                 assert f"of trial {name!r}, and it" in message
-                assert "KiB there at once" in message or "B there at once" in message
-                assert "and the budget is" in message
-                assert "lower device_memory to what there really is" in message
+                assert "KiB for the unit" in message or "B for the unit" in message
+                assert "against a budget of" in message
+                assert "lower device_memory to the memory that is really there" in message
             for name in results.keys() - failed:
                 assert where_it_differs(expected[name], results[name]) == []
             if devices == "cpu:1":

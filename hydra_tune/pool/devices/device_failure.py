@@ -62,16 +62,16 @@ class DeviceLossHandler:
             return False
         core = self._core
         # Outside the lock, because the check synchronizes with the device and may take as long as a unit.
-        lost = [name for name, other in list(self._devices.items()) if name != device and found_lost(other)]
+        lost_devices = [name for name, other in list(self._devices.items()) if name != device and found_lost(other)]
         with core.changed:
-            for name in lost:
+            for name in lost_devices:
                 if name not in core.gone:
                     # An idle worker would not notice the loss by itself.
                     core.inboxes[name].put(PROBE)
             core.changed.wait_for(
-                lambda: core.is_closed or all(name in core.gone for name in lost), timeout=_PATIENCE_SECONDS
+                lambda: core.is_closed or all(name in core.gone for name in lost_devices), timeout=_PATIENCE_SECONDS
             )
-        return bool(lost)
+        return bool(lost_devices)
 
     def report(
         self, device: str, error: BaseException, ran: JobState | None = None, *, is_intact: bool = False
@@ -85,32 +85,34 @@ class DeviceLossHandler:
             is_intact: whether that unit had not begun to compute, and is due again.
         """
         core, pager = self._core, self._pagers[device]
+        # Without the pool's lock, because the search takes the locks of blocks.
         owners = dirty_owners(pager)
         with core.changed:
-            hit = [other for other in core.records.values() if _owner(other) in owners]
+            hit_jobs = [other for other in core.records.values() if _owner(other) in owners]
             # A unit that had begun to compute is lost with its intermediate values.
-            if ran is not None and ran not in hit and not is_intact:
-                hit.append(ran)
+            if ran is not None and ran not in hit_jobs and not is_intact:
+                hit_jobs.append(ran)
             _LOGGER.error(
-                "device %s is lost (%s), and is used no more; trials with state that was nowhere else: %s; all others go on",
+                "device %s is lost (%s) and no longer used; trials with state that only this device had: %s; all others go on",
                 device,
                 first_line(error),
-                ", ".join(repr(other.job.name) for other in hit) or "none",
+                ", ".join(repr(other.job.name) for other in hit_jobs) or "none",
             )
-            stopped: list[Event] = []
-            for other in hit:
+            stop_events: list[Event] = []
+            for other in hit_jobs:
                 if other.outcome is None:
                     other.fail(_error(device, other, error))
-                    stopped.append(JobStopped(job=other.job.key))
-            lost = (
+                    stop_events.append(JobStopped(job=other.job.key))
+            loss_events = (
                 [] if device in core.gone else [DeviceLost(device=device)]
             )  # a device that was leaving may be gone already
-            core.decide(*lost, *stopped)
+            core.decide(*loss_events, *stop_events)
             self._tell(device)
             core.changed.notify_all()
         # After the jobs have failed: a block given up would otherwise be loaded again from the host's outdated copy.
         give_up(pager)
         core.release_all()
+        # No event could ever run a unit again, so all jobs would wait for ever.
         if not core.scheduler.has_devices:
             core.break_down(DeviceLostError(f"the pool's last device, {device}, is lost ({first_line(error)})"))
 
@@ -121,9 +123,9 @@ def _owner(record: JobState) -> int | None:
 
 
 def _error(device: str, record: JobState, error: BaseException) -> DeviceLostError:
-    found = DeviceLostError(
-        f"device {device} was lost with state of trial {record.job.name!r} that was nowhere else ({first_line(error)}); a "
-        "trial with checkpoints goes on from its last one: checkpoint_dir, and max_retries of at least 1"
+    loss = DeviceLostError(
+        f"device {device} was lost with state of trial {record.job.name!r} that no other place had ({first_line(error)}); give "
+        "checkpoint_dir, and max_retries of at least 1, and such a trial goes on from its last checkpoint"
     )
-    found.__cause__ = error
-    return found
+    loss.__cause__ = error
+    return loss

@@ -70,6 +70,7 @@ class DeviceUseLock:
                 # Also after a timeout or Ctrl-C, because new units wait for this request.
                 self._asking -= 1
                 self._changed.notify_all()
+            # Only ever set here: after a timeout, another borrower may still hold the turn.
             self._is_borrowed |= is_free
         if not is_free:
             raise HydraTuneError(f"device {name} has been busy with one unit for {_PATIENCE_SECONDS:g} s")
@@ -102,13 +103,15 @@ class DeviceReservations:
     @property
     def stands(self) -> tuple[ProfilingDevice, ...]:
         """Places for profiling steps: for each kind of device, the device with the least memory."""
-        away, known = self._away(), list(self._devices.items())  # a copy, because other threads may add devices
+        away, named_devices = self._away(), list(self._devices.items())  # a copy: other threads may add devices
         kinds: dict[str, Device] = {}
-        for name, device in sorted(known, key=lambda one: one[1].budget_bytes):
+        # The smallest device of each kind comes first, and stays.
+        for name, device in sorted(named_devices, key=lambda candidate: candidate[1].budget_bytes):
             if not device.is_host and name not in away:
                 kinds.setdefault(device_kind(device), device)
         return tuple(
-            ProfilingDevice(one.torch_device, one.alignment, partial(self.borrowed, one)) for one in kinds.values()
+            ProfilingDevice(candidate.torch_device, candidate.alignment, partial(self.borrowed, candidate))
+            for candidate in kinds.values()
         ) or (HOST,)
 
     @contextmanager
@@ -141,8 +144,8 @@ class DeviceReservations:
 
     def _beside(self, device: Device) -> list[str]:
         """Names of a device and of all devices on the same hardware, sorted."""
-        away, known = self._away(), list(self._devices.items())
+        away, devices = self._away(), list(self._devices.items())
         place = device.torch_device
-        beside = {name for name, other in known if other.torch_device == place and name not in away}
+        beside = {name for name, other in devices if other.torch_device == place and name not in away}
         # Sorted, so two borrowers take the turns in the same order and cannot deadlock.
         return sorted({device.name} | beside)

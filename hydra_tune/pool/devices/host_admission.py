@@ -24,6 +24,7 @@ def has_room(record: JobState, others: Iterable[JobState], host_bytes: int, host
     if need + sum(other.host_bytes for other in others) > capacity:
         return False
     if host is not None:
+        # The disk takes the rest, but host memory has to hold what cannot go to disk, and the largest block on its way.
         fixed, largest = record.trial.fixed_host_bytes, record.trial.largest_host_bytes
         host.check(fixed + largest)
         if not host.admit(record.tenant, fixed, largest):

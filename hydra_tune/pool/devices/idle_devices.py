@@ -46,10 +46,10 @@ class PoolDeviceLender:
         with self._changed:
             # A device whose unit of the previous step has just ended may not have reported the end yet; such a device
             # still counts as the job's own.
-            own = [device for device, job in self._scheduler.running.items() if job == record.job.key]
+            own_devices = [device for device, job in self._scheduler.running.items() if job == record.job.key]
             idle = self._scheduler.idle_devices
-            names = [name for name in self._devices if name in own or name in idle]
-            if record.outcome is not None or not own or not names[1:]:
+            names = [name for name in self._devices if name in own_devices or name in idle]
+            if record.outcome is not None or not own_devices or not names[1:]:
                 return None
         return DeviceOffer(
             devices=tuple(names),
@@ -64,6 +64,7 @@ class PoolDeviceLender:
             free = self._capacity_bytes() - sum(other.host_bytes for other in self._records.values())
             # The first batch needs no loan: the job's own host memory covers a single batch.
             count = max(0, min(most - 1, free // max(1, nbytes)))
+            # Also part of `host_bytes`, by which the preparer and other loans see what is taken.
             record.lent_bytes += count * nbytes
             record.host_bytes += count * nbytes
             self.steps_by_way[way if count else ONE_DEVICE] += 1
@@ -74,6 +75,7 @@ class PoolDeviceLender:
         with self._changed:
             record.host_bytes -= record.lent_bytes
             record.lent_bytes = 0
+            # The preparer may be waiting for host memory for the next job.
             self._changed.notify_all()
 
     def declined(self, way: str) -> None:

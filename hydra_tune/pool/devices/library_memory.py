@@ -48,12 +48,12 @@ class LedgerFitter:
         yield
         # After the yield, so a unit that failed is measured again.
         self._seen.add(unit)
-        before = ledger.limit_bytes
+        limit_before_bytes = ledger.limit_bytes
         self._pager.fit(memory.room(ledger.recent_peak_bytes))
-        if ledger.limit_bytes != before:
+        if ledger.limit_bytes != limit_before_bytes:
             _LOGGER.info(
-                "device %s holds at most %s from here on, where it held %s: by what units have taken beside the ledger",
+                "device %s holds at most %s from now on, %s before: units were seen to take that much beside the ledger",
                 self._device.name,
                 format_bytes(ledger.limit_bytes),
-                format_bytes(before),
+                format_bytes(limit_before_bytes),
             )

@@ -115,6 +115,7 @@ class NextUnitPredictor:
         Returns:
             The needs of the next units, in their order.
         """
+        # Units side by side have no common order. Read without the lock: only this thread touches the job's trial now.
         following = [] if record.is_spread else pending.following()
         due: list[PendingUnit | UpcomingUnit] = []
         if following and (following[0].kind, following[0].shard) == ("update", pending.shard):
@@ -125,20 +126,21 @@ class NextUnitPredictor:
             self.seconds += time.thread_time() - start
         if unit is not None:
             due.append(unit)
-        return [UnitMemoryNeeds(one.blocks(), one.workspace_bytes) for one in due]
+        return [UnitMemoryNeeds(due_unit.blocks(), due_unit.workspace_bytes) for due_unit in due]
 
     def _next_unit(
         self, record: PredictedJob, pending: PendingUnit, following: Sequence[UpcomingUnit], device: str
     ) -> PendingUnit | UpcomingUnit | None:
         self._catch_up()
-        own = self._own_view(record, pending, following[0]) if following else None
-        job = self._ahead.choose(device, own)
+        own_view = self._own_view(record, pending, following[0]) if following else None
+        job = self._ahead.choose(device, own_view)
         if job is None:
             return None
         if job == record.key:
             return following[0] if following else None
-        other = self._records.get(job)
-        return None if other is None else other.pending
+        next_record = self._records.get(job)
+        # None also where the job has been given to another device since.
+        return None if next_record is None else next_record.pending
 
     def _own_view(self, record: PredictedJob, pending: PendingUnit, expected: UpcomingUnit) -> JobView | None:
         """View of the running job as of the end of its unit; None if the job does not go on."""
@@ -164,6 +166,7 @@ class NextUnitPredictor:
         ahead = self._ahead
         for job in self._concerned:
             ahead.notice(job)
+        # A job that has begun a unit, on whichever device, needs its buffer for the unit no more.
         for job in self._begun:
             ahead.unclaim(job)
         self._concerned.clear()

@@ -57,26 +57,27 @@ class OutOfMemoryHandler:
         except Exception as error:
             if not _is_shortage(error):
                 raise
+            # The unit's lease has ended, and its workspace is off the ledger again.
             used_bytes = self._pager.ledger.used_bytes + unit.workspace_bytes
             forget_locals(error)  # else the unit's tensors would live as long as the error
             if isinstance(error, NotRepeatableError):
                 message = self._message(trial, unit, error, f"it cannot be repeated, because {error.reason}")
                 self._pager.shrink(used_bytes)  # else the next trial would run out, too
                 raise OutOfMemoryError(message) from error
-            what = _told(error)
+            reason = _told(error)
         # Outside the except block, where the interpreter no longer holds the error with the unit's frames.
         self._make_room()
         self.units_repeated += 1
         _LOGGER.warning(
             "device %s has run out of memory in the %s unit of shard %d of trial %r, with %s of its budget of %s taken (%s); "
-            "everything else has been sent off the device, and the unit is run once more, from where it began",
+            "the worker has evicted everything else, and runs the unit once more from its beginning",
             self._device.name,
             unit.kind,
             unit.shard,
             trial,
             format_bytes(used_bytes),
             format_bytes(self._device.budget_bytes),
-            what,
+            reason,
         )
         try:
             seconds = attempt()
@@ -99,13 +100,14 @@ class OutOfMemoryHandler:
         """Error message: needed and available memory, and remedies."""
         blocks = sum(block.nbytes for block in dict.fromkeys(unit.blocks()))
         needed, room = format_bytes(blocks + unit.workspace_bytes), format_bytes(unit.workspace_bytes)
+        # Measured with the device emptied, so that blocks of other trials do not count as taken by other programs.
         free = format_bytes(self._make_room())
         return (
             f"device {self._device.name} ran out of memory in {_place(unit)} of trial {trial!r}, and {outcome} "
-            f"({_told(error)}); by its pilot the unit needs {needed} there at once, {room} of it to work in, and the budget is "
-            f"{format_bytes(self._device.budget_bytes)}; with everything else off the device the system has {free} free there; "
-            "end other programs that use it, lower device_memory to what there really is, so that the model is cut finer, or "
-            "lower batch_size"
+            f"({_told(error)}); its pilot counted {needed} for the unit, {room} of it workspace, against a budget of "
+            f"{format_bytes(self._device.budget_bytes)}; with everything else evicted, the system has {free} free there; end "
+            "other programs that use the device, lower device_memory to the memory that is really there, so that the model is "
+            "cut finer, or lower batch_size"
         )
 
 
@@ -118,7 +120,7 @@ def _is_shortage(error: Exception) -> bool:
 
 
 def _told(error: BaseException) -> str:
-    """First line of the allocator's message."""
+    """First line of the allocator's message, which goes on with statistics and advice."""
     cause = error.__cause__ if isinstance(error, NotRepeatableError) else error
     lines = str(cause).strip().splitlines()
     return lines[0] if lines else type(cause).__name__

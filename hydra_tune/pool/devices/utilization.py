@@ -39,9 +39,9 @@ def _views(stats: PoolStats, since: PoolStats | None) -> tuple[DeviceView, ...]:
     for name, device in stats.devices.items():
         before = since.devices[name] if since else None
         busy = device.busy_seconds - (before.busy_seconds if before else 0.0)
-        ways = zip(_moved(device), _moved(before) if before else (0, 0), strict=True)
+        counters = zip(_moved(device), _moved(before) if before else (0, 0), strict=True)
         # A cancelled load is subtracted from the counter, so the counter may decrease.
-        rates = [max(0.0, now - then) / seconds if seconds > 0 else 0.0 for now, then in ways]
+        rates = [max(0.0, now - then) / seconds if seconds > 0 else 0.0 for now, then in counters]
         views.append(
             DeviceView(
                 name=name,

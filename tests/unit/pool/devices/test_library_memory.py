@@ -62,7 +62,7 @@ def test_where_they_take_more_the_pool_holds_less_and_plans_stay(pool_of, held, 
     assert (ledger.limit_bytes, ledger.budget_bytes) == (BUDGET // 3, BUDGET)
     assert stats.bytes_out > 0
     assert [one.getMessage() for one in caplog.records] == [
-        "device cpu:0 holds at most 16.0 KiB from here on, where it held 48.0 KiB: by what units have taken beside the ledger"
+        "device cpu:0 holds at most 16.0 KiB from now on, 48.0 KiB before: units were seen to take that much beside the ledger"
     ]
 
 
