@@ -129,6 +129,7 @@ class LoaderWatchdog:
         self._interrupted: dict[str, float] = {}  # by job: the wait in seconds at the interruption
         self._abandoned: list[DrawClock] = []
         self._is_over = threading.Event()
+        # Four looks within the shortest limit, so no limit is overrun by more than a quarter.
         soonest = min(_PATIENCE_SECONDS, times.warning_seconds, times.timeout_seconds or _PATIENCE_SECONDS)
         self._look_seconds = min(_LOOK_SECONDS, soonest / 4)
 
@@ -150,22 +151,24 @@ class LoaderWatchdog:
         core = self._core
         for abandoned in self._abandoned:
             abandoned.interrupt()  # again, because the loader may have swallowed the last interruption
+        # A copy, so that the clocks are read, and warnings written, without the pool's lock.
         with core.changed:
             records = list(core.records.values())
-        late = []
+        waiting_keys = []
         for record in records:
             clock = self._clock(record)
             if clock is not None and clock.seconds > self._look_seconds:
-                late.append(record.job.key)
+                waiting_keys.append(record.job.key)
                 self._look_at(record, clock)
         for member in () if self.members is None else self.members.drawing():
             clock = member.clock
             if clock is not None and clock.seconds > self._look_seconds:
-                late.append(member.job.key)
+                waiting_keys.append(member.job.key)
                 self._look_at_member(member, clock)
-        for known in (self._warned, self._interrupted):
-            for key in known.keys() - set(late):
-                del known[key]
+        # A job that no longer waits starts afresh: its next draw may hang as well.
+        for seconds_by_job in (self._warned, self._interrupted):
+            for key in seconds_by_job.keys() - set(waiting_keys):
+                del seconds_by_job[key]
 
     def _clock(self, record: JobState) -> DrawClock | None:
         if record.trial is not None:
@@ -177,8 +180,9 @@ class LoaderWatchdog:
         if seconds >= _PATIENCE_SECONDS and self._leaves_devices:
             self._detach(record, clock)
         self._warn(record.job, clock, seconds)
-        most = limit if record.outcome is None else self._times.warning_seconds
-        if most is not None and seconds >= most:
+        # Nobody needs the batch of a job that is already over, so the pool gives up sooner.
+        limit_now = limit if record.outcome is None else self._times.warning_seconds
+        if limit_now is not None and seconds >= limit_now:
             self._give_up(record, clock, seconds)
 
     def _warn(self, job: Job, clock: DrawClock, seconds: float) -> None:
@@ -189,8 +193,8 @@ class LoaderWatchdog:
     def _look_at_member(self, member: DrawingMember, clock: DrawClock) -> None:
         seconds, key = clock.seconds, member.job.key
         self._warn(member.job, clock, seconds)
-        most = self._times.warning_seconds if member.is_stopped else self._times.timeout_seconds
-        if most is None or seconds < most or self._interrupt(member, clock, seconds):
+        limit_now = self._times.warning_seconds if member.is_stopped else self._times.timeout_seconds
+        if limit_now is None or seconds < limit_now or self._interrupt(member, clock, seconds):
             return
         if seconds >= self._interrupted[key] + _GRACE_SECONDS and member.abandon():
             self._left_behind(member.job, clock)
@@ -199,6 +203,7 @@ class LoaderWatchdog:
         """Let the device, or the preparer, serve other jobs meanwhile; return whether it does."""
         core, key, trial = self._core, record.job.key, record.trial
         try:
+            # Both locks: the job must not change its phase, and the draw must not end, before the decision is carried out.
             with core.changed, clock.under_way():
                 if record.is_detached or core.error is not None or not clock.seconds:
                     return record.is_detached
@@ -209,7 +214,7 @@ class LoaderWatchdog:
                     return False
                 places = [device for device, job in core.scheduler.running.items() if job == key]
                 if len(places) != 1:
-                    return False  # a worker of a unit side by side has not reported its end yet
+                    return False  # the worker of a unit beside this one has not reported its end yet; look again later
                 # The draw cannot end while `clock.under_way()` is held, so the burst learns in time that its device is
                 # taken away.
                 trial.leave_device()
@@ -252,24 +257,24 @@ class LoaderWatchdog:
     def _left_behind(self, job: Job, clock: DrawClock) -> None:
         self._abandoned.append(clock)
         _LOGGER.warning(
-            "the loader of trial %r does not come back; its thread is left behind, and the trial's memory is given back",
+            "the loader of trial %r does not return; its thread is left behind, and the trial's memory is given back",
             job.name,
         )
 
     def _message(self, job: Job, clock: DrawClock) -> str:
         task, handle = job.task, clock.handle
-        which = "validate" if handle is task.validate and handle is not task.train else "train"
+        argument = "validate" if handle is task.validate and handle is not task.train else "train"
         if clock.is_in_process:
-            held = (
-                "it draws in this process, so that a trial whose model is to be captured waits for it as well, and other "
-                "trials behind that one; num_workers=1 would have it wait alone"
+            consequence = (
+                "it draws in this process, and blocks captures of other trials, which block further trials; with "
+                "num_workers=1 only this trial would wait"
             )
         else:
-            held = "other trials go on meanwhile"
+            consequence = "other trials go on meanwhile"
         return (
-            f"trial {job.name!r} has been waiting for {format_seconds(clock.seconds)} for a batch of {which}= "
-            f"({_described(handle)}), at {clock.where()}; {held}. If it hangs, cancel the trial, give the loader a timeout=, "
-            "or have such trials fail sooner, with loader_timeout of the HydraExecutor"
+            f"trial {job.name!r} has been waiting for {format_seconds(clock.seconds)} for a batch of {argument}= "
+            f"({_described(handle)}), at {clock.where()}; {consequence}. If it hangs, cancel the trial, give the "
+            "loader a timeout=, or let such trials fail sooner, by loader_timeout of the HydraExecutor"
         )
 
 

@@ -98,20 +98,23 @@ class FaultRecovery:
             return False
         # A driver reports a lost device by a plain RuntimeError on any call, so only the devices themselves can tell.
         if may_be_the_devices(error):
-            lost = [name for name, device in list(self._devices.items()) if found_lost(device)]
-            if lost:
-                named = DeviceLostError(
-                    f"device {' and '.join(lost)} was lost under trial {record.job.name!r} ({first_line(error)}); what it had "
-                    "there is nowhere else; with checkpoint_dir it would go on from its last checkpoint"
+            lost_devices = [name for name, device in list(self._devices.items()) if found_lost(device)]
+            if lost_devices:
+                loss = DeviceLostError(
+                    f"device {' and '.join(lost_devices)} was lost under trial {record.job.name!r} ({first_line(error)}), with "
+                    "state that no other place had; with checkpoint_dir the trial would go on from its last checkpoint"
                 )
-                named.__cause__ = error
-                result.error = error = named
+                loss.__cause__ = error
+                result.error = error = loss
         if not isinstance(error, _NOT_ITS_OWN):
             return False
         if len(record.faults) >= record.max_retries:
             if record.faults:
-                error.add_note(f"the trial was begun again {len(record.faults)} times before: max_retries")
+                error.add_note(
+                    f"the trial was begun again {len(record.faults)} times before, as often as max_retries allows"
+                )
             return False
+        # A driver has asked for the end since, and gets that end.
         return record.wanted_end is None
 
     def beginning(self, record: JobRetryAccount, error: BaseException) -> Callable[[], StartCheckpoint | None]:
@@ -130,6 +133,7 @@ class FaultRecovery:
 
     def last_saved(self, record: JobRetryAccount) -> Callable[[], StartCheckpoint | None]:
         """Return the function that reads the last saved state, or the original one, when the job is prepared."""
+        # Read now: a fused job's `begin` becomes the function returned here, which would then call itself.
         first, keeper = record.begin, record.keeper
         return lambda: self._last_saved(record.job.name, keeper) or first()
 
@@ -140,5 +144,6 @@ class FaultRecovery:
             if keeper is not None and keeper.path is not None and generations(keeper.path):
                 return StartCheckpoint(saved=load_checkpoint(keeper.path), allows_changes=False, only_weights=False)
         except (CheckpointError, FileError) as error:
-            _LOGGER.warning("trial %r has no checkpoint to go on from, and begins anew: %s", name, error)
+            # No reason to fail: from scratch the trial ends with the same bits, only later.
+            _LOGGER.warning("trial %r has no checkpoint to go on from, and begins from scratch: %s", name, error)
         return None

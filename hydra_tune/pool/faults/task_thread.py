@@ -33,6 +33,7 @@ class BackgroundCallQueue:
         with self._changed:
             if self._is_closed:
                 return
+            # The number keeps calls of equal times in order, and keeps `heapq` from comparing functions.
             heapq.heappush(self._calls, (time.monotonic() + seconds, next(self._numbers), call))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -65,6 +66,7 @@ class BackgroundCallQueue:
         while (call := self._next()) is not None:
             try:
                 call()
+            # The thread serves all jobs, and the caller is gone: the log is the only place for the error.
             except Exception:
                 _LOGGER.exception("%s: a call has failed", self._name)
             # Otherwise the call's arguments, a model among them, would live until the next call.
@@ -76,8 +78,8 @@ class BackgroundCallQueue:
     def _next(self) -> Callable[[], None] | None:
         with self._changed:
             while not self._is_closed:
-                left = self._calls[0][0] - time.monotonic() if self._calls else None
-                if left is not None and left <= 0:
+                wait_seconds = self._calls[0][0] - time.monotonic() if self._calls else None
+                if wait_seconds is not None and wait_seconds <= 0:
                     return heapq.heappop(self._calls)[2]
-                self._changed.wait(left)
+                self._changed.wait(wait_seconds)
         return None
