@@ -72,31 +72,34 @@ class MakespanForecaster:
             The forecast; None while too little is known.
         """
         works = list(works)
-        done = sum(work.done_seconds for work in works)
-        known = [seconds for work in works if (seconds := work.seconds) is not None]
-        if done > 0:  # preparation before the first unit does not lower the rate
-            self._seen.append((stats.elapsed_seconds, done))
+        done_seconds = sum(work.done_seconds for work in works)
+        known_seconds = [seconds for work in works if (seconds := work.seconds) is not None]
+        if done_seconds > 0:  # preparation before the first unit does not lower the rate
+            self._seen.append((stats.elapsed_seconds, done_seconds))
         while len(self._seen) > 1 and stats.elapsed_seconds - self._seen[1][0] >= _WINDOW_SECONDS:
             self._seen.popleft()
         busy = sum(device.busy_seconds for device in stats.devices.values())
-        if not self._seen or num_unstarted is None or not busy or sum(known) <= 0:
+        if not self._seen or num_unstarted is None or not busy or sum(known_seconds) <= 0:
             return None
-        mean = sum(known) / len(known)
+        mean = sum(known_seconds) / len(known_seconds)
         totals = [mean if work.seconds is None else work.seconds for work in works] + [mean] * num_unstarted
-        lefts = [0.0 if work.is_over else mean if work.left_seconds is None else work.left_seconds for work in works]
-        lefts += [mean] * num_unstarted
+        remaining = [
+            0.0 if work.is_over else mean if work.left_seconds is None else work.left_seconds for work in works
+        ]
+        remaining += [mean] * num_unstarted
         bound = makespan_bound(totals, len(stats.devices))
         if _is_spread(stats.steps_by_way):  # a spread trial may end sooner than a single device could compute it
             bound = sum(totals) / len(stats.devices)
-        if done < _LEAST_SHARE * sum(totals):
+        if done_seconds < _LEAST_SHARE * sum(totals):
             return None
-        span, computed = stats.elapsed_seconds - self._seen[0][0], done - self._seen[0][1]
-        speed = min(1.0, done / busy)  # compute per busy second of a device
+        span, computed = stats.elapsed_seconds - self._seen[0][0], done_seconds - self._seen[0][1]
+        speed = min(1.0, done_seconds / busy)  # compute per busy second of a device
         # A short span gives no reliable rate, and a pause without compute will not last: so the rate is at least that
         # of one busy device.
         rate = min(max(computed / span if span > 1 else 0.0, speed), speed * len(stats.devices))
-        left = max(sum(lefts) / rate, max(lefts, default=0.0) / speed)
-        return MakespanForecast(left_seconds=left, bound_seconds=bound)
+        # Neither do all devices together get faster, nor does the longest trial on the one device that computes it.
+        wall_seconds = max(sum(remaining) / rate, max(remaining, default=0.0) / speed)
+        return MakespanForecast(left_seconds=wall_seconds, bound_seconds=bound)
 
 
 def _is_spread(steps_by_way: Mapping[str, int]) -> bool:

@@ -27,6 +27,7 @@ def with_progress(view: TrialView, job: Job, *, state: str) -> TrialView:
         state=state,
         value=None if value is None else float(value),
         values=_values(progress.history, metric),
+        # Displays count epochs from 1; 0 stands for a trial that has not begun.
         epoch=0 if state in _BEFORE_TRAINING else progress.epoch + 1,
         epochs=progress.epochs,
         step=progress.step,
@@ -42,13 +43,13 @@ def with_progress(view: TrialView, job: Job, *, state: str) -> TrialView:
 def with_result(view: TrialView, job: Job, result: Result) -> TrialView:
     """View of a trial whose job is over."""
     metric = job.task.metrics[0]
-    last = result.history[-1] if result.history else {}
+    last_report = result.history[-1] if result.history else {}
     return replace(
         view,
         state=result.status,
-        value=float(last[metric]) if metric in last else None,
+        value=float(last_report[metric]) if metric in last_report else None,
         values=_values(tuple(result.history), metric),
-        epoch=int(last["epoch"]) + 1 if last else 0,
+        epoch=int(last_report["epoch"]) + 1 if last_report else 0,
         epochs=job.task.epochs,
         num_shards=result.num_shards,
         units_run=result.units_run,
@@ -98,6 +99,7 @@ def _values(history: Sequence[dict[str, float]], metric: str) -> tuple[float, ..
 
 def one_line(error: BaseException) -> str:
     """Format an error as `TypeError: what (file.py:12)`; the package's own errors omit the place."""
+    # The innermost frame counts: the outer ones are the pool's.
     trace = None if isinstance(error, HydraTuneError) else error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

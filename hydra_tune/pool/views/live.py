@@ -29,30 +29,31 @@ def shown(name: str, goal: Goal, stats: Callable[[], PoolStats]) -> Iterator[Swe
         stats: returns the pool's statistics; called from other threads.
 
     Yields:
-        The watch, to which the caller adds jobs.
+        The monitor, to which the caller adds jobs.
     """
     console = Console(file=sys.stdout, highlight=False)
     recent: deque[str] = deque(maxlen=_NUM_RECENT)
     on_terminal = sys.stdout.isatty() and not console.is_dumb_terminal
+    # Kept now: `kept` redirects `sys.stdout` while the block runs.
     out = sys.stdout
     say = RateLimit(lambda line: print(line, file=out, flush=True))
     tell: Callable[[str], None] = recent.append if on_terminal or is_notebook() else say
-    watch = SweepMonitor(name, goal, lambda trial, metric: tell(trial_line(trial, metric)))
+    monitor = SweepMonitor(name, goal, lambda trial, metric: tell(trial_line(trial, metric)))
 
     def snapshot() -> SweepView:
-        return watch.snapshot(stats())
+        return monitor.snapshot(stats())
 
     if is_notebook():
         with NotebookView(snapshot):
-            yield watch
+            yield monitor
         return
     try:
         with ExitStack() as shows:
             if on_terminal:
                 shows.enter_context(kept(recent))
             shows.enter_context(LiveView(console, snapshot, recent) if on_terminal else PlainView(say, snapshot))
-            yield watch
+            yield monitor
     finally:
-        view = watch.snapshot(stats(), is_over=True)
+        view = monitor.snapshot(stats(), is_over=True)
         say.flush()
         print_summary(console, view)

@@ -51,7 +51,7 @@ class SweepMonitor:
             is_over: whether the display has ended.
         """
         with self._lock:
-            ended = [self._look(number, job) for number, job in list(self._jobs.items())]
+            ended_views = [self._look(number, job) for number, job in list(self._jobs.items())]
             view = SweepView(
                 name=self._name,
                 metric=self._metric,
@@ -67,7 +67,7 @@ class SweepMonitor:
             view = with_outlook(view, self._forecaster, num_unstarted=0, stats=stats)
             metric = self._metric
         # Without the lock, because `ended` is the caller's code.
-        for trial in ended:
+        for trial in ended_views:
             if trial is not None:
                 self._ended(trial, metric)
         return view
@@ -77,6 +77,7 @@ class SweepMonitor:
         if job.state not in OVER:
             self._views[number] = with_progress(self._views[number], job, state=job.state)
             return None
-        self._views[number] = found = with_result(self._views[number], job, job.result())
+        self._views[number] = view = with_result(self._views[number], job, job.result())
+        # The job would keep its model alive; the view is plain values.
         del self._jobs[number]
-        return found
+        return view
