@@ -307,11 +307,11 @@ class TrialCheckpointer:
 
     @property
     def every_steps(self) -> int | None:
-        """As `Keeper.every_steps`."""
+        """As `SnapshotSaver.every_steps`."""
         return None if self._folder is None else self._all.every.steps
 
     def reached(self, trial: SnapshotSource, *, steps: int, at_report: bool, is_last: bool) -> None:
-        """As `Keeper.reached`."""
+        """As `SnapshotSaver.reached`."""
         if self._folder is None and not is_last and not self._copies:
             return  # the common case, without the lock; a request made right now is served after the next step
         with self._lock:

@@ -1,4 +1,4 @@
-"""A job of a `Fusion`, with its carrier, its trial, and its seat in a fused group."""
+"""A job of a `FusedPool`, with its carrier, its trial, and its seat in a fused group."""
 
 from collections.abc import Callable, Hashable
 from typing import Protocol
@@ -12,7 +12,7 @@ from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
 
 class FusedJob:
-    """A job of a `Fusion` and the state of its fusion.
+    """A job of a `FusedPool` and the state of its fusion.
 
     Args:
         job: the job as the driver sees it.
@@ -86,6 +86,7 @@ class FusedJob:
             and not self.is_forming
             and not self.is_building
             and self.carrier is not None
+            # Not begun, or outside a group after a pause. A trial without a seat runs alone, and goes on alone.
             and (self.trial is None or (self.seat is not None and not self.is_seated))
             and self.stop is None
             and self.job.state not in OVER
@@ -97,6 +98,7 @@ class FusedJob:
         if self.seat is None:
             assert self.trial is not None
             self.seat = GroupSlot(self.trial, waits=self.job.events is not None)
+        # Requests made while the job had no seat reached only the job.
         self.seat.stop, self.seat.is_paused = self.stop, self.job.paused
         return self.seat
 
@@ -104,12 +106,12 @@ class FusedJob:
         """Complete the carrier's result with the figures of the job's own trial."""
         member = self.trial
         if member is not None and self.seat is not None:
-            planned = member.units_planned
+            planned_units = member.units_planned
             result.metrics, result.history = member.metrics, member.history
             result.num_shards, result.units_run = member.num_shards, member.units_run
             result.compute_seconds, result.split_batches = member.compute_seconds, member.split_batches
-            if result.status in ("pruned", "cancelled") and planned is not None:
-                result.units_saved = max(0, planned - member.units_run)
+            if result.status in ("pruned", "cancelled") and planned_units is not None:
+                result.units_saved = max(0, planned_units - member.units_run)
         result.faults = self.faults
         if self.keeper is not None:
             self.keeper.close(result.status)

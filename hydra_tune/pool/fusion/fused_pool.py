@@ -72,10 +72,10 @@ class FusedPool:
         saving, origin = self._pool.checkpoints, origin or StartCheckpointSource()
         with self._pool.changed:
             number, self._numbers = self._numbers, self._numbers + 1
-            shown = name or f"job {number}"
-            job = Job(key=f"member {number}:{shown}", name=shown, task=task, pool=self, events=events)
-            folder = saving.place(saved_as or shown, origin.folder)
-            keeper = TrialCheckpointer(saving, shown, folder, dict(labels or {}))
+            shown_name = name or f"job {number}"
+            job = Job(key=f"member {number}:{shown_name}", name=shown_name, task=task, pool=self, events=events)
+            folder = saving.place(saved_as or shown_name, origin.folder)
+            keeper = TrialCheckpointer(saving, shown_name, folder, dict(labels or {}))
             entry = FusedJob(job, keeper, origin.beginning, priority, max_retries)
             # Entered before `carry`, because the preparer may look the job up before `carry` returns.
             self._table.entries[job.key] = entry
@@ -103,8 +103,10 @@ class FusedPool:
             if seat is not None:
                 seat.is_answered = True
             is_due = group is not None and group.trial.is_due
+        # Without the pool's lock, as all calls into the pool (see `job_table.py`).
         if carrier is not None and (seat is None or is_due):
             carrier.proceed()
+        # The other members of the report may be answered within a moment, too, and then go on together.
         elif group is not None:
             group.wake_in_time()
         elif carrier is None:
@@ -120,14 +122,14 @@ class FusedPool:
             if entry.seat is not None:
                 entry.seat.stop = entry.stop
             group, carrier = self._table.group_of(entry), entry.carrier
-            is_own = not (entry.is_seated or entry.is_taken or entry.is_forming)
+            runs_alone = not (entry.is_seated or entry.is_taken or entry.is_forming)
         if group is not None:
             # A waiting group runs no code that could notice the request, so its carrier is resumed.
             if group.carrier.state == "waiting":
                 group.carrier.proceed()
         # The carrier may be stopped only while it runs this job alone; a carrier that forms a group reads `entry.stop`
         # itself.
-        elif carrier is not None and is_own:
+        elif carrier is not None and runs_alone:
             self._pool.stop(carrier, status)
         elif carrier is None:
             self._table.timer.do(partial(self._carriers.ends.go_on, entry))
@@ -143,6 +145,7 @@ class FusedPool:
             carrier = None if entry is None else entry.carrier
             if entry is not None:
                 entry.priority = priority
+        # The priority stays with the job as well: another carrier takes it over.
         if carrier is not None:
             self._pool.prioritize(carrier, priority)
 
@@ -189,10 +192,12 @@ class FusedPool:
             if entry is None or entry.keeper is None:
                 return
             group, carrier, member = self._table.group_of(entry), entry.carrier, entry.trial
+        # A group that waits saves on the timer's thread, any other between two of its steps.
         if group is not None:
             group.wake()
         elif carrier is not None and entry.seat is None:
             self._pool.answer(carrier, waiting_for, entry.keeper)
+        # The job has left its group, so no other thread runs its trial.
         elif member is not None and member.may_be_saved:
             entry.keeper.answer(member)
         elif job.paused:

@@ -27,7 +27,7 @@ class FusionAdvisor:
         self.is_over = False
         self._lock = threading.Lock()
         self._alike: Counter[Hashable] = Counter()
-        self._seen: WeakSet[Trial] = WeakSet()
+        self._seen: WeakSet[Trial] = WeakSet()  # weak: a hint must not keep models alive
 
     def look(self, trial: Trial, num_trials: int) -> None:
         """Look at a trial that has run some steps; on the trial's worker thread.
@@ -40,10 +40,10 @@ class FusionAdvisor:
         if self.is_over or steps < _LEAST_STEPS or not 0 < seconds <= _MOST_STEP_SECONDS or trial.module is None:
             return
         shapes = tuple(tuple(parameter.shape) for parameter in trial.module.parameters())
-        found = self._counted(trial, (type(trial.module), shapes, type(trial.optimizer)))
-        if found < _LEAST_TRIALS:
+        num_alike = self._counted(trial, (type(trial.module), shapes, type(trial.optimizer)))
+        if num_alike < _LEAST_TRIALS:
             return
-        count = max(num_trials, found)
+        count = max(num_trials, num_alike)
         _LOGGER.warning(
             "%d trials of one architecture with steps of %.1f ms: fusion='auto' would make this about %dx faster, with "
             "results that are equal up to rounding",

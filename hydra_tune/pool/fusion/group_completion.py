@@ -26,7 +26,7 @@ _LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
 class GroupJobSource(Protocol):
-    """Source of carriers for jobs; see `Carriers`."""
+    """Source of carriers for jobs; see `GroupJobLauncher`."""
 
     def carry_anew(self, entry: FusedJob) -> None:
         """Submit another carrier for a job that keeps its state; or end the job if its driver has asked for an end."""
@@ -63,22 +63,23 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
             if group is not None:
                 # Set under the same lock as the lists are emptied, so no job can come to the group afterwards.
                 group.is_over = True
-                together, late = list(group.entries), list(group.arrivals)
+                members, joiners = list(group.entries), list(group.arrivals)
                 group.entries, group.arrivals = [], []
             elif entry.carrier is event.job and not entry.is_taken:
-                together, late = [entry], []
+                members, joiners = [entry], []
+            # An earlier carrier of a job that another carrier runs now.
             else:
                 return
         if group is not None and isinstance(event.result.error, OutOfMemoryError):
-            self._ran_out(group, together, event.result.error)
-            together = []
+            self._ran_out(group, members, event.result.error)
+            members = []
         elif group is not None and group.goes_back_to and event.result.status == "completed":
-            self._go_on_in(group, together, group.goes_back_to, is_undone=True)
-            together = []
-        for one in together:
-            self.carrier_over(one, event.result)
-        if late:
-            self._table.timer.do(partial(self.send_back, late))
+            self._go_on_in(group, members, group.goes_back_to, is_undone=True)
+            members = []
+        for member in members:
+            self.carrier_over(member, event.result)
+        if joiners:
+            self._table.timer.do(partial(self.send_back, joiners))
 
     def carrier_over(self, entry: FusedJob, result: Result) -> None:
         """Handle the end of a job's carrier, or a carrier's failure to take the job."""
@@ -92,6 +93,7 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
                 return
             if entry.faults:
                 error.add_note(f"the trial was begun again {len(entry.faults)} times before: max_retries")
+        # Without a seat the carrier has run the job's trial alone, so its result is the job's.
         if entry.seat is None:
             self._table.over(entry, result)
         else:
@@ -122,6 +124,7 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
             self._table.limits[group.key] = limit
         for entry in entries:
             if is_undone and entry.seat is not None and entry.seat.is_handed_back:
+                # The old plan of sizes is void: the job's next carrier looks for at most `limit` members.
                 with self._table.pool.changed:
                     entry.most, entry.each, entry.kept = limit, 0, 0
                     self.seat_left(entry)

@@ -1,6 +1,6 @@
-"""Carriers: jobs of the pool that run the jobs of a `Fusion`, alone or as a group.
+"""Carriers: jobs of the pool that run the jobs of a `FusedPool`, alone or as a group.
 
-Note: carriers. For each submitted job, `Fusion` gives the pool a job of its own, the carrier. A carrier in preparation
+Note: carriers. For each submitted job, `FusedPool` gives the pool a job of its own, the carrier. A carrier in preparation
 collects all waiting jobs with the same fusion key, stops the carriers of those jobs, and runs the group. A carrier that
 finds no other job, or whose trial cannot be fused, runs its own job's trial. The end of a carrier is passed on to the
 jobs that it carries (`group_completion.py`).
@@ -90,6 +90,7 @@ class GroupJobLauncher:
 
     def carry(self, entry: FusedJob) -> None:
         """Submit a carrier for a job."""
+        # An earlier carrier of the job that is still in preparation now finds an old ticket, and runs nothing.
         with self._table.pool.changed:
             ticket = entry.ticket = object()
         carrier = self._table.pool.submit(
@@ -130,7 +131,7 @@ class GroupJobLauncher:
             entry.is_forming = True
             entry.job.enter("preparing")
         others: list[FusedJob] = []
-        is_absent = False
+        has_joined = False
         try:
             if entry.trial is None:
                 entry.trial = self._finder.build(entry, device, helpers, host, tenant, times)
@@ -138,8 +139,8 @@ class GroupJobLauncher:
             # Known already for a job that has been in a group, and lowered there if memory ran out.
             if not entry.most:
                 entry.most, wanted = self._finder.fusable(entry, entry.trial)
-            is_absent = self._joins(entry)
-            if not is_absent:
+            has_joined = self._joins(entry)
+            if not has_joined:
                 others = self._finder.others(entry, wanted, device)
         except UnfusableError as error:
             _LOGGER.info("%s is not fused: %s", entry.job.name, error)
@@ -149,7 +150,7 @@ class GroupJobLauncher:
         finally:
             with self._table.pool.changed:
                 entry.is_forming = False
-        if is_absent:
+        if has_joined:
             return _AbsorbedTrial(task, library, device)
         assert entry.trial is not None
         if entry.seat is None and not others:
@@ -161,14 +162,15 @@ class GroupJobLauncher:
             raise
 
     def _not_formed(self, others: Sequence[FusedJob], error: BaseException) -> None:
-        for one in others:
+        for other in others:
             with self._table.pool.changed:
-                own, one.seat = one.carrier, None
-            self.ends.carrier_over(one, Result(status="failed", error=error))
-            if own is not None:
-                own.cancel()
+                old_carrier, other.seat = other.carrier, None
+            self.ends.carrier_over(other, Result(status="failed", error=error))
+            if old_carrier is not None:
+                old_carrier.cancel()
 
     def _alone(self, entry: FusedJob, member: MemberTrial) -> Trial:
+        # A request to end the job went no further than `entry.stop` while the carrier looked for members.
         with self._table.pool.changed:
             entry.job.enter("running")
             stop, carrier = entry.stop, entry.carrier
@@ -186,42 +188,46 @@ class GroupJobLauncher:
         times: SharedUnitTimes | None,
     ) -> GroupTrial | PairTrial:
         """Make a group of the jobs found by a carrier, or a pair of groups that take turns."""
-        together = [entry, *others]
-        _LOGGER.info("%d trials are fused: %s", len(together), ", ".join(one.job.name for one in together))
+        all_entries = [entry, *others]
+        _LOGGER.info(
+            "%d trials are fused: %s",
+            len(all_entries),
+            ", ".join(peer.job.name for peer in all_entries),
+        )
         with self._table.pool.changed:
             assert entry.carrier is not None
             pool, building, timer = self._table.pool, self._table.building, self._table.timer
             each = entry.each or entry.most
-            most = max(each, len(together))
+            most = max(each, len(all_entries))
             size, seconds = entry.kept, partial(self._unplanned_seconds, entry.kept, device)
             unplanned = SmallerGroupFallback(size=size, seconds=seconds) if size else None
             group = LiveGroup(pool, entry.carrier, entry.key, most, self.ends, building, timer, unplanned)
-            group.entries = together
-            seats = [one.sit() for one in together]
+            group.entries = all_entries
+            seats = [peer.sit() for peer in all_entries]
 
             def made(members: Sequence[GroupSlot], desk: GroupDelegate, most: int) -> GroupTrial:
                 return GroupTrial(
                     members, self._plans, self._library, device, desk, host, tenant, times, most, self._planner
                 )
 
-            if len(together) > each and self._planner is not None:
+            if len(all_entries) > each and self._planner is not None:
                 sides = PairSide(group), PairSide(group)
                 groups = made(seats[:each], sides[0], each), made(seats[each:], sides[1], len(seats) - each)
                 group.trial = PairTrial(sides, groups, self._library, device, group, self._planner, host, tenant)
             else:
                 group.trial = made(seats, group, most)
             group.trial.hands_back = True
-            own = [one.carrier for one in others]
-            for one in together:
-                one.carrier, one.is_seated = entry.carrier, True
-                if one.job.state != "waiting":
-                    one.job.enter("running")
+            old_carriers = [peer.carrier for peer in others]
+            for peer in all_entries:
+                peer.carrier, peer.is_seated = entry.carrier, True
+                if peer.job.state != "waiting":
+                    peer.job.enter("running")
             self._table.groups[entry.carrier.key] = group
             # From now on the slot knows of the job's pause; a paused carrier would stop all members.
             pool.hold(entry.carrier, paused=False)
         # Cancelled after the lock is free and after `entry.carrier` has changed, so the end of an old carrier no longer
         # concerns the job.
-        for carrier in own:
+        for carrier in old_carriers:
             if carrier is not None:
                 carrier.cancel()
         return group.trial
@@ -235,6 +241,7 @@ class GroupJobLauncher:
     def _joins(self, entry: FusedJob) -> bool:
         """Let a job in preparation join a group with room; return False if there is no such group."""
         with self._table.pool.changed:
+            # While there are more devices than groups, the job's carrier may form another group instead.
             grows = len(self._table.pool.device_names) <= len(self._table.groups)
             if self._table.group_for(entry, grows=grows) is None:
                 return False
@@ -249,31 +256,32 @@ class GroupJobLauncher:
     def look_later(self) -> None:
         """Search, on another thread, for a job that could join a group."""
         with self._table.pool.changed:
-            if any(one.has_room(grows=True) for one in self._table.groups.values()):
+            if any(group.has_room(grows=True) for group in self._table.groups.values()):
                 self._table.building.do(self._look)
 
     def _look(self) -> None:
         """Send waiting jobs to groups with room, until there is no match; runs on the `building` thread."""
         while True:
+            # Searched anew each time: `takes` builds a trial without the lock, and meanwhile the tables change.
             with self._table.pool.changed:
-                found = next(
+                match = next(
                     (
-                        (group, one)
+                        (group, candidate)
                         for group in self._table.groups.values()
-                        for one in self._table.entries.values()
-                        if one.is_free and group.has_room(grows=True) and group.admits(one)
+                        for candidate in self._table.entries.values()
+                        if candidate.is_free and group.has_room(grows=True) and group.admits(candidate)
                     ),
                     None,
                 )
-            if found is None:
+            if match is None:
                 return
-            group, entry = found
+            group, entry = match
             if self._finder.takes(entry, group.key, None, group.trial.any_device):
                 self._send_to(entry)
 
     def _send_to(self, entry: FusedJob) -> None:
         """Send a taken job to a group, or back to a carrier if no group has room any more."""
-        own, error = entry.carrier, None
+        old_carrier, error = entry.carrier, None
         try:
             self._finder.begin(entry)
         except BaseException as raised:  # noqa: BLE001 - ends the job, as an error under its own carrier would
@@ -289,8 +297,9 @@ class GroupJobLauncher:
             self._table.over(entry, Result(status=entry.stop or "failed", error=None if entry.stop else error))
         elif group is None:
             self.carry_anew(entry)
-        if own is not None:
-            own.cancel()
+        # Last, as in `_formed`: by now the end of the old carrier no longer concerns the job.
+        if old_carrier is not None:
+            old_carrier.cancel()
 
     def carry_anew(self, entry: FusedJob) -> None:
         """Submit another carrier for a job that keeps its state; or end the job if its driver has asked for an end."""

@@ -1,4 +1,4 @@
-"""Members of a `Fusion` whose data loaders stall: what `LoaderWatch` sees of them, and how the pool gives them up.
+"""Members of a `FusedPool` whose data loaders stall: what `LoaderWatchdog` sees of them, and how the pool gives them up.
 
 Note: where members draw. A job in preparation draws its first batch on the preparer's thread, and is watched like any
 trial in preparation. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member
@@ -20,14 +20,14 @@ from hydra_tune.train.data.loader_clock import DrawClock
 
 
 class JoinerSearcher(Protocol):
-    """Search for joiners; see `Carriers`."""
+    """Search for joiners; see `GroupJobLauncher`."""
 
     def look_later(self) -> None:
         """Search, on another thread, for a job that could join a group."""
 
 
 class MemberLoaders(MemberLoaderSource):
-    """Loaders of the jobs of a `Fusion`.
+    """Loaders of the jobs of a `FusedPool`.
 
     Args:
         table: the jobs.
@@ -49,8 +49,10 @@ class MemberLoaders(MemberLoaderSource):
     @override
     def drawing(self) -> Iterable[DrawingMember]:
         with self._table.pool.changed:
-            entries = [one for one in self._table.entries.values() if not one.is_forming]
-        return [_DrawingFusedJob(one, self._table, self._looking) for one in entries if one.seat or one.candidate]
+            entries = [entry for entry in self._table.entries.values() if not entry.is_forming]
+        return [
+            _DrawingFusedJob(entry, self._table, self._looking) for entry in entries if entry.seat or entry.candidate
+        ]
 
 
 class _DrawingFusedJob(DrawingMember):
@@ -86,10 +88,10 @@ class _DrawingFusedJob(DrawingMember):
             # returns now.
             if clock is None or not is_joining or not table.building.is_at_work_on(clock.thread) or not clock.abandon():
                 return False
-            own = entry.carrier
+            old_carrier = entry.carrier
         table.building.replace(clock.thread)
         table.over(entry, Result(status=entry.stop or "failed", error=None if entry.stop else entry.loader_error))
-        if own is not None:
-            own.cancel()
+        if old_carrier is not None:
+            old_carrier.cancel()
         self._looking.look_later()
         return True

@@ -69,6 +69,7 @@ class GroupMatcher:
         try:
             entry.key = key = fusion_key(entry.job.task, *member.built())
             member.architecture = key.architecture
+        # In place of a key: equal to no key, and raised once the job asks for a group (`fusable`).
         except UnfusableError as error:
             entry.key = error
         except BaseException:
@@ -91,15 +92,17 @@ class GroupMatcher:
         """
         if isinstance(entry.key, UnfusableError):
             raise entry.key
-        wanted = member.peek()
-        prepared = self._plans.of_member(member, wanted["train"])
+        first_batches = member.peek()
+        prepared = self._plans.of_member(member, first_batches["train"])
         self._plans.stacked(prepared, self._most)
         budget_bytes = self._table.pool.budget_bytes
+        # Planned steps may compute more members than fit, so with a planner room for a single trial is enough.
         most = room_for(prepared, budget_bytes, self._most_of(entry.key), 2 if self._sizes is None else 1)
-        if "evaluate" in wanted:
-            evaluated = self._plans.of_member(member, wanted["evaluate"], layout_of(prepared))
+        # A group also evaluates its members: this step has to be stackable as well.
+        if "evaluate" in first_batches:
+            evaluated = self._plans.of_member(member, first_batches["evaluate"], layout_of(prepared))
             self._plans.stacked(evaluated, self._most)
-        return most, wanted["train"]
+        return most, first_batches["train"]
 
     def _most_of(self, key: Hashable | None) -> int:
         """Return the largest number of members in a group, lowered where memory has run out before."""
@@ -118,6 +121,7 @@ class GroupMatcher:
         """
         room = entry.most
         taken = self._fitting(entry, wanted, device)
+        # Not where the gain of fusion, rather than the room, has limited the size (`_fitting`).
         if entry.most == room and wanted is not None:
             taken = self._beyond(entry, taken, wanted, device)
         if entry.most == 1 and entry.seat is None:
@@ -132,17 +136,18 @@ class GroupMatcher:
         if len(taken) + 1 < room or room >= most or self._sizes is None:
             return taken
         kind = (entry.key, wanted.leaves.signature)
-        more = self._further(entry, taken, wanted, kind, device, self._sizes)
-        if not more:
+        further = self._further(entry, taken, wanted, kind, device, self._sizes)
+        if not further:
             return taken
-        together = [entry, *taken, *more]
-        members = [one.trial for one in together if one.trial is not None]
+        candidates = [entry, *taken, *further]
+        members = [candidate.trial for candidate in candidates if candidate.trial is not None]
+        # With room for a single trial, planned steps compete with no fusion at all, over which "auto" demands a gain.
         least = LEAST_GAIN if self._chooser is not None and room == 1 else 1.0
         try:
             choice = self._sizes.best(kind, members, wanted, room, least)
         except BaseException:
             # The caller knows nothing of the members taken here, and a job that stays taken would never run.
-            self._leave(together[1:])
+            self._leave(candidates[1:])
             raise
         if choice is not None:
             entry.most, entry.each = choice.size, choice.each
@@ -150,9 +155,9 @@ class GroupMatcher:
             with self._table.pool.changed:
                 carrier = entry.carrier
             if carrier is not None:
-                log_plan(self._table.pool.log, carrier.key, choice, len(together))
-        self._leave(together[entry.most :])
-        return together[1 : entry.most]
+                log_plan(self._table.pool.log, carrier.key, choice, len(candidates))
+        self._leave(candidates[entry.most :])
+        return candidates[1 : entry.most]
 
     def _further(
         self,
@@ -190,6 +195,7 @@ class GroupMatcher:
         kind, steps = (entry.key, wanted.leaves.signature, device.torch_device.type), steps_of(member)
         if entry.most == 1:
             return []
+        # An upper bound of all steps: a refusal now spares building the other trials.
         self._chooser.refuse(kind, steps * min(entry.most, 1 + len(self._table.free())))
         taken = self._take_for(kind, entry, device, self._chooser)
         if not taken:
@@ -238,9 +244,9 @@ class GroupMatcher:
         except UnfusableError:
             self._leave(taken)
             raise
-        alike = [one for one in taken if first is not None and self._is_alike(one, first, one.trial)]
+        alike = [other for other in taken if first is not None and self._is_alike(other, first, other.trial)]
         if len(alike) < len(taken):
-            self._leave([one for one in taken if one not in alike])
+            self._leave([other for other in taken if other not in alike])
             alike += self._take(entry, first, entry.most - 1 - len(alike), device)
         return alike
 
@@ -253,7 +259,7 @@ class GroupMatcher:
                 has_begun = entry.seat is not None
             if not has_begun:
                 self.forget(entry)
-            # A stop request that came while the job was taken did not reach the pool (`Fusion.stop`).
+            # A stop request that came while the job was taken did not reach the pool (`FusedPool.stop`).
             if stop is not None and carrier is not None:
                 self._table.pool.stop(carrier, stop)
 
@@ -274,11 +280,11 @@ class GroupMatcher:
         ):
             time.sleep(_SETTLED_SECONDS / 10)
         taken: list[FusedJob] = []
-        for one in self._table.free():
+        for candidate in self._table.free():
             if len(taken) == most:
                 break
-            if one.key in (None, entry.key) and self.takes(one, entry.key, first, device):
-                taken.append(one)
+            if candidate.key in (None, entry.key) and self.takes(candidate, entry.key, first, device):
+                taken.append(candidate)
         return taken
 
     def takes(self, entry: FusedJob, key: Hashable, first: MemberTrial | None, device: Device) -> bool:
@@ -316,7 +322,7 @@ class GroupMatcher:
         try:
             self._plans.check_alike(first, member)
         except UnfusableError as error:
-            _LOGGER.info("%s is not computed with those of its kind: %s", entry.job.name, error)
+            _LOGGER.info("%s cannot be fused with trials of its kind: %s", entry.job.name, error)
             return False
         except (Exception, LoaderInterrupt):  # noqa: BLE001 - the error comes up again when the trial runs
             return False
@@ -325,6 +331,7 @@ class GroupMatcher:
     @staticmethod
     def begin(entry: FusedJob) -> None:
         """Run a trial's own code up to the first batch, which is where a group takes over."""
+        # A job that has been in a group stands at a batch already.
         if entry.seat is None:
             seat = entry.sit()
             seat.member.is_fused = True
@@ -337,4 +344,4 @@ class GroupMatcher:
 
 def _steps(entries: Sequence[FusedJob]) -> list[float]:
     """Remaining optimizer steps of each built job."""
-    return [steps_of(one.trial) for one in entries if one.trial is not None]
+    return [steps_of(entry.trial) for entry in entries if entry.trial is not None]

@@ -1,4 +1,4 @@
-"""Table of a `Fusion`: the jobs that are not over, and the running groups.
+"""Table of a `FusedPool`: the jobs that are not over, and the running groups.
 
 Note: the table uses the pool's lock. Calls into the pool in reaction to an event are made without the lock.
 """
@@ -37,7 +37,7 @@ class FusedJobTable:
     def free(self) -> list[FusedJob]:
         """Jobs that a group may take."""
         with self.pool.changed:
-            return [one for one in self.entries.values() if one.is_free]
+            return [entry for entry in self.entries.values() if entry.is_free]
 
     def group_of(self, entry: FusedJob) -> LiveGroup | None:
         """Return the group in which a job has, or is promised, a seat."""
@@ -45,8 +45,10 @@ class FusedJobTable:
 
     def group_for(self, entry: FusedJob, *, grows: bool) -> LiveGroup | None:
         """Return a group that a job may join, preferably one with a vacant seat. Under the lock."""
-        found = [one for one in self.groups.values() if one.admits(entry) and one.has_room(grows=grows)]
-        return next((one for one in found if one.has_room(grows=False)), found[0] if found else None)
+        open_groups = [group for group in self.groups.values() if group.admits(entry) and group.has_room(grows=grows)]
+        return next(
+            (group for group in open_groups if group.has_room(grows=False)), open_groups[0] if open_groups else None
+        )
 
     def over(self, entry: FusedJob, result: Result) -> None:
         """End a job, unless the job has ended already."""
@@ -54,16 +56,17 @@ class FusedJobTable:
         with self.pool.changed:
             if self.entries.pop(job.key, None) is None:
                 return
+        # Without the lock, because closing a trial runs the user's code. Only this call has the entry now.
         if isinstance(result.error, LoaderInterrupt) and entry.loader_error is not None:
             result.error = entry.loader_error
         member = entry.trial
-        planned_by = entry.result(result)
+        full_result = entry.result(result)
         # A member whose seat has ended was closed by its group, and a member without a seat is closed with its carrier.
         if member is not None and (member.clock.is_abandoned or (entry.seat is not None and entry.seat.status is None)):
             member.close(keep=False)
             member.clock.released()
         with self.pool.changed:
-            job.end(planned_by)
+            job.end(full_result)
             self.pool.changed.notify_all()
         if job.events is not None:
             job.events.put(Failed(job, result) if result.status == "failed" else Finished(job, result))
@@ -73,6 +76,6 @@ class FusedJobTable:
         self.building.close()
         self.timer.close()
         with self.pool.changed:
-            left = list(self.entries.values())
-        for entry in left:
+            live_entries = list(self.entries.values())
+        for entry in live_entries:
             self.over(entry, Result(status="cancelled"))

@@ -1,6 +1,6 @@
 """A running group in a pool: its members, joiners, and leavers.
 
-Drivers' requests arrive on any thread and only mark seats and entries. The group's trial asks its `Desk`, the
+Drivers' requests arrive on any thread and only mark seats and entries. The group's trial asks its `GroupDelegate`, the
 `LiveGroup`, between two steps for joiners, and reports members that have ended or left.
 """
 
@@ -31,7 +31,7 @@ _FUSION_LOGGER = logging.getLogger("hydra_tune.fusion")
 
 
 class GroupMemberListener(Protocol):
-    """Receiver of a group's news about members; see `Ends`."""
+    """Receiver of a group's news about members; see `GroupEndHandler`."""
 
     def seat_over(self, group: "LiveGroup", entry: FusedJob) -> None:
         """Handle a member that has ended."""
@@ -57,7 +57,7 @@ class SmallerGroupFallback:
 
 
 class LiveGroup:
-    """A group with its present and future members; the `Desk` of the group's trial.
+    """A group with its present and future members; the `GroupDelegate` of the group's trial.
 
     Args:
         pool: runs the group.
@@ -166,10 +166,10 @@ class LiveGroup:
             if keeper is not None and member is not None and entry.is_seated and member.may_be_saved:
                 keeper.answer(member)
 
-    # Methods of `Desk`.
+    # Methods of `GroupDelegate`.
 
     def ended(self, seat: GroupSlot) -> None:
-        """As of `Desk`."""
+        """As of `GroupDelegate`."""
         with self._pool.changed:
             entry = self._entry_of(seat)
             self.entries.remove(entry)
@@ -177,7 +177,7 @@ class LiveGroup:
         self._keeping.seat_over(self, entry)
 
     def reported(self, seat: GroupSlot) -> None:
-        """As of `Desk`."""
+        """As of `GroupDelegate`."""
         report = seat.wants
         assert isinstance(report, PendingReport)
         with self._pool.changed:
@@ -186,33 +186,34 @@ class LiveGroup:
                 seat.is_answered = True
 
     def left(self, seat: GroupSlot) -> None:
-        """As of `Desk`."""
+        """As of `GroupDelegate`."""
         with self._pool.changed:
             entry = self._entry_of(seat)
             self.entries.remove(entry)
             self._keeping.seat_left(entry)
 
     def waiting(self) -> int:
-        """As of `Desk`."""
+        """As of `GroupDelegate`."""
         return len(self.arrivals)
 
     def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
-        """As of `Desk`."""
+        """As of `GroupDelegate`."""
         self._save_asked_beside()
+        # The common case, once a step: without the lock, for a job that arrives now joins after the next step.
         if not self.arrivals and not ends:
             return ()
         with self._pool.changed:
-            coming, self.arrivals = self.arrivals[:free], self.arrivals[free:]
-            for entry in coming:
+            joiners, self.arrivals = self.arrivals[:free], self.arrivals[free:]
+            for entry in joiners:
                 entry.is_seated = True
                 if entry.job.state != "waiting":
                     entry.job.enter("running")
-            self.entries += coming
+            self.entries += joiners
             # Decided under the lock: a job that arrives a moment later has to find the group over.
-            self.is_over = ends and not coming
-        if coming:
-            _LOGGER.info("%d trials join a group: %s", len(coming), ", ".join(one.job.name for one in coming))
-        return [entry.sit() for entry in coming]
+            self.is_over = ends and not joiners
+        if joiners:
+            _LOGGER.info("%d trials join a group: %s", len(joiners), ", ".join(joiner.job.name for joiner in joiners))
+        return [entry.sit() for entry in joiners]
 
     def _save_asked_beside(self) -> None:
         """Save waiting members on request while others of the group go on; on the thread that advances the group."""
@@ -223,7 +224,7 @@ class LiveGroup:
                     entry.keeper.answer(member)
 
     def make_ready(self, size: int) -> bool:
-        """As of `Desk`."""
+        """As of `GroupDelegate`."""
         if size in self._ready:
             return True
         if size not in self._asked:
@@ -232,47 +233,50 @@ class LiveGroup:
         return False
 
     def _prepare(self, size: int) -> None:
-        now, state = len(self.trial.seats), self.trial.state
-        more = 0 if state is None else math.ceil(state.nbytes * (size - now) / now)
-        if more > 0 and not self._pool.take_host(self.carrier, more):
-            self.stays(now, "there is no host memory for them")
+        # The stacked state grows by one member's share for each further place.
+        present_size, state = len(self.trial.seats), self.trial.state
+        further_bytes = 0 if state is None else math.ceil(state.nbytes * (size - present_size) / present_size)
+        if further_bytes > 0 and not self._pool.take_host(self.carrier, further_bytes):
+            self.stays(present_size, "the host has no memory for a larger group")
             return
         try:
             self.trial.make_ready(size)
         except (BudgetError, UnfusableError) as error:
-            self.stays(now, f"no plan of them fits a device: {error}")
+            self.stays(present_size, f"no plan of a larger group fits a device: {error}")
             return
         self._ready.add(size)
         self.wake()
 
     def stays(self, size: int, why: str) -> None:
-        """As of `PairDesk`; jobs promised a further seat continue elsewhere."""
-        _LOGGER.info("a group of %d trials has no more: %s", size, why)
+        """As of `PairDelegate`; jobs promised a further seat continue elsewhere."""
+        _LOGGER.info("a group of %d trials takes no more members: %s", size, why)
         with self._pool.changed:
             self.most = self.trial.most = size
-            late, self.arrivals = self.arrivals, []
-        if late:
-            self._timer.do(partial(self._keeping.send_back, late))
+            promised_entries, self.arrivals = self.arrivals, []
+        if promised_entries:
+            self._timer.do(partial(self._keeping.send_back, promised_entries))
 
     def measured(self, found: AutotuneResult, like: MemberBatchRequest) -> None:
-        """As of `Desk`."""
+        """As of `GroupDelegate`."""
         _FUSION_LOGGER.info("measured: %s", found.told)
         log_measured(self._pool.log, self.carrier.key, found)
         if self._unplanned is not None and found.is_slower:
+            # On the `building` thread: a measurement takes a while, and the group goes on meanwhile.
             self._building.do(partial(self._compare, self._unplanned, found, like))
 
     def _compare(self, unplanned: SmallerGroupFallback, found: AutotuneResult, like: MemberBatchRequest) -> None:
         """End the group if smaller groups without a plan are faster; the members continue in such groups."""
         with self._pool.changed:
-            member = next((one.trial for one in self.entries if one.trial is not None), None)
+            member = next((entry.trial for entry in self.entries if entry.trial is not None), None)
         if member is None or self.trial.goes_back:
             return
         try:
-            each = unplanned.seconds(member, like) / unplanned.size
+            seconds_each = unplanned.seconds(member, like) / unplanned.size
         except Exception:  # without a comparison, planned steps go on
             _FUSION_LOGGER.info("steps that need no plan cannot be timed beside planned ones", exc_info=True)
             return
-        if found.seconds_each > each:
+        if found.seconds_each > seconds_each:
+            # The size first: the group may end as soon as its trial sees the flag.
             self.goes_back_to, self.trial.goes_back = unplanned.size, True
         _FUSION_LOGGER.info(
             "planned steps of %s %s: one takes %.3g ms for each trial, and one without a plan, of %d, %.3g ms",
@@ -280,11 +284,11 @@ class LiveGroup:
             "prove slower and are given up" if self.trial.goes_back else "go on",
             found.seconds_each * 1e3,
             unplanned.size,
-            each * 1e3,
+            seconds_each * 1e3,
         )
 
     def _entry_of(self, seat: GroupSlot) -> FusedJob:
-        return next(one for one in self.entries if one.seat is seat)
+        return next(entry for entry in self.entries if entry.seat is seat)
 
 
 def tell(entry: FusedJob, report: PendingReport) -> bool:
