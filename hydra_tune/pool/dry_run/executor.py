@@ -68,6 +68,7 @@ class _RehearsedTrial:
     def advance(self) -> PendingUnit | None:
         """Advance to the next unit; return None after the last unit."""
         self.pending = next(self._units, None)
+        # `TrialRehearsal.steps` yields None after each step, and `next` gives None once more when nothing is left.
         while self.pending is None and self._steps_done < self._num_steps:
             self._steps_done += 1
             self._left_seconds = self.step_seconds
@@ -99,8 +100,8 @@ class _RehearsedTrial:
 
     def _seconds(self, unit: PendingUnit) -> float:
         """Seconds of a unit on the device, without waits for copies."""
-        seen = None if self._pace is None else self._pace.seconds.get((*unit.key, self._alike[unit.key]))
-        return max(unit.seconds if seen is None else seen, _LEAST_SECONDS)
+        measured_seconds = None if self._pace is None else self._pace.seconds.get((*unit.key, self._alike[unit.key]))
+        return max(unit.seconds if measured_seconds is None else measured_seconds, _LEAST_SECONDS)
 
     def _unit(self) -> PendingUnit:
         assert self.pending is not None
@@ -206,6 +207,7 @@ class PoolRehearsal:
         self._scheduler = Scheduler(policy=policy, max_concurrent=max_concurrent, admission=admission)
         self.marks: list[Moved] = []
         self._players = {name: _RehearsedTrial(name, trial, num_steps, self._mark) for name, trial in trials.items()}
+        # A lock for form: the rehearsal has one thread.
         self._next = NextUnitPredictor(policy, self._scheduler, self._stands, self._players, threading.Condition())
         self._moves: deque[tuple[str, int, str | None]] = deque()
         self._ends: list[tuple[float, int, UnitFinished]] = []
@@ -263,14 +265,14 @@ class PoolRehearsal:
 
     def _shard_moves(self, events: Sequence[Event]) -> list[ShardMoved]:
         """Return the moves that the pool would tell the scheduler, about units that may be assigned now."""
-        concerned: dict[str, None] = {}
+        jobs_to_check: dict[str, None] = {}
         while self._moves:
             name, shard, place = self._moves.popleft()
-            concerned[name] = None
+            jobs_to_check[name] = None
             self._players[name].places[shard] = place
-        concerned |= dict.fromkeys(event.job for event in events if isinstance(event, UnitFinished))
-        found = [(name, self._players[name].news()) for name in concerned]
-        return [ShardMoved(job=name, shard=news[0], device=news[1]) for name, news in found if news is not None]
+        jobs_to_check |= dict.fromkeys(event.job for event in events if isinstance(event, UnitFinished))
+        updates = [(name, self._players[name].news()) for name in jobs_to_check]
+        return [ShardMoved(job=name, shard=news[0], device=news[1]) for name, news in updates if news is not None]
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Admit):
@@ -294,14 +296,15 @@ class PoolRehearsal:
         # The clock of an idle device stands still until the device's next unit begins.
         stand.device.now = max(stand.device.now, self.seconds)
         self._stage.begin_unit()
+        # The unit runs at once; on the virtual clock it ends later, as the event below.
         try:
             seconds = player.run(stand, self._next.needs)
         except HydraTuneError:
             raise
         except Exception as error:
             raise RehearsalError(
-                f"{name} cannot be planned: its code wants more of its tensors than sizes ({type(error).__name__}: {error}); "
-                "train some steps of it, and look at stats()",
+                f"{name} cannot be planned: its code reads values of its tensors, which have only sizes here "
+                f"({type(error).__name__}: {error}); train some steps of it, and look at stats()",
                 name=name,
             ) from error
         self._num_ends += 1

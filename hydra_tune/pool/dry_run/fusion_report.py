@@ -112,19 +112,19 @@ class FusionForecaster:
             probes: whether steps are measured.
             profiled: number of trials for which a step is profiled; 0: no profile.
         """
-        found = self._joined(task, built, prepared, leaves, library, device, most=most, probes=probes)
+        fusion = self._joined(task, built, prepared, leaves, library, device, most=most, probes=probes)
         if probes and prepared.is_checked:
-            found = self._with_plans(found, task, built, prepared, leaves, library, device, most)
+            fusion = self._with_plans(fusion, task, built, prepared, leaves, library, device, most)
         if not profiled:
-            return found
+            return fusion
         try:
             figures = self._figures.of(task, built, prepared, leaves, library, device, profiled)
         except UnfusableError as error:
-            return replace(found, why_no_figures=str(error))
+            return replace(fusion, why_no_figures=str(error))
         except Exception as error:  # a task without a profile still has a forecast
             _LOGGER.info("a step cannot be profiled", exc_info=True)
-            return replace(found, why_no_figures=f"profiling its step has failed with {type(error).__name__}: {error}")
-        return replace(found, figures=figures)
+            return replace(fusion, why_no_figures=f"profiling its step has failed with {type(error).__name__}: {error}")
+        return replace(fusion, figures=figures)
 
     def _with_plans(
         self,

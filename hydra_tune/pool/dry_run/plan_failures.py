@@ -24,9 +24,9 @@ def failure_of(name: str, error: Exception) -> HydraTuneError:
     """
     if isinstance(error, HydraTuneError):
         return error
-    found = TaskError(
+    failure = TaskError(
         f"{name} cannot be planned: it fails with {type(error).__name__}: {error}; see whether train_plain(task) does so too, "
         "and mend its model, step or data there"
     )
-    found.__cause__ = error
-    return found
+    failure.__cause__ = error
+    return failure

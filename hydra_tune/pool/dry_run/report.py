@@ -41,9 +41,9 @@ from hydra_tune.train.timing.fake_trial import TrialRehearsal
 from hydra_tune.train.timing.step_timing import timed_steps
 from hydra_tune.train.trial import Trial
 
-_WARM_STEPS = 2  # the first creates optimizer state, the second is the first to load the state
+_WARM_STEPS = 2  # the first step creates optimizer state, the second is the first to load the state
 _STEPS_ALONE = 1  # the traffic of a lone trial's steps repeats to the byte
-_STEPS_TOGETHER = 8  # trials alternate every few steps
+_STEPS_TOGETHER = 8  # steps of each trial: trials alternate every few steps
 _MOST_BUILT_BYTES = 256 << 20  # the largest model that is built with real tensors
 _MOST_CHECKED_BYTES = 1 << 30  # the most host memory for checking a plan
 
@@ -201,27 +201,27 @@ def forecast(
     Raises:
         HydraTuneError: no task can be planned; the error of the first task.
     """
-    left, failed = dict(tasks), dict[str, HydraTuneError]()
+    remaining, failed = dict(tasks), dict[str, HydraTuneError]()
     # On a thread with a single intra-op thread, like a worker's: other numbers of threads change times and last bits.
     with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
         # A task that fails changes the traffic of all others, so the remaining tasks are planned and rehearsed again.
-        while left:
-            company = _ForecastBuilder(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
-            failing = thread.submit(company.cast, left).result()
-            was_alone = len(left) == 1
+        while remaining:
+            builder = _ForecastBuilder(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
+            failing = thread.submit(builder.cast, remaining).result()
+            was_alone = len(remaining) == 1
             failed |= failing
-            left = {name: task for name, task in left.items() if name not in failing}
-            if len(left) == 1 and not was_alone:
-                continue  # a lone task needs a rehearsal of its own kind
-            if left:
-                play = partial(company.perform, policy, max_concurrent=max_concurrent, admission=admission)
+            remaining = {name: task for name, task in remaining.items() if name not in failing}
+            if len(remaining) == 1 and not was_alone:
+                continue  # a task left alone is rehearsed over another number of steps, so it is planned once more
+            if remaining:
+                rehearse = partial(builder.perform, policy, max_concurrent=max_concurrent, admission=admission)
                 try:
-                    found: PoolForecast = thread.submit(play).result()
+                    joint_forecast: PoolForecast = thread.submit(rehearse).result()
                 except RehearsalError as error:
                     failed[error.name] = error
-                    del left[error.name]
+                    del remaining[error.name]
                 else:
-                    return replace(found, failed={name: failed[name] for name in tasks if name in failed})
+                    return replace(joint_forecast, failed={name: failed[name] for name in tasks if name in failed})
     raise failed[next(iter(tasks))]
 
 
@@ -304,47 +304,47 @@ class _ForecastBuilder:
         try:
             return self._timed(self._built(task, BuildLimitTracker(_MOST_BUILT_BYTES)))
         except BuildLimitError:
-            pass
+            pass  # too large for real tensors: built once more below, on tensors without bytes
         try:
             return self._built(task, LargeTensorFakeMode())
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise ConfigError(
                 f"{name} cannot be planned: its model is too large to be built for that (more than "
-                f"{format_bytes(_MOST_BUILT_BYTES)}), and its factories want more of large tensors than sizes "
-                f"({type(error).__name__}: {error}); leave out what they read, or train some steps of it, and look at stats()"
+                f"{format_bytes(_MOST_BUILT_BYTES)}), and its factories read values of large tensors, which have only sizes "
+                f"here ({type(error).__name__}: {error}); leave out the reads, or train some steps of it, and look at stats()"
             ) from error
 
     def _built(self, task: TrainTask, building: AbstractContextManager[object]) -> "_ForecastTrial":
         trial = Trial(task, self._library, self._host)
         try:
-            kept, leaves = trial.prepare(building)
+            cached_plan, leaves = trial.prepare(building)
             task, module, optimizer = trial.task, trial.module, trial.optimizer
             assert module is not None
             assert optimizer is not None
             knows_length = trial.progress.num_steps is not None
             device = WeightlessDevice(self._host)
-            prepared = kept.prepared
-            same = _likeness(task, prepared, optimizer, knows_length=knows_length)
+            prepared = cached_plan.prepared
+            likeness = _likeness(task, prepared, optimizer, knows_length=knows_length)
             with self._stage:
                 rehearsals = [
                     TrialRehearsal(
-                        *(task, module, optimizer, kept, leaves, device),
+                        *(task, module, optimizer, cached_plan, leaves, device),
                         knows_length=knows_length,
                         counts_draws=self._library.budget.counts_draws,
                     )
-                    for _ in ([] if self._is_known(same) else self._lengths)
+                    for _ in ([] if self._is_known(likeness) else self._lengths)
                 ]
             runs_own_code, way_why = _way(task, module, optimizer, self._library, prepared)
             key = architecture_key(task, module)
-            known = self._architectures
+            numbers = self._architectures
             return _ForecastTrial(
                 task=task,
                 rehearsals=rehearsals,
                 prepared=prepared,
-                key=same,
+                key=likeness,
                 smallest_budget_bytes=prepared.smallest_budget(),
                 is_checked=prepared.is_checked,
-                architecture=None if key is None else known.setdefault(key, len(known)),
+                architecture=None if key is None else numbers.setdefault(key, len(numbers)),
                 pieces_why=trial.pieces_why,
                 why=prepared.why,
                 runs_own_code=runs_own_code,
@@ -358,6 +358,7 @@ class _ForecastBuilder:
     def _timed(self, part: "_ForecastTrial") -> "_ForecastTrial":
         """Add measured step times where the host can measure steps."""
         host = self._host
+        # A plan is unchecked because its model or step is too large to run here; and a GPU's times are not the host's.
         if not part.is_checked or not all(isinstance(device, CpuDevice) for device in self._devices):
             return part
         assert isinstance(host, CpuDevice)
@@ -383,14 +384,14 @@ class _ForecastBuilder:
         """Rehearse, and return the observed forecast."""
         name, part = next(iter(self._parts.items()))
         if not self._is_known(part.key):
-            found = self._performed(policy, max_concurrent=max_concurrent, admission=admission)
+            result = self._performed(policy, max_concurrent=max_concurrent, admission=admission)
             if len(self._parts) > 1 or part.is_checked:
-                return found
-            self._known[part.key] = CachedForecast(prepared=part.prepared, found=found)
-        found = self._known[part.key].found
-        (trial,) = found.trials
+                return result
+            self._known[part.key] = CachedForecast(prepared=part.prepared, found=result)
+        result = self._known[part.key].found
+        (trial,) = result.trials
         return replace(
-            found,
+            result,
             trials=(
                 replace(trial, name=name, architecture=part.architecture, split=part.pieces_why, fusion=part.fusion),
             ),
@@ -470,14 +471,14 @@ def _way(
     task: TrainTask, module: nn.Module, optimizer: torch.optim.Optimizer, library: PlanLibrary, prepared: PreparedPlan
 ) -> tuple[bool, str]:
     """Return whether a task would run the user's own code uncaptured, and the reason either way."""
-    found, plan, budget = uncaptured(task, module, optimizer, library.budget), prepared.plan, library.budget
-    if not isinstance(found, ShardPlan):
-        return False, found
+    own_code, plan, budget = uncaptured(task, module, optimizer, library.budget), prepared.plan, library.budget
+    if not isinstance(own_code, ShardPlan):
+        return False, own_code
     if plan.eager:
         return True, f"it fits its device, and cannot be captured anyway ({plan.why_eager})"
     if len(plan.shards) > 1:
         return False, "its state fits its device, and its activations do not fit beside the state"
-    needed = max(plan.peak_bytes, found.peak_bytes)
+    needed = max(plan.peak_bytes, own_code.peak_bytes)
     return True, f"it fits its device: {format_bytes(needed)} of {format_bytes(budget.budget_bytes)}"
 
 
@@ -490,9 +491,9 @@ def _step_seconds(play: PoolRehearsal, name: str) -> float:
 
 def _of_device(device: Device, play: PoolRehearsal, before: Moved, after: Moved, count: int) -> DeviceForecast:
     def by_kind(way: str) -> dict[str, float]:
-        found = {kind.value: (device.name, way, kind.value) for kind in BlockKind}
-        moved = {kind: after.get(key, 0) - before.get(key, 0) for kind, key in found.items()}
-        return {kind: nbytes / count for kind, nbytes in moved.items() if nbytes}
+        keys = {kind.value: (device.name, way, kind.value) for kind in BlockKind}
+        difference = {kind: after.get(key, 0) - before.get(key, 0) for kind, key in keys.items()}
+        return {kind: nbytes / count for kind, nbytes in difference.items() if nbytes}
 
     return DeviceForecast(
         budget_bytes=device.budget_bytes,

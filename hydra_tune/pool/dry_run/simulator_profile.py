@@ -50,24 +50,24 @@ def _planned_trial(
         trial.advance()  # builds the model, draws a batch, and makes the plan
         assert trial.state is not None
         plan = trial.state.layout.plan
-        count = trial.progress.num_steps if steps is None else steps
+        num_steps = trial.progress.num_steps if steps is None else steps
         if plan.eager:
             raise ConfigError(
-                f"{name} runs whole, and how long its units take is not known before they have run; record a run "
-                "(HydraExecutor(record=True)) and take recorded_profile of it"
+                f"{name} runs whole, and the times of its units are unknown before a run; record one "
+                "(HydraExecutor(record=True)) and use its recorded_profile"
             )
-        if count is None:
-            raise ConfigError(f"how many steps {name} takes is not known before its data has been seen; give steps=")
+        if num_steps is None:
+            raise ConfigError(f"the number of steps of {name} is unknown before its data has been read; give steps=")
         parts = trial.task.accumulate * trial.task.num_pieces
-        counted = library.budget.counts_draws or not plan.is_stochastic
-        together = parts if counted and plan.may_be_pipelined and batch_grouping.is_worth_it(plan) else 1
+        knows_draws = library.budget.counts_draws or not plan.is_stochastic
+        together = parts if knows_draws and plan.may_be_pipelined and batch_grouping.is_worth_it(plan) else 1
         sizes = [
             shard.cost.state_bytes + (0 if shard.cost.updates_on_host else shard.cost.optimizer_bytes)
             for shard in plan.shards
         ]
         return {
             "name": name,
-            "steps": count,
+            "steps": num_steps,
             "step": [*_units(plan, trial.unit_times, parts, together)],
             "shard_bytes": sizes,
         }

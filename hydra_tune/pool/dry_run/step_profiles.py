@@ -57,8 +57,8 @@ class StepProfileCache:
         if key not in self._known:
             if not prepared.is_checked:
                 raise UnfusableError("it is too large to be built and run here, and so its step cannot be timed")
-            where = device.torch_device
-            arrays = TaskProfileCache(task, built, prepared, leaves, library, self._profiles, where)
-            is_duplex = where.type == "cuda"  # a CPU device copies both ways on a single thread
+            place = device.torch_device
+            arrays = TaskProfileCache(task, built, prepared, leaves, library, self._profiles, place)
+            is_duplex = place.type == "cuda"  # a CPU device copies both ways on a single thread
             self._known[key] = figures_of(arrays.array, num_trials, self._budget_bytes, is_duplex=is_duplex)
         return self._known[key]
