@@ -81,6 +81,7 @@ class IsolatedPoolServer:
 
     def run(self) -> int:
         """Serve until the program sends `close` or ends; return the exit code."""
+        # Servers of loader workers belong to the program.
         SERVERS.forget()
         # A collection here would run finalizers of the user's on objects that belong to the program.
         gc.freeze()
@@ -99,12 +100,13 @@ class IsolatedPoolServer:
             for job in self._jobs.values():
                 job.cancel()
         executor.shutdown()
+        # The ends that `shutdown` has brought about; requests that came late are dropped.
         with contextlib.suppress(OSError):
-            last: Any = self._stream.get(timeout=0)
-            while last is not None:
-                if not isinstance(last, tuple):
-                    self._tell(last)
-                last = self._stream.get(timeout=0)
+            event: Any = self._stream.get(timeout=0)
+            while event is not None:
+                if not isinstance(event, tuple):
+                    self._tell(event)
+                event = self._stream.get(timeout=0)
         return 0
 
     def _serve(self, executor: ServedExecutor) -> None:
@@ -113,19 +115,19 @@ class IsolatedPoolServer:
             if not isinstance(event, tuple):
                 self._tell(event)
                 continue
-            word, *facts = event
-            if word == "close":
+            request, *facts = event
+            if request == "close":
                 return
-            if word == "submit":
+            if request == "submit":
                 self._submit(executor, *facts)
-            elif word == "suspend":
+            elif request == "suspend":
                 keys, seconds = facts
                 executor.suspend([self._jobs[key] for key in keys if key in self._jobs], seconds=seconds)
                 self._connection.send(("suspended",))
             # A message may cross the job's `over` on its way; then there is nothing left to do.
             elif facts[0] in self._jobs:
                 job = self._jobs[facts[0]]
-                {"proceed": job.proceed, "pruned": job.prune, "cancelled": job.cancel}[word]()
+                {"proceed": job.proceed, "pruned": job.prune, "cancelled": job.cancel}[request]()
 
     def _listen(self) -> None:
         put: Callable[[Any], None] = self._stream.put
@@ -147,16 +149,16 @@ class IsolatedPoolServer:
     ) -> None:
         """Queue a task, resumed from the checkpoints of an earlier process if any."""
         if left is not None and generations(left):
-            kept = ("priority", "labels", "saved_as", "max_retries")
-            options = {option: options[option] for option in kept} | {"resume_from": left}
+            kept_options = ("priority", "labels", "saved_as", "max_retries")
+            options = {option: options[option] for option in kept_options} | {"resume_from": left}
         if (mark := marked_as(name)) in self._aside:
             self._fail(key, self._aside[mark])
             return
         try:
             events = self._stream if waits else self._unanswered
             with at_work(name):
-                described = unpickled(task, self._known)
-            job = executor.submit(described, name, events, **options)
+                described_task = unpickled(task, self._known)
+            job = executor.submit(described_task, name, events, **options)
         except Exception as error:  # noqa: BLE001 - the user's own classes are read here
             self._fail(key, error)
             return

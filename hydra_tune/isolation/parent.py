@@ -41,8 +41,8 @@ _LOOKS, _LOOK_SECONDS = 10, 0.02
 _PATIENCE_SECONDS = 5.0
 
 THERE_IS = (
-    "with isolate=True the pool is in another process, and there are run, submit, events, suspend and shutdown, and of a job "
-    "name, state, result, proceed, prune and cancel; for anything else, studies of Optuna among it, make the HydraExecutor "
+    "with isolate=True the pool is in another process, and offers only run, submit, events, suspend and shutdown, and of a job "
+    "only name, state, result, proceed, prune and cancel; for anything else, such as studies of Optuna, make the HydraExecutor "
     "without isolate"
 )
 
@@ -99,7 +99,7 @@ class IsolatedPoolClient:
         self._error: BaseException | None = None
         self._is_closing = False
 
-    # What the program asks for.
+    # Requests of the program.
 
     def submit(self, task: TrainTask, name: str | None, events: EventStream | None, options: dict[str, Any]) -> Job:
         """Queue a task; `options` are those of `HydraExecutor.submit`.
@@ -117,26 +117,28 @@ class IsolatedPoolClient:
                 ) from self._error
             number, self._number = self._number, self._number + 1
             name = name or f"job {number}"
-            unique = name if name not in self._names else f"{name} ({number})"
-            self._names.add(unique)
+            unique_name = name if name not in self._names else f"{name} ({number})"
+            self._names.add(unique_name)
             job = Job(key=f"{number}:{name}", name=name, task=task, pool=self, events=events)
             options = options | {"saved_as": options["saved_as"] or name}
-            entry = self._entries[job.key] = _IsolatedJob(job=job, task=data, name=unique, options=options)
+            entry = self._entries[job.key] = _IsolatedJob(job=job, task=data, name=unique_name, options=options)
             self._send_job(entry)
         return job
 
     def suspend(self, jobs: Iterable[Job] | None, seconds: float) -> None:
         """Suspend jobs, as `HydraExecutor.suspend`."""
         with self._lock:
-            chosen = (
-                [e.job for e in self._entries.values()] if jobs is None else [j for j in jobs if j.state not in OVER]
+            chosen_jobs = (
+                [entry.job for entry in self._entries.values()]
+                if jobs is None
+                else [j for j in jobs if j.state not in OVER]
             )
             self._is_suspended.clear()
-            self._send("suspend", [job.key for job in chosen], seconds)
+            self._send("suspend", [job.key for job in chosen_jobs], seconds)
             is_sent = self._connection is not None
-        if is_sent and chosen:
+        if is_sent and chosen_jobs:
             self._is_suspended.wait(seconds + _PATIENCE_SECONDS)
-        for job in chosen:
+        for job in chosen_jobs:
             # Without effect on suspended jobs; the others could not be saved in time.
             job.cancel()
 
@@ -148,7 +150,7 @@ class IsolatedPoolClient:
         if self._thread is not None:
             self._thread.join()
 
-    # What jobs ask for; see `Steering`.
+    # Requests of jobs; see `JobController`.
 
     def proceed(self, job: Job) -> None:
         """Let a job that waits at a report go on."""
@@ -250,12 +252,12 @@ class IsolatedPoolClient:
 
         Messages of a process come before the connection of the next process, so no process's last messages are lost.
         """
-        words = self._connection
-        sources: list[Any] = [ours] if words is None else [words, ours]
+        pool_connection = self._connection
+        sources: list[Any] = [ours] if pool_connection is None else [pool_connection, ours]
         ready = connection.wait(sources)
-        if words is not None and words in ready:
+        if pool_connection is not None and pool_connection in ready:
             try:
-                word, *facts = words.recv()
+                word, *facts = pool_connection.recv()
             except (EOFError, OSError):
                 with self._lock:
                     self._connection = None
@@ -307,9 +309,9 @@ class IsolatedPoolClient:
                 entry.left = facts[1]
             elif word == "reported":
                 step, metrics, history = facts[1:]
-                known = entry.history[-1]["step"] if entry.history else -1
-                entry.history += [one for one in history if one["step"] > known]
-                self._tell_missed(entry, [one for one in history if one["step"] < step])
+                last_step = entry.history[-1]["step"] if entry.history else -1
+                entry.history += [report for report in history if report["step"] > last_step]
+                self._tell_missed(entry, [report for report in history if report["step"] < step])
                 self._reported(entry, PendingReport(step=step, metrics=metrics))
             else:
                 result = unpacked_result(facts[1], entry.job.task, self._known)
@@ -325,10 +327,10 @@ class IsolatedPoolClient:
         job, told = entry.job, entry.told
         if job.events is None or job.reports_freely or not entry.is_again or (told.step < 0 and entry.was_resumed):
             return
-        for one in history:
-            if one["step"] > told.step:
-                told.step, told.is_answered = int(one["step"]), True
-                job.events.put(Reported(job, told.step, _metrics(one)))
+        for report in history:
+            if report["step"] > told.step:
+                told.step, told.is_answered = int(report["step"]), True
+                job.events.put(Reported(job, told.step, _metrics(report)))
 
     def _reported(self, entry: _IsolatedJob, report: PendingReport) -> None:
         job = entry.job
@@ -356,11 +358,11 @@ class IsolatedPoolClient:
             self._error = self._error or HydraTuneError(
                 "the executor is shut down"
                 if self._is_closing
-                else "the pool's process crashed twice in a row while no trial's code was running, and is not begun again; its "
+                else "the pool's process crashed twice in a row while no trial's code was running, and is not restarted; its "
                 "output and the log say more"
             )
-            left = list(self._entries.values())
-        for entry in left:
+            live_entries = list(self._entries.values())
+        for entry in live_entries:
             is_failed = not self._is_closing
             self._over(
                 entry, Result(status="failed" if is_failed else "cancelled", error=self._error if is_failed else None)
@@ -383,7 +385,7 @@ def _others_sleep() -> bool:
 
 def _turns() -> dict[int, str] | None:
     """Return how often each other Python thread has had a core; None if a thread has, or waits for, a core now."""
-    found = {}
+    turns_by_thread = {}
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.native_id is not None:
             folder = Path(f"/proc/self/task/{thread.native_id}")
@@ -392,8 +394,8 @@ def _turns() -> dict[int, str] | None:
                 if (folder / "stat").read_text().rpartition(")")[2].split()[0] == "R":
                     return None
                 # The third field counts the time slices run, so an equal number means that the thread has slept.
-                found[thread.native_id] = (folder / "schedstat").read_text().split()[2]
-    return found
+                turns_by_thread[thread.native_id] = (folder / "schedstat").read_text().split()[2]
+    return turns_by_thread
 
 
 def _metrics(entry: Mapping[str, float]) -> dict[str, float]:
@@ -416,11 +418,11 @@ def check_may_copy() -> None:
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():
         raise ConfigError(
-            "isolate=True needs a process in which CUDA is not in use, for a copy of it cannot use CUDA again; submit the "
+            "isolate=True needs a process without CUDA in use, because a copy of the process cannot use CUDA; submit the "
             "first task before anything is put on a GPU, or make the HydraExecutor without isolate"
         )
     if not is_quiet() and not _others_sleep():
         raise ConfigError(
-            "isolate=True needs a process whose other threads wait, for a lock that one of them holds stays locked in a copy; "
-            "submit the first task before they begin, or shut down other executors, or make this one without isolate"
+            "isolate=True needs a process whose other threads are idle, because a lock held by a busy thread stays locked in the copy; "
+            "submit the first task before they start, or shut down other executors, or make this one without isolate"
         )

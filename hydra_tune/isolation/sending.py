@@ -48,7 +48,7 @@ class _SharedObjectPickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
         if _is_nameless(value):
             raise pickle.PicklingError(
-                f"{getattr(value, '__qualname__', value)} was made after the pool's process was begun"
+                f"{getattr(value, '__qualname__', value)} was made after the pool's process had started"
             )
         return NotImplemented
 
@@ -89,8 +89,8 @@ def pickled_task(task: TrainTask, known: Mapping[int, object]) -> bytes:
     except Exception as error:
         raise ConfigError(
             f"this task was made after the first run() or submit() of an executor with isolate=True, and cannot be sent to its "
-            f"pool's process: {error}; make it before, or of functions and classes at the top of a module, and "
-            "functools.partial"
+            f"pool's process: {error}; make it before, or make it of functions and classes at the top of a "
+            "module, and of functools.partial"
         ) from error
 
 
@@ -108,23 +108,23 @@ class _OptimizerStandIn:
 
 def packed_result(result: Result, known: Mapping[int, object]) -> dict[str, Any]:
     """Return a result as values for plain pickle, in the pool's process."""
-    found: dict[str, Any] = {
-        "fields": {one.name: getattr(result, one.name) for one in fields(result) if one.name not in _NOT_SENT}
+    packed: dict[str, Any] = {
+        "fields": {spec.name: getattr(result, spec.name) for spec in fields(result) if spec.name not in _NOT_SENT}
     }
     if result.error is not None:
-        found["error"] = packed_error(result.error, known)
+        packed["error"] = packed_error(result.error, known)
     if result.status == "completed":
         module = result.module()
         try:
-            found["module"] = pickled(module, known)
+            packed["module"] = pickled(module, known)
         except Exception:  # noqa: BLE001 - pickling runs the module's own code
             # The program then builds the module again and copies the weights.
-            found["weights"] = weights_of(module)
+            packed["weights"] = weights_of(module)
         try:
-            found["state"] = pickled(result.optimizer_state_dict(), known)
+            packed["state"] = pickled(result.optimizer_state_dict(), known)
         except Exception as error:  # noqa: BLE001 - as above
-            found["no state"] = first_line(error)
-    return found
+            packed["no state"] = first_line(error)
+    return packed
 
 
 def unpacked_result(packed: Mapping[str, Any], task: TrainTask, known: Mapping[int, object]) -> Result:
@@ -139,7 +139,7 @@ def unpacked_result(packed: Mapping[str, Any], task: TrainTask, known: Mapping[i
         state = unpickled(packed["state"], known) if "state" in packed else packed["no state"]
     except Exception as error:  # noqa: BLE001 - the module's own code, or the task's
         result.status, result.error = "failed", error
-        error.add_note("while what the trial has learnt was taken over from the pool's process")
+        error.add_note("while the program took the trained module over from the pool's process")
         return result
     result.keep(module, _OptimizerStandIn(state))  # type: ignore[arg-type]  # nothing else is asked of it
     return result
