@@ -113,13 +113,13 @@ class TrialMarkTable:
 
     def marked(self) -> dict[int, str]:
         """Return the marked trials, by thread."""
-        found = {}
+        trials = {}
         for at in range(_SLOT_BYTES, len(self._memory), _SLOT_BYTES):
             thread, length = _SLOT.unpack_from(self._memory, at)
             if length:
                 text = self._memory[at + _SLOT.size : at + _SLOT.size + length]
-                found[thread] = text.decode()
-        return found
+                trials[thread] = text.decode()
+        return trials
 
     def close(self) -> None:
         """Release the memory."""

@@ -1,8 +1,8 @@
 """The supervisor: starts a process, waits for the end, and restarts the process after a crash, until an orderly end.
 
 Note: fork. The process is a copy of the supervisor, with the program and all functions. The supervisor only waits, and
-runs no threads, so each copy is as sound as the first. The `TrialMarkTable` of the process tell what the process was
-doing.
+runs no threads, so each copy is as sound as the first. The process's `TrialMarkTable` tells the supervisor which
+trials were at work.
 
 Note: signals. Ctrl-C in a terminal reaches both processes, `kill` only the supervisor, and some job systems signal all
 processes of a job. The supervisor forwards a signal if the process has not counted the signal itself a moment later,
@@ -111,11 +111,11 @@ class CrashHistory:
             return f"the pool's process was ended by {how} while {', '.join(names)} {work}{where}"
         self.counts[culprit] += 1
         self.is_hopeless = culprit in self.aside
-        said = f"the pool's process was ended by {how} while {culprit} was at work{where}"
+        message = f"the pool's process was ended by {how} while {culprit} was at work{where}"
         if self.counts[culprit] < MOST_CRASHES:
-            return said
+            return message
         self.aside[culprit] = TrialCrashedError(culprit, self.counts[culprit], f"{how}{where}")
-        return f"{said}, as before; it is set aside"
+        return f"{message}, as before; it is set aside"
 
 
 def supervise(run: Callable[[RestartContext], int], say: Callable[[str], None], *, passes_signals: bool = True) -> int:
@@ -133,10 +133,10 @@ def supervise(run: Callable[[RestartContext], int], say: Callable[[str], None], 
         The exit code of the process, or the code of a fatal signal; 1 after `MOST_CRASHES` crashes in a row while no
         trial was at work, or after a crash by a trial already set aside.
     """
-    history, own = CrashHistory(), set(psutil.Process().children())
+    history, earlier_children = CrashHistory(), set(psutil.Process().children())
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Blocked, so that `sigwaitinfo` receives the signals and none is lost between two waits.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
     try:
         while True:
             marks = TrialMarkTable()
@@ -148,8 +148,8 @@ def supervise(run: Callable[[RestartContext], int], say: Callable[[str], None], 
                     parent=os.getpid(),
                 )
                 suspects = history.suspects - history.aside.keys()
-                process = _begin(run, start, marks, suspects, dump, before if passes_signals else None)
-                heard = _wait(process, marks, passes_signals=passes_signals)
+                process = _begin(run, start, marks, suspects, dump, mask_before if passes_signals else None)
+                first_signal = _wait(process, marks, passes_signals=passes_signals)
                 # The marks are read before `close` unmaps their memory.
                 code, ended, marked = process.exitcode, marks.ended, marks.marked()
                 process.close()
@@ -157,18 +157,20 @@ def supervise(run: Callable[[RestartContext], int], say: Callable[[str], None], 
                 assert code is not None
                 if ended is not None:
                     return ended
-                if heard is not None:
+                if first_signal is not None:
                     return 128 - code if code < 0 else code
                 dump.seek(0)
                 # Workers of the crashed process would keep its file locks from the next process.
-                _end_orphans(own)
+                _end_orphans(earlier_children)
                 history.said.append(history.note(marked, _how(code), dump.read().decode(errors="replace")))
                 say(history.said[-1])
             if history.is_hopeless:
-                say("it is not begun again, for it crashes whatever is set aside; what it has printed says more")
+                say(
+                    "the process is not restarted, because it crashes whichever trials are set aside; its output says more"
+                )
                 return _FAILED
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
 
 
 def _begin(
@@ -257,15 +259,15 @@ def _wait(process: multiprocessing.process.BaseProcess, marks: TrialMarkTable, *
     """Wait for the end of the process; return the first signal meant for the process."""
     first, count = None, 0
     while process.exitcode is None:
-        found = signal.sigwaitinfo(_WAITED_FOR)
-        if found.si_signo not in SIGNALS or not passes_signals:
+        received = signal.sigwaitinfo(_WAITED_FOR)
+        if received.si_signo not in SIGNALS or not passes_signals:
             continue
-        first, count = first or found.si_signo, count + 1
-        if found.si_code == _FROM_KERNEL:
+        first, count = first or received.si_signo, count + 1
+        if received.si_code == _FROM_KERNEL:
             continue
         process.join(_GRACE_SECONDS)
         if marks.num_heard < count and process.exitcode is None and process.pid is not None:
-            os.kill(process.pid, found.si_signo)
+            os.kill(process.pid, received.si_signo)
     return first
 
 
@@ -283,12 +285,12 @@ def _how(code: int) -> str:
 
 def _faulting_thread(dump: str) -> int:
     """Return the thread of the fault in faulthandler's dump; 0 if unknown."""
-    found = re.search(r"^Current thread 0x([0-9a-f]+)", dump, re.MULTILINE)
-    return 0 if found is None else int(found[1], 16)
+    match = re.search(r"^Current thread 0x([0-9a-f]+)", dump, re.MULTILINE)
+    return 0 if match is None else int(match[1], 16)
 
 
 def _frames(dump: str) -> str:
     """Return the location of a fault: the innermost frames of its thread."""
     stack = dump.partition("Current thread ")[2].partition("\n\n")[0]
-    found = re.findall(r'^  File "([^"]+)", line (\d+) in (.+)$', stack, re.MULTILINE)
-    return ", called by ".join(f"{name} ({path}:{line})" for path, line, name in found[:_NUM_FRAMES])
+    frames = re.findall(r'^  File "([^"]+)", line (\d+) in (.+)$', stack, re.MULTILINE)
+    return ", called by ".join(f"{name} ({path}:{line})" for path, line, name in frames[:_NUM_FRAMES])

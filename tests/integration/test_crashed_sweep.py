@@ -156,7 +156,7 @@ def test_a_process_that_crashes_before_any_trial_is_not_begun_for_ever(tmp_path)
     how = "exit code 7, out of order (os._exit, or a library's exit)"
     said = f"warning: the pool's process was ended by {how}, while no trial was at work\n"
     assert done.stderr.count(said) == 2
-    assert "it is not begun again, for it crashes whatever is set aside" in done.stderr
+    assert "the process is not restarted, because it crashes whichever trials are set aside" in done.stderr
 
 
 def test_no_isolate_leaves_the_sweep_in_the_process_of_the_command(tmp_path):
