@@ -324,13 +324,13 @@ class IsolatedPoolClient:
 
     def _tell_missed(self, entry: _IsolatedJob, history: Sequence[Mapping[str, float]]) -> None:
         """Deliver reports that a process saved before a crash, but did not deliver."""
-        job, told = entry.job, entry.told
-        if job.events is None or job.reports_freely or not entry.is_again or (told.step < 0 and entry.was_resumed):
+        job, cursor = entry.job, entry.told
+        if job.events is None or job.reports_freely or not entry.is_again or (cursor.step < 0 and entry.was_resumed):
             return
         for report in history:
-            if report["step"] > told.step:
-                told.step, told.is_answered = int(report["step"]), True
-                job.events.put(Reported(job, told.step, _metrics(report)))
+            if report["step"] > cursor.step:
+                cursor.step, cursor.is_answered = int(report["step"]), True
+                job.events.put(Reported(job, cursor.step, _metrics(report)))
 
     def _reported(self, entry: _IsolatedJob, report: PendingReport) -> None:
         job = entry.job
@@ -423,6 +423,6 @@ def check_may_copy() -> None:
         )
     if not is_quiet() and not _others_sleep():
         raise ConfigError(
-            "isolate=True needs a process whose other threads are idle, because a lock held by a busy thread stays locked in the copy; "
-            "submit the first task before they start, or shut down other executors, or make this one without isolate"
+            "isolate=True needs a process whose other threads are idle, because a lock held by a busy thread stays locked in a "
+            "copy; submit the first task before they start, or shut down other executors, or make this one without isolate"
         )

@@ -142,7 +142,7 @@ class FusionForecaster:
         if not 1 <= room < most:
             return found
         if device.torch_device.type != "cpu":
-            return replace(found, why_not_planned="what planned steps would take is predicted on CPU devices alone")
+            return replace(found, why_not_planned="the time of planned steps is predicted on CPU devices alone")
         planner, plans = StepPlanner(self._budget_bytes, library.budget.alignment), GroupPlanFactory(library)
 
         def stack(begin: int, end: int) -> StackedStepSpec:
@@ -153,8 +153,8 @@ class FusionForecaster:
             check_planned(task, prepared)
             key = (fusion_key(task, *built), leaves.signature, most, task.max_grad_norm is None)
             if key not in self._planned:
-                kept = kept_way(planner, stack(0, room))
-                self._planned[key] = compared(planner, stack, most, kept, most, insists=False, least_gain=1.0)
+                unplanned_way = kept_way(planner, stack(0, room))
+                self._planned[key] = compared(planner, stack, most, unplanned_way, most, insists=False, least_gain=1.0)
         except (UnfusableError, BudgetError) as error:
             return replace(found, why_not_planned=str(error))
         except Exception as error:  # the task runs anyway, without planned steps

@@ -247,9 +247,9 @@ class LoaderWatchdog:
         if waiting.job.key in self._interrupted:
             return False
         limit = self._times.timeout_seconds
-        late = "" if limit is None else f" (loader_timeout is {format_seconds(limit)})"
+        limit_hint = "" if limit is None else f" (loader_timeout is {format_seconds(limit)})"
         # Before the interruption, because the interrupted thread reads the error.
-        waiting.fails_with(LoaderTimeoutError(self._message(waiting.job, clock) + late))
+        waiting.fails_with(LoaderTimeoutError(self._message(waiting.job, clock) + limit_hint))
         self._interrupted[waiting.job.key] = seconds
         clock.interrupt()
         return True

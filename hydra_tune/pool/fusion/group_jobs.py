@@ -130,18 +130,18 @@ class GroupJobLauncher:
                 return _AbsorbedTrial(task, library, device)
             entry.is_forming = True
             entry.job.enter("preparing")
-        others: list[FusedJob] = []
+        taken_jobs: list[FusedJob] = []
         has_joined = False
         try:
             if entry.trial is None:
                 entry.trial = self._finder.build(entry, device, helpers, host, tenant, times)
-            wanted = None
+            first_batch = None
             # Known already for a job that has been in a group, and lowered there if memory ran out.
             if not entry.most:
-                entry.most, wanted = self._finder.fusable(entry, entry.trial)
+                entry.most, first_batch = self._finder.fusable(entry, entry.trial)
             has_joined = self._joins(entry)
             if not has_joined:
-                others = self._finder.others(entry, wanted, device)
+                taken_jobs = self._finder.others(entry, first_batch, device)
         except UnfusableError as error:
             _LOGGER.info("%s is not fused: %s", entry.job.name, error)
         except BaseException:
@@ -153,12 +153,14 @@ class GroupJobLauncher:
         if has_joined:
             return _AbsorbedTrial(task, library, device)
         assert entry.trial is not None
-        if entry.seat is None and not others:
+        if entry.seat is None and not taken_jobs:
             return self._alone(entry, entry.trial)
         try:
-            return self._formed(entry, others, device, host, tenant, times)
+            return self._formed(entry, taken_jobs, device, host, tenant, times)
         except BaseException as error:
-            self._not_formed(others, error)  # the error ends only the own carrier; the others would never hear of it
+            self._not_formed(
+                taken_jobs, error
+            )  # the error ends only the own carrier; the others would never hear of it
             raise
 
     def _not_formed(self, others: Sequence[FusedJob], error: BaseException) -> None:

@@ -120,13 +120,13 @@ class GroupMatcher:
             UnfusableError: the job has to run alone.
         """
         room = entry.most
-        taken = self._fitting(entry, wanted, device)
+        taken_jobs = self._fitting(entry, wanted, device)
         # Not where the gain of fusion, rather than the room, has limited the size (`_fitting`).
         if entry.most == room and wanted is not None:
-            taken = self._beyond(entry, taken, wanted, device)
+            taken_jobs = self._beyond(entry, taken_jobs, wanted, device)
         if entry.most == 1 and entry.seat is None:
             raise UnfusableError("a device has no room for two of its kind at once")
-        return taken
+        return taken_jobs
 
     def _beyond(
         self, entry: FusedJob, taken: list[FusedJob], wanted: MemberBatchRequest, device: Device
@@ -178,7 +178,7 @@ class GroupMatcher:
         try:
             check_planned(entry.job.task, self._plans.of_member(entry.trial, wanted))
         except UnfusableError as error:
-            if any(one.key in (None, entry.key) for one in free):
+            if any(candidate.key in (None, entry.key) for candidate in free):
                 _LOGGER.info("no more than %d trials like %s are computed together: %s", room, entry.job.name, error)
             return []
         clips = entry.job.task.max_grad_norm is not None
@@ -197,20 +197,20 @@ class GroupMatcher:
             return []
         # An upper bound of all steps: a refusal now spares building the other trials.
         self._chooser.refuse(kind, steps * min(entry.most, 1 + len(self._table.free())))
-        taken = self._take_for(kind, entry, device, self._chooser)
-        if not taken:
-            return taken
+        taken_jobs = self._take_for(kind, entry, device, self._chooser)
+        if not taken_jobs:
+            return taken_jobs
         try:
-            choice = self._chosen(kind, entry, wanted, device, taken, self._chooser)
+            choice = self._chosen(kind, entry, wanted, device, taken_jobs, self._chooser)
         except BaseException:
-            self._leave(taken)
+            self._leave(taken_jobs)
             raise
-        self._leave(taken[choice.size - 1 :])
+        self._leave(taken_jobs[choice.size - 1 :])
         if choice.size == 1:
             raise UnfusableError(choice.why)
-        if choice.size < min(1 + len(taken), entry.most):
+        if choice.size < min(1 + len(taken_jobs), entry.most):
             entry.most = choice.size  # further members, late joiners included, would gain less
-        return taken[: choice.size - 1]
+        return taken_jobs[: choice.size - 1]
 
     def _chosen(
         self,
@@ -238,15 +238,15 @@ class GroupMatcher:
         The comparison of two trials is expensive, so jobs are compared only if there are enough to gain by fusion.
         """
         first = entry.trial
-        taken = self._take(entry, None, entry.most - 1, device)
+        taken_jobs = self._take(entry, None, entry.most - 1, device)
         try:
-            chooser.refuse(kind, sum(_steps([entry, *taken])))
+            chooser.refuse(kind, sum(_steps([entry, *taken_jobs])))
         except UnfusableError:
-            self._leave(taken)
+            self._leave(taken_jobs)
             raise
-        alike = [other for other in taken if first is not None and self._is_alike(other, first, other.trial)]
-        if len(alike) < len(taken):
-            self._leave([other for other in taken if other not in alike])
+        alike = [other for other in taken_jobs if first is not None and self._is_alike(other, first, other.trial)]
+        if len(alike) < len(taken_jobs):
+            self._leave([other for other in taken_jobs if other not in alike])
             alike += self._take(entry, first, entry.most - 1 - len(alike), device)
         return alike
 
@@ -279,13 +279,13 @@ class GroupMatcher:
             time.monotonic() - self.last_submitted < _SETTLED_SECONDS and time.monotonic() - began < _PATIENCE_SECONDS
         ):
             time.sleep(_SETTLED_SECONDS / 10)
-        taken: list[FusedJob] = []
+        taken_jobs: list[FusedJob] = []
         for candidate in self._table.free():
-            if len(taken) == most:
+            if len(taken_jobs) == most:
                 break
             if candidate.key in (None, entry.key) and self.takes(candidate, entry.key, first, device):
-                taken.append(candidate)
-        return taken
+                taken_jobs.append(candidate)
+        return taken_jobs
 
     def takes(self, entry: FusedJob, key: Hashable, first: MemberTrial | None, device: Device) -> bool:
         """Build a job's trial, and take the job if its key is `key` and its trial matches `first`, where given."""
