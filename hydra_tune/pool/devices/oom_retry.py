@@ -4,7 +4,7 @@ The ledger had room, or the unit would not have begun. So the device has less me
 memory in one piece. The worker evicts every block that the unit does not need, returns the allocator's cache to the
 system, and repeats the unit where a repeat is bitwise equal (`train/loop/unit_rollback.py`). After a successful
 repeat, the device's ledger is lowered. If the repeat fails or is impossible, the unit's trial fails with an error that
-names it. Other trials lose only their residency on the device.
+names the trial. Other trials lose only their residency on the device.
 """
 
 import gc

@@ -44,7 +44,7 @@ Moved = dict[tuple[str, str, str], int]
 
 
 class _RehearsedTrial:
-    """A trial, and what the scheduler knows about the trial."""
+    """A rehearsed trial, the counterpart of the pool's `JobState`."""
 
     is_spread = False  # a rehearsed trial never runs batches side by side
 

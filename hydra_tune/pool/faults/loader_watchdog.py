@@ -106,7 +106,7 @@ class LoaderWatchdog:
         leaves_devices: whether a waiting trial leaves its device before the pool gives up on its loader.
 
     Attributes:
-        members: trials that belong to no record; None: there are none.
+        members: trials that belong to no record; None without fusion.
     """
 
     members: MemberLoaderSource | None = None

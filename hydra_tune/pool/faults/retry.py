@@ -132,7 +132,7 @@ class FaultRecovery:
         return self.last_saved(record)
 
     def last_saved(self, record: JobRetryAccount) -> Callable[[], StartCheckpoint | None]:
-        """Return the function that reads the last saved state, or the original one, when the job is prepared."""
+        """Return the function that reads the last saved state, or else the job's first state, when the job is prepared."""
         # Read now: a fused job's `begin` becomes the function returned here, which would then call itself.
         first, keeper = record.begin, record.keeper
         return lambda: self._last_saved(record.job.name, keeper) or first()

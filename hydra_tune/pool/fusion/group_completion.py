@@ -92,7 +92,9 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
                 self._begin_again(entry, error)
                 return
             if entry.faults:
-                error.add_note(f"the trial was begun again {len(entry.faults)} times before: max_retries")
+                error.add_note(
+                    f"the trial was begun again {len(entry.faults)} times before, as often as max_retries allows"
+                )
         # Without a seat the carrier has run the job's trial alone, so its result is the job's.
         if entry.seat is None:
             self._table.over(entry, result)

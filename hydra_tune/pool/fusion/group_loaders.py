@@ -1,4 +1,4 @@
-"""Members of a `FusedPool` whose data loaders stall: what `LoaderWatchdog` sees of them, and how the pool gives them up.
+"""Members of a `FusedPool` with stalled data loaders: `LoaderWatchdog` finds the members here, and gives them up.
 
 Note: where members draw. A job in preparation draws its first batch on the preparer's thread, and is watched like any
 trial in preparation. A joiner draws on the `building` thread, which is replaced if the loader never returns. A member
