@@ -158,9 +158,8 @@ class GroupJobLauncher:
         try:
             return self._formed(entry, taken_jobs, device, host, tenant, times)
         except BaseException as error:
-            self._not_formed(
-                taken_jobs, error
-            )  # the error ends only the own carrier; the others would never hear of it
+            # The error ends only this job's carrier; the other jobs would never hear of the error.
+            self._not_formed(taken_jobs, error)
             raise
 
     def _not_formed(self, others: Sequence[FusedJob], error: BaseException) -> None:

@@ -78,7 +78,7 @@ class JobPreparer:
         """Build, capture and cut a job's model, and wait until the host has room for the job's state."""
         core, job = self._core, record.job
         try:
-            # Stopped between `Admit` and now; `JobRejected` takes the job off the list of jobs in preparation.
+            # Stopped between `Admit` and now: no unit of the job ever runs.
             if record.outcome is not None:
                 core.tell(JobRejected(job=job.key))
                 return
