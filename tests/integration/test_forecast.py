@@ -195,7 +195,7 @@ class Masking(Asking):
 def test_one_whose_code_wants_values_is_refused():
     with (
         running(device_memory="64KiB") as pool,
-        pytest.raises(ConfigError, match="trial0 cannot be planned: its code wants"),
+        pytest.raises(ConfigError, match="trial0 cannot be planned: its code reads values of its tensors"),
     ):
         pool.plan([task(model=Masking)])
 
@@ -275,7 +275,7 @@ def test_trials_that_cannot_be_planned_are_told_and_fail_by_themselves_and_the_o
     for error in (raised.value, planned.failed["trial0"]):
         assert isinstance(error.__cause__, NotImplementedError)
         assert "_unique2" in str(error)
-    assert "trial2 cannot be planned: its code wants" in str(planned.failed["trial2"])
+    assert "trial2 cannot be planned: its code reads values of its tensors" in str(planned.failed["trial2"])
     assert [result.status for result in results] == ["failed", "completed", "completed"]
     assert "_unique2" in str(results[0].error)
 

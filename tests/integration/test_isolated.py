@@ -273,7 +273,7 @@ def test_a_process_with_a_busy_thread_is_not_copied():
     busy = threading.Thread(target=work)
     busy.start()
     try:
-        with HydraExecutor(**OPTIONS) as pool, pytest.raises(ConfigError, match="whose other threads wait"):
+        with HydraExecutor(**OPTIONS) as pool, pytest.raises(ConfigError, match="whose other threads are idle"):
             pool.submit(task_of(0))
     finally:
         is_over.set()
