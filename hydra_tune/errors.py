@@ -116,7 +116,8 @@ class SpillError(HydraTuneError):
         errno: the system's error number, as in `errno`.
     """
 
-    def __init__(self, message: str, *, path: str, errno: int | None) -> None:
+    # Defaults, because unpickling makes the error from its message alone, and restores the attributes after.
+    def __init__(self, message: str, *, path: str = "", errno: int | None = None) -> None:
         super().__init__(message)
         self.path = path
         self.errno = errno
@@ -130,7 +131,8 @@ class FileError(HydraTuneError):
         errno: the system's error number, as in `errno`; None where the system has not refused.
     """
 
-    def __init__(self, message: str, *, path: str, errno: int | None) -> None:
+    # Defaults, because unpickling makes the error from its message alone, and restores the attributes after.
+    def __init__(self, message: str, *, path: str = "", errno: int | None = None) -> None:
         super().__init__(message)
         self.path = path
         self.errno = errno

@@ -43,8 +43,8 @@ class MemberRates:
         self._groups = list(groups)
         self._known: dict[tuple[float, ...], dict[tuple[int, torch.dtype, torch.device], Tensor]] = {}
         self._made: dict[Hashable, tuple[float, ...]] = {}
-        self._values = itemgetter(*[name for name in groups[0] if name not in _NO_RATES])
         self._read: list[Any] = []
+        self._values = self._reader()
         steady_options = [_steady(group) for group in groups]
         self._alike = {n: v for n, v in steady_options[0].items() if all(n in o and o[n] == v for o in steady_options)}
 
@@ -62,10 +62,15 @@ class MemberRates:
         """Give a place to another member's options."""
         steady_options = _steady(group)
         self._groups[index] = group
+        self._values = self._reader()
         # Only shrinks: an option that became common again would turn tensors into a float, and some operators round
         # differently for a float.
         self._alike = {n: v for n, v in self._alike.items() if n in steady_options and steady_options[n] == v}
         self._made.clear()
+
+    def _reader(self) -> Callable[[Mapping[str, Any]], Any]:
+        # Schedulers add keys of their own, such as `max_lr`, and the members' schedulers may differ.
+        return itemgetter(*[n for n in self._groups[0] if n not in _NO_RATES and all(n in g for g in self._groups)])
 
     def read(self) -> None:
         """Begin a step: read the options, which schedulers may have changed since the last step."""

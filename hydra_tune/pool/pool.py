@@ -284,7 +284,10 @@ class Pool:
         core = self._core
         with self._changed:
             self._check_change("add_device")
-            if name in self.device_names or name in core.leaving:
+            worker = self._worker_threads.get(name)
+            # Two workers of one device would use its pager at the same time. That of a lost device may hang for ever.
+            is_ending = worker is not None and worker.is_alive() and name not in self._lost_devices
+            if name in self.device_names or name in core.leaving or is_ending:
                 raise ConfigError(f"{name!r} is in the pool already; its devices are {', '.join(self.device_names)}")
             # A lost device may work again, once opened anew. A removed device is still open, with its pager and worker.
             if name in self._lost_devices:
@@ -323,7 +326,8 @@ class Pool:
             core.release_all()
         # Joined without the lock, because the worker needs the lock to end; and open to Ctrl-C, because the worker's unit
         # may run for long.
-        while (thread := self._worker_threads[name]).is_alive():  # the thread changes if a loader stalls the worker
+        while name not in self.device_names and (thread := self._worker_threads[name]).is_alive():
+            # Looked up again each time: the thread changes if a loader stalls the worker, or the device is added anew.
             thread.join(_LOOK_SECONDS)
 
     def _lost(self, name: str) -> None:

@@ -76,11 +76,11 @@ def decide_again(
 def _plain(entry: Event | Command) -> dict[str, Any]:
     # `Run` and `UnitFinished` are named tuples; all other events and commands are dataclasses.
     fields = entry._asdict() if isinstance(entry, tuple) else asdict(entry)
-    # `asdict` has already converted a dataclass's unit; `_asdict` leaves a named tuple's unit as an object.
+    # `asdict` has already converted a dataclass's units; `_asdict` leaves a named tuple's units as objects.
     if isinstance(fields.get("unit"), Unit):
         fields["unit"] = asdict(fields["unit"])
     if "others" in fields:
-        fields["others"] = [asdict(unit) for unit in fields["others"]]
+        fields["others"] = [asdict(unit) if isinstance(unit, Unit) else unit for unit in fields["others"]]
     return {"is": type(entry).__name__, **fields}
 
 

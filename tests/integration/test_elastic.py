@@ -10,6 +10,7 @@ import torch
 
 from hydra_tune import HydraExecutor, Job, Reported
 from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.pool.job import OVER
 from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, PIPELINED
@@ -190,3 +191,26 @@ def test_the_event_log_knows_of_devices_that_were_added(tmp_path):
         pool.remove_device("cpu:0")
         assert job.result(PATIENCE_SECONDS).status == "completed"
     assert set(read_log(path).budgets) == {"cpu:0", "cpu:3"}
+
+
+def test_a_device_is_added_again_only_when_its_last_worker_has_ended(monkeypatch):
+    """The old worker still gives up the device's blocks when no unit runs there any more; a second one would do so, too."""
+    empties, go_on, empty = threading.Event(), threading.Event(), Pager.empty
+
+    def held(self, *arguments, **keywords):
+        empties.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        return empty(self, *arguments, **keywords)
+
+    with running(devices="cpu:2") as pool:
+        monkeypatch.setattr(Pager, "empty", held)
+        removal = threading.Thread(target=pool.remove_device, args=("cpu:1",))
+        removal.start()
+        assert empties.wait(PATIENCE_SECONDS)
+        with pytest.raises(ConfigError, match="'cpu:1' is in the pool already"):
+            pool.add_device("cpu:1")
+        go_on.set()
+        removal.join(PATIENCE_SECONDS)
+        assert not removal.is_alive()
+        pool.add_device("cpu:1")
+        assert pool.device_names == ("cpu:0", "cpu:1")

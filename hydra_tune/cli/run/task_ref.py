@@ -68,7 +68,7 @@ def _import(spec: SweepSpec, name: str, folder: str) -> Any:
 def _check_place(spec: SweepSpec, name: str, folder: str) -> None:
     """Refuse a module that shadows the file's neighbour of the same name, because somebody else imported it before."""
     neighbour = next(
-        (path for path in (Path(folder, name, "cli/__init__.py"), Path(folder, f"{name}.py")) if path.is_file()), None
+        (path for path in (Path(folder, name, "__init__.py"), Path(folder, f"{name}.py")) if path.is_file()), None
     )
     loaded_file = getattr(sys.modules[name], "__file__", None)
     if neighbour is not None and (loaded_file is None or Path(loaded_file).resolve() != neighbour.resolve()):

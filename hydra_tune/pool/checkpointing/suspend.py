@@ -4,6 +4,7 @@ Note: hanging jobs. A job that hangs, in its data or its model, must not keep ot
 are asked first. A job that has answered is ended at once, and leaves its device to the rest.
 """
 
+import contextlib
 import time
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -44,10 +45,12 @@ def suspend(pool: JobSaver, jobs: Iterable[Job], seconds: float) -> None:
     pending_saves: dict[Job, Future[Path]] = {}
     try:
         for job in jobs:
-            if job.state not in _NOT_BEGUN:
-                pending_saves[job] = pool.ask_to_save(job)
-            else:
+            if job.state in _NOT_BEGUN:
                 job.cancel()
+                continue
+            # Refused where the job has just ended, or is paused within a step; the others are to be saved all the same.
+            with contextlib.suppress(CheckpointError):
+                pending_saves[job] = pool.ask_to_save(job)
         while pending_saves and time.monotonic() < deadline:
             for job in [job for job, future in pending_saves.items() if _is_settled(pool, job, future)]:
                 job.cancel()

@@ -37,7 +37,7 @@ def _views(stats: PoolStats, since: PoolStats | None) -> tuple[DeviceView, ...]:
     seconds = stats.elapsed_seconds - (since.elapsed_seconds if since else 0.0)
     views = []
     for name, device in stats.devices.items():
-        before = since.devices[name] if since else None
+        before = since.devices.get(name) if since else None  # a device added since has no earlier statistics
         busy = device.busy_seconds - (before.busy_seconds if before else 0.0)
         counters = zip(_moved(device), _moved(before) if before else (0, 0), strict=True)
         # A cancelled load is subtracted from the counter, so the counter may decrease.

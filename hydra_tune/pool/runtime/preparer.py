@@ -62,6 +62,7 @@ class JobPreparer:
                 forget_locals(record.error)  # the ended frame refers to the trial, too
                 # This thread has been replaced while it waited for a loader; the replacement serves the queue.
                 if threading.get_ident() in self._replaced:
+                    self._replaced.discard(threading.get_ident())  # the system gives a later thread the same number
                     return
                 del record  # else the last job's model would live until the next job arrives
 

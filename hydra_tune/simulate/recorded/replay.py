@@ -23,6 +23,7 @@ from hydra_tune.schedule import (
     JobStopped,
     JobSubmitted,
     Policy,
+    Release,
     Run,
     Scheduler,
     ShardMoved,
@@ -247,7 +248,7 @@ class _RecordingReplayer:
             self._go_on(self._turn(command.job, command.device))
         elif isinstance(command, Admit):
             self._prepare(command.job)
-        else:
+        elif isinstance(command, Release):  # an ended burst is as short as recorded
             self._go_on(self._release(command.job, self._jobs.pop(command.job).script.release))
 
     def _prepare(self, name: str) -> None:

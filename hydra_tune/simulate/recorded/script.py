@@ -18,6 +18,7 @@ from hydra_tune.schedule import (
     JobRejected,
     JobResumed,
     JobStopped,
+    Release,
     Run,
     ShardMoved,
     Unit,
@@ -159,7 +160,7 @@ class _RunScriptBuilder:
                     self._admitted[command.job] = decision.at_ns
                 elif isinstance(command, Run):
                     self._begin(command, decision.at_ns)
-                else:
+                elif isinstance(command, Release):
                     self._give_back(command.job, decision.at_ns)
         if self._running or not self._play.scripts:
             raise ConfigError(

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hydra_tune.batched.batched_optimizer import BatchedOptimizer, is_stackable
+from hydra_tune.batched.hyperparameters import MemberRates
 from hydra_tune.batched.per_member_optimizer import group_optimizer
 from hydra_tune.memory.block import lay_out
 
@@ -281,3 +282,20 @@ def test_parameters_that_come_to_where_others_were_are_stepped_themselves():
         p.data = home.copy_(place)
     for p, value in zip(stacked, values, strict=True):
         torch.testing.assert_close(p.detach(), value - 1.0)
+
+
+def test_members_may_have_options_that_their_schedulers_alone_have_added():
+    common = {"params": [], "lr": 0.1, "momentum": 0.9}
+    cyclic = common | {"max_lr": 0.2, "base_momentum": 0.8}
+    for groups in ([common, cyclic], [cyclic, common]):
+        rates = MemberRates(groups)
+        rates.read()
+        assert rates("lr") == (0.1, 0.1)
+        groups[0]["lr"] = groups[1]["lr"] = 0.3
+        rates.read()
+        assert rates("lr") == (0.3, 0.3), "read anew at each step"
+        groups[0]["lr"] = groups[1]["lr"] = 0.1
+    rates = MemberRates([cyclic, cyclic])
+    rates.replace(1, common)
+    rates.read()
+    assert rates("momentum") == (0.9, 0.9)

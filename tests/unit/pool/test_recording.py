@@ -13,13 +13,24 @@ from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.errors import ConfigError, HydraTuneError, ScheduleError
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.runtime.worker import Worker
-from hydra_tune.schedule import POLICIES, JobAdmitted, LRTFPaper, Run, UnitFinished, make_policy
-from hydra_tune.schedule.journal import decide_again
+from hydra_tune.schedule import (
+    POLICIES,
+    EndBurst,
+    JobAdmitted,
+    JobResumed,
+    LRTFPaper,
+    Run,
+    Unit,
+    UnitFinished,
+    make_policy,
+)
+from hydra_tune.schedule.journal import SchedulerDecision, decide_again
 from hydra_tune.simulate import simulate
 from hydra_tune.simulate.profile import parse_profile, recorded_profile
 from hydra_tune.simulate.recorded.recording import read_recording
 from hydra_tune.simulate.recorded.replay import replay
 from hydra_tune.simulate.recorded.script import scripts_of
+from hydra_tune.train.loop import burst
 from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, X, against_plain, running, task, until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
@@ -330,3 +341,23 @@ def test_a_failed_unit_is_part_of_the_run():
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         HydraExecutor(**options)
+
+
+def test_bursts_that_ended_early_for_another_trial_are_played_again(monkeypatch):
+    monkeypatch.setattr(burst, "BURST_SECONDS", 60.0)  # so that each ends for the other trial alone
+    with running(devices="cpu:1", num_shards=None, record=True) as pool:
+        jobs = [pool.submit(task(epochs=epochs)) for epochs in (60, 40)]
+        for job in jobs:
+            assert job.result(PATIENCE_SECONDS).status == "completed"
+    recording = pool.recording()
+    commands = [command for decision in recording.decisions for command in decision.commands]
+    assert any(isinstance(command, EndBurst) for command in commands)
+    played = replay(recording)
+    assert played.simulated_orders == played.recorded_orders
+
+
+def test_further_units_of_a_job_that_goes_on_are_written_and_read():
+    units = [Unit(kind="forward", shard=0, seconds=float(number)) for number in range(3)]
+    event = JobResumed(job="a", unit=units[0], remaining_seconds=None, others=tuple(units[1:]))
+    decision = SchedulerDecision(5, (event,), ())
+    assert SchedulerDecision.from_json(json.loads(json.dumps(decision.to_json()))) == decision

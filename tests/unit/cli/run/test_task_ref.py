@@ -145,3 +145,17 @@ def test_another_module_of_the_same_name_is_not_taken_for_the_one_beside_the_fil
     (problem,) = problems(f"{name}:build", ["lr"])
     assert "has the same name; rename yours" in problem
     assert str(tmp_path / f"{name}.py") in problem
+
+
+def test_another_module_of_the_same_name_is_not_taken_for_the_package_beside_the_file(problems, tmp_path):
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "__init__.py").write_text(MODULE)
+    (problem,) = problems("json:build", ["lr"])
+    assert "has the same name; rename yours" in problem
+
+
+def test_a_package_beside_the_file_may_have_a_package_of_any_name(load, tmp_path):
+    (tmp_path / "packed" / "cli").mkdir(parents=True)
+    (tmp_path / "packed" / "cli" / "__init__.py").touch()
+    (tmp_path / "packed" / "__init__.py").write_text(dedent(MODULE))
+    assert load("packed:build", ["lr"])(3) == (3, 64)

@@ -271,6 +271,7 @@ def test_a_distribution_without_a_counterpart_is_named_and_so_are_the_others(pro
         (b"task: !!python/name:os.system\nmetric: {name: x}\n",
          "1:7: the tag !!python/name:os.system is not allowed; only maps, lists, text, numbers, true/false and null"),
         (b"task: a:b\nmetric: {name: x}\nseed: !!int four\n", "3:7: 'four' is not a valid int"),
+        (b"task: a:b\nmetric: {name: x}\nseed: !!timestamp four\n", "3:7: 'four' is not a valid timestamp"),
         (b"task: a:b\nmetric: &m {name: *m}\n", "2:9: a value cannot contain itself"),
         (b"task: a:b\nmetric: {name: x}\n1: 2\n",
          "3:1: '1' cannot be a key; keys are text (put it in quotes if you mean text)"),

@@ -102,3 +102,21 @@ def test_without_a_folder_there_is_nothing_to_save():
         HydraExecutor(devices="cpu:1").suspend()
     with pytest.raises(ConfigError, match=r"stop_seconds must be a time above 0, in seconds or as .*, not 0"):
         HydraExecutor(stop_seconds=0)
+
+
+def test_one_that_ends_just_before_it_is_asked_does_not_keep_others_from_being_saved(tmp_path, monkeypatch):
+    with running(devices="cpu:2", max_concurrent=2, checkpoint_dir=tmp_path) as pool:
+        jobs = [pool.submit(task(epochs=100_000), f"trial {number}") for number in range(2)]
+        until(lambda: all(job.progress.step for job in jobs))
+        ask = pool._pool.ask_to_save
+
+        def ask_late(job):
+            if job is jobs[0]:
+                job.cancel()
+                job.result(PATIENCE_SECONDS)
+            return ask(job)
+
+        monkeypatch.setattr(pool._pool, "ask_to_save", ask_late)
+        pool.suspend(seconds=PATIENCE_SECONDS)
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    assert [result.checkpoint is not None for result in results] == [False, True]

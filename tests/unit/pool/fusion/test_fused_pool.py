@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
@@ -572,3 +573,18 @@ def test_a_carrier_whose_job_has_another_one_carries_nobody():
         job.cancel()
         assert job.result(PATIENCE_SECONDS).status == "cancelled"
     device.close()
+
+
+def test_members_may_have_schedulers_of_different_kinds(sizes):
+    schedulers = [partial(OneCycleLR, max_lr=0.2, total_steps=30), partial(StepLR, step_size=4)]
+    for order in (schedulers, schedulers[::-1]):
+        tasks = [
+            task(seed, optimizer=partial(SGD, lr=0.1, momentum=0.9), scheduler=scheduler, scheduler_interval="step")
+            for seed, scheduler in enumerate(order)
+        ]
+        with running(fusion="on", fusion_size=2) as pool:
+            with together():
+                jobs = [pool.submit(one, None) for one in tasks]
+            for job, described in zip(jobs, tasks, strict=True):
+                assert_as_plain(job.result(PATIENCE_SECONDS), described)
+    assert sizes == [2, 2]
