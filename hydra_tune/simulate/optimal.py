@@ -94,7 +94,7 @@ def optimal_schedule(
             installed.
 
     Source:
-        HYDRA (Nagrecha and Kumar), section 5.3.1, states the problem, as a MILP (`milp_schedule`).
+        HYDRA (Nagrecha and Kumar), section 5.3.1, states the problem, as a MILP (`tests/support/milp.py`).
 
     Differs:
         A constraint program: the MILP orders every pair of units on every device, and takes minutes for two dozen

@@ -9,8 +9,8 @@ import pytest
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.schedule import makespan_bound
-from hydra_tune.simulate.milp import milp_schedule
 from hydra_tune.simulate.optimal import BestSchedule, UnitPlacement, optimal_schedule
+from tests.support.milp import milp_schedule
 from tests.support.schedule_checker import faults
 from tests.support.tiny_schedules import best_makespan
 
