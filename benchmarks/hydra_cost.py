@@ -48,9 +48,10 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
+from baselines import TrialCost
+
 from hydra_tune.schedule import Unit
 from hydra_tune.simulate import Scenario, SimulatedTrial
-from hydra_tune.simulate.baselines import TrialCost
 from hydra_tune.simulate.workload import equal_devices
 
 WIDTH, HEADS = 1024, 16

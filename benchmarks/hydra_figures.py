@@ -5,7 +5,7 @@
     python benchmarks/hydra_figures.py --images docs/images --json figures.json
 
 The pool's own scheduler, on the virtual clock of `hydra_tune.simulate`, with the cost model of `hydra_cost.py`, which says
-where each of its numbers comes from. The other kinds of parallelism are `hydra_tune.simulate.baselines`. Everything is
+where each of its numbers comes from. The other kinds of parallelism are `baselines.py`. Everything is
 normalised to model parallelism, as in the paper. Where the paper's text has a figure, it is printed beside ours. Nothing
 is fitted to it. Only a share of each trial's steps is simulated (`--share`); the tables repeat exactly.
 

@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from hydra_cost import Machine, Model, bert, num_stages, scenario, shortened, stages
-
-from hydra_tune.simulate import SimulationResult, simulate
-from hydra_tune.simulate.baselines import (
+from baselines import (
     TrialCost,
     data_parallel_step_seconds,
     model_parallel_makespan,
     pipeline_makespan,
     task_parallel_makespan,
 )
+from hydra_cost import Machine, Model, bert, num_stages, scenario, shortened, stages
+
+from hydra_tune.simulate import SimulationResult, simulate
 
 NUM_DEVICES = 8
 MOST_MICROBATCHES = 32

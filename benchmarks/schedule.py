@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from baselines import longest_first_makespan
 from hydra_plots import lines
 from rich.console import Console
 from rich.table import Table
@@ -46,7 +47,6 @@ from hydra_tune.schedule import (
     make_policy,
     makespan_bound,
 )
-from hydra_tune.simulate.baselines import longest_first_makespan
 from hydra_tune.simulate.optimal import optimal_schedule
 
 NUM_DEVICES = 8

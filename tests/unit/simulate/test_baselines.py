@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 
-from hydra_tune.errors import ConfigError
-from hydra_tune.simulate.baselines import (
+from benchmarks.baselines import (
     TrialCost,
     data_parallel_makespan,
     data_parallel_step_seconds,
@@ -17,6 +16,7 @@ from hydra_tune.simulate.baselines import (
     pipeline_step_seconds,
     task_parallel_makespan,
 )
+from hydra_tune.errors import ConfigError
 
 
 def trial(**changes):
