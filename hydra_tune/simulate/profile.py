@@ -2,9 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -183,80 +183,6 @@ def _found(detail: Mapping[str, Any]) -> str:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in detail["loc"]).lstrip(".")
     got = "" if detail["type"] in ("missing", "extra_forbidden") else f", not {detail['input']!r}"
     return f"{place or 'the profile'}: {detail['msg'][0].lower()}{detail['msg'][1:]}{got}"
-
-
-class FinishedJobFigures(Protocol):
-    """Figures of a finished job, as in `Result`."""
-
-    num_shards: int
-    units_run: int
-
-
-class PoolDeviceFigures(Protocol):
-    """A pool's figures of a device, as in `DeviceStats`."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """Memory that the pool may use on the device, in bytes."""
-
-    @property
-    def busy_seconds(self) -> float:
-        """Seconds spent in units."""
-
-    @property
-    def units(self) -> int:
-        """Units run."""
-
-
-def measured_profile(
-    results: Sequence[FinishedJobFigures],
-    devices: Mapping[str, PoolDeviceFigures],
-    *,
-    shard_bytes: int = 0,
-    bandwidth: float | None = None,
-) -> dict[str, Any]:
-    """Make a profile of a real run, from the figures of a pool.
-
-    The pool counts busy seconds by device, loads and updates included, and not by shard. So every unit gets the same
-    seconds, the mean; every trial runs about as many units as in the run, in whole steps.
-
-    Args:
-        results: of the jobs that trained; results without a unit are left out.
-        devices: `pool.stats().devices`.
-        shard_bytes: of each shard; not among the figures.
-        bandwidth: of each device, in bytes a second; not among the figures.
-
-    Returns:
-        The content of a profile, for `json.dump`.
-
-    Raises:
-        ConfigError: nothing ran.
-    """
-    units = sum(device.units for device in devices.values())
-    busy = sum(device.busy_seconds for device in devices.values())
-    ran = [result for result in results if result.units_run and result.num_shards]
-    if not units or not busy or not ran:
-        raise ConfigError("a profile needs a run in which at least one unit ran; give the results after the jobs' end")
-    seconds = busy / units
-    trials = []
-    for number, result in enumerate(ran):
-        # The pool counts an update as a separate unit after its backward: F0 .. F(K-2), then B U of each shard.
-        pairs = 2 * result.num_shards
-        step = [
-            # A profile's backward includes the update, which the pool ran as a unit of its own.
-            {"forward_seconds": seconds, "backward_seconds": 2 * seconds, "bytes": shard_bytes}
-            for _ in range(result.num_shards)
-        ]
-        steps = max(1, round(result.units_run / (pairs + result.num_shards - 1)))
-        trials.append({"name": f"job{number}", "shards": step, "steps": steps})
-    return {
-        "format": PROFILE_FORMAT,
-        "trials": trials,
-        "devices": [
-            {"name": name, "memory_bytes": device.budget_bytes, "bandwidth": bandwidth}
-            for name, device in devices.items()
-        ],
-    }
 
 
 # Kinds of blocks that a shard keeps from step to step; boundaries and kept activations do not last.

@@ -1,15 +1,13 @@
 """Profiles from files and from runs."""
 
-import json
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.simulate import simulate
-from hydra_tune.simulate.profile import measured_profile, parse_profile, read_profile
+from hydra_tune.simulate.profile import parse_profile, read_profile
 
 DOCS = Path(__file__).parents[3] / "docs" / "scheduling.md"
 
@@ -101,29 +99,3 @@ def test_a_file_that_is_not_json_is_named(tmp_path):
     path.write_text("{")
     with pytest.raises(ConfigError, match=r"p\.json is not JSON"):
         read_profile(path)
-
-
-@dataclass
-class Ran:
-    num_shards: int
-    units_run: int
-
-
-@dataclass
-class Worked:
-    budget_bytes: int
-    busy_seconds: float
-    units: int
-
-
-def test_a_run_makes_a_profile_with_as_much_work_as_it_had():
-    # 3 shards: 2 forward, 3 backward and 3 update units a step.
-    content = measured_profile([Ran(3, 80), Ran(3, 40), Ran(0, 0)], {"cpu:0": Worked(100, 6.0, 120)}, shard_bytes=10)
-    scenario = parse_profile(json.loads(json.dumps(content)), source="it")
-    assert [trial.steps for trial in scenario.trials] == [10, 5]
-    assert simulate(scenario).makespan_seconds == pytest.approx(6.0)
-
-
-def test_a_run_of_nothing_makes_no_profile():
-    with pytest.raises(ConfigError, match="at least one unit"):
-        measured_profile([], {"cpu:0": Worked(100, 0.0, 0)})
