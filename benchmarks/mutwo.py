@@ -28,13 +28,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that nothing has to be installed
 
 import torch
+from mutwo_choice import settled
 from mutwo_family import OPTIMIZERS, Family, bound_of, smallest
 from mutwo_models import MODELS, SCALES
 from mutwo_runs import in_turn, one_by_one
 from mutwo_table import CAPUCHIN, HEADS, HFTA, Ran, Row, Table
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.planner.search.autotune import key_of, settled
+from hydra_tune.planner.search.autotune import key_of
 from hydra_tune.planner.search.tournament import LEAVES_AT
 from hydra_tune.quantities import format_bytes
 

@@ -31,7 +31,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from mutwo_family import ENDLESS, Family  # noqa: E402 - benchmarks/ is the script's folder
+from mutwo_choice import PlanSelection, settled  # noqa: E402 - benchmarks/ is the script's folder
+from mutwo_family import ENDLESS, Family  # noqa: E402
 from mutwo_models import MODELS  # noqa: E402
 from mutwo_runs import Runners, in_turn, raced  # noqa: E402
 
@@ -39,7 +40,7 @@ from hydra_tune.errors import BudgetError  # noqa: E402 - tests/ needs the path 
 from hydra_tune.planner.cost.peak_memory import peak_of  # noqa: E402
 from hydra_tune.planner.ir.plan_state import undecided  # noqa: E402
 from hydra_tune.planner.profile.profiler import SubArrayProfiler  # noqa: E402
-from hydra_tune.planner.search.autotune import PlanSelection, key_of, settled  # noqa: E402
+from hydra_tune.planner.search.autotune import key_of  # noqa: E402
 from hydra_tune.planner.search.portfolio import Planner  # noqa: E402
 from hydra_tune.planner.search.tournament import LEAVES_AT, SpeedTournament  # noqa: E402
 from tests.support.tracker import StorageTracker  # noqa: E402

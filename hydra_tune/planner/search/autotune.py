@@ -1,34 +1,23 @@
-"""Choice of a plan by measurement: run the best few members of a portfolio, correct the model, and plan again.
+"""Corrects profiles by the measured time of planned steps.
 
 An operator does not take its profiled time in every plan: the machine changes its speed, other data lies in the caches,
 and the computing thread is busy with copies as well. So plans are compared by steps that really run. Where a prediction
 is off by more than a fifth, the measurements correct the arrays, and the trials are planned once more with the
 corrected arrays (§3.2 has no such step).
-
-    settled(planner, num_trials, measure).member
-
-The caller passes `measure`, because only the caller can run plans: members -> seconds of a step of each, in turns
-(`SpeedTournament`).
 """
 
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hydra_tune.planner.ir.plan_state import SubArraySchedule
 from hydra_tune.planner.ir.step_profile import OperatorProfile, SubArrayProfile
-from hydra_tune.planner.search.portfolio import Planner, Portfolio, PortfolioPlan, SubArrayPlan
+from hydra_tune.planner.search.portfolio import PortfolioPlan, SubArrayPlan
 
 TOLERANCE = 0.2
 """Relative difference between predicted and measured time that triggers a new plan (§3.2's portfolio, ours)."""
 
-MOST = 5
-"""Most candidates measured in a round, beside the fastest candidates of other kinds (`contenders`)."""
-
 _EPSILON = 1e-12
-
-Measure = Callable[[Sequence[PortfolioPlan]], Sequence[float]]
-"""Returns the seconds of a step of each member; the members take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,88 +88,6 @@ class MeasuredPlan:
     member: PortfolioPlan
     seconds: float
 
-    @property
-    def is_off(self) -> bool:
-        """Whether the measured time differs from the prediction by more than the tolerance."""
-        return abs(self.seconds / self.member.seconds - 1) > TOLERANCE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSelection:
-    """Result of the choice.
-
-    Attributes:
-        trials: all members that ran, the fastest first.
-        portfolio: as planned last.
-        corrections: in order, each followed by a new portfolio.
-    """
-
-    trials: tuple[MeasuredPlan, ...]
-    portfolio: Portfolio
-    corrections: tuple[ProfileCorrection, ...]
-
-    @property
-    def member(self) -> PortfolioPlan:
-        """The fastest member."""
-        return self.trials[0].member
-
-
-def settled(
-    planner: Planner, num_trials: int, measure: Measure, *, most: int = MOST, max_corrections: int = 1
-) -> PlanSelection:
-    """Return the fastest plan of some trials, by measured steps.
-
-    Args:
-        planner: of the device.
-        num_trials: of a single architecture.
-        measure: runs members, all of which fit. The fastest member so far runs again beside new members, for
-            comparison.
-        most: number of members to run in a round, as of `contenders`.
-        max_corrections: how often the trials are planned again.
-
-    Raises:
-        BudgetError: no plan fits.
-    """
-    results: dict[Hashable, MeasuredPlan] = {}
-    corrections: list[ProfileCorrection] = []
-    while True:
-        portfolio = planner.portfolio(num_trials)
-        _ = portfolio.best  # raises, if none fits
-        # Compare the measurements with the corrected predictions, not with those that they corrected.
-        results = {key: replace(trial, member=planner.told(trial.member)) for key, trial in results.items()}
-        candidates = contenders(portfolio, most)
-        _run([plan for plan in candidates if key_of(plan) not in results], results, measure)
-        ran = [results[key_of(plan)] for plan in candidates]
-        if len(corrections) == max_corrections or not any(trial.is_off for trial in ran):
-            trials = sorted(results.values(), key=lambda trial: trial.seconds)
-            return PlanSelection(trials=tuple(trials), portfolio=portfolio, corrections=tuple(corrections))
-        corrections.append(fitted(list(results.values())))
-        planner = planner.corrected(corrections[-1].array)
-
-
-def contenders(portfolio: Portfolio, most: int = MOST) -> list[PortfolioPlan]:
-    """Return the members worth measuring, the fastest by prediction first.
-
-    Of members that do the same, only the first is returned. A disturbed profile misjudges all members with its
-    sub-arrays alike, so each partition is represented.
-
-    Args:
-        portfolio: of plans.
-        most: number of fastest members; beside these come the fastest of each other partition, the fastest without
-            swaps, and the fastest that moves nothing.
-    """
-    distinct_plans: dict[Hashable, PortfolioPlan] = {}
-    for plan in portfolio.members:
-        if plan.fits:
-            distinct_plans.setdefault(key_of(plan), plan)
-    plans = list(distinct_plans.values())
-    chosen_plans = plans[:most]
-    for plan in plans[most:]:
-        kinds = [kind for kind in (_partition, _has_no_swaps, _moves_nothing) if kind(plan)]
-        if any(kind(plan) not in map(kind, chosen_plans) for kind in kinds):
-            chosen_plans.append(plan)
-    return chosen_plans
-
 
 def fitted(trials: Sequence[MeasuredPlan]) -> ProfileCorrection:
     """Return the correction that brings the predictions nearest to the measurements.
@@ -237,22 +144,6 @@ def key_of(member: PortfolioPlan) -> Hashable:
     return tuple((part.sizes, *_decided(part.schedule)) for part in member.parts)
 
 
-def _run(fresh: Sequence[PortfolioPlan], known: dict[Hashable, MeasuredPlan], measure: Measure) -> None:
-    """Measure members that have not run yet, together with the fastest so far.
-
-    The machine may have changed its speed since the earlier rounds. The repeated member gives the ratio of the speeds.
-    """
-    if not fresh:
-        return
-    best = min(known.values(), key=lambda trial: trial.seconds, default=None)
-    measured_seconds = list(measure([*fresh, *([] if best is None else [best.member])]))
-    speed = 1.0 if best is None else best.seconds / measured_seconds[-1]
-    known |= {
-        key_of(plan): MeasuredPlan(member=plan, seconds=seconds * speed)
-        for plan, seconds in zip(fresh, measured_seconds, strict=False)
-    }
-
-
 def _decided(schedule: SubArraySchedule) -> tuple[Hashable, ...]:
     moved = (
         (
@@ -270,19 +161,9 @@ def _sizes(member: PortfolioPlan) -> set[int]:
     return {size for part in member.parts for size in part.sizes}
 
 
-def _partition(member: PortfolioPlan) -> tuple[tuple[int, ...], ...]:
-    return tuple(sorted(part.sizes for part in member.parts))
-
-
 def _num_swaps(member: PortfolioPlan) -> int:
     return sum(len(decisions.swaps) for part in member.parts for decisions in part.schedule.decisions)
 
 
 def _has_no_swaps(member: PortfolioPlan) -> bool:
     return not _num_swaps(member)
-
-
-def _moves_nothing(member: PortfolioPlan) -> bool:
-    return not any(
-        decisions.swaps or decisions.recomputes for part in member.parts for decisions in part.schedule.decisions
-    )

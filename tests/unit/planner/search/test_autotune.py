@@ -2,8 +2,9 @@
 
 import pytest
 
+from benchmarks.mutwo_choice import contenders, settled
 from hydra_tune.errors import BudgetError
-from hydra_tune.planner.search.autotune import MeasuredPlan, ProfileCorrection, contenders, fitted, key_of, settled
+from hydra_tune.planner.search.autotune import MeasuredPlan, ProfileCorrection, fitted, key_of
 from hydra_tune.planner.search.portfolio import Planner
 from tests.unit.planner.search.test_portfolio import array
 
