@@ -2,101 +2,28 @@
 
 Source: §3.2 of the paper, step 1. Differs: the paper lists four partitions of eight trials, with pairs of equal size.
 The paper's rule, an even number of sub-arrays, admits twelve. The planner tries all admitted partitions, as far as they
-can beat the best known partition. Pairs may join sub-arrays of different architectures, which is the paper's future
-work. A single trial is a pair without a partner.
+can beat the best known partition. A single trial is a pair without a partner.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SubArray:
-    """Trials fused into a single model.
-
-    Attributes:
-        architecture: common to the trials.
-        size: number of trials.
-    """
-
-    architecture: str
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class SubArrayPair:
-    """Sub-arrays that run in turn: the backward of one with the forward of the other.
-
-    Attributes:
-        first: a sub-array.
-        second: its partner; None for a sub-array without a partner.
-    """
-
-    first: SubArray
-    second: SubArray | None
-
-    @property
-    def sub_arrays(self) -> tuple[SubArray, ...]:
-        """The sub-arrays of the pair, 1 or 2."""
-        return (self.first,) if self.second is None else (self.first, self.second)
-
-
-def partitions(num_trials: int) -> Iterator[tuple[int, ...]]:
-    """Yield the sizes of sub-arrays, largest first, for each division of the trials into an even number of sub-arrays.
-
-    A single trial is yielded alone, as `(1,)`.
-
-    Raises:
-        ValueError: fewer than one trial.
-    """
-    if num_trials < 1:
-        raise ValueError(f"there are {num_trials} trials to divide into sub-arrays; at least 1 is needed")
-    if num_trials == 1:
-        yield (1,)
-        return
-    for parts in _parts(num_trials, num_trials):
-        if len(parts) % 2 == 0:
-            yield parts
-
-
-def mixed_partitions(trials: Mapping[str, int]) -> Iterator[tuple[SubArray, ...]]:
-    """Yield divisions of trials of several architectures into sub-arrays.
-
-    The number of sub-arrays is even wherever there are two trials or more.
-
-    Args:
-        trials: number of trials, by architecture.
-
-    Raises:
-        ValueError: an architecture without trials.
-    """
-    if any(count < 1 for count in trials.values()):
-        raise ValueError(f"every architecture needs a trial; there are {dict(trials)}")
-    choices = [[(name, parts) for parts in _parts(count, count)] for name, count in trials.items()]
-    is_single = sum(trials.values()) == 1
-    for combination in itertools.product(*choices):
-        sub_arrays = tuple(SubArray(name, size) for name, parts in combination for size in parts)
-        if len(sub_arrays) % 2 == 0 or is_single:
-            yield sub_arrays
-
-
-def pairs(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) -> list[SubArrayPair]:
-    """Pair the sub-arrays whose iterations take the closest times.
+def pairs(sizes: Sequence[int], seconds: Callable[[int], float]) -> list[tuple[int, ...]]:
+    """Pair the sub-arrays whose iterations take the closest times; the sub-arrays of a pair run in turn.
 
     Of an odd number of sub-arrays, the sub-array that fits worst stays without a partner.
 
     Args:
-        sub_arrays: of a single partition.
-        seconds: sub-array -> seconds of an iteration.
+        sizes: number of trials in each sub-array of a single partition.
+        seconds: size of a sub-array -> seconds of an iteration.
     """
-    in_order = sorted(sub_arrays, key=lambda sub_array: (seconds(sub_array), sub_array))
+    in_order = sorted(sizes, key=lambda size: (seconds(size), size))
     if len(in_order) % 2 == 0:
-        return [SubArrayPair(a, b) for a, b in zip(in_order[::2], in_order[1::2], strict=True)]
+        return list(zip(in_order[::2], in_order[1::2], strict=True))
     # Neighbours in order are the closest pairs, so the sub-array left out has an even number of others on either side.
     ways = [(in_order[:at] + in_order[at + 1 :], in_order[at]) for at in range(0, len(in_order), 2)]
-    paired_arrays, leftover = min(ways, key=lambda way: _apart(way[0], seconds))
-    return [*pairs(paired_arrays, seconds), SubArrayPair(leftover, None)]
+    paired_sizes, leftover = min(ways, key=lambda way: _apart(way[0], seconds))
+    return [*pairs(paired_sizes, seconds), (leftover,)]
 
 
 def within(
@@ -136,14 +63,5 @@ def within(
     yield from added((), num_trials, 0.0)
 
 
-def _parts(total: int, largest: int) -> Iterator[tuple[int, ...]]:
-    if not total:
-        yield ()
-        return
-    for size in range(min(total, largest), 0, -1):
-        for smaller_parts in _parts(total - size, size):
-            yield (size, *smaller_parts)
-
-
-def _apart(sub_arrays: Sequence[SubArray], seconds: Callable[[SubArray], float]) -> float:
-    return sum(seconds(sub_arrays[at + 1]) - seconds(sub_arrays[at]) for at in range(0, len(sub_arrays), 2))
+def _apart(sizes: Sequence[int], seconds: Callable[[int], float]) -> float:
+    return sum(seconds(sizes[at + 1]) - seconds(sizes[at]) for at in range(0, len(sizes), 2))

@@ -27,7 +27,7 @@ from hydra_tune.planner.ir.step_profile import SubArrayProfile
 from hydra_tune.planner.ir.verify import verify_schedule
 from hydra_tune.planner.passes.min_cut import min_cut_planned
 from hydra_tune.planner.passes.swap_recompute import AllowedPlanActions, planned
-from hydra_tune.planner.search.partitions import SubArray, SubArrayPair, pairs, within
+from hydra_tune.planner.search.partitions import pairs, within
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
 MARGIN = 0.02
@@ -164,7 +164,7 @@ class Planner:
         """
         members: list[PortfolioPlan] = []
         if self.max_size is None or num_trials <= self.max_size:
-            members.append(self._member("full fusion", [self._alone(num_trials)]))
+            members.append(self._member("full fusion", [self.alone(num_trials)]))
         members.append(self._kept_one_after_another(num_trials))
         members += self._paired(num_trials, members)
         return Portfolio(tuple(sorted(members, key=_rank)))
@@ -192,7 +192,7 @@ class Planner:
 
     def alone(self, size: int) -> SubArrayPlan:
         """Return the best way to run a single sub-array, or the way that needs the least memory if none fits."""
-        return self._alone(size)
+        return self.best(self._pair((size,)))
 
     def ways(self, sizes: tuple[int, ...], arrays: tuple[SubArrayProfile, ...]) -> dict[str, SubArrayPlan]:
         """Return all ways, by name, to run a single sub-array, or two in turn, possibly of different kinds.
@@ -201,7 +201,13 @@ class Planner:
             sizes: number of trials in each sub-array.
             arrays: the profiled sub-arrays.
         """
-        return self._ways(sizes, arrays)
+        kept_schedule = undecided(arrays, self._limit)
+        plans = {"kept": self._part(sizes, "kept", kept_schedule)}
+        for way, policy in _WAYS.items():
+            schedule, _ = planned(kept_schedule, replace(policy, is_duplex=self.is_duplex))
+            plans[way] = self._part(sizes, way, schedule)
+        plans["min-cut"] = self._part(sizes, "min-cut", min_cut_planned(kept_schedule))
+        return plans
 
     def timed(self, part: SubArrayPlan, arrays: tuple[SubArrayProfile, ...]) -> SubArrayPlan:
         """Return a part with the predictions of other arrays of the same trials."""
@@ -209,11 +215,14 @@ class Planner:
 
     def best(self, ways: Mapping[str, SubArrayPlan]) -> SubArrayPlan:
         """Return the fastest way that fits, or the way that needs the least memory."""
-        return self._best(ways)
+        fitting = [part for part in ways.values() if part.peak_bytes <= self._limit]
+        if fitting:
+            return min(fitting, key=lambda part: part.times.seconds)
+        return min(ways.values(), key=lambda part: part.peak_bytes)
 
     def kept(self, size: int) -> SubArrayPlan:
         """Return a single sub-array with everything kept, whether or not the sub-array fits."""
-        return self._kept(size)
+        return self._part((size,), "kept", undecided((self._of(size),), self._limit))
 
     def _of(self, size: int) -> SubArrayProfile:
         if size not in self._arrays:
@@ -232,48 +241,21 @@ class Planner:
             # Sizes come largest first.
             if self.max_size is not None and sizes[0] > self.max_size:
                 continue
-            sub_arrays = [SubArray("", size) for size in sizes]
-            grouped = pairs(sub_arrays, lambda one: self._of(one.size).seconds)
-            ways = [self._pair(pair) for pair in grouped]
+            ways = [self._pair(pair) for pair in pairs(sizes, lambda size: self._of(size).seconds)]
             new_plans = [
                 self._member(way, [pair_ways[way] for pair_ways in ways]) for way in ("kept", *_WAYS, "min-cut")
             ]
-            new_plans.append(self._member("each pair's best", [self._best(pair_ways) for pair_ways in ways]))
+            new_plans.append(self._member("each pair's best", [self.best(pair_ways) for pair_ways in ways]))
             plans += new_plans
             best += [member.seconds for member in new_plans if member.fits]
         return _best_of_each_way(plans)
 
-    def _pair(self, pair: SubArrayPair) -> dict[str, SubArrayPlan]:
+    def _pair(self, pair: tuple[int, ...]) -> dict[str, SubArrayPlan]:
         # Both orders of a pair share a plan.
-        sizes = tuple(sorted((sub_array.size for sub_array in pair.sub_arrays), reverse=True))
+        sizes = tuple(sorted(pair, reverse=True))
         if sizes not in self._parts:
-            self._parts[sizes] = self._ways(sizes, tuple(self._of(size) for size in sizes))
+            self._parts[sizes] = self.ways(sizes, tuple(self._of(size) for size in sizes))
         return self._parts[sizes]
-
-    def _ways(self, sizes: tuple[int, ...], arrays: tuple[SubArrayProfile, ...]) -> dict[str, SubArrayPlan]:
-        kept_schedule = undecided(arrays, self._limit)
-        plans = {"kept": self._part(sizes, "kept", kept_schedule)}
-        for way, policy in _WAYS.items():
-            actions = AllowedPlanActions(
-                swaps=policy.swaps,
-                recomputes=policy.recomputes,
-                interleaves=policy.interleaves,
-                is_duplex=self.is_duplex,
-            )
-            schedule, _ = planned(kept_schedule, actions)
-            plans[way] = self._part(sizes, way, schedule)
-        plans["min-cut"] = self._part(sizes, "min-cut", min_cut_planned(kept_schedule))
-        return plans
-
-    def _alone(self, size: int) -> SubArrayPlan:
-        return self._best(self._pair(SubArrayPair(SubArray("", size), None)))
-
-    def _best(self, ways: Mapping[str, SubArrayPlan]) -> SubArrayPlan:
-        """Return the fastest way that fits, or the way that needs the least memory."""
-        fitting = [part for part in ways.values() if part.peak_bytes <= self._limit]
-        if fitting:
-            return min(fitting, key=lambda part: part.times.seconds)
-        return min(ways.values(), key=lambda part: part.peak_bytes)
 
     def _kept_one_after_another(self, num_trials: int) -> PortfolioPlan:
         """Put as many trials in each sub-array as fit, and the remaining trials in a last sub-array."""
@@ -281,14 +263,11 @@ class Planner:
         most = num_trials if self.max_size is None else min(num_trials, self.max_size)
         for size in range(2, most + 1):
             # Memory grows with the size, so the first size that does not fit ends the search.
-            if self._kept(size).peak_bytes > self._limit:
+            if self.kept(size).peak_bytes > self._limit:
                 break
             largest = size
         sizes = [largest] * (num_trials // largest) + ([num_trials % largest] if num_trials % largest else [])
-        return self._member("fits, one after another", [self._kept(size) for size in sizes])
-
-    def _kept(self, size: int) -> SubArrayPlan:
-        return self._part((size,), "kept", undecided((self._of(size),), self._limit))
+        return self._member("fits, one after another", [self.kept(size) for size in sizes])
 
     def _part(self, sizes: tuple[int, ...], way: str, schedule: SubArraySchedule) -> SubArrayPlan:
         verify_schedule(schedule)
