@@ -43,7 +43,6 @@ from hydra_tune.schedule.events import (
     PriorityChanged,
 )
 from hydra_tune.schedule.front import ADMISSIONS, AdmissionFront, check_admission
-from hydra_tune.schedule.invariants import violations
 from hydra_tune.schedule.levels import PriorityLevels
 from hydra_tune.schedule.policies.policy import JobView, Policy, start_selection
 from hydra_tune.schedule.record import JobPhase, JobRecord
@@ -142,16 +141,6 @@ class Scheduler:
             raise ScheduleError(self._refusal_text(event, events[:position], str(refusal))) from None
         return [] if released_job is None else [Release(job=released_job)], victims
 
-    def check(self) -> None:
-        """Verify every invariant; meant for tests and for debugging.
-
-        Raises:
-            ScheduleError: names each violated invariant.
-        """
-        faults = list(violations(self._state, max_concurrent=self._max_concurrent))
-        if faults:
-            raise ScheduleError(f"the scheduler's state is inconsistent: {'; '.join(faults)}; please report this")
-
     def story(self, job: str) -> list[str]:
         """The last events and commands of a job, the oldest first; empty if the job is unknown or over."""
         return [repr(entry) for entry in self._stories.get(job, ())]
@@ -209,16 +198,6 @@ class Scheduler:
     def has_devices(self) -> bool:
         """Whether there is any device."""
         return bool(self._state.devices)
-
-    @property
-    def eligible_jobs(self) -> tuple[str, ...]:
-        """Jobs without a running unit, and with a unit ready to run."""
-        return tuple(job for job, record in self._state.jobs.items() if record.view is not None)
-
-    @property
-    def offering_jobs(self) -> tuple[str, ...]:
-        """Running jobs with further ready units."""
-        return tuple(self._state.offering)
 
     @property
     def front(self) -> tuple[str, ...]:

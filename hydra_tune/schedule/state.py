@@ -1,7 +1,7 @@
 """`SchedulerState`: the scheduler's memory, changed only by its methods; `SchedulerStateDraft`: uncommitted changes.
 
 `put` and `drop` also update everything derived from the records: the queue, the idle devices, the slots taken, and the
-policy's views. `invariants.py` recomputes each derived table.
+policy's views. `tests/support/schedule_invariants.py` recomputes each derived table.
 """
 
 from bisect import bisect_left, insort

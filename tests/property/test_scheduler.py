@@ -31,6 +31,7 @@ from hydra_tune.schedule import (
     UnitFinished,
     makespan_bound,
 )
+from tests.support.schedule_invariants import check, eligible_jobs
 from tests.unit.schedule.driver import drive
 from tests.unit.schedule.oracles import some_policies
 
@@ -363,12 +364,12 @@ class AnyHistory(RuleBasedStateMachine):
     def consistent(self):
         if self.pending:
             return
-        self.scheduler.check()
+        check(self.scheduler)
         assert not (self.idle and (self.ready or self.offering)), "every device that could be fed is fed"
         assert self.num_slots >= self.max_concurrent or set(self.queued) <= self.paused, "no slot is left empty"
         assert set(self.scheduler.idle_devices) == self.idle
-        assert set(self.scheduler.eligible_jobs) == set(self.ready)
-        assert set(self.scheduler.offering_jobs) == set(self.offering)
+        assert set(eligible_jobs(self.scheduler)) == set(self.ready)
+        assert set(self.scheduler._state.offering) == set(self.offering)
         assert self.scheduler.running == {device: job for device, (job, _) in self.running.items()}
 
     def end_unit(self, device):
@@ -425,7 +426,7 @@ class AnyHistory(RuleBasedStateMachine):
                 self.over.add(job)
                 self.tell(JobStopped(job=job))
         assert not self.alive()
-        self.scheduler.check()
+        check(self.scheduler)
         assert not self.scheduler.phases
         assert not self.scheduler._stories
         assert not self.scheduler._state.kinds

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.train.loop import burst
+from tests.support.schedule_invariants import eligible_jobs
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, task
 
 pytestmark = pytest.mark.timeout(120)
@@ -76,7 +77,7 @@ def is_asked(pool, job):
 
 def waits(pool, job):
     """Whether a job waits for a device."""
-    return job.key in pool._pool._core.scheduler.eligible_jobs
+    return job.key in eligible_jobs(pool._pool._core.scheduler)
 
 
 def bursts(path):

@@ -20,6 +20,7 @@ from hydra_tune.schedule import (
     Unit,
     UnitFinished,
 )
+from tests.support.schedule_invariants import check
 
 
 @dataclass
@@ -66,7 +67,7 @@ class VirtualPool:
 
     def _tell(self, *events: Event) -> None:
         commands = self.scheduler.handle(*events)
-        self.scheduler.check()
+        check(self.scheduler)
         admitted = [self._admitted(command.job) for command in commands if isinstance(command, Admit)]
         for command in commands:
             self._carry_out(command)

@@ -18,6 +18,7 @@ from hydra_tune.schedule import (
     Unit,
     UnitFinished,
 )
+from tests.support.schedule_invariants import check
 
 UNIT = Unit(kind="forward", shard=0, seconds=1.0)
 
@@ -39,7 +40,7 @@ def machine(*events):
     made.handle(*[JobSubmitted(job=event.job) for event in events])
     for event in events:
         made.handle(event)
-    made.check()
+    check(made)
     return made
 
 
@@ -58,7 +59,7 @@ def test_much_more_is_shown_of_all_at_once(together):
     made = machine(admitted("a", 6, 10.0), admitted("b", 6, 10.0), admitted("c", 5, 10.0))
     events = [finished("a", 5, 20.0)]
     made.handle(*events, *[ShardMoved(job="c", shard=1, device="cpu:0")] * together)
-    made.check()
+    check(made)
     assert shown(made, "b") == (120.0, 20.0)
     assert shown(made, "c") == (100.0, 20.0)
     assert made.step_seconds("plan") == 20.0
@@ -83,7 +84,7 @@ def test_a_job_whose_steps_are_others_now_goes_by_these():
     (running,) = made.running.values()
     assert running == "a"
     made.handle(finished("a", 5, 33.0, "other"), JobStopped(job="b"))
-    made.check()
+    check(made)
     assert made.step_seconds("plan") is None
     assert made.step_seconds("other") == 30.0
 

@@ -23,6 +23,7 @@ from hydra_tune.schedule import (
     UnitFinished,
     make_policy,
 )
+from tests.support.schedule_invariants import check
 
 BURST = Unit(kind="burst", shard=0, seconds=1.0, may_end_early=True)
 WHOLE = Unit(kind="forward", shard=0, seconds=1.0)
@@ -40,7 +41,7 @@ def submit(machine, job, unit=BURST, *, remaining_seconds=10.0, priority=0):
     commands = machine.handle(
         JobAdmitted(job=job, unit=unit, remaining_seconds=remaining_seconds, step_seconds=0.0),
     )
-    machine.check()
+    check(machine)
     return commands
 
 
@@ -105,7 +106,7 @@ def test_a_job_that_goes_on_or_is_raised_ends_the_burst_that_it_waits_for(way):
     machine = scheduler()
     event = way(machine, "a")
     assert machine.handle(event) == [end("other")]
-    machine.check()
+    check(machine)
     assert machine.handle(finished("other")) == [run("a")]
 
 
@@ -114,7 +115,7 @@ def test_a_job_that_loses_its_device_ends_another_ones_burst():
     submit(machine, "a")
     submit(machine, "b")
     assert machine.handle(DeviceLost(device="cpu:0")) == [end("b", device="cpu:1")]
-    machine.check()
+    check(machine)
     assert machine.handle(finished("b", device="cpu:1")) == [run("a", device="cpu:1")]
 
 
@@ -225,7 +226,7 @@ def test_whoever_waits_has_a_device_as_soon_as_the_bursts_that_end_for_it_have(n
     assert len({command.device for command in asked}) == len(asked) == min(late, num_devices)
     for command in data.draw(st.permutations(asked)):
         (begun,) = machine.handle(finished(command.job, device=command.device))
-        machine.check()
+        check(machine)
         assert begun.device == command.device
         assert begun.job.startswith("late")
     assert sum(job.startswith("late") for job in machine.running.values()) == len(asked)

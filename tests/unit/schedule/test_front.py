@@ -19,6 +19,7 @@ from hydra_tune.schedule import (
     Unit,
     UnitFinished,
 )
+from tests.support.schedule_invariants import check
 
 UNIT = Unit(kind="backward", shard=0, seconds=1.0)
 REMAINING = {"a": 3.0, "b": 4.0, "c": 5.0, "d": 9.0}
@@ -35,7 +36,7 @@ class Machine:
 
     def handle(self, *events):
         commands = self.scheduler.handle(*events)
-        self.scheduler.check()
+        check(self.scheduler)
         return [command.job for command in commands if isinstance(command, Run)]
 
     def finish(self, job, *, waits=False):

@@ -7,8 +7,20 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from hydra_tune.schedule import Scheduler
 from hydra_tune.schedule.record import JobPhase, JobRecord
 from hydra_tune.schedule.state import SchedulerState
+
+
+def check(scheduler: Scheduler) -> None:
+    """Fail with a sentence for each violated invariant."""
+    wrong = list(violations(scheduler._state, max_concurrent=scheduler._max_concurrent))
+    assert not wrong, "; ".join(wrong)
+
+
+def eligible_jobs(scheduler: Scheduler) -> list[str]:
+    """Jobs without a running unit, and with a unit ready to run."""
+    return [job for job, record in scheduler._state.jobs.items() if record.view is not None]
 
 
 def violations(state: SchedulerState, *, max_concurrent: int) -> Iterator[str]:
