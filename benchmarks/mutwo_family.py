@@ -7,6 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that nothing has to be installed
 
 import torch
+from mutwo_least import least
 from mutwo_models import model
 
 from hydra_tune import TrainTask
@@ -16,7 +17,6 @@ from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.runtime.task_profiles import TaskProfileCache
 from hydra_tune.planner.cost.peak_memory import peak_of
 from hydra_tune.planner.ir.plan_state import undecided
-from hydra_tune.planner.passes.memory_lower_bound import least
 from hydra_tune.planner.profile.profiler import SubArrayProfiler
 from hydra_tune.planner.search.portfolio import MARGIN, Planner
 from hydra_tune.quantities import format_bytes

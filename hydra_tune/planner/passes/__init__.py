@@ -2,6 +2,6 @@
 
 A pass takes a schedule and returns another schedule: a pass must not run a step or read a clock. Read `swap_recompute`
 first, the loop of Algorithm B, then `candidates` (F), `swap_overhead` (C), `recompute_overhead` (D) and
-`recompute_updates` (E). `double_swap` and `min_cut` are passes of our own, `memory_lower_bound` computes the memory
-below which no plan fits, and `graph_rewrite` turns a schedule into merged graphs.
+`recompute_updates` (E). `double_swap` and `min_cut` are passes of our own, and `graph_rewrite` turns a schedule into
+merged graphs.
 """

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.mutwo_least import least
 from hydra_tune.planner.cost.peak_memory import curve, peak_of
 from hydra_tune.planner.ir.aliasing import seen
 from hydra_tune.planner.ir.lowering import lowered
@@ -17,7 +18,6 @@ from hydra_tune.planner.ir.verify import verify_schedule
 from hydra_tune.planner.passes.candidates import candidates_of
 from hydra_tune.planner.passes.double_swap import absence
 from hydra_tune.planner.passes.graph_rewrite import rewritten
-from hydra_tune.planner.passes.memory_lower_bound import least
 from hydra_tune.planner.passes.swap_recompute import AllowedPlanActions, planned
 from hydra_tune.planner.profile.profiler import GraphMeasurements, array_of
 from hydra_tune.planner.trace.step_graph import StepGraph

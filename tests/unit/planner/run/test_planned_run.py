@@ -6,11 +6,11 @@ import gc
 import pytest
 import torch
 
+from benchmarks.mutwo_least import least
 from hydra_tune.planner.cost.peak_memory import followed, peak_of, simulated
 from hydra_tune.planner.ir.lowering import lowered, start_bytes
 from hydra_tune.planner.ir.plan_state import ScheduleSegment, undecided
 from hydra_tune.planner.ir.verify import verify_schedule
-from hydra_tune.planner.passes.memory_lower_bound import least
 from hydra_tune.planner.passes.swap_recompute import AllowedPlanActions, planned
 from hydra_tune.planner.profile.profiler import GraphMeasurements, array_of, copied_at
 from hydra_tune.planner.run.copy_engine import ThreadCopyEngine

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from benchmarks.mutwo_least import MemoryLowerBound, least
 from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.planner.cost.peak_memory import curve, peak_of
 from hydra_tune.planner.ir.plan_state import ScheduleSegment, undecided
 from hydra_tune.planner.ir.verify import verify_schedule
-from hydra_tune.planner.passes.memory_lower_bound import MemoryLowerBound, least
 from tests.unit.planner.hand import array as array_by_hand
 from tests.unit.planner.hand import op
 from tests.unit.planner.machine import Machine, alone

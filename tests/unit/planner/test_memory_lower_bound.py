@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
+from benchmarks.mutwo_least import least
 from hydra_tune.planner.cost.peak_memory import peak_of
 from hydra_tune.planner.ir.plan_state import undecided
-from hydra_tune.planner.passes.memory_lower_bound import least
 from hydra_tune.planner.passes.swap_recompute import planned
 from hydra_tune.planner.search.portfolio import MARGIN, Planner
 from tests.unit.planner.hand import array, chain, op
