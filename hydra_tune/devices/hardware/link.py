@@ -5,12 +5,14 @@ work, one copy can be ten times as fast as another (note in `shard/cost/compute_
 bandwidth has that bandwidth.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from hydra_tune.devices.cpu import CpuDevice
@@ -157,7 +159,17 @@ def _seconds(device: Device, nbytes: int) -> float:
     return _fastest(lambda: device.load([(host, data)]))
 
 
-def _fastest(copy: Callable[[], None]) -> float:
+@functools.cache
+def dram_bandwidth() -> float:
+    """Return the memory bandwidth of a core of the host in bytes per second, reads plus writes.
+
+    The bandwidth is measured once per process, by the fastest of a few large copies.
+    """
+    source, target = (torch.zeros(_MOST_BYTES, dtype=torch.uint8) for _ in range(2))
+    return 2 * _MOST_BYTES / _fastest(lambda: target.copy_(source))
+
+
+def _fastest(copy: Callable[[], object]) -> float:
     round_seconds = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()

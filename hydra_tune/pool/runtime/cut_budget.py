@@ -7,8 +7,7 @@ from typing import Literal
 
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.hardware.discovery import device_kind, num_cores
-from hydra_tune.devices.hardware.dram import dram_bandwidth
-from hydra_tune.devices.hardware.link import link_of, measured_link
+from hydra_tune.devices.hardware.link import dram_bandwidth, link_of, measured_link
 from hydra_tune.shard.cost.optimizer_placement import MachineSpeeds
 from hydra_tune.shard.partition.budget import ShardPlanConstraints
 from hydra_tune.shard.partition.partitioner import NumShards

@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from hydra_tune.devices.hardware.dram import dram_bandwidth
-from hydra_tune.devices.hardware.link import LinkCostModel
+from hydra_tune.devices.hardware.link import LinkCostModel, dram_bandwidth
 from hydra_tune.shard.cost.optimizer_placement import (
     MachineSpeeds,
     PlacementCandidate,
