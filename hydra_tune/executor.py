@@ -53,7 +53,6 @@ from hydra_tune.simulate.recorded.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data import loader_workers
 
-_HOST_SHARE = 0.8  # share of the free host memory, where host_memory is not given
 _MOST_PROFILED = 8  # trials, where profile=True gives no number
 _NO_CHECKPOINTS = "this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)"
 

@@ -31,11 +31,6 @@ class PriorityLevels:
         """The highest level with an eligible job; there must be such a level."""
         return self._rising[-1]
 
-    @property
-    def counts(self) -> dict[Level, int]:
-        """Number of eligible jobs by non-empty level."""
-        return {level: self._levels[level].num_jobs for level in self._rising}
-
     def add(self, view: JobView, level: Level) -> None:
         """Add a job that has become eligible."""
         priority_level = self._levels.get(level)

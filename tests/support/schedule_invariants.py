@@ -110,8 +110,9 @@ def _device_violations(state: SchedulerState) -> Iterator[str]:
 def _table_violations(state: SchedulerState) -> Iterator[str]:
     records = state.jobs.values()
     views = Counter((record.view.priority, record.is_front) for record in records if record.view is not None)
-    if state.num_eligible != views.total() or state.levels.counts != views:
-        yield f"{state.num_eligible} jobs are eligible, by level {state.levels.counts}, expected {dict(views)}"
+    counts = {level: state.levels._levels[level].num_jobs for level in state.levels._rising}
+    if state.num_eligible != views.total() or counts != views:
+        yield f"{state.num_eligible} jobs are eligible, by level {counts}, expected {dict(views)}"
     yield from _front_violations(state)
     homes = Counter(record.last_device for record in records if record.last_device is not None)
     if state.homes != homes:

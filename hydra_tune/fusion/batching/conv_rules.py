@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_IMAGES = 5  # (N, batch, channels, height, width)
 _CHANNELS = 2
 
 aten: Any = torch.ops.aten
