@@ -7,7 +7,7 @@ from hydra_tune.cli.display.output import SweepOutput
 from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, USAGE
 from hydra_tune.cli.run.task_building import TaskBuilder
 from hydra_tune.cli.run.task_ref import load_task
-from hydra_tune.cli.run.tuners import find_cluster_tuner
+from hydra_tune.cli.run.tuners import CLUSTERS, find
 from hydra_tune.cli.sweep_file.options import DisplayOptions
 from hydra_tune.cli.sweep_file.request import ClusterRequest, ClusterTuner
 from hydra_tune.cli.sweep_file.spec import SweepSpec
@@ -43,7 +43,7 @@ def run_cluster_sweep(spec: SweepSpec, display: DisplayOptions, address: str) ->
         _check(spec)
         with output.quiet():
             # The user's module may print while it is imported.
-            function, tuner = load_task(spec), find_cluster_tuner(TUNER)
+            function, tuner = load_task(spec), find(CLUSTERS, TUNER)
         request = ClusterRequest(
             spec=spec,
             address=address,

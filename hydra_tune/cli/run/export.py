@@ -6,8 +6,8 @@ from pathlib import Path
 
 from hydra_tune.checkpoint.tensors import load_tensors, save_tensors
 from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, TUNER, USAGE
-from hydra_tune.cli.run.tuners import find_finder
-from hydra_tune.cli.run.weights_query import WeightsQuery
+from hydra_tune.cli.run.tuners import FINDERS, find
+from hydra_tune.cli.run.weights_query import KeptTrial, WeightsQuery
 from hydra_tune.errors import ConfigError, FileError, WeightsError
 from hydra_tune.observe.live import text
 
@@ -25,7 +25,7 @@ def export(query: WeightsQuery, out: Path, *, overwrite: bool, as_json: bool) ->
         The exit code of the program.
     """
     try:
-        kept_trial = find_finder(TUNER)(query)
+        kept_trial: KeptTrial = find(FINDERS, TUNER)(query)
         tensors, metadata = load_tensors(kept_trial.path)
         save_tensors(out, tensors, metadata, overwrite=overwrite)
     except ConfigError as error:

@@ -19,7 +19,7 @@ from hydra_tune.cli.display.output import SweepOutput
 from hydra_tune.cli.run.interrupt import stops
 from hydra_tune.cli.run.task_building import TaskBuilder
 from hydra_tune.cli.run.task_ref import load_task
-from hydra_tune.cli.run.tuners import find_tuner
+from hydra_tune.cli.run.tuners import TUNERS, find
 from hydra_tune.cli.sweep_file.options import DisplayOptions
 from hydra_tune.cli.sweep_file.request import SweepRequest, Tuner
 from hydra_tune.cli.sweep_file.spec import SweepSpec
@@ -90,7 +90,7 @@ def run_sweep(
     try:
         with output.quiet():
             # Imports user code: a broken task must fail before a folder or a pool exists.
-            function, tuner = load_task(spec), find_tuner(TUNER)
+            function, tuner = load_task(spec), find(TUNERS, TUNER)
         # Locks the folder before the pool and the study exist, so that a second process of the sweep creates nothing.
         with _own_folder(spec, resume=resume) as folder:
             with output.quiet():

@@ -4,43 +4,20 @@ The engine knows no tuning framework: each tuner registers itself as an entry po
 """
 
 from importlib.metadata import entry_points
-from typing import cast
+from typing import Any
 
-from hydra_tune.cli.run.weights_query import WeightsFinder
-from hydra_tune.cli.sweep_file.request import ClusterTuner, Tuner
 from hydra_tune.errors import ConfigError
 
-_TUNERS, _FINDERS, _CLUSTERS = "hydra_tune.tuners", "hydra_tune.weights", "hydra_tune.cluster_tuners"
+TUNERS, CLUSTERS, FINDERS = "hydra_tune.tuners", "hydra_tune.cluster_tuners", "hydra_tune.weights"
+"""Groups of entry points: each of a `Tuner`, a `ClusterTuner` and a `WeightsFinder`."""
 
 
-def find_tuner(name: str) -> Tuner:
-    """Load the tuner installed under `name`.
-
-    Raises:
-        ConfigError: the tuner, or its framework, is not installed.
-    """
-    return cast("Tuner", _load(_TUNERS, name))
-
-
-def find_cluster_tuner(name: str) -> ClusterTuner:
-    """Load the tuner for clusters installed under `name`.
+def find(group: str, name: str) -> Any:
+    """Load what a tuner has registered under its name in a group.
 
     Raises:
         ConfigError: the tuner, or its framework, is not installed.
     """
-    return cast("ClusterTuner", _load(_CLUSTERS, name))
-
-
-def find_finder(name: str) -> WeightsFinder:
-    """Load the weights finder of the tuner installed under `name`.
-
-    Raises:
-        ConfigError: the tuner, or its framework, is not installed.
-    """
-    return cast("WeightsFinder", _load(_FINDERS, name))
-
-
-def _load(group: str, name: str) -> object:
     for entry_point in entry_points(group=group, name=name):
         try:
             return entry_point.load()

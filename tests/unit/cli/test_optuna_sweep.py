@@ -74,23 +74,23 @@ def test_early_terminate_is_the_pruner(pruning, pruner, attributes):
 
 
 def test_the_tuner_is_found_by_its_entry_point():
-    assert tuners.find_tuner("optuna") is run_sweep
+    assert tuners.find(tuners.TUNERS, "optuna") is run_sweep
 
 
 def test_a_tuner_that_is_not_installed_is_named_with_its_extra(monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'hydra-tune\[ax\]'"):
-        tuners.find_tuner("ax")
+        tuners.find(tuners.TUNERS, "ax")
     monkeypatch.delitem(sys.modules, "hydra_tune_optuna.sweep")
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"a sweep needs optuna, .* pip install 'hydra-tune\[optuna\]'"):
-        tuners.find_tuner("optuna")
+        tuners.find(tuners.TUNERS, "optuna")
 
 
 def test_a_tuner_broken_in_another_way_says_so_itself(monkeypatch):
     entry = EntryPoint("optuna", "hydra_tune_optuna.nowhere:run", "hydra_tune.tuners")
     monkeypatch.setattr(tuners, "entry_points", lambda **_: [entry])
     with pytest.raises(ModuleNotFoundError, match="nowhere"):
-        tuners.find_tuner("optuna")
+        tuners.find(tuners.TUNERS, "optuna")
 
 
 class Observer:
