@@ -5,25 +5,27 @@ from rich.table import Table
 from rich.text import Text
 
 from hydra_tune.quantities import format_bytes, format_seconds
+from hydra_tune.simulate.optimal import BestSchedule
 from hydra_tune.simulate.outcome import DeviceOutcome, SimulationResult
 from hydra_tune.simulate.recorded.replay import ReplayComparison
 
 _MOST_DEVICES = 32
 
 
-def print_result(console: Console, result: SimulationResult) -> None:
+def print_result(console: Console, result: SimulationResult, best: BestSchedule | None = None) -> None:
     """Print the devices and the totals.
 
     Args:
         console: output console.
         result: the finished simulation.
+        best: the best schedule of the same units, to compare with; None: not searched.
     """
     console.print()
     console.print(_device_table(result.devices[:_MOST_DEVICES]))
     if len(result.devices) > _MOST_DEVICES:
         console.print(Text(f"... and {len(result.devices) - _MOST_DEVICES} more devices", style="dim"))
     console.print()
-    for name, value in _totals(result):
+    for name, value in (*_totals(result), *_optimum(result, best)):
         console.print(Text(f"{name:<12} {value}"))
 
 
@@ -78,6 +80,16 @@ def _device_table(devices: tuple[DeviceOutcome, ...]) -> Table:
             format_bytes(device.bytes_out),
         )
     return table
+
+
+def _optimum(result: SimulationResult, best: BestSchedule | None) -> list[tuple[str, str]]:
+    if best is None or not best.makespan_seconds:
+        return []
+    known = (
+        "proven" if best.status == "optimal" else f"the best found; none is below {format_seconds(best.bound_seconds)}"
+    )
+    ratio = result.makespan_seconds / best.makespan_seconds
+    return [("optimum", f"{format_seconds(best.makespan_seconds)} ({known}); the makespan is {ratio:.3f} of it")]
 
 
 def _totals(result: SimulationResult) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.quantities import parse_bytes
 from hydra_tune.schedule import ADMISSIONS, make_policy
 from hydra_tune.simulate import Outage, Scenario, SimulationResult, Slowdown, simulate
+from hydra_tune.simulate.optimal import BestSchedule, optimal_schedule
 from hydra_tune.simulate.plot import plot_timeline
 from hydra_tune.simulate.profile import read_profile
 from hydra_tune.simulate.recorded.recording import read_recording
@@ -31,6 +32,7 @@ Exit codes:
   130  interrupted by Ctrl-C
 """
 _PLOT_BARS = 2000
+_OPTIMUM = ("makespan_seconds", "bound_seconds", "status")
 _WITH_REPLAY = {"recorded", "policy", "as_json"}
 _WORKLOAD = {
     "trials": "num_trials",
@@ -141,6 +143,12 @@ def _outages(context: click.Context, parameter: click.Parameter, values: tuple[s
 @click.option("--timeline", type=click.IntRange(min=0), metavar="N", default=0, help="Keep the first N bars, in JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw them: a PNG.")
 @click.option(
+    "--optimum",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Search the best schedule without transfers, for so long.",
+)
+@click.option(
     "--replay",
     "recorded",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -157,6 +165,7 @@ def simulate_command(
     policy: str,
     timeline: int,
     plot: Path | None,
+    optimum: float | None,
     recorded: Path | None,
     as_json: bool,
     **flags: Any,
@@ -175,7 +184,7 @@ def simulate_command(
         make_policy(policy)
         scenario = _from_flags(flags) if profile is None else _from_profile(profile, flags)
         result = simulate(scenario, policy, timeline=output.timeline)
-        _show(result, output)
+        _show(result, output, None if optimum is None else _best_schedule(scenario, result, optimum))
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
@@ -205,13 +214,23 @@ def _replay(context: click.Context, path: Path, *, as_json: bool) -> None:
         print_replay(Console(highlight=False), comparison)
 
 
-def _show(result: SimulationResult, output: _SimulationOutputOptions) -> None:
+def _best_schedule(scenario: Scenario, result: SimulationResult, seconds: float) -> BestSchedule:
+    """Search the best schedule of the units that the simulation has run, as if all trials had been there from the start."""
+    if result.bound_seconds is None:
+        raise ConfigError("--optimum is for devices of one speed without faults; leave out --speeds, --slow and --lose")
+    speed = scenario.devices[0].speed
+    chains = {trial.name: [unit.seconds / speed for unit in trial.step] * trial.steps_run for trial in scenario.trials}
+    return optimal_schedule(chains, len(scenario.devices), time_limit_seconds=seconds)
+
+
+def _show(result: SimulationResult, output: _SimulationOutputOptions, best: BestSchedule | None) -> None:
     if output.plot is not None:
         plot_timeline(result, output.plot)
     if output.as_json:
-        click.echo(json.dumps(result.to_json(), allow_nan=False))
+        optimum = {} if best is None else {"optimum": {name: getattr(best, name) for name in _OPTIMUM}}
+        click.echo(json.dumps({**result.to_json(), **optimum}, allow_nan=False))
     else:
-        print_result(Console(highlight=False), result)
+        print_result(Console(highlight=False), result, best)
 
 
 def _from_flags(flags: dict[str, Any]) -> Scenario:

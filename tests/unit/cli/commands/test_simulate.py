@@ -80,6 +80,22 @@ def test_options_reach_the_simulation():
     assert len(figures(*flags, "--timeline", 7)["timeline"]) == 7
 
 
+def test_the_optimum_of_the_same_units_is_found_and_compared_with(profile):
+    """Three trials of 5 steps, each of 3 units of 1 s: 45 s of work for two devices, which end at whole seconds."""
+    pytest.importorskip("ortools")
+    free = json.loads(profile.read_text())
+    for device in free["devices"]:
+        del device["bandwidth"], device["memory_bytes"]
+    profile.write_text(json.dumps(free))
+    known = figures(profile, "--policy", "fifo", "--optimum", 20)
+    assert known["optimum"] == {"makespan_seconds": 23.0, "bound_seconds": 23.0, "status": "optimal"}
+    table = call(profile, "--policy", "fifo", "--optimum", 20)
+    assert f"(proven); the makespan is {known['makespan_seconds'] / 23:.3f} of it" in table.output
+    refused = call("--trials", 2, "--devices", 2, "--speeds", "1,0.5", "--optimum", 1)
+    assert refused.exit_code == 2
+    assert "--optimum is for devices of one speed without faults" in refused.output
+
+
 def test_bursts_are_as_long_as_asked_for():
     flags = ("--trials", 2, "--devices", 1, "--shards", 1, "--steps", 10, "--policy", "round_robin", "--timeline", 3)
     plain, bursts = figures(*flags), figures(*flags, "--burst-seconds", 1.05)
