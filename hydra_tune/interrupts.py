@@ -131,13 +131,13 @@ def let_interrupts_through() -> Iterator[None]:
     if not _is_main() or _holder.depth == 0:
         yield
         return
-    _holder.is_open = True
+    was_open, _holder.is_open = _holder.is_open, True
     try:
         # Inside the `try`, because the exception raised here has to close the window.
         _holder.pass_on()
         yield
     finally:
-        _holder.is_open = False
+        _holder.is_open = was_open
 
 
 @contextmanager

@@ -100,6 +100,14 @@ def test_a_block_inside_a_window_holds_until_its_own_end():
     assert done == ["inner"]
 
 
+def test_a_window_inside_a_window_leaves_it_open():
+    with pytest.raises(KeyboardInterrupt), hold_interrupts(), let_interrupts_through():
+        with let_interrupts_through():
+            pass
+        press()
+        pytest.fail("raised at once")
+
+
 def test_another_error_does_not_lose_the_interrupt():
     with pytest.raises(KeyboardInterrupt) as raised, hold_interrupts():
         press()
