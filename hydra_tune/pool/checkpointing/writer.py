@@ -36,6 +36,7 @@ from hydra_tune.train.checkpoint.snapshot import SnapshotSource
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
+_LOOK_SECONDS = 0.1  # between checks whether the writer thread has ended
 _ROOM_SHARE = 0.5  # largest part of the free host memory that a copy may take
 
 
@@ -197,10 +198,13 @@ class PoolCheckpointWriter:
 
     def flush(self) -> None:
         """Wait for the end of all earlier work on the writer thread."""
-        if self._thread is not None and threading.current_thread() is not self._thread:
+        thread = self._thread
+        if thread is not None and threading.current_thread() is not thread:
             flushed = threading.Event()
             self.start(flushed.set)
-            flushed.wait()
+            # After `close`, or beside it, the thread ends without looking at the queue again; nothing is pending then.
+            while not flushed.wait(_LOOK_SECONDS) and thread.is_alive():
+                pass
 
     def close(self) -> None:
         """Finish the outstanding writes, and end the writer thread."""
@@ -250,6 +254,7 @@ class TrialCheckpointer:
         self._files: list[Future[Path]] = []
         self._at_end: list[Future[CheckpointContent]] = []
         self._end: str | None = None
+        self._is_refused = False
         self._is_owed = False
         self._steps = -1
         self._seconds = time.monotonic()
@@ -299,7 +304,7 @@ class TrialCheckpointer:
     def _ask(self, asked: list[Any]) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
-            if self._end is None:
+            if self._end is None and not self._is_refused:
                 asked.append(future)
                 return future
         future.set_exception(self._ended())
@@ -378,8 +383,10 @@ class TrialCheckpointer:
         # Never -1 again, which stands for a trial that `_check` has not seen.
         self._steps, self._seconds, self.has_any = max(steps, 0), time.monotonic(), True
         if buffer is None:
-            self._write(content, files)
-            self._all.give_slot_back()
+            try:
+                self._write(content, files)
+            finally:  # also after Ctrl-C on a driver's thread: the next holder would wait for ever
+                self._all.give_slot_back()
             return
 
         def write() -> None:
@@ -405,6 +412,16 @@ class TrialCheckpointer:
             return
         for future in files:
             future.set_result(self._folder.path)
+
+    def refuse(self) -> None:
+        """Fail all open and further requests after a breakdown of the pool; `close` follows at shutdown."""
+        with self._lock:
+            self._is_refused = True
+            requests: list[Future[Any]] = [*self._copies, *self._files, *self._at_end]
+            self._copies, self._files, self._at_end = [], [], []
+        for future in requests:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._ended())
 
     def close(self, status: str) -> None:
         """Mark the trial as over, and fail all open requests.
@@ -442,7 +459,7 @@ class TrialCheckpointer:
             self._all.leave(self.path)
 
     def _ended(self) -> CheckpointError:
-        return CheckpointError(f"{self._name} is over ({self._end}) and was not saved before")
+        return CheckpointError(f"{self._name} is over ({self._end or 'failed'}) and was not saved before")
 
 
 def _copy_last(trial: SnapshotSource, labels: Mapping[str, Any], asked: list[Future[CheckpointContent]]) -> None:

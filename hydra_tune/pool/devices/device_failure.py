@@ -111,6 +111,7 @@ class DeviceLossHandler:
             core.changed.notify_all()
         # After the jobs have failed: a block given up would otherwise be loaded again from the host's outdated copy.
         give_up(pager)
+        core.given_up.add(device)
         core.release_all()
         # No event could ever run a unit again, so all jobs would wait for ever.
         if not core.scheduler.has_devices:

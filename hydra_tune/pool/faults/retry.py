@@ -98,7 +98,12 @@ class FaultRecovery:
             return False
         # A driver reports a lost device by a plain RuntimeError on any call, so only the devices themselves can tell.
         if may_be_the_devices(error):
-            lost_devices = [name for name, device in list(self._devices.items()) if found_lost(device)]
+            # A device lost before the trial's last unit began has nothing to do with an error of that unit.
+            lost_devices = [
+                name
+                for name, device in list(self._devices.items())
+                if name not in record.lost_before and found_lost(device)
+            ]
             if lost_devices:
                 loss = DeviceLostError(
                     f"device {' and '.join(lost_devices)} was lost under trial {record.job.name!r} ({first_line(error)}), with "

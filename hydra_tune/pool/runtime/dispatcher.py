@@ -110,6 +110,7 @@ class JobDispatcher:
             self.next_units = NextUnitPredictor(policy, self.scheduler, devices, self.records, self.changed)
         self.leaving: set[str] = set()
         self.gone: set[str] = set()
+        self.given_up: set[str] = set()  # lost devices that hold no block any more
         self.is_closed = False
         self.error: BaseException | None = None
         self.abandoned: list[JobState] = []
@@ -172,6 +173,7 @@ class JobDispatcher:
     def add_device(self, name: str) -> None:
         """Add a new or returning device shortly before the device's worker starts; under the lock, like `decide`."""
         self.gone.discard(name)
+        self.given_up.discard(name)
         # A new queue, because the worker of a lost device ends without reading the None in its inbox.
         self.inboxes[name] = queue.SimpleQueue()
         if self.next_units is not None:
@@ -463,6 +465,8 @@ class JobDispatcher:
         for record in records:
             result = Result(status="failed", error=error)
             record.job.end(result)
+            if record.keeper is not None:
+                record.keeper.refuse()
             self._log_end(record.job, result)
             if record.job.events is not None:
                 record.job.events.put(Failed(record.job, result))

@@ -164,6 +164,7 @@ class JobState:
         self.error: BaseException | None = None
         self.host_bytes = 0
         self.lent_bytes = 0
+        self.lost_before: frozenset[str] = frozenset()  # devices lost, and their blocks given up, before the last unit
         self.is_released = False
         self.begins_again = False
         self.is_detached = False

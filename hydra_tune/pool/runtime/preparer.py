@@ -83,6 +83,7 @@ class JobPreparer:
             if record.outcome is not None:
                 core.tell(JobRejected(job=job.key))
                 return
+            record.lost_before = frozenset(core.given_up)
             helpers = JobDeviceLender(self._lender, record)
             keeper = record.keeper
             if keeper is not None:
@@ -142,7 +143,10 @@ class JobPreparer:
         with core.changed:
             core.changed.wait_for(
                 lambda: (
-                    record.outcome is not None or has_room(record, core.records.values(), self._host_bytes, self._host)
+                    # After a breakdown, the abandoned jobs keep their reservations until the shutdown, which waits for us.
+                    core.error is not None
+                    or record.outcome is not None
+                    or has_room(record, core.records.values(), self._host_bytes, self._host)
                 )
             )
         assert record.trial is not None

@@ -20,7 +20,7 @@ from hydra_tune.pool.devices.device_reservation import DeviceUseLock
 from hydra_tune.pool.devices.library_memory import LedgerFitter
 from hydra_tune.pool.devices.oom_retry import OutOfMemoryHandler
 from hydra_tune.pool.faults.retry import found_lost
-from hydra_tune.pool.runtime.dispatcher import DeviceLossProbe, JobDispatcher
+from hydra_tune.pool.runtime.dispatcher import PROBE, DeviceLossProbe, JobDispatcher
 from hydra_tune.pool.runtime.job_state import JobState, NextAction, forget_locals
 from hydra_tune.pool.runtime.recorder import PoolRecorder
 from hydra_tune.pool.stats import DeviceStats
@@ -86,9 +86,12 @@ class Worker:
             try:
                 with self._device.worker():
                     self._work()
-            except RuntimeError:  # `Device.worker` synchronizes at its end, which a lost device refuses
+            except RuntimeError as error:  # `Device.worker` synchronizes at its end, which a lost device refuses
                 if not self._is_lost:
-                    raise
+                    if not self._losses.is_here(self._device.name, error):
+                        raise
+                    # A thread that waited for a loader: only the device's present worker declares the loss.
+                    self._core.inboxes[self._device.name].put(PROBE)
 
     def _work(self) -> None:
         inbox = self._core.inboxes[self._device.name]
@@ -159,6 +162,7 @@ class Worker:
         """Run a unit and advance the job; return whether the worker has to end."""
         assert record.trial is not None
         trial = record.trial
+        record.lost_before = frozenset(self._core.given_up)
         seconds = 0.0
         following: NextAction | None = None
         try:
