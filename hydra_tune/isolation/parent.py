@@ -9,6 +9,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -110,6 +111,12 @@ class IsolatedPoolClient:
         """
         self._begin()
         data = pickled_task(task, self._known)
+        try:
+            pickle.dumps(options)
+        except Exception as error:
+            raise ConfigError(
+                f"labels of a job must be plain values, which can be sent to the pool's process: {error}"
+            ) from error
         with self._lock:
             if self._error is not None:
                 raise HydraTuneError(

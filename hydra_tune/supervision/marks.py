@@ -28,9 +28,10 @@ _NAME_BYTES, _DIGEST_LENGTH = _SLOT_BYTES - _SLOT.size, 16
 
 def marked_as(name: str) -> str:
     """Return the name of a trial in marks and crashes: a long name is shortened and ends in a digest of the full name."""
-    text = name.encode()
+    # A name may be any object, or a file name whose bytes are no UTF-8.
+    text = str(name).encode(errors="backslashreplace")
     if len(text) <= _NAME_BYTES:
-        return name
+        return text.decode()
     digest = hashlib.sha256(text).hexdigest()[:_DIGEST_LENGTH]
     return f"{text[: _NAME_BYTES - _DIGEST_LENGTH - 1].decode(errors='ignore')}~{digest}"
 

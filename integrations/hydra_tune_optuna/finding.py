@@ -8,7 +8,7 @@ from optuna.study import Study
 
 from hydra_tune.cli.run.weights_query import KeptTrial, WeightsQuery
 from hydra_tune.errors import ConfigError, WeightsError
-from hydra_tune_optuna.sweep import check_file, first_line, open_storage
+from hydra_tune_optuna.sweep import check_file, first_line, given, open_storage
 from hydra_tune_optuna.weights import weights_path
 
 _NUM_NAMED = 5
@@ -44,7 +44,7 @@ def find_weights(query: WeightsQuery) -> KeptTrial:
         study=study.study_name,
         number=trial.number,
         value=trial.values[0] if trial.values else None,
-        params=trial.params,
+        params={name: given(query.domains, name, value) for name, value in trial.params.items()},
         path=weights_path(study, trial, weights_dir=query.weights_dir),
     )
 

@@ -61,7 +61,8 @@ def run_sweep(request: SweepRequest) -> None:
     with _quiet():
         study = _open(request)
         # Counted before the search claims any trial: a claimed trial would seem to belong to a living search.
-        num_going_on, foreign_numbers = going_on(study, request.executor)
+        own_numbers, foreign_numbers = going_on(study, request.executor)
+        num_going_on = len(own_numbers)
         earlier = tuple(_record(request.spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
         num_left, num_planned = _num_left(request.spec, earlier, num_going_on, _failed_before(request, earlier))
         request.observer.opened(study.study_name, earlier, num_planned)
@@ -74,7 +75,7 @@ def run_sweep(request: SweepRequest) -> None:
             request.observer.warned(useless)
         try:
             if num_left != 0 or num_going_on:
-                _optimize(study, request, num_left)
+                _optimize(study, request, num_left, own_numbers)
         finally:
             # Also after an error or a signal: weights written so far are of use.
             request.observer.kept(kept_weights(study))
@@ -117,10 +118,11 @@ def _open(request: SweepRequest) -> PoolStudy:
             f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {first_line(error)}"
         ) from error
     # With load_if_exists Optuna keeps an existing study's direction without a word.
-    if study.direction.name.lower() != spec.goal:
+    goals = " and ".join(direction.name.lower() for direction in study.directions)
+    if goals != spec.goal:
         raise ConfigError(
             f"{spec.at('metric.goal')}: the study {study.study_name!r} in {spec.storage} is there already, and its "
-            f"goal is {study.direction.name.lower()}, not {spec.goal}; give another hydra.study"
+            f"goal is {goals}, not {spec.goal}; give another hydra.study"
         )
     # The observer in place of Optuna's log, which `_quiet` has silenced.
     study.tell_lost = request.observer.warned
@@ -255,13 +257,13 @@ def _record(spec: SweepSpec, trial: FrozenTrial) -> TrialRecord:
         number=trial.number,
         state=_OUTCOMES[trial.state],
         value=trial.value,
-        params={name: _given(spec, name, value) for name, value in trial.params.items()},
+        params={name: given(spec.parameters or {}, name, value) for name, value in trial.params.items()},
     )
 
 
-def _given(spec: SweepSpec, name: str, drawn: Any) -> Any:
+def given(domains: Mapping[str, Domain], name: str, drawn: Any) -> Any:
     """Value that the task was given, from the study's value."""
-    domain = (spec.parameters or {}).get(name)
+    domain = domains.get(name)
     return domain.settle(drawn) if isinstance(domain, FloatDomain) else drawn
 
 
@@ -298,7 +300,7 @@ def _num_left(
     return num_left, ended + num_left
 
 
-def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> None:
+def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None, going_on_numbers: frozenset[int]) -> None:
     observer = request.observer
     told_numbers: set[int] = set()
 
@@ -325,6 +327,10 @@ def _optimize(study: PoolStudy, request: SweepRequest, num_left: int | None) -> 
                     observer.finished(_record(request.spec, trial))
                 else:
                     observer.left(trial.number)
+        # Trials of an earlier run that this one was to go on with, and has not come to.
+        for number in sorted(going_on_numbers - asked_numbers):
+            observer.asked(number)
+            observer.left(number)
 
 
 def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[[Trial], TrainTask]:

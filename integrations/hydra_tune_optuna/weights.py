@@ -5,6 +5,7 @@ So studies of one name never share a folder, and any process that can open the s
 finds a folder that was moved.
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -256,8 +257,12 @@ def kept_weights(study: Study, weights_dir: str | os.PathLike[str] | None = None
             # The first folder wins: recorded places come before `weights_dir`.
             values_and_paths.setdefault(number, (values, weights_file(folder, number)))
     # Its count does not matter: only the order is used.
-    rank = _BestTrialSelector(study.directions[0], 1).rank
+    selector = _BestTrialSelector(study.directions[0], 1)
     has_one_objective = len(study.directions) == 1
+    if has_one_objective and values_and_paths:
+        with contextlib.suppress(ValueError):  # no trial that fulfils its constraints
+            selector.favourite = study.best_trial.number
+    rank = selector.rank
     order = sorted(
         values_and_paths,
         key=lambda number: (rank(number, values_and_paths[number][0]) if has_one_objective else (), number),

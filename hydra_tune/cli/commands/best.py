@@ -85,4 +85,10 @@ def _query(study: str, storage: str | None, trial: int | None, weights_dir: str 
             f"{study}: the sweep has no hydra.storage, so its study ended with its process; its weights are files of their "
             "own, which the sweep's last lines have named"
         )
-    return WeightsQuery(study=spec.study, storage=url, trial=trial, weights_dir=weights_dir or spec.weights_dir)
+    return WeightsQuery(
+        study=spec.study,
+        storage=url,
+        trial=trial,
+        weights_dir=weights_dir or spec.weights_dir,
+        domains=spec.parameters or {},
+    )

@@ -8,6 +8,7 @@ from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, USAGE
 from hydra_tune.cli.run.task_building import TaskBuilder
 from hydra_tune.cli.run.task_ref import load_task
 from hydra_tune.cli.run.tuners import CLUSTERS, find
+from hydra_tune.cli.sweep_file.domains import grid_size
 from hydra_tune.cli.sweep_file.options import DisplayOptions
 from hydra_tune.cli.sweep_file.request import ClusterRequest, ClusterTuner
 from hydra_tune.cli.sweep_file.spec import SweepSpec
@@ -68,6 +69,11 @@ def _check(spec: SweepSpec) -> None:
             raise SweepFileError(f"{spec.at(f'hydra.{option}')} is not for sweeps on a Ray cluster: {why}")
     if spec.parameters is None:
         raise SweepFileError(f"{spec.file}: a sweep on a Ray cluster needs parameters, which Ray draws")
+    if spec.method == "grid" and spec.run_cap is not None and spec.run_cap < grid_size(spec.parameters):
+        raise SweepFileError(
+            f"{spec.at('run_cap')}: on a Ray cluster a grid is trained whole, and this one has "
+            f"{grid_size(spec.parameters)} points; leave run_cap out, or out of --run-cap, or use method: random"
+        )
     if spec.run_cap is None and spec.method != "grid":
         raise SweepFileError(f"{spec.file}: a sweep on a Ray cluster needs run_cap, the number of its trials")
 

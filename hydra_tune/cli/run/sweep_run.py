@@ -5,6 +5,7 @@ Every error of the sweep's configuration is found before the pool, the storage o
 
 import errno
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -162,7 +163,8 @@ def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
         pool.width  # noqa: B018 - opens the devices, which may not be there or not be as large
     except ConfigError as error:
         # Messages about an option begin with the option's name.
-        option_name = next((key for key in spec.engine if str(error).startswith(key)), None)
+        word = re.match(r"\w*", str(error))
+        option_name = word[0] if word is not None and word[0] in spec.engine else None
         place = spec.at(f"hydra.{option_name}") if option_name else spec.at("hydra")
         raise SweepFileError(f"{place}: {error}") from error
     return pool

@@ -1,9 +1,11 @@
 """Request for a sweep's weights; apart from the request of a sweep, whose module imports torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hydra_tune.cli.sweep_file.domains import Domain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +17,14 @@ class WeightsQuery:
         storage: storage of the study.
         trial: the number of the trial; None: the best trial.
         weights_dir: present place of the weights, if moved.
+        domains: of the sweep's parameters; values are rounded as the task was given them.
     """
 
     study: str | None
     storage: str
     trial: int | None = None
     weights_dir: str | None = None
+    domains: Mapping[str, Domain] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,4 +102,17 @@ def multiples_within(low: float, high: float, multiple: float) -> tuple[int, int
 
 def grid_size(parameters: Mapping[str, Domain]) -> int:
     """Number of points of a grid; parameters without finitely many values do not count."""
-    return math.prod(len(values) for domain in parameters.values() if (values := domain.grid()) is not None)
+    return math.prod(count for domain in parameters.values() if (count := _grid_count(domain)) is not None)
+
+
+def _grid_count(domain: Domain) -> int | None:
+    """Length of `domain.grid()`, also beyond what `len` can return."""
+    match domain:
+        case IntDomain():
+            return (domain.high - domain.low) // domain.step + 1
+        case FloatDomain(step=None):
+            return None
+        case FloatDomain(step=float(step)):
+            return int((Decimal(str(domain.high)) - Decimal(str(domain.low))) / Decimal(str(step))) + 1
+        case ChoiceDomain():
+            return len(domain.values)

@@ -30,10 +30,17 @@ class SweepFileSection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all real ones
+        return False
+
+
 def _number(value: Any) -> float:
     """Check a number; an int stays an int, because whole limits mean whole numbers."""
     # A bool is an int to Python, and YAML's .inf and .nan are floats.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
         raise PydanticCustomError("number", "must be a number, not {value}", {"value": describe(value)})
     return value
 

@@ -159,8 +159,8 @@ class _YamlDocumentBuilder:
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
             return self.loader.construct_object(node)
-        # `!!int x` raises ValueError, `!!bool x` KeyError, and `!!timestamp x` AttributeError.
-        except (ValueError, KeyError, AttributeError):
+        # `!!int x` raises ValueError, `!!int ''` IndexError, `!!bool x` KeyError, and `!!timestamp x` AttributeError.
+        except (ValueError, LookupError, AttributeError, ArithmeticError):
             self._refuse(node, f"{node.value!r} is not a valid {node.tag.rpartition(':')[2]}")
             return None
 

@@ -35,7 +35,10 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
-    return value
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    # A task that draws for itself may choose among classes, functions or numpy's numbers.
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def label(trial: TrialView) -> str:

@@ -19,7 +19,7 @@ _MARK = "hydra_tune:sweep"
 _SAMPLER = "sampler"
 
 
-def going_on(study: Study, pool: HydraExecutor) -> tuple[int, list[int]]:
+def going_on(study: Study, pool: HydraExecutor) -> tuple[frozenset[int], list[int]]:
     """Count the running trials of a study that this sweep resumes.
 
     Args:
@@ -32,9 +32,9 @@ def going_on(study: Study, pool: HydraExecutor) -> tuple[int, list[int]]:
     """
     resuming = StudyResumer(study, pool)
     if not resuming.saves:
-        return 0, []
-    own_numbers = {resumable.frozen.number for resumable in resuming.left()}
-    return len(own_numbers), [
+        return frozenset(), []
+    own_numbers = frozenset(resumable.frozen.number for resumable in resuming.left())
+    return own_numbers, [
         frozen.number for frozen in optuna_internals.running(study) if frozen.number not in own_numbers
     ]
 
