@@ -37,6 +37,10 @@ def is_stackable(optimizer: Optimizer) -> bool:
     """Return whether an optimizer has a form for all members at once; otherwise members step separately."""
     if type(optimizer) not in UPDATES or any(group.get(name) for group in optimizer.param_groups for name in _OWN):
         return False
+    # torch fills Adagrad's sums with the constructor's argument, whatever a group says.
+    begins = optimizer.defaults.get("initial_accumulator_value")
+    if any(group.get("initial_accumulator_value") != begins for group in optimizer.param_groups):
+        return False
     # Hooks receive the optimizer whose step runs, and a stacked step never calls the members' own `step`.
     own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # noqa: SLF001
     return not (own_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)

@@ -20,7 +20,8 @@ _torch: Any = torch  # torch types its list functions for some kinds of lists on
 Numbers = float | Sequence[Tensor]
 """Factor for a `FlatTensor`: a number, or a tensor for each part that broadcasts to the part."""
 
-_MAX_GAP_BYTES = 1024
+_ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
+"""Multiples at which a block's tensors lie (`Device.alignment`): a smaller gap is padding, a larger one may hold a tensor."""
 
 
 @dataclass(slots=True)
@@ -161,7 +162,8 @@ def runs(tensors: Sequence[tuple[Tensor, Any]]) -> list[tuple[FlatLayout, list[t
     for entry in sorted(tensors, key=lambda pair: pair[0].data_ptr()):
         tensor = entry[0]
         gap = tensor.data_ptr() - end
-        follows = bool(groups) and 0 <= gap < _MAX_GAP_BYTES and size + tensor.numel() <= MAX_ELEMENTS
+        is_padding = 0 <= gap < _ALIGNMENT_BYTES.get(tensor.device.type, 1)
+        follows = bool(groups) and is_padding and size + tensor.numel() <= MAX_ELEMENTS
         # Separate allocations can be neighbours by chance, so compare storages as well as addresses.
         if follows and groups[-1][0][0].untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             groups[-1].append(entry)

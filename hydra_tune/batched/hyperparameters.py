@@ -24,6 +24,13 @@ def _option(group: Mapping[str, Any], name: str) -> float:
     return float(group[name])
 
 
+def _numbers(value: Any) -> Any:
+    """Replace tensors by their numbers, also within tuples."""
+    if isinstance(value, tuple):
+        return tuple(map(_numbers, value))
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
 def _steady(group: Mapping[str, Any]) -> dict[str, float]:
     """Return the options that no scheduler changes."""
     # Cyclic schedulers move momentum or betas and leave these keys, so no option counts as steady then.
@@ -74,7 +81,8 @@ class MemberRates:
 
     def read(self) -> None:
         """Begin a step: read the options, which schedulers may have changed since the last step."""
-        options = list(map(self._values, self._groups))
+        # As numbers: schedulers overwrite an option that is a tensor in place, so the tensor always equals itself.
+        options = [_numbers(self._values(group)) for group in self._groups]
         # Keys of Adam's rates hold step counts (`update_kernels.py`), so entries grow even while the options stay the
         # same.
         if options != self._read or len(self._made) > _MAX_REMEMBERED:

@@ -103,6 +103,7 @@ class StackedParameterUpdate:
             new_entry.add_(first())
             for state, part in zip(self._states, new_entry.parts, strict=True):
                 state[name] = part
+            self._found[name] = new_entry
             self._hold(new_entry)
             return new_entry
         entry = self._found[name]
@@ -121,6 +122,16 @@ class StackedParameterUpdate:
         for state, rates in zip(self._states, self._rates, strict=True):
             state["begun"] = begin[rates].copy()
         return begun
+
+    def idle_momentum(self) -> list[tuple[Tensor, list[int], Tensor]]:
+        """Return copies of the momentum buffers of members whose momentum is 0 in this step; torch leaves those alone."""
+        copies = []
+        # Made here at the latest, as zeros: a member whose momentum is 0 until later must then have no momentum yet.
+        for rates, part in zip(self._rates, self.state("momentum_buffer").parts, strict=True):
+            rows = [index for index, momentum in enumerate(rates("momentum")) if not momentum]
+            if rows:
+                copies.append((part, rows, part[rows]))
+        return copies
 
     def like(self, whole: Tensor) -> FlatTensor:
         """Return a temporary with the layout of the parameters."""
@@ -206,10 +217,9 @@ def _sgd(run: StackedParameterUpdate) -> None:
     _decay(run)
     gradient, momentum = run.gradient, run.numbers("momentum", lambda rates: rates("momentum"))
     direction = gradient
-    # A buffer may exist although every momentum is 0 now, because
-    # schedulers may change momentum; the buffer must decay.
+    # A buffer may exist although every momentum is 0 now, because schedulers may change momentum.
     if momentum != 0.0 or run.has("momentum_buffer"):
-        begun = run.begun()
+        begun, idle = run.begun(), run.idle_momentum()
         # As in torch, a member's momentum buffer begins as the first gradient, without dampening (`_fresh`).
         if not run.switches["nesterov"]:
             gradient.mul_(run.numbers(("fresh", *begun), lambda rates: _fresh(rates, begun)))
@@ -217,7 +227,16 @@ def _sgd(run: StackedParameterUpdate) -> None:
         else:  # torch allows no dampening with nesterov
             buffer = _follow(run, "momentum_buffer", momentum)
             gradient.add_product_(buffer, run.option("momentum"))
+        run.descend(direction, run.numbers("descent", _descent))
+        _restore(idle)  # after the descent, which reads the buffer
+        return
     run.descend(direction, run.numbers("descent", _descent))
+
+
+def _restore(idle: Sequence[tuple[Tensor, list[int], Tensor]]) -> None:
+    """Put back the copies of `StackedParameterUpdate.idle_momentum`."""
+    for part, rows, before in idle:
+        part[rows] = before
 
 
 def _fresh(rates: MemberRates, begun: Sequence[bool]) -> list[float]:
@@ -229,6 +248,11 @@ def _fresh(rates: MemberRates, begun: Sequence[bool]) -> list[float]:
 def _adam(run: StackedParameterUpdate) -> None:
     _decay(run)
     _adam_step(run)
+
+
+def _adam_or_adamw(run: StackedParameterUpdate) -> None:
+    """Step Adam or AdamW, which differ in a switch of each parameter group alone."""
+    (_adamw if run.switches.get("decoupled_weight_decay") else _adam)(run)
 
 
 def _adamw(run: StackedParameterUpdate) -> None:
@@ -286,7 +310,10 @@ def _rmsprop(run: StackedParameterUpdate) -> None:
     gradient.whole.div_(root)
     momentum = run.numbers("momentum", lambda rates: rates("momentum"))
     if momentum != 0.0 or run.has("momentum_buffer"):
-        gradient = _follow(run, "momentum_buffer", momentum)
+        idle = run.idle_momentum()
+        run.descend(_follow(run, "momentum_buffer", momentum), run.numbers("descent", _descent))
+        _restore(idle)
+        return
     run.descend(gradient, run.numbers("descent", _descent))
 
 
@@ -308,8 +335,8 @@ def _adagrad(run: StackedParameterUpdate) -> None:
 
 UPDATES: dict[type[Optimizer], Callable[[StackedParameterUpdate], None]] = {
     SGD: _sgd,
-    Adam: _adam,
-    AdamW: _adamw,
+    Adam: _adam_or_adamw,
+    AdamW: _adam_or_adamw,
     RMSprop: _rmsprop,
     Adagrad: _adagrad,
 }
@@ -321,8 +348,4 @@ COUNTED = (Adam, AdamW, RMSprop, Adagrad)
 
 def update_of(optimizer: Optimizer) -> Callable[[StackedParameterUpdate], None]:
     """Return the update function for optimizers like the given optimizer."""
-    kind = type(optimizer)
-    # With this switch torch's Adam decays weights as AdamW does.
-    if kind is Adam and optimizer.param_groups[0].get("decoupled_weight_decay"):
-        return _adamw
-    return UPDATES[kind]
+    return UPDATES[type(optimizer)]

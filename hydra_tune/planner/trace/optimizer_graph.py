@@ -66,7 +66,14 @@ class _SingleParameterUpdate(StackedParameterUpdate):
         # The unplanned step computes nothing for momentum 0 either, and has no buffer (`_sgd`).
         if key == "momentum" and not any(values) and not self.has("momentum_buffer"):
             return 0.0
+        # The unplanned step leaves the buffers of such members alone (`idle_momentum`), which no traced operator does.
+        if key == "momentum" and not all(values):
+            raise UnfusableError("the momentum of one of its trials has become 0; it runs unplanned")
         return self._asked(values)
+
+    @override
+    def idle_momentum(self) -> list[tuple[Tensor, list[int], Tensor]]:
+        return []
 
     def state(self, name: str, first: Callable[[], Numbers] = float) -> FlatTensor:
         """As of `StackedParameterUpdate`.
