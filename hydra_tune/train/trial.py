@@ -225,6 +225,7 @@ class Trial:
         for handle in (self.task.train, self.task.validate):
             self._feed.check(handle)
         module, optimizer = self._build(building)
+        in_training_mode(module)
         refuse_lazy(module)
         refuse_gradient_hooks(module)
         for batch in self._draw(self.task.train, shuffle=True):
@@ -418,6 +419,9 @@ class Trial:
         """Train one pass over the training data, or the rest of a pass; return the number of batches of the whole pass."""
         drawn_batches, count = self._draw_pass(place.batches), place.batches
         if self._direct is not None:
+            # The rest of a pass goes on in the modes that the steps before the checkpoint have left.
+            if not place.batches:
+                module.train()
             count = yield from self._train_directly(self._direct, drawn_batches, place)
         # Also where the trial has just left its own code: then the batches of an undone step come first.
         if self._direct is None:
@@ -477,6 +481,7 @@ class Trial:
                 yield BurstMark.BEGINS
                 return
             self.why_cut = plan_or_reason
+        in_training_mode(module)
         refuse_lazy(module)
         refuse_gradient_hooks(module)
 
@@ -514,8 +519,6 @@ class Trial:
         The caller resumes this generator inside a burst, on a device that holds all of the trial's state.
         """
         epoch, count, pending = place.epoch, place.batches, 0
-        assert self.module is not None
-        self.module.train()
         batch, step_start = None, time.perf_counter()
         step_batches: list[Any] = []
         while (next_batch := _next_of(drawn, count, epoch)) is not _END:
@@ -528,7 +531,7 @@ class Trial:
                 step_batches, interval = [], self._interval.parts
             step_batches.append(batch)
             try:
-                self._train_batch(direct, batch)
+                self._train_batch(direct, batch, is_first=not self.progress.steps and not pending)
             except BudgetError:
                 if not _may_be_cut(batch) or not direct.undo():
                     raise
@@ -664,13 +667,14 @@ class Trial:
             raise no_batch("validate", self.task.validate)
         self.progress.validation_batches = count
 
-    def _train_batch(self, direct: WholeModelRunner, batch: Any) -> None:
+    def _train_batch(self, direct: WholeModelRunner, batch: Any, *, is_first: bool) -> None:
         """Run the forward and backward of a batch, in as many pieces as the task asks for."""
         count = self.task.num_pieces
         if count == 1:
             self._train_piece(direct, batch, 1.0, num_samples(batch))
             return
-        if not self.progress.steps and self.module is not None:
+        # Of the first batch alone, as in `train_plain`: later ones may be padded.
+        if is_first and self.module is not None:
             self._check_pieces(self.module, batch, count)
         for piece in pieces(batch, count):
             self._train_piece(direct, piece.batch, piece.share, piece.samples)
@@ -830,7 +834,6 @@ class Trial:
             self._operators.check(optimizer)
             check_optimizer(optimizer, module)
             self._scheduler = None if task.scheduler is None else task.scheduler(optimizer)
-        module.train()
         self.module, self.optimizer = module, optimizer
         if self._keeper is not None or self._beginning is not None:
             self._built = TrialObjects(task=task, module=module, optimizer=optimizer, scheduler=self._scheduler)
@@ -975,7 +978,10 @@ class Trial:
         metrics = {"train_loss": self._interval.value()}
         self._interval = WeightedMean()
         if self.task.validate is not None:
+            # Whether a pass may be skipped is asked about the training pass, not about the validation pass within.
+            may_skip = self._feed.may_skip
             means = yield from self._evaluate()
+            self._feed.may_skip = may_skip
             metrics |= reported_names({name: mean.value() for name, mean in means.items()})
         check_reported(self.task.metrics, metrics)
         self.metrics = metrics
@@ -1021,7 +1027,11 @@ class Trial:
         assert self.module is not None
         assert self.optimizer is not None
         assert self.state is not None
-        for batch in drawn:
+        while True:
+            with torch.no_grad():  # as in a plain loop, whose validation data may ask
+                batch = next(drawn, _END)
+            if batch is _END:
+                break
             refuse_empty(batch, "validate", count)
             leaves = batches.flatten(batch)
             cached_plan = self._plans.find(self.module, self.optimizer, self.state, batch, leaves, "evaluate")
@@ -1122,6 +1132,13 @@ def refuse_lazy(module: nn.Module) -> None:
                 f"parameter {name!r} is lazy: its shape is unknown until a forward; run one batch through the module in "
                 "model=, or give the sizes"
             )
+
+
+def in_training_mode(module: nn.Module) -> None:
+    """Set a module to training mode before a capture, unless the module is in training mode."""
+    # `train` may be the user's own and keep count, and a plain loop calls the method only where a pass begins.
+    if not all(part.training for part in module.modules()):
+        module.train()
 
 
 def _may_be_cut(batch: Any) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from hydra_tune import train_plain
 from hydra_tune.checkpoint.saved import CheckpointContent
@@ -288,3 +288,18 @@ def test_samples_of_another_length_are_refused():
     )
     with pytest.raises(Exception, match=r"task.train.samples: 16 when it was saved, 12 now"):
         run(shorter, plans, beginning=StartCheckpoint(saved=keeper.saved[0]))
+
+
+def test_a_pass_that_may_not_be_skipped_is_saved_at_its_end_alone_beside_a_validation():
+    """The data draws while it is read, so the rest of a pass cannot be read without its beginning."""
+
+    def train() -> Any:
+        start = 0
+        for _ in range(4):
+            start = (start + int(torch.randint(8, ()))) % (len(X) - 8)
+            yield X[start : start + 8], Y[start : start + 8]
+
+    validate = TensorDataset(X[:8], Y[:8])
+    assert_goes_on(
+        task(model=noisy, train=train, validate=validate, batch_size=8, report_every=1, epochs=3), every=True
+    )

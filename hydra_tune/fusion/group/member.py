@@ -24,7 +24,7 @@ from hydra_tune.train.data.index_gather import UngatheredBatches
 from hydra_tune.train.mean import WeightedMean
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.timing.unit_times import UnitTimes
-from hydra_tune.train.trial import PendingReport, Trial
+from hydra_tune.train.trial import PendingReport, Trial, in_training_mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,10 @@ class MemberTrial(Trial):
         if self.module is None or self.optimizer is None:
             for handle in (self.task.train, self.task.validate):
                 self._feed.check(handle)
-            return self._build()
+            module, _ = self._build()
+            in_training_mode(module)
+        assert self.module is not None
+        assert self.optimizer is not None
         return self.module, self.optimizer
 
     def snapshot(self) -> TrialStateSnapshot:

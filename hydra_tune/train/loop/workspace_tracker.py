@@ -120,7 +120,8 @@ def _made_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], alignm
 def _geometry(argument: Any) -> Hashable:
     """Return a key of everything that the sizes of an operator's results depend on, without reading values."""
     if isinstance(argument, Tensor):
-        if type(argument) not in _PLAIN or argument.layout is not torch.strided:
+        # A nested tensor calls itself strided, but has no shape.
+        if type(argument) not in _PLAIN or argument.layout is not torch.strided or argument.is_nested:
             raise TypeError
         return argument.shape, argument.stride(), argument.dtype
     if isinstance(argument, list | tuple):

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hydra_tune.batched.batched_optimizer import BatchedOptimizer, is_stackable
+from hydra_tune.batched.flat_tensors import runs
 from hydra_tune.batched.hyperparameters import MemberRates
 from hydra_tune.batched.per_member_optimizer import group_optimizer
 from hydra_tune.memory.block import lay_out
@@ -299,3 +300,11 @@ def test_members_may_have_options_that_their_schedulers_alone_have_added():
     rates.replace(1, common)
     rates.read()
     assert rates("momentum") == (0.9, 0.9)
+
+
+def test_tensors_are_stepped_as_one_across_padding_and_never_across_another_tensor():
+    """Each lies at a multiple of 64 bytes, as a block lays them out; what is between them may be somebody else's."""
+    memory = torch.zeros(24, dtype=torch.float64)
+    first, between, last = memory[:5], memory[8:16], memory[16:]
+    assert [len(entries) for _, entries in runs([(first, 0), (between, 0), (last, 0)])] == [3]
+    assert [len(entries) for _, entries in runs([(first, 0), (last, 0)])] == [1, 1]

@@ -223,3 +223,70 @@ def test_an_evaluation_that_cannot_be_cut_and_has_no_room_is_called_that():
         (result,) = pool.run([described(validate=lambda: large, evaluate=evaluate)], on_error="return")
     assert isinstance(result.error, BudgetError)
     assert "the trial needs" in str(result.error)
+
+
+class Padded(nn.Module):
+    """A Transformer with a padding mask, which torch evaluates by way of a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_padding = torch.zeros(len(x), 4, dtype=torch.bool)
+        is_padding[::2, 3] = True
+        return self.head(self.encoder(x.view(-1, 4, 16), src_key_padding_mask=is_padding)[:, 0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("options", [{}, {"num_shards": 1}])
+def test_a_transformer_with_a_padding_mask_is_evaluated(options):
+    one = described(model=Padded, validate=lambda: [batch_of(SMALL)])
+    with own_code(**options) as pool:
+        assert against_plain(one, pool.submit(one).result()) == []
+
+
+class CountsTrain(nn.Linear):
+    """Scales by how often it was set to training."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4)
+        self.times = 0
+
+    def train(self, mode: bool = True) -> nn.Module:
+        self.times += mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (1 + self.times)
+
+
+def test_a_module_is_set_to_training_as_often_as_in_a_plain_loop():
+    one = described(model=CountsTrain, validate=lambda: [batch_of(SMALL)], epochs=3)
+    with own_code() as pool:
+        assert against_plain(one, pool.submit(one).result()) == []
+
+
+def test_pieces_are_checked_with_the_first_batch_alone():
+    """Of later batches the loss need not be a mean over samples; `accumulate` makes them batches of the first step."""
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        losses = functional.cross_entropy(module(batch[0]), batch[1], reduction="none")
+        return (losses * batch[2]).sum() / batch[2].sum()
+
+    whole, padded = torch.ones(SMALL), 1.0 / (1 + torch.arange(SMALL))
+    data = [(*batch_of(SMALL), mask) for mask in (whole, padded, padded, padded)]
+    one = described(step=step, train=lambda: data, accumulate=2, split_batches=2)
+    with own_code() as pool:
+        assert against_plain(one, pool.submit(one).result()) == []
+
+
+def test_validation_data_is_drawn_without_gradients():
+    def validate() -> Iterator[Any]:
+        yield batch_of(LARGE if torch.is_grad_enabled() else SMALL)
+
+    one = described(validate=validate)
+    for options in ({}, {"num_shards": 1}):
+        with own_code(**options) as pool:
+            assert against_plain(one, pool.submit(one).result()) == []
