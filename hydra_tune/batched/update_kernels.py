@@ -4,7 +4,7 @@ Every update takes parameters that lie contiguously in memory (`StackedParameter
 the update overwrites. Every rate is either common to all members or separate for each member.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ class StackedParameterUpdate:
         p: FlatTensor,
         gradient: FlatTensor,
         states: Sequence[dict[str, Any]],
-        found: Mapping[str, FlatTensor],
+        found: dict[str, FlatTensor],
         rates: Sequence[MemberRates],
         switches: dict[str, bool],
         active: Sequence[bool],

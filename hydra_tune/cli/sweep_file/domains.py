@@ -110,9 +110,9 @@ def _grid_count(domain: Domain) -> int | None:
     match domain:
         case IntDomain():
             return (domain.high - domain.low) // domain.step + 1
-        case FloatDomain(step=None):
-            return None
-        case FloatDomain(step=float(step)):
-            return int((Decimal(str(domain.high)) - Decimal(str(domain.low))) / Decimal(str(step))) + 1
+        case FloatDomain():
+            if domain.step is None:
+                return None
+            return int((Decimal(str(domain.high)) - Decimal(str(domain.low))) / Decimal(str(domain.step))) + 1
         case ChoiceDomain():
             return len(domain.values)
