@@ -3,6 +3,8 @@
 Weights, buffers, optimizer state, reports. What is saved goes through JSON; it is gone on with on another cut.
 """
 
+import itertools
+import random
 from functools import partial
 from typing import Any
 
@@ -303,3 +305,35 @@ def test_a_pass_that_may_not_be_skipped_is_saved_at_its_end_alone_beside_a_valid
     assert_goes_on(
         task(model=noisy, train=train, validate=validate, batch_size=8, report_every=1, epochs=3), every=True
     )
+
+
+class KeepsState(nn.Linear):
+    """Holds what changes in place, and what no checkpoint holds."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(8, 4)
+        self.kept = kept
+
+
+STATEFUL = {
+    "Generator": torch.Generator,
+    "Random": random.Random,
+    "count": itertools.count,
+    "AdamW": lambda: [torch.optim.AdamW([torch.zeros(1, requires_grad=True)])],
+    "PCG64": lambda: {"bits": np.random.PCG64(1)},
+    "Linear": lambda: (nn.Linear(1, 1),),
+}
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_that_no_checkpoint_holds_is_named_once(name, caplog):
+    collector = Collector()
+    run(task(model=lambda: KeepsState(STATEFUL[name]()), report_every=1), library(), collector)
+    assert len(collector.saved) > 1
+    (warning,) = [record.getMessage() for record in caplog.records if "in no checkpoint" in record.getMessage()]
+    assert warning.startswith(f"attribute 'kept' of the model holds a {name}, ")
+
+
+def test_constants_that_no_checkpoint_holds_are_not_spoken_of(caplog):
+    run(task(model=lambda: KeepsState({"activation": torch.relu, "kind": nn.Linear})), library(), Collector())
+    assert not [record for record in caplog.records if "in no checkpoint" in record.getMessage()]

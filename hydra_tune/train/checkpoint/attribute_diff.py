@@ -1,17 +1,22 @@
 """`AttributeTracker`: attributes of the user's objects beside tensors, as far as changed since construction."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from hydra_tune.checkpoint.values import encode
 from hydra_tune.errors import CheckpointError
 from hydra_tune.shard.capture.batch import same_bits
 
 _GONE = object()
+_LOGGER = logging.getLogger("hydra_tune.checkpoints")
+_STATEFUL = (torch.optim.Optimizer, nn.Module, torch.Generator, random.Random, Iterator)
 _PLAIN = frozenset({type(None), bool, int, str})
 
 
@@ -45,6 +50,7 @@ class AttributeTracker:
         tied: Iterable[Tensor] = (),
     ) -> None:
         self._tied = {id(tensor) for tensor in tied}
+        self._warned: set[str] = set()
         self._what = what
         self._objects = objects
         self._left_out = left_out
@@ -103,16 +109,37 @@ class AttributeTracker:
         return (None, False) if is_tied else (text, bool(tensors))
 
     def _refuse_new(self, path: str, name: str, value: object, before: object) -> None:
+        place = f"attribute {'.'.join(filter(None, (path, name)))!r} of the {self._what}"
         if value is before or callable(value):
+            stateful = _stateful(value)
+            if stateful is not None and place not in self._warned:
+                self._warned.add(place)
+                _LOGGER.warning(
+                    "%s holds a %s, whose state is in no checkpoint: a resumed trial goes on with a new one, and so to other "
+                    "numbers if the old one had moved; keep such state in tensors, numbers or the global random streams, or "
+                    "give the module get_extra_state and set_extra_state",
+                    place,
+                    type(stateful).__name__,
+                )
             return
         try:
-            encode(value, f"attribute {'.'.join(filter(None, (path, name)))!r} of the {self._what}", {})
+            encode(value, place, {})
         except CheckpointError as error:
             raise CheckpointError(f"this trial cannot be checkpointed: {error}") from None
         raise CheckpointError(
-            f"this trial cannot be checkpointed: attribute {'.'.join(filter(None, (path, name)))!r} of the {self._what} holds "
-            "parameters or buffers, and was put there while it trained; put it there in the constructor"
+            f"this trial cannot be checkpointed: {place} holds parameters or buffers, and was put there while it trained; put "
+            "it there in the constructor"
         )
+
+
+def _stateful(value: object) -> object | None:
+    """Return an object of torch, numpy or Python that changes in place: the value, or a part of a container; else None."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
+    return next((part for part in parts if isinstance(part, _STATEFUL) or _is_numpy_stream(part)), None)
+
+
+def _is_numpy_stream(value: object) -> bool:
+    return type(value).__module__.startswith("numpy.random") and not callable(value)
 
 
 def same_value(one: Any, other: Any) -> bool:
