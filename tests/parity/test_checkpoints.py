@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
 
 from hydra_tune import train_plain
 from hydra_tune.checkpoint.saved import CheckpointContent
@@ -162,6 +163,27 @@ def test_the_very_same_batches_come(data):
     in_a_pass = [one for one in saved if one.facts["place"]["batches"] and not one.facts["place"]["is_over"]]
     # Where the next batches depend on what was drawn among other draws, a pass is saved at its end only.
     assert bool(in_a_pass) == (data not in ("a sampler that draws", "a generator that draws"))
+
+
+def made_anew() -> DataLoader[Any]:
+    return DataLoader(SAMPLES, 8, shuffle=True, generator=torch.Generator().manual_seed(4))
+
+
+def by_callables(train: str, validate: str) -> TrainTask:
+    """Both loaders are behind callables, and are of different kinds."""
+    kept, plain = own_loader(), DataLoader(SAMPLES, 8)
+    some = DataLoader(
+        SAMPLES, 8, sampler=RandomSampler(SAMPLES, num_samples=16, generator=torch.Generator().manual_seed(3))
+    )
+    made = {"kept": lambda: kept, "made anew": made_anew, "plain": lambda: plain, "some": lambda: some}
+    return task(train=made[train], validate=made[validate], epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("train", "validate"), [("kept", "some"), ("made anew", "some"), ("made anew", "plain"), ("plain", "kept")]
+)
+def test_loaders_behind_callables_keep_their_own_positions(train, validate):
+    assert_goes_on(by_callables(train, validate), every=True)
 
 
 SCHEDULES = {

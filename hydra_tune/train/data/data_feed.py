@@ -11,7 +11,7 @@ generator that draws.
 """
 
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -81,17 +81,21 @@ class TrialDataFeed:
         Raises:
             TaskError: a loader cannot be copied, or its workers cannot be started.
         """
+        if handle is None:
+            return
+        # Callables as well: the order of the handles' first use is then the same in a resumed trial.
+        self._own.use(handle)
         if isinstance(handle, DataLoader):
             loader_workers.ready(self._own.loader(handle))
         elif isinstance(handle, Dataset):
             self._own.stream_in(handle)
 
-    def states(self) -> list[Any]:
+    def states(self) -> dict[str, list[Any]]:
         """Return the positions of the trial's own copies of samplers and generators, for `restore`."""
         return self._own.states()
 
-    def restore(self, states: Sequence[Any]) -> None:
-        """Set the copies to the positions from `states` of another feed of the same task."""
+    def restore(self, states: Mapping[str, Sequence[Any]] | Sequence[Any]) -> None:
+        """Set the copies to the positions from `states` of another feed of the same task, or from an older checkpoint."""
         self._own.restore(states)
 
     def draw(

@@ -9,7 +9,8 @@ import copy
 import random
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,29 +24,76 @@ from hydra_tune.train.data.loader_state import give_state, state_of
 _PLAIN = (bool, int, float, str)
 
 
+@dataclass(slots=True)
+class _KnownCopy:
+    """A copy, by the original.
+
+    Attributes:
+        original: the original, or a weak reference to it.
+        own: the copy.
+        plain: plain attributes of the original, as last copied.
+        handle: index of the data handle that the copy was made for.
+    """
+
+    original: object
+    own: Any
+    plain: dict[str, Any]
+    handle: int
+
+
 class TrialLoaderCopies:
-    """The copies of a trial, one for each original: parts shared by originals are shared by the copies."""
+    """The copies of a trial, one for each original: parts shared by originals are shared by the copies.
+
+    Note: positions. A callable may make new loaders for each pass, and their copies are forgotten with them, so the order
+    in which all copies were made says nothing about which handle a copy is for. Positions are therefore kept by data
+    handle, and in the order of creation only within each.
+    """
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[object, Any]] = {}
-        # Plain attributes of the originals, as last copied.
-        self._plain: dict[int, dict[str, Any]] = {}
-        # Restored states for copies that do not exist yet.
-        self._waiting: deque[Any] = deque()
+        self._copies: dict[int, _KnownCopy] = {}
+        # Data handles in the order of their first use, which is the same in each run of a task.
+        self._handles: list[DataHandle] = []
+        self._current_handle = 0
+        # Restored positions for copies that do not exist yet, by handle.
+        self._waiting: list[deque[Any]] = []
+        # The same from a checkpoint written before positions were kept by handle.
+        self._waiting_for_any: deque[Any] = deque()
 
-    def states(self) -> list[Any]:
-        """Return the positions of the live copies, in the order of their creation."""
+    def use(self, handle: DataHandle) -> None:
+        """Attribute copies made from now on to a data handle of the task."""
+        for index, known_handle in enumerate(self._handles):
+            if known_handle is handle:
+                self._current_handle = index
+                return
+        self._current_handle = len(self._handles)
+        self._handles.append(handle)
+
+    def states(self) -> dict[str, list[Any]]:
+        """Return the positions of the live copies and those still waiting for their copies, for `restore`."""
         # A list, because a garbage collection at any point may call `_forget`.
-        copies = [(_resolved(reference), own_copy) for reference, own_copy in list(self._copies.values())]
-        copy_ids = {id(own_copy) for _, own_copy in copies}
-        return [state_of(original, own_copy, copy_ids) for original, own_copy in copies]
+        copies = [(_resolved(known.original), known) for known in list(self._copies.values())]
+        copy_ids = {id(known.own) for _, known in copies}
+        count = max([len(self._handles), len(self._waiting), *(known.handle + 1 for _, known in copies)])
+        by_handle: list[list[Any]] = [[] for _ in range(count)]
+        for original, known in copies:
+            by_handle[known.handle].append(state_of(original, known.own, copy_ids))
+        for positions, waiting in zip(by_handle, self._waiting, strict=False):
+            positions.extend(waiting)
+        return {"by_handle": by_handle, "of_any_handle": list(self._waiting_for_any)}
 
-    def restore(self, states: Sequence[Any]) -> None:
-        """Set copies to positions from `states`, in the order of their creation; copies created later follow on creation."""
-        self._waiting = deque(states)
-        for _, own_copy in list(self._copies.values()):
-            if self._waiting:
-                give_state(own_copy, self._waiting.popleft())
+    def restore(self, states: Mapping[str, Sequence[Any]] | Sequence[Any]) -> None:
+        """Set copies to positions from `states`; copies made later follow when they are made.
+
+        Args:
+            states: result of `states`; or, from an older checkpoint, a list of positions in the order in which all copies
+                were made.
+        """
+        # The older list does not tell the handles, so its positions go to copies of any handle.
+        positions = states if isinstance(states, Mapping) else {"by_handle": [], "of_any_handle": states}
+        self._waiting = [deque(waiting) for waiting in positions["by_handle"]]
+        self._waiting_for_any = deque(positions["of_any_handle"])
+        for known in list(self._copies.values()):
+            self._give_waiting(known)
 
     def batches(self, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Iterable[Batch]:
         """Return the batches of one pass over a handle, as `make_loader` does, but from copies.
@@ -58,6 +106,7 @@ class TrialLoaderCopies:
         Raises:
             TaskError: the data cannot be iterated, or a loader cannot be copied.
         """
+        self.use(handle)
         if isinstance(handle, Dataset):
             self._take_over_changes()
             return make_loader(self.stream_in(handle), batch_size, shuffle)
@@ -67,16 +116,16 @@ class TrialLoaderCopies:
 
     def _take_over_changes(self) -> None:
         """Copy numbers and texts set by the user on the originals since, as `sampler.set_epoch(n)` does."""
-        for key, (reference, own_copy) in list(self._copies.items()):
-            old_attributes, new_attributes = self._plain.get(key, {}), _plain_attributes(_resolved(reference))
+        for known in list(self._copies.values()):
+            new_attributes = _plain_attributes(_resolved(known.original))
             changes = {
                 name: value
                 for name, value in new_attributes.items()
-                if name not in old_attributes or old_attributes[name] != value
+                if name not in known.plain or known.plain[name] != value
             }
             if changes:
-                vars(own_copy).update(changes)
-                self._plain[key] = new_attributes
+                vars(known.own).update(changes)
+                known.plain = new_attributes
 
     def loader(self, original: DataLoader[Any]) -> DataLoader[Any]:
         """Return the trial's copy of a loader; always the same copy.
@@ -160,11 +209,11 @@ class TrialLoaderCopies:
             ) from error
 
     def _known(self, original: object) -> Any:
-        return self._copies.get(id(original), (None, None))[1]
+        known = self._copies.get(id(original))
+        return None if known is None else known.own
 
     def _forget(self, key: int) -> None:
         self._copies.pop(key, None)
-        self._plain.pop(key, None)
 
     def _remember(self, original: object, own: Any) -> Any:
         key = id(original)
@@ -173,10 +222,17 @@ class TrialLoaderCopies:
             reference: object = weakref.ref(original, lambda _: self._forget(key))
         except TypeError:
             reference = original
-        self._copies[key], self._plain[key] = (reference, own), _plain_attributes(original)
-        if self._waiting:
-            give_state(own, self._waiting.popleft())
+        known = _KnownCopy(reference, own, _plain_attributes(original), self._current_handle)
+        self._copies[key] = known
+        self._give_waiting(known)
         return own
+
+    def _give_waiting(self, known: _KnownCopy) -> None:
+        """Set a copy to the next position that waits for a copy of the same handle."""
+        waiting = self._waiting[known.handle] if known.handle < len(self._waiting) else None
+        positions = waiting or self._waiting_for_any
+        if positions:
+            give_state(known.own, positions.popleft())
 
 
 def _plain_attributes(original: object) -> dict[str, Any]:

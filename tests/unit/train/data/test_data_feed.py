@@ -55,6 +55,59 @@ def test_a_copy_lives_no_longer_than_its_original():
     assert own._copies == {}
 
 
+def two_kinds() -> list[Any]:
+    """Callables that return the same loader each time: one that is shuffled, one that is drawn from."""
+    shuffled = DataLoader(ROWS, 4, shuffle=True, generator=seeded())
+    some = DataLoader(ROWS, 4, sampler=RandomSampler(ROWS, num_samples=4, generator=seeded()))
+    return [lambda: shuffled, lambda: some]
+
+
+def begun(handles: list[Any]) -> TrialDataFeed:
+    made = feed()
+    for handle in handles:
+        made.check(handle)
+    return made
+
+
+def test_positions_are_each_handles_whichever_is_drawn_first():
+    handles, others = two_kinds(), two_kinds()
+    drawn, resumed = begun(handles), begun(others)
+    for handle in handles:
+        rows(drawn.draw(handle, shuffle=True))
+    resumed.restore(drawn.states())
+    expected = [rows(drawn.draw(handle, shuffle=True)) for handle in handles]
+    assert [rows(resumed.draw(handle, shuffle=True)) for handle in reversed(others)] == expected[::-1]
+
+
+def test_positions_that_still_wait_are_saved_again():
+    handles, others, last = two_kinds(), two_kinds(), two_kinds()
+    drawn, between, resumed = begun(handles), begun(others), begun(last)
+    for handle in handles:
+        rows(drawn.draw(handle, shuffle=True))
+    between.restore(drawn.states())
+    # Only the first handle's copies exist now.
+    expected = rows(drawn.draw(handles[0], shuffle=True)), rows(drawn.draw(handles[0], shuffle=True))
+    assert rows(between.draw(others[0], shuffle=True)) == expected[0]
+    resumed.restore(between.states())
+    assert rows(resumed.draw(last[0], shuffle=True)) == expected[1]
+    assert rows(resumed.draw(last[1], shuffle=True)) == rows(drawn.draw(handles[1], shuffle=True))
+
+
+def test_positions_of_an_older_checkpoint_go_by_the_order_of_creation():
+    handles, others, last = two_kinds(), two_kinds(), two_kinds()
+    drawn, resumed, again = begun(handles), begun(others), begun(last)
+    for handle in handles:
+        rows(drawn.draw(handle, shuffle=True))
+    older = [position for positions in drawn.states()["by_handle"] for position in positions]
+    expected = [rows(drawn.draw(handle, shuffle=True)) for handle in handles]
+    resumed.restore(older)
+    assert rows(resumed.draw(others[0], shuffle=True)) == expected[0]
+    again.restore(resumed.states())
+    assert rows(resumed.draw(others[1], shuffle=True)) == expected[1]
+    rows(again.draw(last[0], shuffle=True))
+    assert rows(again.draw(last[1], shuffle=True)) == expected[1]
+
+
 class HoldsData(Sampler[int]):
     def __init__(self, data: Dataset[Any], **more: Any) -> None:
         self.data, self.order, self.more = data, [0, 1, 2], more
