@@ -144,6 +144,17 @@ def own_loader(**options: Any) -> DataLoader[Any]:
     return DataLoader(SAMPLES, 8, shuffle=True, generator=torch.Generator().manual_seed(9), **options)
 
 
+class GrowingNoise(DataLoader[Any]):
+    """Counts its passes, keeps the iterator of the pass, and scales the samples by the count."""
+
+    passes, current = 0, None
+
+    def __iter__(self):
+        self.passes += 1
+        self.current = super().__iter__()
+        return ((x * (1 + 0.1 * self.passes), y) for x, y in self.current)
+
+
 DATA = {
     "shuffled": SAMPLES,
     "a generator of the loader's": own_loader(),
@@ -151,6 +162,7 @@ DATA = {
     "augmented": DataLoader(Augmented(), 8, shuffle=True),
     "a sampler that draws": DataLoader(SAMPLES, 8, sampler=Lazy(24)),
     "an iterable with a place": DataLoader(Walk(), 8),
+    "a loader that counts passes": GrowingNoise(SAMPLES, 8, shuffle=True),
     "a generator that draws": drawn_batches,
     "batches at hand": lambda: [(X[:8].clone(), Y[:8].clone()), (X[8:16].clone(), Y[8:16].clone())],
 }

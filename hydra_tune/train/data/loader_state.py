@@ -6,8 +6,12 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hydra_tune.train.checkpoint.attribute_diff import same_value
+
+# Attributes of a loader that torch makes anew in each pass.
+_OF_A_PASS = frozenset({"_iterator", "_IterableDataset_len_called"})
 
 
 def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
@@ -24,7 +28,8 @@ def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
         return _numpy_state(own)
     if _keeps_its_state(own):
         return own.state_dict()
-    if isinstance(own, DataLoader):
+    # A subclass may keep a position in attributes; a plain loader's is that of its parts.
+    if type(own) is DataLoader:
         return None
     # An object without attributes is refused when the checkpoint is written.
     return _moved(original, own, known) if hasattr(own, "__dict__") else own
@@ -41,7 +46,8 @@ def give_state(own: Any, state: Any) -> None:
         _set_numpy_state(own, state)
     elif _keeps_its_state(own):
         own.load_state_dict(state)
-    elif not isinstance(own, DataLoader):
+    # None for a plain loader, and for any loader in a checkpoint written before subclasses had positions.
+    elif state is not None:
         vars(own).update(state)
 
 
@@ -53,6 +59,8 @@ def _moved(original: object, own: object, known: AbstractSet[int]) -> dict[str, 
     """Return the attributes that differ from the original's."""
     original_attributes, differences = getattr(original, "__dict__", {}), {}
     for name, value in getattr(own, "__dict__", {}).items():
+        if isinstance(own, DataLoader) and (name in _OF_A_PASS or isinstance(value, _BaseDataLoaderIter)):
+            continue
         if id(value) in known or (
             name in original_attributes
             and (value is original_attributes[name] or same_value(value, original_attributes[name]))
