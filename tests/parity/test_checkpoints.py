@@ -245,6 +245,52 @@ def test_what_a_model_keeps_outside_of_buffers():
     assert_goes_on(task(model=Counting))
 
 
+class Holds(nn.Module):
+    """Scales by a count that another module keeps, too."""
+
+    def __init__(self, counts: Any, history: list[int]) -> None:
+        super().__init__()
+        self.counts, self.history = counts, history
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 0.1 * self.counts["steps"] + 0.1 * len(self.history))
+
+
+class SharesContainers(nn.Module):
+    """Counts in a dict and in a list inside a dict, each of which a module inside holds as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {"steps": 0}
+        self.histories: dict[str, list[int]] = {"first": []}
+        self.inner, self.last = Holds(self.counts, self.histories["first"]), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.counts["steps"] += 1
+            self.histories["first"].append(self.counts["steps"])
+        return self.last(self.inner(x))
+
+
+class WarmsUp(nn.Module):
+    """Deletes an attribute in the third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.seen, self.warm = nn.Linear(8, 4), 0, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        if self.seen == 3:
+            del self.warm
+        return self.last(x) * (2 if hasattr(self, "warm") else 1)
+
+
+@pytest.mark.parametrize("model", [SharesContainers, WarmsUp])
+def test_what_modules_share_and_what_they_delete(model):
+    assert_goes_on(task(model=model), every=True)
+
+
 class Freezes(nn.Module):
     """Trains its first layer in some steps and not in others; runs whole."""
 

@@ -1,9 +1,17 @@
-"""`AttributeTracker`: attributes of the user's objects beside tensors, as far as changed since construction."""
+"""`AttributeTracker`: attributes of the user's objects beside tensors, as far as changed since construction.
+
+Note: containers. Several objects may hold the same dict or list, so a container that training has filled in place is
+filled in place on resume, too. A container that training has replaced is replaced: the earlier one may belong to other
+trials, as the default value of an argument does.
+"""
 
 import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +22,30 @@ from hydra_tune.checkpoint.values import encode
 from hydra_tune.errors import CheckpointError
 from hydra_tune.shard.capture.batch import same_bits
 
+_PlacedContainer = tuple[tuple[Any, ...], int]
+
 _GONE = object()
 _LOGGER = logging.getLogger("hydra_tune.checkpoints")
 _STATEFUL = (torch.optim.Optimizer, nn.Module, torch.Generator, random.Random, Iterator)
 _PLAIN = frozenset({type(None), bool, int, str})
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_CONTAINERS = _MAPPINGS | {list, set, deque}
 
 
 @dataclass(frozen=True, slots=True)
 class _EarlierAttribute:
-    """An earlier attribute value: its text or, if no checkpoint can hold the value, the object itself."""
+    """An earlier attribute value: its text or, if no checkpoint can hold the value, the object itself.
+
+    Attributes:
+        text: the value as text.
+        value: the object itself.
+        containers: place and `id` of each container in the value. Another container has the same `id` only if the
+            earlier one no longer exists, and then nothing else holds the earlier one.
+    """
 
     text: str | None
     value: object = None
+    containers: frozenset[_PlacedContainer] = frozenset()
 
 
 _NEVER = _EarlierAttribute(None, _GONE)
@@ -59,7 +79,7 @@ class AttributeTracker:
         }
 
     def changed(self) -> dict[str, dict[str, Any]]:
-        """Return, by object and name, changed attributes and all attributes with tensors; deleted attributes are missing.
+        """Return, by object and name, changed attributes and all attributes with tensors; for deleted ones see `details`.
 
         Raises:
             CheckpointError: an attribute has been set since to a value that no checkpoint can hold.
@@ -75,16 +95,52 @@ class AttributeTracker:
                     changes.setdefault(path, {})[name] = value
         return changes
 
-    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set attributes to the values from `changed`."""
+    def details(self, changes: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return what the values of changed attributes do not tell.
+
+        Args:
+            changes: result of `changed`.
+
+        Returns:
+            By object: as `deleted` the names of deleted attributes; as `in_place`, by name, the places of containers that
+            are the containers at creation.
+        """
+        objects = dict(self._objects())
+        deleted: dict[str, list[str]] = {}
+        for path, name in self._before:
+            if path in objects and name not in vars(objects[path]):
+                deleted.setdefault(path, []).append(name)
+        in_place: dict[str, dict[str, list[list[Any]]]] = {}
+        for path, values in changes.items():
+            for name, value in values.items():
+                earlier = self._before.get((path, name), _NEVER).containers
+                places = [list(container[0]) for container in _containers(value) if container in earlier]
+                if places:
+                    in_place.setdefault(path, {})[name] = places
+        return {"deleted": deleted, "in_place": in_place}
+
+    def restore(
+        self, saved: Mapping[str, Mapping[str, Any]], details: Mapping[str, Mapping[str, Any]] | None = None
+    ) -> None:
+        """Set attributes to the values from `changed`, and delete those that were deleted.
+
+        Args:
+            saved: result of `changed`.
+            details: result of `details`; None if the checkpoint is older than `details`.
+        """
+        deleted = details["deleted"] if details else {}
+        in_place = details["in_place"] if details else {}
         for path, item in self._objects():
+            places_by_name = in_place.get(path, {})
             for name, value in saved.get(path, {}).items():
                 current_value = vars(item).get(name, _GONE)
-                # An equal tensor stays the same object, because other objects may hold it as well.
-                if not (
-                    isinstance(value, Tensor) and isinstance(current_value, Tensor) and same_value(value, current_value)
-                ):
-                    setattr(item, name, value)
+                places = {tuple(place) for place in places_by_name.get(name, ())}
+                new_value = _filled(current_value, value, places)
+                if new_value is not current_value:
+                    setattr(item, name, new_value)
+            for name in deleted.get(path, ()):
+                if name in vars(item):
+                    delattr(item, name)
 
     def _attributes(self, one: object) -> Iterable[tuple[str, Any]]:
         return [(name, value) for name, value in vars(one).items() if name not in self._left_out]
@@ -92,7 +148,9 @@ class AttributeTracker:
     def _seen(self, value: Any) -> _EarlierAttribute:
         text, _ = self._read(value)
         # An encodable value is kept as text only: a reference would keep a replaced value alive.
-        return _EarlierAttribute(text, value if text is None else None)
+        if text is None:
+            return _EarlierAttribute(text, value)
+        return _EarlierAttribute(text, containers=frozenset(_containers(value)))
 
     def _read(self, value: Any) -> tuple[str | None, bool]:
         """Return a value's text, None if no checkpoint can hold the value; and whether the value has tensors."""
@@ -140,6 +198,43 @@ def _stateful(value: object) -> object | None:
 
 def _is_numpy_stream(value: object) -> bool:
     return type(value).__module__.startswith("numpy.random") and not callable(value)
+
+
+def _containers(value: Any, place: tuple[Any, ...] = ()) -> Iterator[_PlacedContainer]:
+    """Yield a container and the containers in it, each by its keys and indices from the outermost."""
+    kind = type(value)
+    if kind not in _CONTAINERS:
+        return
+    yield place, id(value)
+    if kind is not set:
+        for key, item in value.items() if kind in _MAPPINGS else enumerate(value):
+            # Asked here as well, because most items are numbers.
+            if type(item) in _CONTAINERS:
+                yield from _containers(item, (*place, key))
+
+
+def _filled(current: Any, value: Any, in_place: AbstractSet[tuple[Any, ...]], place: tuple[Any, ...] = ()) -> Any:
+    """Return the object that takes a saved value: the current object, filled if it is a container, or the value itself."""
+    kind = type(value)
+    if place not in in_place or kind is not type(current) or (kind is deque and current.maxlen != value.maxlen):
+        # An equal tensor stays the same object, because other objects may hold it as well.
+        is_equal = isinstance(value, Tensor) and isinstance(current, Tensor) and same_value(value, current)
+        return current if is_equal else value
+    if kind in _MAPPINGS:
+        filled_items = {
+            key: _filled(current.get(key, _GONE), item, in_place, (*place, key)) for key, item in value.items()
+        }
+        current.clear()
+        current.update(filled_items)
+    elif kind is set:
+        current.clear()
+        current.update(value)
+    else:
+        pairs = enumerate(zip([*current, *[_GONE] * len(value)], value, strict=False))
+        items = [_filled(one, item, in_place, (*place, index)) for index, (one, item) in pairs]
+        current.clear()
+        current.extend(items)
+    return current
 
 
 def same_value(one: Any, other: Any) -> bool:

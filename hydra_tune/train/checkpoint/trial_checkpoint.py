@@ -106,15 +106,20 @@ class TrialObjects:
         names = {id(tensor): name for name, tensor in named.items()}
         # An empty entry is an artefact of the optimizer's defaultdict and not state.
         states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
+        module_changes, optimizer_changes = self._module_attributes.changed(), self._optimizer_attributes.changed()
         return {
             "made_for": self._description,
             "trained": [name for name, tensor in named.items() if tensor.requires_grad],
             "extra": {path: submodule.get_extra_state() for path, submodule in with_extra_state(self.module)},
-            "attributes": self._module_attributes.changed(),
+            "attributes": module_changes,
             "optimizer": {names[id(p)]: value for p, value in states if isinstance(p, Tensor)},
             "optimizer_other": {key: value for key, value in states if not isinstance(key, Tensor)},
             "groups": [hyperparameters(group) for group in self.optimizer.param_groups],
-            "optimizer_attributes": self._optimizer_attributes.changed(),
+            "optimizer_attributes": optimizer_changes,
+            "attribute_details": {
+                "model": self._module_attributes.details(module_changes),
+                "optimizer": self._optimizer_attributes.details(optimizer_changes),
+            },
             "schedule": None if self.scheduler is None else schedule_of(self.scheduler),
         }
 
@@ -156,12 +161,14 @@ class TrialObjects:
         for path, submodule in with_extra_state(self.module):
             if path in state["extra"]:
                 submodule.set_extra_state(state["extra"][path])
-        self._module_attributes.restore(state["attributes"])
+        # Older checkpoints lack the details.
+        details = state.get("attribute_details", {})
+        self._module_attributes.restore(state["attributes"], details.get("model"))
         self._restore_schedule(state)
         for index, group in enumerate(self.optimizer.param_groups):
             self._restore_group(group, state["groups"][index], state["made_for"]["groups"][index])
         self.optimizer.state.update(state["optimizer_other"])
-        self._optimizer_attributes.restore(state["optimizer_attributes"])
+        self._optimizer_attributes.restore(state["optimizer_attributes"], details.get("optimizer"))
 
     def restore_frozen(self, state: Mapping[str, Any]) -> None:
         """Freeze the parameters frozen in the saved state.
