@@ -8,7 +8,6 @@ trials, as the default value of an argument does.
 import json
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
