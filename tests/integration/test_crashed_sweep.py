@@ -143,7 +143,7 @@ def test_a_signal_to_all_processes_is_one_signal(tmp_path):
         printed, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 143, errors
     assert json.loads(printed)["status"] == "interrupted"
-    assert errors.count("SIGTERM: ends when") == 1
+    assert errors.count("SIGTERM: the sweep ends when") == 1
     assert "at once by" not in errors
 
 

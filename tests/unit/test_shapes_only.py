@@ -59,7 +59,7 @@ def test_a_pool_that_only_plans_has_devices_that_are_not_there_and_trains_nothin
 
 @pytest.mark.parametrize(
     ("devices", "memory", "told"),
-    [("cuda", "1GiB", "say which"), ("cuda:90,91", None, "give device_memory"), ("gpu", "1GiB", "devices must be")],
+    [("cuda", "1GiB", "number them"), ("cuda:90,91", None, "give device_memory"), ("gpu", "1GiB", "devices must be")],
 )
 def test_what_cannot_be_stood_for_is_told(devices, memory, told):
     with pytest.raises(ConfigError, match=told), HydraExecutor(devices, device_memory=memory, plans_only=True):

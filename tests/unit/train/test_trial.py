@@ -322,12 +322,12 @@ def ragged(layout):
             TaskError,
             r"validate .* 0 samples \(number 0 of the pass.*; leave such",
         ),
-        ({"train": lambda: [(ragged(torch.jagged), Y)]}, TaskError, "dense tensors, .* nested.* pad it"),
-        ({"train": lambda: [(ragged(torch.strided), Y)]}, TaskError, "dense tensors, .* nested.* pad it"),
+        ({"train": lambda: [(ragged(torch.jagged), Y)]}, TaskError, "dense tensors only, .* nested.* pad the tensor"),
+        ({"train": lambda: [(ragged(torch.strided), Y)]}, TaskError, "dense tensors only, .* nested.* pad the tensor"),
         (
             {"train": lambda: [(X.to_sparse(), Y)]},
             TaskError,
-            r"dense tensors, .* torch.sparse_coo; give tensor.to_dense\(\)",
+            r"dense tensors only, .* torch.sparse_coo; give tensor.to_dense\(\)",
         ),
     ],
 )
