@@ -109,6 +109,15 @@ def test_of_equal_values_the_one_that_optuna_calls_best_is_there(width, pool, na
         assert kept(study) == [study.best_trial.number]
 
 
+@pytest.mark.parametrize("storage", [None, "sqlite:///study.db"])
+def test_of_equal_values_the_one_that_optuna_calls_best_comes_first(storage, pool):
+    """The first trial is the longest by far, and the last to end."""
+    study = create_study(pool, storage=storage, direction="maximize")
+    study.optimize(lambda trial: metrics_task(*[0.5] * (1 if trial.number else 40)), n_trials=2)
+    assert sorted(kept(study)) == [0, 1]
+    assert kept(study)[0] == study.best_trial.number
+
+
 def test_pruned_failed_and_untrained_trials_are_not_kept(pool, tmp_path):
     def objective(trial):
         trial.suggest_int("t", 0, 0)

@@ -109,3 +109,19 @@ def test_help_needs_no_torch():
     code += "; assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_parameters_are_told_as_the_task_was_given_them(tmp_path, monkeypatch):
+    """The study of values with a `q` and a logarithm has them as they were drawn, and not yet rounded."""
+    project = Project(tmp_path)
+    project.change("log_uniform_values, min: 1e-5, max: 0.1", "q_log_uniform_values, min: 0.01, max: 0.1, q: 0.01")
+    project.change("max_concurrent: 4", "keep_best: 1, storage: 'sqlite:///trials.db', study: first")
+    done = project.call("--json", "--no-log", "--run-cap", "1")
+    assert done.returncode == 0, done.stderr
+    given = json.loads(done.stdout)["best"]["params"]
+    monkeypatch.chdir(tmp_path)
+    (trial,) = optuna.load_study(study_name="first", storage="sqlite:///trials.db").trials
+    assert trial.params["lr"] != given["lr"] == round(trial.params["lr"], 2)
+    found = CliRunner().invoke(main, ["best", "space.yaml", "--out", "out", "--json"])
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["params"] == given

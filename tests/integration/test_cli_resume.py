@@ -136,3 +136,35 @@ def test_again_and_again(tmp_path, method):
     assert undisturbed.run().returncode == 0
     assert outcome(project) == outcome(undisturbed)
     assert len(trials_of(project)) == (6 if method == "grid" else 14)
+
+
+STOPS = """
+
+num_built = 0
+
+
+def stopping(**parameters):
+    global num_built
+    num_built += 1
+    if Path("again").exists():
+        raise KeyboardInterrupt
+    if num_built == 3:
+        os._exit(7)
+    return build(**parameters | {"epochs": 10**6})
+"""
+
+
+def test_a_resumed_sweep_that_ends_early_lists_the_trials_it_has_not_come_to(tmp_path):
+    """The first process ends with three trials under way, and the second while it builds the first of them again."""
+    project = project_in(tmp_path / "project")
+    model = project.folder / "model.py"
+    model.write_text("import os\n" + model.read_text() + STOPS)
+    project.change("model:build", "model:stopping")
+    project.change("max_concurrent: 2", "max_concurrent: 3")
+    assert project.run("--no-isolate").returncode == 7
+    assert [trial.state for trial in trials_of(project)] == [TrialState.RUNNING] * 3
+    (project.folder / "again").touch()
+    done = project.call("--resume", "--json")
+    assert done.returncode == 130, done.stderr
+    states = [(trial["number"], trial["state"]) for trial in json.loads(done.stdout)["trials"]]
+    assert states == [(number, "interrupted") for number in range(3)]

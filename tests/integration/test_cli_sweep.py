@@ -97,6 +97,25 @@ def test_a_function_that_draws_its_own_parameters(project):
     assert report["metric"]["name"] == "train_loss"
 
 
+CHOOSES = """
+
+def choosing(trial):
+    activation = trial.suggest_categorical("act", [nn.ReLU])
+    return build(0.01, width=len(trial.suggest_categorical("like", [(activation(),) * 8])))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Choices for a categorical distribution should be:UserWarning")
+def test_parameters_that_are_no_values_of_json_are_told_as_texts(project):
+    model = project.folder / "model.py"
+    model.write_text(model.read_text() + CHOOSES)
+    project.write("task: model:choosing\nmetric: {name: val_loss}\nrun_cap: 1\nhydra: {devices: 'cpu:1'}\n")
+    done = project.call("--json")
+    assert done.returncode == 0, done.stderr
+    expected = {"act": "<class 'torch.nn.modules.activation.ReLU'>", "like": ["ReLU()"] * 8}
+    assert json.loads(done.stdout)["best"]["params"] == expected
+
+
 @pytest.mark.slow
 def test_a_study_in_a_storage_goes_on_where_it_was(project):
     project.change("hydra: {", "name: first\nhydra: {storage: sqlite:///trials.db, ")
@@ -121,6 +140,11 @@ def test_a_study_in_a_storage_goes_on_where_it_was(project):
         ("run_cap: 8", "run_cup: 8", "space.yaml:3:1: unknown key 'run_cup'; did you mean 'run_cap'?"),
         ("model:build", "model:biuld", "space.yaml:1:7: task: module 'model' has no 'biuld'; did you mean 'build'?"),
         ('"cpu:2"', '"gpu:2"', "hydra.devices: "),
+        (
+            'devices: "cpu:2"',
+            "fusion: on, fusion_compile: nosuch",
+            "space.yaml:8:67: hydra.fusion_compile: fusion_compile ",
+        ),
     ],
 )
 def test_bad_input_is_code_2_before_anything_is_created(project, old, new, problem):
@@ -133,6 +157,17 @@ def test_bad_input_is_code_2_before_anything_is_created(project, old, new, probl
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     assert project.files() == before
+
+
+def test_a_study_of_several_objectives_is_refused(project):
+    storage = f"sqlite:///{project.folder / 'trials.db'}"
+    optuna.create_study(study_name="first", storage=storage, directions=["minimize", "maximize"])
+    project.change("hydra: {", "hydra: {storage: sqlite:///trials.db, study: first, ")
+    done = project.call()
+    assert done.returncode == 2
+    assert "metric.goal: the study 'first' in sqlite:///trials.db is there already" in done.stderr
+    assert "its goal is minimize and maximize, not minimize; give another hydra.study" in done.stderr
+    assert trials_of(project.folder) == []
 
 
 def test_a_sweep_whose_trials_all_fail_ends_soon_with_code_1_and_the_traceback(project):

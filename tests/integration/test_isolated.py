@@ -106,6 +106,23 @@ def test_lambdas_closures_and_local_classes_reach_the_process(plain):
             pool.run(replace(task_of(2), model=lambda: torch.nn.Sequential(Net())))
 
 
+def test_names_that_are_no_texts_of_utf_8_hinder_nobody(plain):
+    with HydraExecutor(**OPTIONS) as pool:
+        jobs = [pool.submit(task_of(number), name) for number, name in enumerate((3, "caf\udce9", "good"))]
+        for number, job in enumerate(jobs):
+            assert_as_plain(plain[number], job.result())
+
+
+def test_labels_that_cannot_be_sent_are_refused_and_leave_nothing_behind(plain):
+    """After a crash the process is sent all its jobs again, and a refused one is none of them."""
+    with HydraExecutor(**OPTIONS) as pool:
+        jobs = {number: pool.submit(task_of(number, "fault")) for number in (0, BAD)}
+        with pytest.raises(ConfigError, match="labels of a job must be plain values, which can be sent"):
+            pool.submit(task_of(1), labels={"made by": lambda: None})
+        assert isinstance(jobs[BAD].result().error, TrialCrashedError)
+        assert_as_plain(plain[0], jobs[0].result())
+
+
 def fails(_module, _batch):
     raise OddError("no such step", 3)
 

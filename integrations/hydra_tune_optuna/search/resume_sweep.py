@@ -1,4 +1,4 @@
-"""Resumes a sweep in its own folder: counts the trials to resume, and restores the sampler's random streams.
+"""Resumes a sweep in its own folder: finds the trials to resume, and restores the sampler's random streams.
 
 `resume_study` decides the ownership of running trials.
 """
@@ -20,14 +20,14 @@ _SAMPLER = "sampler"
 
 
 def going_on(study: Study, pool: HydraExecutor) -> tuple[frozenset[int], list[int]]:
-    """Count the running trials of a study that this sweep resumes.
+    """Find the running trials of a study that this sweep resumes.
 
     Args:
         study: the study.
         pool: holds the checkpoints.
 
     Returns:
-        Number of trials that resume, or begin anew, under their numbers; and the numbers of trials that belong, or may
+        The numbers of the trials that resume, or begin anew, under them; and those of the trials that belong, or may
         belong, to another process.
     """
     resuming = StudyResumer(study, pool)

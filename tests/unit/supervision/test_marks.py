@@ -40,6 +40,13 @@ def test_long_names_are_marked_by_what_tells_them_apart(marks):
         assert marks.marked() == {threading.get_ident(): marked_as(one)}
 
 
+@pytest.mark.parametrize(("name", "mark"), [(3, "3"), ("caf\udce9", r"caf\udce9"), (("a", 1), "('a', 1)")])
+def test_names_that_are_no_texts_of_utf_8_are_marked(marks, name, mark):
+    assert marked_as(name) == mark
+    with marks.at_work(name):
+        assert marks.marked() == {threading.get_ident(): mark}
+
+
 def test_more_threads_than_marks_are_let_through(marks):
     def nested(depth):
         with marks.at_work(f"trial {depth}"):

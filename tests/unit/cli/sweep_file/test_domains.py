@@ -119,3 +119,15 @@ def test_the_size_of_a_grid_counts_without_listing():
         "endless": FloatDomain(low=0.0, high=1.0),
     }
     assert grid_size(parameters) == 2 * 3 * (10**9 + 1)
+
+
+def test_the_size_of_a_grid_may_be_beyond_that_of_any_list():
+    parameters = {"a": IntDomain(low=1, high=10**20), "b": FloatDomain(low=0.0, high=1e30, step=0.5)}
+    assert grid_size(parameters) == 10**20 * (2 * 10**30 + 1)
+
+
+@given(WHOLE, st.integers(0, 50), st.integers(1, 7), STEPS)
+def test_the_size_of_a_grid_is_the_number_of_its_points(low, width, step, q):
+    domains = IntDomain(low=low, high=low + width, step=step), FloatDomain(low=low * q, high=low * q + width, step=q)
+    for domain in domains:
+        assert grid_size({"a": domain}) == len(domain.grid())

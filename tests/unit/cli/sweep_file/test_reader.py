@@ -409,6 +409,28 @@ def test_a_wrong_key_or_value(problems, more, problem):
     assert problems(GOOD + more + "\n") == [f"space.yaml:{problem}"]
 
 
+HUGE = "1" + "0" * 400
+"""A whole number beyond all real ones."""
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        ("seed: !!int ''", "4:7: '' is not a valid int"),
+        ("parameters:\n  a: {value: !!float ''}", "5:14: '' is not a valid float"),
+        (f"seed: !!float 1{':0' * 400}.0", f"4:7: '1{':0' * 400}.0' is not a valid float"),
+        (f"parameters:\n  a: {{min: 0, max: {HUGE}}}", "5:20: parameters.a.max: must be a number, not 1000"),
+        (
+            "method: grid\nparameters:\n  a: {min: 1, max: 100000000000000000000}",
+            "4:9: method: the grid has 100000000000000000000 points, more than 100000",
+        ),
+    ],
+)
+def test_values_beyond_what_python_takes_are_problems_of_the_file(problems, more, problem):
+    (found,) = problems(GOOD + more + "\n")
+    assert found.startswith(f"space.yaml:{problem}")
+
+
 def test_a_grid_needs_values_that_can_be_counted(problems):
     found = problems(GOOD + "method: grid\nparameters:\n  lr: {min: 0.1, max: 0.2}\n  n: {min: 1, max: 200000}\n")
     assert found == [

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 from rich.console import Console
 
 from hydra_tune.observe.live.snapshot import TrialView
@@ -129,6 +130,14 @@ def test_json_has_it_all_and_no_nan(view):
     assert data["devices"]["cpu:0"]["peak_bytes"] == 5 << 20
     assert [trial["state"] for trial in data["trials"]][:4] == ["completed", "completed", "pruned", "failed"]
     assert data["status"] == "failed"
+
+
+def test_parameters_that_are_no_values_of_json_are_texts_there(view):
+    params = {"act": Console, "width": np.int64(8), "sizes": (4, math.inf, Console), "none": None, "wide": True}
+    trial = TrialView(number=0, state="completed", value=0.5, params=params)
+    data = json.loads(json.dumps(to_json(replace(view, trials=(trial,))), allow_nan=False))
+    expected = {"act": str(Console), "width": "8", "sizes": [4, "inf", str(Console)], "none": None, "wide": True}
+    assert data["best"]["params"] == data["trials"][0]["params"] == expected
 
 
 def test_a_line_for_a_trial(view):
