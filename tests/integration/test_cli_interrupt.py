@@ -84,7 +84,7 @@ def test_code_that_hangs_does_not_keep_the_process(project, saves, ends):
             if line == "hanging\n":
                 break
         process.send_signal(signal.SIGTERM)
-        assert process.stderr.readline().startswith("SIGTERM: ends when")
+        assert process.stderr.readline().startswith("SIGTERM: the sweep ends when")
         if ends == "the second signal":
             process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=SECONDS)
