@@ -91,6 +91,10 @@ class UnfusableError(HydraTuneError):
     """A trial that cannot be fused with others; the message says why."""
 
 
+class GroupBatchError(TaskError):
+    """A kind of batch that the trials of a group cannot compute together; each of the trials can go on by itself."""
+
+
 class BudgetError(HydraTuneError):
     """Device or host memory too small for state that must be resident at once.
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hydra_tune.errors import TaskError, UnfusableError
+from hydra_tune.errors import GroupBatchError, UnfusableError
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.group.slot import GroupSlot
@@ -62,7 +62,7 @@ class GroupPlanCache:
             member: provides the task for the plan: any member of the group.
 
         Raises:
-            TaskError: the plan cannot be stacked.
+            GroupBatchError: the plan cannot be stacked.
         """
         request = wanted_of(seat)
         try:
@@ -80,7 +80,7 @@ class GroupPlanCache:
         """Return the differences between the members for a plan.
 
         Raises:
-            TaskError: the members differ in more than dropout probabilities and losses.
+            GroupBatchError: the members differ in more than dropout probabilities and losses.
         """
         request, by = self._wanted[own]
         if request.mode == "evaluate":  # members without validation have no metrics to compare
@@ -256,10 +256,9 @@ class GroupPlanCache:
         return stacked_plan
 
 
-def _not_together(error: UnfusableError) -> TaskError:
-    return TaskError(
-        f"the trials of a group have come to a kind of batch that they cannot compute together: {error}; train them with "
-        "fusion='off'"
+def _not_together(error: UnfusableError) -> GroupBatchError:
+    return GroupBatchError(
+        f"the trials of a group have come to a kind of batch that they cannot compute together: {error}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from hydra_tune.errors import OutOfMemoryError, first_line
+from hydra_tune.errors import GroupBatchError, OutOfMemoryError, first_line
 from hydra_tune.memory.pressure import NotRepeatableError
 from hydra_tune.pool.faults.retry import is_not_its_own
 from hydra_tune.pool.fusion.fused_job import FusedJob, GroupJobListener
@@ -70,16 +70,25 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
             # An earlier carrier of a job that another carrier runs now.
             else:
                 return
-        if group is not None and isinstance(event.result.error, OutOfMemoryError):
-            self._ran_out(group, members, event.result.error)
-            members = []
-        elif group is not None and group.goes_back_to and event.result.status == "completed":
-            self._go_on_in(group, members, group.goes_back_to, is_undone=True)
-            members = []
-        for member in members:
-            self.carrier_over(member, event.result)
+        if group is None or not self._goes_on(group, members, event.result):
+            for member in members:
+                self.carrier_over(member, event.result)
         if joiners:
             self._table.timer.do(partial(self.send_back, joiners))
+
+    def _goes_on(self, group: LiveGroup, members: Sequence[FusedJob], result: Result) -> bool:
+        """Let the members of an ended group go on in smaller groups, if its end is not theirs; return whether they do."""
+        error = result.error
+        if isinstance(error, OutOfMemoryError):
+            self._ran_out(group, members, error)
+        elif isinstance(error, GroupBatchError):
+            _LOGGER.warning("%s; the %d trials go on by themselves", error, len(members))
+            self._go_on_in(group, members, 1, is_undone=True)
+        elif group.goes_back_to and result.status == "completed":
+            self._go_on_in(group, members, group.goes_back_to, is_undone=True)
+        else:
+            return False
+        return True
 
     def carrier_over(self, entry: FusedJob, result: Result) -> None:
         """Handle the end of a job's carrier, or a carrier's failure to take the job."""

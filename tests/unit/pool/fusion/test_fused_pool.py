@@ -588,3 +588,26 @@ def test_members_may_have_schedulers_of_different_kinds(sizes):
             for job, described in zip(jobs, tasks, strict=True):
                 assert_as_plain(job.result(PATIENCE_SECONDS), described)
     assert sizes == [2, 2]
+
+
+class ScalesSmallBatches(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale, self.layers = scale, net()
+
+    def forward(self, x):
+        return self.layers(x * self.scale if len(x) < 8 else x)
+
+
+def test_trials_that_differ_in_a_later_kind_of_batch_go_on_by_themselves(sizes, caplog):
+    """The first batches are alike, and fused; the last one of a pass is smaller, and a number differs there alone."""
+    data = TensorDataset(X[:20], Y[:20])
+    tasks = [task(seed, model=partial(ScalesSmallBatches, 0.5 + seed), train=data) for seed in range(2)]
+    with running(fusion="on", fusion_size=2) as pool:
+        with together():
+            jobs = [pool.submit(one) for one in tasks]
+        for job, described in zip(jobs, tasks, strict=True):
+            assert_as_plain(job.result(PATIENCE_SECONDS), described)
+    assert sizes[0] == 2
+    assert "they cannot compute together" in caplog.text
+    assert "the 2 trials go on by themselves" in caplog.text
