@@ -416,3 +416,20 @@ def test_state_that_no_checkpoint_holds_is_named_once(name, caplog):
 def test_constants_that_no_checkpoint_holds_are_not_spoken_of(caplog):
     run(task(model=lambda: KeepsState({"activation": torch.relu, "kind": nn.Linear})), library(), Collector())
     assert not [record for record in caplog.records if "in no checkpoint" in record.getMessage()]
+
+
+class Halves:
+    """A schedule that is no torch scheduler."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+def test_a_schedule_without_a_state_is_refused_by_name():
+    run(task(scheduler=Halves), library())
+    with pytest.raises(CheckpointError, match=r"its scheduler Halves has no state_dict\(\)"):
+        run(task(scheduler=Halves), library(), Collector())

@@ -82,7 +82,16 @@ def copied(value: Any) -> Any:
 
 
 def schedule_of(scheduler: Any) -> dict[str, Any]:
-    """Return the state of a scheduler, without functions, which the factory recreates."""
+    """Return the state of a scheduler, without functions, which the factory recreates.
+
+    Raises:
+        CheckpointError: the scheduler has no `state_dict`.
+    """
+    if not callable(getattr(scheduler, "state_dict", None)):
+        raise CheckpointError(
+            f"this trial cannot be checkpointed: its scheduler {type(scheduler).__name__} has no state_dict(); give it "
+            "state_dict() and load_state_dict(), or leave out checkpoint_dir"
+        )
     state: Mapping[str, Any] = scheduler.state_dict()
     return {key: value for key, value in state.items() if not callable(value)}
 
