@@ -433,3 +433,24 @@ def test_a_schedule_without_a_state_is_refused_by_name():
     run(task(scheduler=Halves), library())
     with pytest.raises(CheckpointError, match=r"its scheduler Halves has no state_dict\(\)"):
         run(task(scheduler=Halves), library(), Collector())
+
+
+class Adds(lr_scheduler.LambdaLR):
+    """Adds a parameter group in its first step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda _: 1.0)
+        self.is_ready = True
+
+    def step(self, epoch: int | None = None) -> None:
+        if getattr(self, "is_ready", False) and len(self.optimizer.param_groups) == 1:
+            added = [self.optimizer.param_groups[0]["params"].pop()]
+            self.optimizer.add_param_group({"params": added, "lr": 1e-3, "initial_lr": 1e-3})
+            self.lr_lambdas, self.base_lrs = self.lr_lambdas * 2, [*self.base_lrs, 1e-3]
+        super().step(epoch)
+
+
+def test_a_parameter_group_that_is_added_in_training_is_refused():
+    run(task(scheduler=Adds), library())
+    with pytest.raises(CheckpointError, match="has 2 parameter groups and was built with 1"):
+        run(task(scheduler=Adds), library(), Collector())

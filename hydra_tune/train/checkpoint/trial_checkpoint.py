@@ -100,8 +100,15 @@ class TrialObjects:
         """Return the state of all objects, without parameters and buffers; its tensors are the live tensors.
 
         Raises:
-            CheckpointError: an attribute has a value that no checkpoint can hold.
+            CheckpointError: an attribute has a value that no checkpoint can hold, or parameter groups were added.
         """
+        num_groups, num_built = len(self.optimizer.param_groups), len(self._description["groups"])
+        if num_groups != num_built:
+            raise CheckpointError(
+                f"this trial cannot be checkpointed: its optimizer has {num_groups} parameter groups and was built with "
+                f"{num_built}, and a resumed trial would train without the added ones; give the optimizer all groups when it "
+                "is built, and freeze parameters by requires_grad_ until they train"
+            )
         named = dict(named_state(self.module))
         names = {id(tensor): name for name, tensor in named.items()}
         # An empty entry is an artefact of the optimizer's defaultdict and not state.
