@@ -482,8 +482,15 @@ class Wrapped(DataLoader[Any]):
         yield from super().__iter__()
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("options", [{}, {"num_shards": 2}])
+@pytest.mark.parametrize(
+    ("persistent", "options"),
+    [
+        (False, {}),
+        (True, {"num_shards": 2}),
+        pytest.param(True, {}, marks=pytest.mark.slow),
+        pytest.param(False, {"num_shards": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_loader_whose_passes_are_generators_draws_the_trials_own_numbers(persistent, options):
     def described() -> Any:
         data = torch.utils.data.TensorDataset(X, Y)

@@ -1,6 +1,5 @@
 """What two trials may not train at once, and what they may share."""
 
-import gc
 from functools import partial
 
 import pytest
@@ -69,7 +68,6 @@ def test_memory_that_has_been_freed_claims_nothing(claims):
         for parameter in module.parameters():
             parameter.data = torch.empty(0)
         del module
-        gc.collect()
 
 
 def test_an_optimizer_is_one_trials(claims):
