@@ -24,6 +24,10 @@ def _option(group: Mapping[str, Any], name: str) -> float:
     return float(group[name])
 
 
+def _flat(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
 def _numbers(value: Any) -> Any:
     """Replace tensors by their numbers, also within tuples."""
     if isinstance(value, tuple):
@@ -77,12 +81,17 @@ class MemberRates:
 
     def _reader(self) -> Callable[[Mapping[str, Any]], Any]:
         # Schedulers add keys of their own, such as `max_lr`, and the members' schedulers may differ.
-        return itemgetter(*[n for n in self._groups[0] if n not in _NO_RATES and all(n in g for g in self._groups)])
+        names = [n for n in self._groups[0] if n not in _NO_RATES and all(n in g for g in self._groups)]
+        options = [value for group in self._groups for name in names for value in _flat(group[name])]
+        self._has_tensors = any(isinstance(value, Tensor) for value in options)
+        return itemgetter(*names)
 
     def read(self) -> None:
         """Begin a step: read the options, which schedulers may have changed since the last step."""
+        options = list(map(self._values, self._groups))
         # As numbers: schedulers overwrite an option that is a tensor in place, so the tensor always equals itself.
-        options = [_numbers(self._values(group)) for group in self._groups]
+        if self._has_tensors:
+            options = list(map(_numbers, options))
         # Keys of Adam's rates hold step counts (`update_kernels.py`), so entries grow even while the options stay the
         # same.
         if options != self._read or len(self._made) > _MAX_REMEMBERED:

@@ -125,13 +125,15 @@ class StackedParameterUpdate:
 
     def idle_momentum(self) -> list[tuple[Tensor, list[int], Tensor]]:
         """Return copies of the momentum buffers of members whose momentum is 0 in this step; torch leaves those alone."""
-        copies = []
+        idle_rows = {
+            rates: [index for index, momentum in enumerate(rates("momentum")) if not momentum]
+            for rates in self._distinct
+        }
+        if not any(idle_rows.values()):
+            return []
         # Made here at the latest, as zeros: a member whose momentum is 0 until later must then have no momentum yet.
-        for rates, part in zip(self._rates, self.state("momentum_buffer").parts, strict=True):
-            rows = [index for index, momentum in enumerate(rates("momentum")) if not momentum]
-            if rows:
-                copies.append((part, rows, part[rows]))
-        return copies
+        parts = zip(self._rates, self.state("momentum_buffer").parts, strict=True)
+        return [(part, idle_rows[rates], part[idle_rows[rates]]) for rates, part in parts if idle_rows[rates]]
 
     def like(self, whole: Tensor) -> FlatTensor:
         """Return a temporary with the layout of the parameters."""

@@ -68,7 +68,7 @@ class _SingleParameterUpdate(StackedParameterUpdate):
             return 0.0
         # The unplanned step leaves the buffers of such members alone (`idle_momentum`), which no traced operator does.
         if key == "momentum" and not all(values):
-            raise UnfusableError("the momentum of one of its trials has become 0; it runs unplanned")
+            raise UnfusableError("the momentum of one of its trials is 0, and not that of all; it runs unplanned")
         return self._asked(values)
 
     @override

@@ -417,11 +417,7 @@ class TrialCheckpointer:
         """Fail all open and further requests after a breakdown of the pool; `close` follows at shutdown."""
         with self._lock:
             self._is_refused = True
-            requests: list[Future[Any]] = [*self._copies, *self._files, *self._at_end]
-            self._copies, self._files, self._at_end = [], [], []
-        for future in requests:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(self._ended())
+        self._fail_requests()
 
     def close(self, status: str) -> None:
         """Mark the trial as over, and fail all open requests.
@@ -433,17 +429,22 @@ class TrialCheckpointer:
             if self._end is not None:
                 return
             self._end = status
+        self._fail_requests()
+        if self._folder is None:
+            self._all.leave(self.path)
+        else:
+            # On the writer thread, behind the trial's pending write.
+            self._all.start(self._leave)
+
+    def _fail_requests(self) -> None:
+        """Fail all open requests; `_ask` adds none any more."""
+        with self._lock:
             requests: list[Future[Any]] = [*self._copies, *self._files, *self._at_end]
             self._copies, self._files, self._at_end = [], [], []
         for future in requests:
             # False for a cancelled future, which must not receive an exception.
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._ended())
-        if self._folder is None:
-            self._all.leave(self.path)
-        else:
-            # On the writer thread, behind the trial's pending write.
-            self._all.start(self._leave)
 
     def _leave(self) -> None:
         assert self._folder is not None
