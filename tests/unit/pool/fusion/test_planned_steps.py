@@ -220,6 +220,45 @@ class MomentumLater:
         self.steps = state["steps"]
 
 
+class MomentumRests(MomentumLater):
+    """A scheduler that gives one trial's SGD no momentum in its fourth step."""
+
+    def __init__(self, rests, optimizer):
+        super().__init__(optimizer)
+        self.rests = rests
+
+    def step(self):
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["momentum"] = 0.0 if self.rests and self.steps == 3 else 0.9
+
+
+def test_a_member_whose_momentum_is_0_for_a_step_keeps_its_buffer(steps, caplog):
+    """torch leaves the buffer alone in such a step, which no traced operator does; an unplanned group does."""
+    caplog.set_level(logging.INFO, "hydra_tune.fusion")
+    tasks = [
+        task(
+            seed,
+            model=partial(double, CNN),
+            train=TensorDataset(X.double(), Y),
+            validate=None,
+            optimizer=partial(torch.optim.SGD, lr=1e-2 * (seed + 1), momentum=0.9),
+            scheduler=partial(MomentumRests, seed == 1),
+            scheduler_interval="step",
+        )
+        for seed in range(4)
+    ]
+    with running(devices="cpu:1", device_memory="780KiB", fusion="on", fusion_planner="on") as pool:
+        results = pool.run(tasks)
+    assert steps[0] == 4, "a planned step was made"
+    for result, one in zip(results, tasks, strict=True):
+        assert result.error is None
+        expected = train_plain(one).state_dict()
+        for name, tensor in result.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-9)
+    assert "the momentum of one of its trials is 0" in caplog.text
+
+
 def test_members_whose_optimizers_begin_to_compute_otherwise_go_on_in_groups_planned_anew(steps, caplog):
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
     tasks = [
