@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from hydra_tune import TrainTask
-from hydra_tune.errors import BadLossError, TaskError
+from hydra_tune.errors import BadLossError, GroupBatchError
 from tests.unit.fusion.groups import Run, assert_as_plain, double_task
 
 pytestmark = pytest.mark.usefixtures("captured_once")
@@ -194,12 +194,12 @@ def test_a_member_that_is_stopped_at_any_time_ends_there():
     assert_as_plain(run, 1, small(seed=1))
 
 
-def test_a_kind_of_batch_that_cannot_be_stacked_fails_with_the_remedy():
+def test_a_kind_of_batch_that_cannot_be_stacked_ends_the_group_by_name():
     def step(module, batch):
         x = batch[0]
         y = checkpoint(module, x.clone().requires_grad_(), use_reentrant=True) if len(x) < 8 else module(x)
         return functional.cross_entropy(y, batch[1])
 
     data = TensorDataset(X[:21], Y[:21])
-    with pytest.raises(TaskError, match="fusion='off'"):
+    with pytest.raises(GroupBatchError, match="a kind of batch that they cannot compute together"):
         Run([small(loss=None, step=step, train=data, seed=s, validate=None) for s in range(2)])
