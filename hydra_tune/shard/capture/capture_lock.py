@@ -14,7 +14,7 @@ from contextlib import contextmanager
 class CaptureGate:
     """A lock shared by many threads or held by a single thread; a thread that waits for exclusive access goes first.
 
-    Not reentrant.
+    A thread inside `shared` may enter `shared` again, but not `exclusive`.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,7 @@ class CaptureGate:
         self._alone = False
         self._waiting = 0
         self._forgotten: set[int] = set()  # threads inside `shared` not expected to leave
+        self._here = threading.local()
 
     @property
     def is_wanted(self) -> bool:
@@ -39,13 +40,18 @@ class CaptureGate:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Context for computations."""
+        if getattr(self._here, "is_inside", False):
+            yield  # a wait for a capture, which waits for this thread, would never end
+            return
         with self._condition:
             # Waiting captures go first: a steady stream of units would otherwise keep a capture out for ever.
             self._condition.wait_for(lambda: not self._alone and not self._waiting)
             self._sharing += 1
+        self._here.is_inside = True
         try:
             yield
         finally:
+            self._here.is_inside = False
             with self._condition:
                 if threading.get_ident() in self._forgotten:
                     # The thread came back after all; `forget` has given back its share already.

@@ -1,8 +1,8 @@
 """`train_plain`: the meaning of a `TrainTask`, as the loop anyone would write.
 
 The pool's numbers are compared with this reference, so the module shares with the engine only how batches are drawn,
-cut and moved, and how operators are cut. The loop runs one task at a time, on the CPU with torch's present number of
-intra-op threads; the pool uses a single thread.
+cut and moved, how operators are cut, and the gate that keeps computations out while a pool captures. The loop runs one
+task at a time, on the CPU with torch's present number of intra-op threads; the pool uses a single thread.
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.shapes_only import refuse_shapes_only
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.operators.operator_splitting import split_operators
 from hydra_tune.task import (
     Batch,
@@ -60,10 +61,10 @@ class PlainResult(TrainingOutcome):
 def train_plain(task: TrainTask, report: Report | None = None, device: str | torch.device = "cpu") -> PlainResult:
     """Train a task to its end with a plain PyTorch loop.
 
-    The loop draws from the process's own random generators, as any plain loop does. As a reference, the loop must not
-    run beside a working pool in the same process: while the pool captures a model, other threads compute with other
-    kernels. Like the pool, the loop draws from copies of loaders, samplers and generators, so the same task can be
-    trained again, here or in a pool.
+    The loop draws from the process's own random generators, as any plain loop does. Beside a working pool the loop
+    waits while the pool captures a model, because computations of all threads take other kernels meanwhile. Like the
+    pool, the loop draws from copies of loaders, samplers and generators, so the same task can be trained again, here
+    or in a pool.
 
     Args:
         task: task to train.
@@ -100,7 +101,8 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
         )
     # Before the model is built: its initial weights are drawn from the seed as well.
     _seed(task.seed)
-    module = build_model(task)
+    with GATE.shared():
+        module = build_model(task)
     if device.type != "cpu":
         module = module.to(device)
     groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
@@ -175,9 +177,10 @@ class _PlainRun:
         num_earlier = len(self.losses)
         for batch in self.own.batches(self.task.train, self.task.batch_size, shuffle=True):
             refuse_empty(batch, "train", len(self.losses) - num_earlier, epoch)
-            if self.task.num_pieces > 1 and not self.losses:
-                check_pieces(self.task, self.module, batch, self.task.num_pieces)
-            self._backward(batch)
+            with GATE.shared():
+                if self.task.num_pieces > 1 and not self.losses:
+                    check_pieces(self.task, self.module, batch, self.task.num_pieces)
+                self._backward(batch)
             if self.pending == self.task.accumulate and not self._step(epoch):
                 return False
         if len(self.losses) == num_earlier:
@@ -221,14 +224,15 @@ class _PlainRun:
     def _step(self, epoch: int) -> bool:
         """Take one optimizer step; return False if a report after the step pruned the run."""
         task = self.task
-        # Before clipping: the norm is the norm of the true gradients.
-        self.scaler.unscale_(self.optimizer)
-        if task.max_grad_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, task.max_grad_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        with GATE.shared():
+            # Before clipping: the norm is the norm of the true gradients.
+            self.scaler.unscale_(self.optimizer)
+            if task.max_grad_norm is not None:
+                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                nn.utils.clip_grad_norm_(parameters, task.max_grad_norm)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
         self.steps += 1
         self.pending = 0
         if task.scheduler_interval == "step":
@@ -268,7 +272,7 @@ class _PlainRun:
             for batch in self.own.batches(self.task.validate, self.task.batch_size, shuffle=False):
                 refuse_empty(batch, "validate", batches)
                 batches += 1
-                with _autocast(self.task, self.device):
+                with GATE.shared(), _autocast(self.task, self.device):
                     values = dict(_scalars(self.task, self.module, self._placed(batch)))
                 for name, value in values.items():
                     means.setdefault(name, _SampleWeightedMean()).add(value, num_samples(batch))

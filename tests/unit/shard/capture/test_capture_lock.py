@@ -94,3 +94,13 @@ def test_an_error_inside_opens_the_gate_again(mode):
         pass
     with gate.shared():
         pass
+
+
+def test_a_thread_inside_shares_again_though_a_capture_waits(threads):
+    gate = CaptureGate()
+    with gate.shared():
+        capture = threads.submit(gate.exclusive().__enter__)
+        while not gate.is_wanted:
+            threading.Event().wait(0.001)
+        with gate.shared():
+            assert not capture.done()

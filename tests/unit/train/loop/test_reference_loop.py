@@ -1,6 +1,8 @@
 """`train_plain` is the meaning of a task: it equals the loop one would write by hand, and names what cannot work."""
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -11,6 +13,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune.errors import MetricError, TaskError
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.task import TrainTask
 from hydra_tune.train.loop.reference_loop import train_plain
 
@@ -192,3 +195,24 @@ def test_validation_runs_in_evaluation_mode_and_training_goes_on_in_training_mod
 def test_what_cannot_work_is_named(bad, error, message):
     with pytest.raises(error, match=message):
         train_plain(task(**({"train": lambda: PAIR, "batch_size": None} | bad)))
+
+
+def test_the_loop_waits_while_a_pool_captures(monkeypatch):
+    """`torch.export` makes optimizers of all threads compute their bias corrections in float32."""
+    waits = threading.Event()
+
+    class Announcing(threading.Condition):
+        def wait_for(self, predicate, timeout=None):
+            waits.set()
+            return super().wait_for(predicate, timeout)
+
+    monkeypatch.setattr(GATE, "_condition", Announcing())
+    with ThreadPoolExecutor(1) as threads:
+        with GATE.exclusive(), monkeypatch.context() as capture:
+            capture.setattr(torch.compiler, "_is_compiling_flag", True)
+            waits.clear()
+            beside = threads.submit(train_plain, task())
+            beside.add_done_callback(lambda _: waits.set())
+            assert waits.wait(60.0)
+        weights = beside.result(60.0).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in train_plain(task()).state_dict().items())
