@@ -84,20 +84,20 @@ class StackedOptimizer(Optimizer, ABC):
         return True
 
     def replace(self, index: int, optimizer: Optimizer) -> None:
-        """Give a place to another member with the given optimizer."""
+        """Give a slot to another member with the given optimizer."""
         self._members[index] = optimizer
 
     @abstractmethod
     def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
-        """Set a place of a parameter's state to a member's own state, except for tensor contents.
+        """Set a slot of a parameter's state to a member's own state, except for tensor contents.
 
         Args:
             p: the stacked parameter.
-            index: the place.
+            index: the slot.
             own: state of the member's own parameter; empty before its first step.
 
         Returns:
-            Values to write into the place, by `id` of the state's tensors.
+            Values to write into the slot, by `id` of the state's tensors.
         """
 
     @abstractmethod

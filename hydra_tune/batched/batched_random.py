@@ -347,7 +347,7 @@ def for_each(run: Callable[[int], Any], count: int) -> list[Any]:
             with group.turn(index):
                 rows[index] = run(index)
     active_row = next(row for row, active in zip(rows, group.active, strict=True) if active)
-    # Fresh zeros, not the member's own result: gradients of a resting place must not flow into an active member.
+    # Fresh zeros, not the member's own result: gradients of a resting slot must not flow into an active member.
     return [
         row
         if active

@@ -70,7 +70,7 @@ class MemberRates:
         return all(name in steady_options and steady_options[name] == value for name, value in self._alike.items())
 
     def replace(self, index: int, group: Mapping[str, Any]) -> None:
-        """Give a place to another member's options."""
+        """Give a slot to another member's options."""
         steady_options = _steady(group)
         self._groups[index] = group
         self._values = self._reader()

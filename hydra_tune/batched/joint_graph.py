@@ -179,6 +179,7 @@ def traced(
     reached_places: list[int] = []
 
     def joint(*tensors: Tensor) -> list[Tensor]:
+        """Return the members' losses, then the gradient of each trained operand that the losses reach."""
         arguments = list(tensors[: len(fakes)])
         for index in trained_at:
             arguments[index] = arguments[index].detach().requires_grad_()
