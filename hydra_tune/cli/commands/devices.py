@@ -56,7 +56,7 @@ def print_survey(console: Console, found: Mapping[str, Any]) -> None:
 
     Args:
         console: output console.
-        found: a `Survey`, as plain data.
+        found: a `DeviceSurvey`, as plain data.
     """
     # On a narrow console the rate of both ways at once gives way.
     ways = _WAYS if console.width >= _WIDE else _WAYS[:2]

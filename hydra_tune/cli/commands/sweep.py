@@ -213,6 +213,7 @@ def sweep(
     started_seconds = time.monotonic()
 
     def run(beginning: RestartContext | None) -> int:
+        """Run the sweep in this process, after `beginning.crashes` crashed processes, and return the exit code."""
         # In the sweep's own process only: the supervisor must run no threads, so that each copy of it is sound.
         from hydra_tune.cli.run.sweep_run import run_sweep  # noqa: PLC0415
 

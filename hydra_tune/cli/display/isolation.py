@@ -9,7 +9,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.supervision.supervisor import why_not_here
 
 TERMINAL_BACK = b"\x1b[?25h\x1b[?1049l"
-"""Escape codes that show the cursor and switch to the first screen, as `Screen.close` does."""
+"""Escape codes that show the cursor and switch to the first screen, as `AlternateScreen.close` does."""
 
 
 def isolates(spec: SweepSpec, wanted: bool | None, *, is_on_cluster: bool) -> bool:

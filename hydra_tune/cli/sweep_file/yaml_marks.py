@@ -131,6 +131,13 @@ class _YamlDocumentBuilder:
     merged: set[int] = field(default_factory=set)
 
     def build(self, node: yaml.Node, path: Path) -> Any:
+        """Return a node's data as plain values, and note the position of each value and key.
+
+        A value that contains itself becomes None and is noted as a problem.
+
+        Raises:
+            MarkedYAMLError: aliases multiply to more than `_MAX_VALUES` values.
+        """
         # A value in a map is noted already, in `_pairs`.
         self.values.setdefault(path, _of(node.start_mark))
         # Counted while building, because a few lines of nested aliases stand for billions of values.
