@@ -114,6 +114,7 @@ def _asking(operator: OpOverload[..., Any]) -> Callable[..., Any]:
     redispatch = operator._handle.redispatch_boxed  # noqa: SLF001 - as `OpOverload.redispatch`, a call less
 
     def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the operator with the thread's own generator in place of the default generator."""
         thread_generator = _OWN.get()
         if thread_generator is not None:
             passed_generator = args[place] if len(args) > place else kwargs.get(_ARGUMENT)

@@ -185,7 +185,7 @@ class WeightlessDevice:
         return self._start(pairs)
 
     def reach(self, source: Device) -> DeviceCopyRoute:
-        """Return the reach between the two real devices."""
+        """Return the copy route between the two real devices."""
         return self.like.reach(source.like) if isinstance(source, WeightlessDevice) else DeviceCopyRoute.NONE
 
     def take_over(self, source: Device, pairs: Pairs) -> None:
