@@ -7,7 +7,7 @@ values that cross cuts, gradients and optimizer state (`fusion/batching/batched_
 pays for small models, for example a sweep over learning rates of an MLP, where launching operators costs more than the
 arithmetic.
 
-Note: places. Every member occupies a place, an index along the leading dimension. A place can also be vacant.
+Note: slots. Every member occupies a slot, an index along the leading dimension. A slot can also be vacant.
 
 Note: state of each member. Every member draws random numbers from its own generator, in turn with the other members
 (`batched/batched_random.py`), so the numbers depend only on the member's seed. Every member also keeps its own
@@ -15,7 +15,7 @@ optimizer and scheduler, and the group reads the rates before each step (`batche
 mixes members, so a member that turns NaN leaves the bits of the others unchanged.
 
 Note: masking. A member that does not take part in a step (the member has ended, or wants another kind of batch) keeps
-its place in the stack. The place computes on another member's batch and draws nothing, and the group drops the results:
+its slot in the stack. The slot computes on another member's batch and draws nothing, and the group drops the results:
 buffers are restored, and parameters and optimizer state keep their values.
 
 In float64 a fused member reproduces its unfused run to about 1e-9. In float32 the algorithm is the same, but the last

@@ -252,6 +252,7 @@ class StackedGraph:
         is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
 
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
+            """Compute the node for all members: by its rule, else by `torch.vmap`, else for each member alone."""
             nonlocal is_batched
             if rule is not None:
                 flags = iter(are_stacked)

@@ -70,6 +70,7 @@ def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tens
         dilation: Sequence[int] = (1,),
         groups: int = 1,
     ) -> Tensor | None:
+        """Convolve stacked images `[members, samples, channels, ...]`; return None for images without a batch dimension."""
         # Unbatched input: left to `torch.vmap`.
         if x.dim() != spatial + _CHANNELS + 1:
             return None
@@ -91,6 +92,7 @@ def convolution(spatial: int, *, transposed: bool = False) -> Callable[..., Tens
         groups: int = 1,
         dilation: Sequence[int] = (1,),
     ) -> Tensor | None:
+        """Convolve stacked images as `plain` does, by a transposed convolution."""
         if x.dim() != spatial + _CHANNELS + 1:
             return None
         # torch names the overload `default` for one dimension, and `input` for two.

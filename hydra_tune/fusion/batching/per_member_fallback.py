@@ -43,6 +43,7 @@ def apart(
     are_stacked = [isinstance(leaf, Tensor) and next(flags) for leaf in leaves]
 
     def run(index: int) -> Any:
+        """Compute the value of a single member, from the member's rows of the stacked arguments."""
         # A selected row is a view, so an in-place operator writes into the stack.
         member_leaves = [
             leaf.select(0, index) if is_wide else leaf for leaf, is_wide in zip(leaves, are_stacked, strict=True)

@@ -255,9 +255,9 @@ def _compared(first: MemberTrial, other: MemberTrial) -> list[MemberBatchRequest
 
 
 def _with_tails_of(found: MemberDifferences, other: MemberDifferences) -> MemberDifferences:
-    """Return the likeness with the tails of an equal earlier likeness.
+    """Return the differences with the heads of equal earlier differences.
 
-    The caches of stacked plans have the `MultiHeadPlan` object in their keys, so equal likenesses have to share the object.
+    The caches of stacked plans have the `MultiHeadPlan` object in their keys, so equal differences share the object.
     """
     if found.rows is None or other.rows is None:
         return found

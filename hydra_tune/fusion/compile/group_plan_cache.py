@@ -58,7 +58,7 @@ class GroupPlanCache:
         """Return the plan for a member's request; make the plan if necessary.
 
         Args:
-            seat: the member's place.
+            seat: the member's slot.
             member: provides the task for the plan: any member of the group.
 
         Raises:

@@ -1,6 +1,6 @@
-"""A group at work: its members, the places, and the units that the pool runs.
+"""A group at work: its members, the slots, and the units that the pool runs.
 
 The package must not plan for less memory: `runtime` does. Read `group_trial` first (the pool runs a group like any
-trial), then `member` (a trial's own loop), `slot` and `slot_table` (the places and their occupants), `membership`
+trial), then `member` (a trial's own loop), `slot` and `slot_table` (the slots and their occupants), `membership`
 (members advance, end, leave and join), and `group_executor` with `group_step` and `multi_step_unit` (the computation).
 """

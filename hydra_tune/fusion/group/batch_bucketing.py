@@ -2,7 +2,7 @@
 
 Members run out of phase: a member at the end of its epoch wants a smaller last batch or its metrics, while the others
 are in the middle of an epoch. Such a batch takes as long for a single member as for all members, so the batch waits for
-others that will soon want the same kind. While the batch waits, the places of its members compute nothing useful. Both
+others that will soon want the same kind. While the batch waits, the slots of its members compute nothing useful. Both
 choices lose work, measured in places times steps, and the smaller loss is unknown in advance.
 
 The rule is the classic rent-or-buy strategy: a kind of batch runs as soon as its waiting members have lost as much as
@@ -22,7 +22,7 @@ class BucketScheduler:
     Attributes:
         member_steps: computed batches, summed over members.
         full_member_steps: computed batches in steps with every member that wanted a batch.
-        place_steps: computed places, occupied or vacant.
+        place_steps: computed slots, occupied or vacant.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class BucketScheduler:
         return kinds[chosen_kind]
 
     def computed(self, count: int, wanting: int, places: int) -> None:
-        """Count a batch of `count` members out of `wanting`, computed in `places` places."""
+        """Count a batch of `count` members out of `wanting`, computed in `places` slots."""
         self.member_steps += count
         self.full_member_steps += count if count == wanting else 0
         self.place_steps += places

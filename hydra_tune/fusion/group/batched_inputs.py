@@ -23,7 +23,7 @@ class StackedBatches:
     additional tensor then holds the number of samples that count for every member.
 
     Args:
-        wanted: the members' requests, by place.
+        wanted: the members' requests, by slot.
         like: the largest kind of batch, if sizes differ; None: all batches have the same size.
     """
 
@@ -70,6 +70,6 @@ class StackedBatches:
             return tuple(torch.stack(parts) for parts in every)
         indices = self._indices[number]
         # A single gather over all members writes the samples straight
-        # into their stacked place, without a copy per member.
+        # into their slot, without a copy per member.
         tensors = self._source.gather(indices.reshape(-1))
         return tuple(tensor.view(*indices.shape, *tensor.shape[1:]) for tensor in tensors)

@@ -30,7 +30,7 @@ class GroupExecutor:
     """Computes batches for the members of a group.
 
     Args:
-        places: the group's places.
+        places: the group's slots.
         device: any device of the pool, for host memory.
 
     Attributes:
@@ -112,6 +112,7 @@ class GroupExecutor:
         )
 
         def next_batches() -> StackedBatches | None:
+            """Return the batches of the same members' next step, or None where the unit has to end before that step."""
             # Members outside the bucket also wait for the device, and a
             # member that is to end or leave is served between units only.
             if not is_all or any(seat.stop is not None or seat.is_paused for seat in bucket):
@@ -160,7 +161,7 @@ class GroupExecutor:
         Args:
             members: members that want their first batch of the step.
             prepare: takes the members that want a batch; returns the members computed next, the part, and the resting
-                places.
+                slots.
             advance: advances a member.
         """
         places, step = self._places, None

@@ -33,7 +33,7 @@ class GroupStreams(RandomStreams):
         self._turns: TurnTakingGenerator | None = None  # set while members draw on a GPU
 
     def replace(self, index: int, member: RandomStreams) -> None:
-        """Give a place to another member's stream."""
+        """Give a slot to another member's stream."""
         self._members[index] = member
 
     @property

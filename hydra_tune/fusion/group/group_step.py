@@ -39,7 +39,7 @@ class GroupGradients(GradientProcessor):
         self._member_norms: dict[str, Tensor] = {}
 
     def replace(self, index: int, task: TrainTask) -> None:
-        """Give a place to another member's task."""
+        """Give a slot to another member's task."""
         self._limits[index] = task.max_grad_norm
         assert task.max_grad_norm is None or self._max_norm is not None, (
             "a group that does not clip admits nobody who does"
@@ -150,7 +150,7 @@ class GroupBatch(_MaskedBatchUnits, TrainingBatch):
             computing.lease = self._store.lease
         names = self._plan.shards[index].trained if self.holding else ()
         earlier = {name: self._store.get(earlier_gradient_key(name)) for name in names}
-        # The backward accumulates into the earlier gradients, also for places that computed
+        # The backward accumulates into the earlier gradients, also for slots that computed
         # on another member's batch. Indexing with a list copies the rows that must survive.
         rows = list(self.holding)
         saved_rows = {name: gradient[rows] for name, gradient in earlier.items() if gradient is not None}
@@ -181,8 +181,8 @@ class GroupStep(OptimizerStep):
     """An optimizer step of a group on its members' batches.
 
     Attributes:
-        resting: places of members that take no part in the next batch.
-        holding: places of resting members that keep their gradients from earlier batches of the step, if any.
+        resting: slots of members that take no part in the next batch.
+        holding: slots of resting members that keep their gradients from earlier batches of the step, if any.
     """
 
     resting: Sequence[int] = ()

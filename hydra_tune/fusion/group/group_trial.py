@@ -49,9 +49,9 @@ class GroupTrial(Trial):
         plans: makes the group's plans.
         library: provides plans of single members.
         device: any device of the pool, for host memory.
-        desk: receives events about the places and answers questions, on the thread that advances the group.
+        desk: receives events about the slots and answers questions, on the thread that advances the group.
         host, tenant, times: as of `Trial`.
-        most: largest number of places; None: the present number.
+        most: largest number of slots; None: the present number.
         planner: plans steps that exceed a device's memory; None: no such steps are planned.
 
     Attributes:
@@ -132,7 +132,7 @@ class GroupTrial(Trial):
 
     @property
     def most(self) -> int:
-        """Largest number of places."""
+        """Largest number of slots."""
         return self._sizes.most
 
     @most.setter
@@ -196,7 +196,7 @@ class GroupTrial(Trial):
 
     @property
     def seats(self) -> list[GroupSlot]:
-        """The members, in the order of their places."""
+        """The members, in the order of their slots."""
         return self._places.seats
 
     @property
@@ -266,7 +266,7 @@ class GroupTrial(Trial):
             self._sizes.computed(len(self.seats), len(self._places.live))
 
     def _resize(self) -> None:
-        """Change the number of places, if a change is due and its plans are ready."""
+        """Change the number of slots, if a change is due and its plans are ready."""
         size = self._sizes.wanted(len(self.seats), len(self._places.live), self._desk.waiting())
         if size == len(self.seats) or not self._desk.make_ready(size):
             return
@@ -283,16 +283,16 @@ class GroupTrial(Trial):
             self._make_group_state(self._group_plans.stacked(self._kinds.first, size), self.state)
 
     def make_ready(self, size: int) -> None:
-        """Make the plans for another number of places, for every kind of batch seen so far; any thread may call.
+        """Make the plans for another number of slots, for every kind of batch seen so far; any thread may call.
 
         Args:
-            size: number of places.
+            size: number of slots.
         """
         if self.state is not None:
             self._kinds.make_ready(size, self.state.tensors, self._device.torch_device)
         if self._planned is not None and self._kinds.first is not None:
             seats = self._places.live or self.seats
-            # Vacant places compute on a member's tensors too, so the last member stands for them.
+            # Vacant slots compute on a member's tensors too, so the last member stands for them.
             built = [seats[min(index, len(seats) - 1)].member.built() for index in range(size)]
             is_clipped = any(seat.member.task.max_grad_norm is not None for seat in seats)
             for prepared, inputs in self._kinds.stacked(size):
@@ -345,7 +345,7 @@ class GroupTrial(Trial):
     ) -> tuple[BatchPart, StackedBatches, Collection[int], MemberBatchRequest | None]:
         """Configure the group for the given members.
 
-        Return the part, the batches, the resting places and the largest batch.
+        Return the part, the batches, the resting slots and the largest batch.
         """
         first_request = wanted_of(bucket[0])  # `GroupPlanCache.of` puts the largest batch first
         like = first_request if are_padded(bucket) else None
@@ -407,7 +407,7 @@ class GroupTrial(Trial):
         return plan
 
     def _prepared(self, own: PreparedPlan, is_padded: bool) -> tuple[PreparedPlan, MemberDifferences]:
-        """Return a member's plan stacked for the present places, with the differences between the members."""
+        """Return a member's plan stacked for the present slots, with the differences between the members."""
         if (own, is_padded) not in self._places.stacked:
             size = len(self.seats)
             likeness = self._kinds.likeness(own, [seat.member for seat in self.seats])

@@ -23,9 +23,9 @@ class MemberCoordinator:
     """Advances the members of a group.
 
     Args:
-        places: the group's places.
-        desk: receives events and answers questions about the places, on the thread that advances the group.
-        resize: changes the number of places, if a change is due and prepared.
+        places: the group's slots.
+        desk: receives events and answers questions about the slots, on the thread that advances the group.
+        resize: changes the number of slots, if a change is due and prepared.
     """
 
     def __init__(self, places: SlotTable, desk: GroupDelegate, resize: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ class MemberCoordinator:
         # First, because members that end or leave make room for those that join.
         for seat in self._places.live:
             self._attend_to(seat)
-        # Resize before asking for new members: a larger stack has vacant places to offer.
+        # Resize before asking for new members: a larger stack has vacant slots to offer.
         self._resize()
         free = self._places.vacant
         new_seats = self._desk.joining(len(free), ends=not self._places.live)
@@ -125,7 +125,7 @@ class MemberCoordinator:
         self._desk.ended(seat)
 
     def _take_in(self, index: int, seat: GroupSlot) -> None:
-        """Give a place to a joining member."""
+        """Give a slot to a joining member."""
         self._places.give(index, seat)
         seat.member.is_fused = True
         try:

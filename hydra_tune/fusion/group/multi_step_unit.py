@@ -52,7 +52,7 @@ class RoundContext:
         state: the group's long-lived tensors.
         streams: the members' random streams.
         gradients: the group's gradient rules.
-        resting: places of members that take no part.
+        resting: slots of members that take no part.
     """
 
     plan: ShardPlan

@@ -1,17 +1,17 @@
-"""`GroupResizePolicy`: decide how many places a group has, from step to step."""
+"""`GroupResizePolicy`: decide how many slots a group has, from step to step."""
 
 _PATIENCE_STEPS = 16
 
 
 class GroupResizePolicy:
-    """Decides when a group gains or loses places.
+    """Decides when a group gains or loses slots.
 
     Sizes are powers of two, which keeps the number of plans small, or the largest permitted size. A group grows as soon
-    as a member waits without a vacant place. A group shrinks only after at least half of its places have been vacant
+    as a member waits without a vacant slot. A group shrinks only after at least half of its slots have been vacant
     for some steps: an ended trial is often followed by a new trial, and resizing the stack twice would gain nothing.
 
     Args:
-        most: largest number of places.
+        most: largest number of slots.
     """
 
     def __init__(self, most: int) -> None:
@@ -19,7 +19,7 @@ class GroupResizePolicy:
         self._quiet_steps = 0
 
     def computed(self, size: int, taken: int) -> None:
-        """Note that a step has run with `taken` of `size` places occupied."""
+        """Note that a step has run with `taken` of `size` slots occupied."""
         self._quiet_steps = self._quiet_steps + 1 if 2 * taken <= size else 0
 
     def wanted(self, size: int, taken: int, waiting: int) -> int:
@@ -27,7 +27,7 @@ class GroupResizePolicy:
 
         Args:
             size: present size.
-            taken: occupied places.
+            taken: occupied slots.
             waiting: members that would join.
         """
         if taken + waiting > size:

@@ -1,4 +1,4 @@
-"""`GroupSlot`: a member's place in a group, and `GroupDelegate`: the interface through which a group reports on its places."""
+"""`GroupSlot`: a member in its slot, with requests and end; `GroupDelegate`: the interface to the owner of a group."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -13,10 +13,10 @@ from hydra_tune.train.trial import PendingReport
 
 
 class GroupSlot:
-    """A member's place in a group.
+    """A slot of a group: its member, the member's requests, and the member's end.
 
     Args:
-        member: the trial at the place.
+        member: the trial in the slot.
         waits: whether the member's reports wait for an answer.
 
     Attributes:
@@ -71,33 +71,33 @@ class GroupSlot:
 
 
 def vacant(like: GroupSlot) -> GroupSlot:
-    """Return a vacant place: computed like `like`, and masked."""
-    # The place still computes, so it needs a member for the stacked module, streams and rules.
+    """Return a vacant slot: computed like `like`, and masked."""
+    # The slot still computes, so it needs a member for the stacked module, streams and rules.
     seat = GroupSlot(like.member, waits=False)
     seat.status = "vacant"
     return seat
 
 
 class GroupDelegate(Protocol):
-    """Interface that a group calls about its places, on the thread that advances the group."""
+    """Interface that a group calls about its slots, on the thread that advances the group."""
 
     def ended(self, seat: GroupSlot) -> None:
         """A member has ended."""
 
     def reported(self, seat: GroupSlot) -> None:
-        """A member has reported; the desk sets `is_answered`, now or later, on any thread."""
+        """A member has reported; the delegate sets `is_answered`, now or later, on any thread."""
 
     def left(self, seat: GroupSlot) -> None:
         """A paused member has left with its state; the member may return to the same group or join another."""
 
     def waiting(self) -> int:
-        """Return the number of members that would join if there were vacant places."""
+        """Return the number of members that would join if there were vacant slots."""
 
     def joining(self, free: int, *, ends: bool) -> Sequence[GroupSlot]:
         """Return members that join now.
 
         Args:
-            free: number of vacant places.
+            free: number of vacant slots.
             ends: whether the group ends unless a member joins.
         """
 
@@ -112,7 +112,7 @@ class GroupDelegate(Protocol):
 
 
 class ClosedGroupDelegate(GroupDelegate):
-    """Desk of a group that no member joins and no observer watches."""
+    """Delegate of a group that no member joins and no observer watches."""
 
     @override
     def ended(self, seat: GroupSlot) -> None: ...

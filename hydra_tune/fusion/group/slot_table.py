@@ -1,9 +1,9 @@
-"""`SlotTable`: the places of a group, their occupants, and the stacked state.
+"""`SlotTable`: the slots of a group, their occupants, and the stacked state.
 
-Note: joining and leaving. A group has a number of places. Between two steps a member that has ended or is paused gives
-its place to another member (`put_in`). The new member begins or continues its training, at whatever step the others
-are. A vacant place is masked. A member joins and leaves by copying between the stack and its own module and
-optimizer. To change the number of places (`resize_policy.py`), all members leave and join a new stack.
+Note: joining and leaving. A group has a number of slots. Between two steps a member that has ended or is paused gives
+its slot to another member (`put_in`). The new member begins or continues its training, at whatever step the others
+are. A vacant slot is masked. A member joins and leaves by copying between the stack and its own module and
+optimizer. To change the number of slots (`resize_policy.py`), all members leave and join a new stack.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from hydra_tune.train.state.model_state import ModelState
 
 
 class SlotTable:
-    """The places of a group.
+    """The slots of a group.
 
     Args:
         seats: the members.
         device: any device of the pool, for host memory.
 
     Attributes:
-        seats: the seats, by place.
+        seats: the slots, by index in the stack.
         streams: the members' random streams.
         gradients: the members' gradient rules.
         state: the stacked state; None before the first step.
@@ -48,12 +48,12 @@ class SlotTable:
 
     @property
     def live(self) -> list[GroupSlot]:
-        """Seats of members that have not ended."""
+        """Slots of members that have not ended."""
         return [seat for seat in self.seats if seat.status is None]
 
     @property
     def vacant(self) -> list[int]:
-        """Indices of vacant places."""
+        """Indices of vacant slots."""
         return [index for index, seat in enumerate(self.seats) if seat.status is not None]
 
     def welcome(self, seat: GroupSlot) -> None:
@@ -64,7 +64,7 @@ class SlotTable:
         seat.member.fetch = partial(self.hand_out, seat)
 
     def give(self, index: int, seat: GroupSlot) -> None:
-        """Give a place to another member, without copying its state into the stack yet."""
+        """Give a slot to another member, without copying its state into the stack yet."""
         self.seats[index] = seat
         self.streams.replace(index, seat.member.streams)
         self.gradients.replace(index, seat.member.task)
@@ -89,7 +89,7 @@ class SlotTable:
             hand_out(self.state, self.seats.index(seat), *seat.member.built())
 
     def resize(self, size: int) -> None:
-        """Change the number of places; the state moves to the members, and the old stack is dropped."""
+        """Change the number of slots; the state moves to the members, and the old stack is dropped."""
         live = self.live
         if self.state is not None:
             for seat in live:

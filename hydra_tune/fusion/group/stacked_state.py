@@ -1,7 +1,7 @@
 """Convert between members' own modules and the stacked module of a group.
 
-`StackedModule` and `stacked_optimizer` build the group's state. `hand_out` copies a place back to a member's own
-module, for example before a checkpoint or when a trial is pruned, and `put_in` copies a joining member into a place.
+`StackedModule` and `stacked_optimizer` build the group's state. `hand_out` copies a slot back to a member's own
+module, for example before a checkpoint or when a trial is pruned, and `put_in` copies a joining member into a slot.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
 
     Args:
         state: the group's state.
-        index: the member's place.
+        index: the member's slot.
         module: the member's own module, overwritten.
         optimizer: the member's own optimizer; receives the state from the group.
     """
@@ -87,11 +87,11 @@ def hand_out(state: ModelState, index: int, module: nn.Module, optimizer: Optimi
 
 
 def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimizer, device: Device) -> None:
-    """Copy another member into a place of a group's state; no unit of the group may run.
+    """Copy another member into a slot of a group's state; no unit of the group may run.
 
     Args:
         state: the group's state.
-        index: the place.
+        index: the slot.
         module: the member's own module; provides the weights.
         optimizer: the member's own optimizer; provides optimizer state if it has any, and the rates from now on.
         device: any device of the pool.
@@ -104,7 +104,7 @@ def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimize
     for name, parameter in _trained(module):
         stacked_tensor, own_state = state.tensors[name], optimizer.state.get(parameter, {})
         rows |= stacked_optimizer.put(stacked_tensor, index, own_state)
-        # State that the group has in no place yet begins as fresh for all other members.
+        # State that the group has in no slot yet begins as fresh for all other members.
         members = [own_state if place == index else {} for place in range(stacked_tensor.size(0))]
         lacking[name] = stacked_optimizer.entries(stacked_tensor, members)
 
@@ -126,7 +126,7 @@ def adopt(
     Args:
         state: the group's state; its optimizer has taken no step.
         built: the members' modules and optimizers.
-        taken: whether each place is occupied.
+        taken: whether each slot is occupied.
         device: any device of the pool.
     """
     stacked_optimizer = state.optimizer

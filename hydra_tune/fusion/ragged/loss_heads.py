@@ -1,12 +1,12 @@
 """Different losses and metrics of a model: the model's graph runs for all members, each loss only for its members.
 
 The captured graphs of trials with equal models and different losses begin with the same operators, namely the model's.
-The rest of a graph is the trial's tail. A stacked graph with tails runs the beginning once for all members, and every
-tail on the rows of its members.
+The rest of a graph is the trial's loss head. A stacked graph with heads runs the beginning once for all members, and every
+head on the rows of its members.
 
 Note: end of the beginning. The beginning extends as far as the graphs are equal. If a value made by then takes part in
-the gradients of some losses only, the beginning ends before the value. A tail uses no parameters, draws no random
-numbers and overwrites nothing, because a tail works on copies of rows. Differences between such trials therefore depend
+the gradients of some losses only, the beginning ends before the value. A head uses no parameters, draws no random
+numbers and overwrites nothing, because a head works on copies of rows. Differences between such trials therefore depend
 only on the model's outputs, and the same parameters have gradients in all trials.
 """
 
@@ -32,7 +32,7 @@ class LossHead:
         code: takes the values `made`, then the batch's `inputs`, then the `constants`.
         made: indices of the common operators whose values the code takes.
         inputs: as of `ShardGraph`.
-        constants: names and values of the tail's own constants.
+        constants: names and values of the head's own constants.
         results: index among the code's outputs, by name of the result.
     """
 
@@ -60,11 +60,11 @@ class MultiHeadPlan:
 
 @dataclass(frozen=True, slots=True)
 class HeadAssignment:
-    """Assignment of tails to members.
+    """Assignment of heads to members.
 
     Attributes:
-        tails: the available tails.
-        of: for each member, the number of its tail.
+        tails: the available heads.
+        of: for each member, the number of its head.
     """
 
     tails: MultiHeadPlan
@@ -76,10 +76,10 @@ class HeadAssignment:
 
 
 def tails_of(plans: Sequence[ShardPlan], length: int) -> MultiHeadPlan:
-    """Return the tails of single-shard plans with `length` equal leading operators and no difference in anything else.
+    """Return the heads of single-shard plans with `length` equal leading operators and no difference in anything else.
 
     Raises:
-        UnfusableError: the plans have no tails that could run for some members only; the message gives the reason.
+        UnfusableError: the plans have no heads that could run for some members only; the message gives the reason.
     """
     for plan in plans:
         if set(plan.shards[-1].graph.live_out) != set(plan.outputs):
@@ -102,7 +102,7 @@ def tails_of(plans: Sequence[ShardPlan], length: int) -> MultiHeadPlan:
 
 
 def _tail(plan: ShardPlan, length: int, number: int) -> LossHead:
-    """Return the operators of a plan from index `length` on, as a tail."""
+    """Return the operators of a plan from index `length` on, as a head."""
     graph = plan.shards[-1].graph
     code = graph.code
     assert code is not None, "compared before"
@@ -133,7 +133,7 @@ def _tail(plan: ShardPlan, length: int, number: int) -> LossHead:
     for node in common_nodes:
         value_of(node)
     part = part_of(code, [*common_nodes, *taken_nodes["input"], *taken_nodes["constant"]], tail_nodes, output_nodes)
-    # Numbered by tail, because the constants of two tails may have the same name.
+    # Numbered by head, because the constants of two heads may have the same name.
     constants = {
         f"{arguments[node][1]}:{number}": plan.constants[str(arguments[node][1])] for node in taken_nodes["constant"]
     }

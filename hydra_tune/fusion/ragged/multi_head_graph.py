@@ -1,4 +1,4 @@
-"""Run a stacked graph with tails: the beginning for all members, every tail on the rows of its members."""
+"""Run a stacked graph with heads: the beginning for all members, every head on the rows of its members."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,11 +18,11 @@ _RESULT = "result:"
 
 
 def with_tails(shard: Shard, rows: HeadAssignment, prefix: "StackedPrefix") -> Shard:
-    """Return the shard of a group whose members have different tails.
+    """Return the shard of a group whose members have different heads.
 
     Args:
         shard: the first plan's shard, for a single member.
-        rows: assignment of tails to members.
+        rows: assignment of heads to members.
         prefix: the common beginning.
     """
     used_tails = [tail for number, tail in enumerate(rows.tails.tails) if number in rows.of]
@@ -74,12 +74,12 @@ def with_results(plan: ShardPlan, rows: HeadAssignment) -> ShardPlan:
 
 
 class StackedPrefix:
-    """The common beginning of plans with tails, on stacked members.
+    """The common beginning of plans with heads, on stacked members.
 
     Args:
         graph: the first plan's shard.
         code: the shard's code, or similar code with stand-ins.
-        rows: assignment of tails to members.
+        rows: assignment of heads to members.
         slots: as of `stacked_plan`.
 
     Attributes:
@@ -114,7 +114,7 @@ class StackedPrefix:
 
 
 class _MultiHeadGraph:
-    """Runs the beginning for all members and every tail for its members."""
+    """Runs the beginning for all members and every head for its members."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _MultiHeadGraph:
             for number, tail in enumerate(rows.tails.tails)
             if number in rows.of
         ]
-        # Concatenated results are ordered by tail; the inverse permutation restores the order of the members.
+        # Concatenated results are ordered by head; the inverse permutation restores the order of the members.
         order = [index for branch in self._branches for index in branch.rows]
         self._inverse = [order.index(index) for index in range(len(order))]
 
@@ -146,7 +146,7 @@ class _MultiHeadGraph:
     def _together(self, parts: Sequence[Tensor | None]) -> Tensor:
         present_parts = [part for part in parts if part is not None]
         if len(present_parts) < len(parts) or len({part.dtype for part in present_parts}) > 1:
-            # Tails may return different dtypes; float64 holds float32 losses and ordinary counts exactly.
+            # Heads may return different dtypes; float64 holds float32 losses and ordinary counts exactly.
             float64_parts = [None if part is None else part.to(torch.float64) for part in parts]
             like = next(part for part in float64_parts if part is not None)
             present_parts = [
@@ -157,7 +157,7 @@ class _MultiHeadGraph:
 
 
 class _StackedHead:
-    """A tail with its rows."""
+    """A head with its rows."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _StackedHead:
         )
 
     def __call__(self, made: Sequence[Tensor], arguments: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the tail's results by name, each a vector with an element per row."""
+        """Return the head's results by name, each a vector with an element per row."""
         common_values = [_picked(made[place], self.rows) for place in self._made]
         own_values = [
             _picked(arguments[place], self.rows) if is_stacked else arguments[place]
@@ -198,7 +198,7 @@ def _picked(value: Tensor, rows: list[int]) -> Tensor:
 
 
 def _cost(rows: HeadAssignment, made_bytes: int) -> ShardCost:
-    """Return the cost for a single member: the maximum over the tails, plus room for the rows and their gradients."""
+    """Return the cost for a single member: the maximum over the heads, plus room for the rows and their gradients."""
     costs = [rows.tails.plans[number].shards[-1].cost for number in sorted(set(rows.of))]
     most = {
         name: max(getattr(cost, name) for cost in costs)

@@ -1,4 +1,4 @@
-"""`PairSide`: a group of a pair, with a desk that forwards to the pair's desk."""
+"""`PairSide`: a group of a pair, with a delegate that forwards to the pair's delegate."""
 
 import time
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from hydra_tune.train.trial import PendingReport
 
 
 class PairDelegate(GroupDelegate, Protocol):
-    """Desk of both groups."""
+    """The delegate of both groups."""
 
     def stays(self, size: int, why: str) -> None:
-        """Limit the number of places to `size` from now on, for the given reason."""
+        """Limit the number of slots to `size` from now on, for the given reason."""
 
 
 class PairSide(GroupDelegate):
-    """A group of a pair, and its desk.
+    """A group of a pair, and the group's delegate.
 
     Args:
-        desk: the desk of both groups.
+        desk: the delegate of both groups.
 
     Attributes:
         group: the group, once made.
@@ -64,7 +64,7 @@ class PairSide(GroupDelegate):
         """Whether the group waits for answers."""
         return self.waits_until is not None and not self.is_over
 
-    # Desk of the group.
+    # Delegate of the group.
 
     @override
     def ended(self, seat: GroupSlot) -> None:

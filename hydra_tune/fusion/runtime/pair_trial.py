@@ -1,6 +1,6 @@
 """`PairTrial`: two groups of the same kind as a single trial, whose planned steps run in turn, merged by the planner.
 
-Each of the two groups is an ordinary group, with its own places, state, plans and evaluations; members report, are
+Each of the two groups is an ordinary group, with its own slots, state, plans and evaluations; members report, are
 stopped and saved, leave and join there. `PairTrial` advances both groups. When both are about to make training steps on
 the same kind of batch, the steps form a single unit (`paired_unit.py`). All other work runs separately, so every member
 gets the same bits as in its group alone.
@@ -45,7 +45,7 @@ class PairTrial(Trial):
         groups: the groups of the sides.
         library: provides plans of single members.
         device: any device of the pool, for host memory.
-        desk: the desk of both groups.
+        desk: the delegate of both groups.
         planner: plans the merged steps.
         host, tenant: as of `Trial`.
 
@@ -191,7 +191,7 @@ class PairTrial(Trial):
             side.group.close(keep=False)
         super().close(keep=keep)
 
-    # Groups and places.
+    # Groups and slots.
 
     @property
     def _live(self) -> list[PairSide]:
@@ -246,7 +246,7 @@ class PairTrial(Trial):
 
     @property
     def seats(self) -> list[GroupSlot]:
-        """The members, by place, first group first."""
+        """The members, by slot, first group first."""
         return [seat for group in self.groups for seat in group.seats]
 
     @property
@@ -256,7 +256,7 @@ class PairTrial(Trial):
 
     @property
     def most(self) -> int:
-        """Largest number of places."""
+        """Largest number of slots."""
         return sum(group.most for group in self.groups)
 
     @most.setter
