@@ -59,6 +59,11 @@ class _InterruptHolder:
         return was_open
 
     def leave(self, *, to_open: bool) -> None:
+        """End a block: restore the handlers after the outermost block, and pass on a signal where the caller can stand one.
+
+        Args:
+            to_open: whether the block lies in a window, where signals get through.
+        """
         self.depth -= 1
         self.is_open = to_open
         if self.depth == 0:
