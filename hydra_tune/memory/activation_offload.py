@@ -244,6 +244,7 @@ def _let_transforms_by() -> None:
 
     @functools.wraps(disable)
     def disable_around(*arguments: Any) -> None:
+        """Take off hooks of `LazySavedTensorSpiller` before torch disables hooks; put them on again if torch refuses."""
         hooks = torch_hooks._top_saved_tensors_default_hooks(True)  # noqa: SLF001
         saved = None if hooks is None else getattr(hooks[0], "__self__", None)
         if not isinstance(saved, LazySavedTensorSpiller):

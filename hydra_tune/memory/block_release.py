@@ -74,9 +74,9 @@ def await_home(block: Block) -> None:
 
 
 def pin(block: Block, holder: object) -> None:
-    """Pin a block for a pager that runs a unit or for work at home, after waiting for other work at home on the block.
+    """Pin a block for a pager that runs a unit or for work on the host, after waiting for other work on the host on the block.
 
-    The wait ends, because work at home never waits for a block in turn. Call without any block's lock.
+    The wait ends, because work on the host never waits for a block in turn. Call without any block's lock.
     """
     while True:
         with block.lock:
