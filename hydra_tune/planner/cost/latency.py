@@ -58,7 +58,7 @@ def timed(pieces: Iterable[Instruction | InstructionSlice], *, is_duplex: bool) 
         pieces: in order.
         is_duplex: whether copies to the host and copies back go side by side.
     """
-    # In ticks: sums of integers do not depend on how operators are grouped into stretches.
+    # In ticks: sums of integers do not depend on how operators are grouped into slices.
     now = compute = recompute = stall = copies = 0
     free = {InstructionKind.OFFLOAD: 0, InstructionKind.PREFETCH: 0}
     ends: dict[tuple[bool, int, str], int] = {}

@@ -107,7 +107,7 @@ class _SegmentMemorySimulator:
             self._reaches(line.during[top] + beyond, self._backward, self._forward)
         elif line.is_backward:
             # `_most` covers the instructions since the last backward operator, so it counts for the first of the
-            # stretch.
+            # slice.
             self._by_rank.append(max(self._most, line.during[begin] + beyond))
             self._by_rank += [num_bytes + beyond for num_bytes in line.during[begin + 1 : end]]
             self._reaches(line.during[top] + beyond, top, self._forward)

@@ -1,9 +1,9 @@
 """Instructions of a segment (runs, copies, recomputations, deletions), and prefix sums over consecutive operators.
 
-Note: speed. Planning simulates each segment thousands of times, and between the few places with a decision, operators
+Note: speed. Planning simulates each segment thousands of times, and between the few operators with a decision, operators
 just follow each other. `InstructionSequence` adds up the time and memory of a sub-array's operators once, and a
-simulation looks up a whole stretch of them. A line counts time in whole picoseconds, so that a sum does not depend on
-where a stretch is cut.
+simulation looks up a whole slice of them. A sequence counts time in whole picoseconds, so that a sum does not depend on
+where a slice is cut.
 """
 
 from bisect import bisect_left
@@ -97,15 +97,15 @@ class InstructionSequence:
             self._tops.append([self._higher(left, right) for left, right in zip(shorter, shorter[half:], strict=False)])
 
     def top(self, begin: int, end: int) -> int:
-        """Return the first place of the most bytes in a stretch, which must not be empty."""
-        # A sparse table: row `power` has the place of the maximum of every `2**power` operators, and two such ranges
-        # cover the stretch. On a tie the first place wins, as in a simulation operator by operator.
+        """Return the first operator with the most bytes in a slice, which must not be empty."""
+        # A sparse table: row `power` has the rank of the maximum of every `2**power` operators, and two such ranges
+        # cover the slice. On a tie the first operator wins, as in a simulation operator by operator.
         power = (end - begin).bit_length() - 1
         row = self._tops[power]
         return self._higher(row[begin], row[end - (1 << power)])
 
     def first_above(self, begin: int, end: int, num_bytes: int) -> int:
-        """Return the first operator of a stretch that needs more than so many bytes; the stretch's end if none does."""
+        """Return the first operator of a slice that needs more than so many bytes; the slice's end if none does."""
         if self.during[self.top(begin, end)] <= num_bytes:
             return end
         # A prefix's maximum only grows with the prefix, so bisection finds the first operator above the limit.
@@ -118,7 +118,7 @@ class InstructionSequence:
         return begin
 
     def first_after(self, begin: int, end: int, num_ticks: int) -> int:
-        """Return the first operator of a stretch by whose end so many ticks have passed; the stretch's end if none."""
+        """Return the first operator of a slice by whose end so many ticks have passed; the slice's end if none."""
         return bisect_left(self.clock, self.clock[begin] + num_ticks, begin + 1, end + 1) - 1
 
     def _higher(self, left: int, right: int) -> int:
@@ -126,7 +126,7 @@ class InstructionSequence:
 
 
 class InstructionSlice(NamedTuple):
-    """Consecutive operators of a line, with no other instruction between.
+    """Consecutive operators of a sequence, with no other instruction between.
 
     Attributes:
         line: of the operators.

@@ -7,7 +7,7 @@ sooner, and the operator waits. The bytes on the device are therefore a function
 
 Note: reuse. A search compares schedules that differ in a few decisions. Decisions change which instructions there are,
 and which sources of recomputations are freed late, but no instruction otherwise. So each instruction is made once for a
-sub-array (`SubArrayProfile.lowered`) and used again, as are whole stretches of operators (note on speed in
+sub-array (`SubArrayProfile.lowered`) and used again, as are whole slices of operators (note on speed in
 `instructions.py`).
 """
 
@@ -45,7 +45,7 @@ def lowered(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instru
 
 
 def stretched(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[Instruction | InstructionSlice]:
-    """Return the instructions of a segment, with consecutive operators as stretches.
+    """Return the instructions of a segment, with consecutive operators as slices.
 
     Args:
         schedule: the decisions.
@@ -236,6 +236,7 @@ class _SegmentLowering:
         self._num_forward = 0
 
     def pieces(self) -> list[Instruction | InstructionSlice]:
+        """Lower the segment: its backward with multiplexed operators, the rest of its forward, and the ends of copies."""
         segment = self._segment
         if segment.backward is not None:
             multiplexed = self._schedule.multiplexed(segment)
@@ -312,7 +313,7 @@ class _SegmentLowering:
         self._leaving.append((self._link_free, side.side, one))
 
     def _run_all(self, line: InstructionSequence, begin: int, end: int) -> None:
-        """Add a stretch of a line, with the same result as `_run` for each operator."""
+        """Add a slice of a sequence, with the same result as `_run` for each operator."""
         while begin < end:
             stop = end
             if self._leaving:

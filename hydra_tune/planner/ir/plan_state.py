@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from hydra_tune.planner.ir.step_profile import FeatureMap, SubArrayProfile
 
-# A picosecond, the unit of a line's clock (`instructions.py`): a smaller rest comes from rounding.
+# A picosecond, the unit of a sequence's clock (`instructions.py`): a smaller rest comes from rounding.
 _EPSILON = 1e-12
 
 

@@ -93,6 +93,7 @@ class _MergedGraphRewriter:
         self.needed: list[fx.Node] = []
 
     def merged(self) -> MergedGraph:
+        """Write the segment's instructions as one graph, whose outputs are losses, maps left on the device, and host copies."""
         for instruction in lowered(self._schedule, self._segment):
             self._emit(instruction)
         outputs: dict[str, fx.Node] = {}

@@ -106,6 +106,11 @@ class _SwapOverheadSearch:
         self._now = simulated(self._trial, self._segment)
 
     def proposal(self, *, is_interleaved: bool) -> SwapProposal:
+        """Return the prompt and slots of the swap that delay the segment least, and the seconds of the delay.
+
+        Args:
+            is_interleaved: whether forward operators of the other sub-array may run while the copy waits.
+        """
         if self._candidate.name in self._array.at_once:
             # The computing thread makes both copies itself, so nothing runs beside them.
             copy_seconds = self._candidate.map.out_seconds + self._candidate.map.in_seconds

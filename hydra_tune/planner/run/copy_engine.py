@@ -82,6 +82,11 @@ class _ThreadCopyHandle:
     error: BaseException | None = None
 
     def wait(self) -> Tensor:
+        """Wait until the copy has ended, and return the target.
+
+        Raises:
+            BaseException: the error of the thread that copied.
+        """
         if self.is_done is None:
             return self.to
         self.is_done.wait()

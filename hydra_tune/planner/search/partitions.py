@@ -50,6 +50,7 @@ def within(
     ]
 
     def added(parts: tuple[int, ...], rest: int, so_far: float) -> Iterator[tuple[int, ...]]:
+        """Yield partitions that begin with `parts`, which take `so_far` seconds, and divide `rest` more trials."""
         if not rest:
             if len(parts) % 2 == 0:
                 yield parts

@@ -2,7 +2,7 @@
 
 The paper has a single way, a greedy choice over all partitions (§3.2, step 5). The greedy choice is fragile: times of a
 few microseconds flip the result, and the choice can miss a limit that a simpler plan meets. So the greedy choice is one
-of several members, and the same passes simulate every member:
+of several plans, and the same passes simulate every plan:
 
 * `fits, one after another`: sub-arrays as large as fit with everything kept, each run alone (as HFTA does);
 * `full fusion`: all trials in a single sub-array, with swaps and recomputations (Capuchin on HFTA);
@@ -67,7 +67,7 @@ class PortfolioPlan:
     Attributes:
         name: of the plan.
         parts: run one after the other in each step of all trials.
-        limit_bytes: the limit that the member was planned for.
+        limit_bytes: the limit that the plan was planned for.
     """
 
     name: str
@@ -81,7 +81,7 @@ class PortfolioPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory that the member needs."""
+        """Most memory that the plan needs."""
         return max(part.peak_bytes for part in self.parts)
 
     @property
@@ -97,20 +97,20 @@ class PortfolioPlan:
 
 @dataclass(frozen=True, slots=True)
 class Portfolio:
-    """All planned members.
+    """All plans of a portfolio.
 
     Attributes:
-        members: the fastest that fits first, members that do not fit last.
+        members: the fastest that fits first, plans that do not fit last.
     """
 
     members: tuple[PortfolioPlan, ...]
 
     @property
     def best(self) -> PortfolioPlan:
-        """The fastest member that fits.
+        """The fastest plan that fits.
 
         Raises:
-            BudgetError: no member fits; `enough_bytes` is the least memory with which a member would.
+            BudgetError: no plan fits; `enough_bytes` is the least memory with which a plan would.
         """
         if self.members[0].fits:
             return self.members[0]
@@ -125,7 +125,7 @@ class Portfolio:
         )
 
     def table(self) -> str:
-        """Return all members as text: predicted times, sub-arrays, and peak."""
+        """Return all plans as text: predicted times, sub-arrays, and peak."""
         head = ("plan", "sub-arrays", "ms", "computed again", "waiting", "hidden", "peak", "fits")
         rows = [head, *(_row(member) for member in self.members)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -181,7 +181,7 @@ class Planner:
         return replace(self, array=lambda size: correct(size, array(size)), _arrays=arrays, _parts={})
 
     def told(self, member: PortfolioPlan) -> PortfolioPlan:
-        """Return a member with this planner's predictions, where the member was planned with other arrays.
+        """Return a plan with this planner's predictions, where the plan was planned with other arrays.
 
         Args:
             member: of the same trials. Its instructions stay the same, except for the places where copies to the host
@@ -230,7 +230,7 @@ class Planner:
         return self._arrays[size]
 
     def _paired(self, num_trials: int, others: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
-        """Return the best member of each way, over all partitions that may be faster than the known members."""
+        """Return the best plan of each way, over all partitions that may be faster than the known plans."""
         best = [min((one.seconds for one in others if one.fits), default=float("inf"))]
         plans: list[PortfolioPlan] = []
         halves = ((num_trials + 1) // 2, num_trials // 2)
@@ -284,7 +284,7 @@ class Planner:
 
 
 def _best_of_each_way(members: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
-    """Return the fastest member of each name that fits, or the member that needs the least memory."""
+    """Return the fastest plan of each name that fits, or the plan that needs the least memory."""
     best_plans: dict[str, PortfolioPlan] = {}
     for plan in members:
         best_plan = best_plans.get(plan.name)

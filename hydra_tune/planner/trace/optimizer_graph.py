@@ -183,6 +183,7 @@ class UpdateTracer:
         num_factors = int(is_clipped)
 
         def run(p: Tensor, gradient: Tensor, *rest: Tensor) -> list[Tensor]:
+            """Step the parameter in place; `rest` are the factors of clipping, the state's tensors and the rates, in order."""
             factors, rest = rest[:num_factors], rest[num_factors:]
             rate_tensors = iter(rest[len(names) :])
             layout = _layout(p)
