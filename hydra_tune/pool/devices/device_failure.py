@@ -32,7 +32,7 @@ class DeviceLossHandler:
     """Handles the loss of devices.
 
     Args:
-        core: core of the pool.
+        core: the pool's dispatcher.
         devices, pagers: live mappings by device name; devices added later appear in them.
         tell: called with the name of a lost device, under the pool's lock.
     """

@@ -1,4 +1,4 @@
-"""A job of a `FusedPool`, with its carrier, its trial, and its seat in a fused group."""
+"""A job of a `FusedPool`, with its carrier, its trial, and its slot in a fused group."""
 
 from collections.abc import Callable, Hashable
 from typing import Protocol
@@ -27,8 +27,8 @@ class FusedJob:
         stop: the end requested by the driver, if any.
         trial: the job's own trial, once built.
         key: the fusion key, once known.
-        seat: the job's present or former seat in a group; None before the first seat.
-        is_seated: whether the job holds the seat now.
+        seat: the job's present or former slot in a group; None before the first slot.
+        is_seated: whether the job holds the slot now.
         is_taken: whether another job's carrier has taken, or is about to take, the job.
         is_building: whether the trial is being built for a group with room.
         is_forming: whether the job's carrier is looking for other members.
@@ -86,7 +86,7 @@ class FusedJob:
             and not self.is_forming
             and not self.is_building
             and self.carrier is not None
-            # Not begun, or outside a group after a pause. A trial without a seat runs alone, and goes on alone.
+            # Not begun, or outside a group after a pause. A trial without a slot runs alone, and goes on alone.
             and (self.trial is None or (self.seat is not None and not self.is_seated))
             and self.stop is None
             and self.job.state not in OVER
@@ -94,11 +94,11 @@ class FusedJob:
         )
 
     def sit(self) -> GroupSlot:
-        """Return the job's seat, made if necessary, with the driver's present requests."""
+        """Return the job's slot, made if necessary, with the driver's present requests."""
         if self.seat is None:
             assert self.trial is not None
             self.seat = GroupSlot(self.trial, waits=self.job.events is not None)
-        # Requests made while the job had no seat reached only the job.
+        # Requests made while the job had no slot reached only the job.
         self.seat.stop, self.seat.is_paused = self.stop, self.job.paused
         return self.seat
 

@@ -1,6 +1,6 @@
 """Ends of carriers and group members, and the consequences for the jobs.
 
-A job ends with its carrier or seat, begins again after a fault of the system, or continues in a smaller group after
+A job ends with its carrier or slot, begins again after a fault of the system, or continues in a smaller group after
 memory has run out.
 """
 
@@ -104,7 +104,7 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
                 error.add_note(
                     f"the trial was begun again {len(entry.faults)} times before, as often as max_retries allows"
                 )
-        # Without a seat the carrier has run the job's trial alone, so its result is the job's.
+        # Without a slot the carrier has run the job's trial alone, so its result is the job's.
         if entry.seat is None:
             self._table.over(entry, result)
         else:
@@ -184,7 +184,7 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
             group_size=seat.most_together,
         )
         result.keep(seat.module, seat.optimizer)
-        # The result owns the weights now; the seat lives as long as the group's trial and would keep the weights alive.
+        # The result owns the weights now; the slot lives as long as the group's trial and would keep the weights alive.
         seat.module, seat.optimizer = None, None
         self._table.over(entry, result)
         self._carrying.look_later()

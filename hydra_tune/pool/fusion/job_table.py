@@ -40,11 +40,11 @@ class FusedJobTable:
             return [entry for entry in self.entries.values() if entry.is_free]
 
     def group_of(self, entry: FusedJob) -> LiveGroup | None:
-        """Return the group in which a job has, or is promised, a seat."""
+        """Return the group in which a job has, or is promised, a slot."""
         return None if entry.carrier is None else self.groups.get(entry.carrier.key)
 
     def group_for(self, entry: FusedJob, *, grows: bool) -> LiveGroup | None:
-        """Return a group that a job may join, preferably one with a vacant seat. Under the lock."""
+        """Return a group that a job may join, preferably one with a vacant slot. Under the lock."""
         open_groups = [group for group in self.groups.values() if group.admits(entry) and group.has_room(grows=grows)]
         return next(
             (group for group in open_groups if group.has_room(grows=False)), open_groups[0] if open_groups else None
@@ -61,7 +61,7 @@ class FusedJobTable:
             result.error = entry.loader_error
         member = entry.trial
         full_result = entry.result(result)
-        # A member whose seat has ended was closed by its group, and a member without a seat is closed with its carrier.
+        # A member whose slot has ended was closed by its group, and a member without a slot is closed with its carrier.
         if member is not None and (member.clock.is_abandoned or (entry.seat is not None and entry.seat.status is None)):
             member.close(keep=False)
             member.clock.released()

@@ -1,6 +1,6 @@
 """A running group in a pool: its members, joiners, and leavers.
 
-Drivers' requests arrive on any thread and only mark seats and entries. The group's trial asks its `GroupDelegate`, the
+Drivers' requests arrive on any thread and only mark slots and entries. The group's trial asks its `GroupDelegate`, the
 `LiveGroup`, between two steps for joiners, and reports members that have ended or left.
 """
 
@@ -40,7 +40,7 @@ class GroupMemberListener(Protocol):
         """Handle a paused member that has left; under the lock."""
 
     def send_back(self, entries: Sequence[FusedJob]) -> None:
-        """Give new carriers to jobs whose promised seats will not exist."""
+        """Give new carriers to jobs whose promised slots will not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class LiveGroup:
         self._asked: set[int] = set()
 
     def has_room(self, *, grows: bool) -> bool:
-        """Return whether another member may join, in a vacant seat or, if `grows`, a new one. Under the pool's lock."""
+        """Return whether another member may join, in a vacant slot or, if `grows`, a new one. Under the pool's lock."""
         if self.is_over or not hasattr(self, "trial"):
             return False
         places = self.most if grows else len(self.trial.seats)
@@ -126,7 +126,7 @@ class LiveGroup:
         return entry.trial is None or self.trial.admits(entry.trial)
 
     def come(self, entry: FusedJob) -> None:
-        """Promise a job the next possible seat. Under the pool's lock."""
+        """Promise a job the next possible slot. Under the pool's lock."""
         entry.is_taken = True
         entry.carrier = self.carrier
         entry.sit()
@@ -233,7 +233,7 @@ class LiveGroup:
         return False
 
     def _prepare(self, size: int) -> None:
-        # The stacked state grows by one member's share for each further place.
+        # The stacked state grows by one member's share for each further slot.
         present_size, state = len(self.trial.seats), self.trial.state
         further_bytes = 0 if state is None else math.ceil(state.nbytes * (size - present_size) / present_size)
         if further_bytes > 0 and not self._pool.take_host(self.carrier, further_bytes):
@@ -248,7 +248,7 @@ class LiveGroup:
         self.wake()
 
     def stays(self, size: int, why: str) -> None:
-        """As of `PairDelegate`; jobs promised a further seat continue elsewhere."""
+        """As of `PairDelegate`; jobs promised a further slot continue elsewhere."""
         _LOGGER.info("a group of %d trials takes no more members: %s", size, why)
         with self._pool.changed:
             self.most = self.trial.most = size

@@ -1,10 +1,10 @@
-"""The core of a pool: feeds the scheduler with events, carries out the commands, and ends jobs.
+"""The dispatcher of a pool: feeds the scheduler with events, carries out the commands, and ends jobs.
 
-Drivers, workers and the preparer hand their events to the state machine under a single lock. The core passes the
+Drivers, workers and the preparer hand their events to the state machine under a single lock. The dispatcher passes the
 resulting commands on: units go to the workers' inboxes, admitted jobs to the preparer's queue.
 
 The memory of an ended job is given back after the lock is released, because closing a trial copies weights and runs the
-user's code. The core does not know how a unit runs or how a model is prepared.
+user's code. The dispatcher does not know how a unit runs or how a model is prepared.
 """
 
 import contextlib

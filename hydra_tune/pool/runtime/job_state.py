@@ -2,7 +2,7 @@
 
 A `JobState` is the counterpart of the public `Job`. The scheduler refers to the job by `JobState.key`. A device's
 worker takes a due unit from the record, runs the unit, and asks `JobState.go_on` for the next step. When the job ends,
-the core calls `JobState.finish`, and the record frees the trial's memory and returns a `Result`.
+the dispatcher calls `JobState.finish`, and the record frees the trial's memory and returns a `Result`.
 """
 
 import contextlib

@@ -26,7 +26,7 @@ class JobPreparer:
     """Makes jobs ready to run.
 
     Args:
-        core: core of the pool.
+        core: the pool's dispatcher.
         library: the library that makes and caches plans.
         device: returns any working device of the pool, for allocating host memory.
         lender: offers devices to trials whose steps can be split.

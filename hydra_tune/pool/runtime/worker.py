@@ -40,7 +40,7 @@ class Worker:
     """Runs units on a device.
 
     Args:
-        core: core of the pool.
+        core: the pool's dispatcher.
         device: the worker's device.
         pager: pager of the device.
         instrument: returns a context manager, entered around every unit.
