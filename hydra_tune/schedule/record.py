@@ -48,7 +48,7 @@ _TAKE_SLOT = (JobPhase.RUNNING, JobPhase.READY, JobPhase.PREPARING)
 
 @dataclass(slots=True, kw_only=True)
 class JobRecord:
-    """The scheduler's facts about a job. `transitions.py` and the scheduler change a record, then call `State.put`.
+    """The scheduler's facts about a job. `transitions.py` and the scheduler change a record, then call `SchedulerState.put`.
 
     Args:
         job: name of the job.
@@ -68,13 +68,13 @@ class JobRecord:
         turn: number of the job's last `Run` among all; 0 before the first.
         last_device: the device where a unit of the job last began or ended; None before the first unit, and after the
             loss of that device.
-        view: the view given to the policy; None if the policy does not know the job. Kept by `State.put`.
-        is_counted: whether the job counts in `num_slots_taken`. Kept by `State.put`.
+        view: the view given to the policy; None if the policy does not know the job. Kept by `SchedulerState.put`.
+        is_counted: whether the job counts in `num_slots_taken`. Kept by `SchedulerState.put`.
         age: under staggered admission, the job's place among the jobs in flight; None if not in flight. Kept by
-            `State.put`.
-        is_front: whether the job is in the front, which exists only under staggered admission. Kept by `State`.
-        home: the device at which the job counts in `homes`. Kept by `State.put`.
-        kind: the job's entry in `kinds`. Kept by `State.put`.
+            `SchedulerState.put`.
+        is_front: whether the job is in the front, which exists only under staggered admission. Kept by `SchedulerState`.
+        home: the device at which the job counts in `homes`. Kept by `SchedulerState.put`.
+        kind: the job's entry in `kinds`. Kept by `SchedulerState.put`.
     """
 
     job: str
@@ -157,8 +157,8 @@ class DeviceRecord:
         job: the job of the running unit; None if the device is idle.
         is_asked: whether the running burst was asked to end early; meaningless on an idle device.
         idle_place: entry among the idle devices, which get units in this order, the fastest first; None on a busy
-            device. Kept by `State.put_device`.
-        told_speed: speed last given to the policy. Kept by `State.put_device`.
+            device. Kept by `SchedulerState.put_device`.
+        told_speed: speed last given to the policy. Kept by `SchedulerState.put_device`.
     """
 
     device: str
