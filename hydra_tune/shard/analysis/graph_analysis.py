@@ -77,6 +77,7 @@ class _NodeTensorRecorder:
             self.values[name] = replace(self.values[name], requires_grad=tensor.requires_grad)
 
     def note(self, name: str, result: Any) -> None:
+        """Record a node's result, and keep the result alive; a result that is no tensor is left out."""
         if isinstance(result, Tensor):
             self.keep[name] = result
             storage = result.untyped_storage()

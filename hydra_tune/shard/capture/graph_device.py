@@ -34,6 +34,7 @@ def placed(
     lock = threading.Lock()
 
     def run(*arguments: Tensor) -> Any:
+        """Run the graph on the device of the first operand."""
         place = arguments[0].device if arguments else None
         if place is None or place == home:
             return here(*arguments)

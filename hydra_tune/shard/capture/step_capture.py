@@ -155,6 +155,7 @@ def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> 
 
     @wraps(forward)
     def run(*arguments: Any) -> Any:
+        """Run the step with torch's flags of compiling and exporting off."""
         flags = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag  # noqa: SLF001
         # The flags belong to the process; captures hold the gate alone, so no other thread sees the change.
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001

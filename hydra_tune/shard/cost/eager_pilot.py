@@ -145,6 +145,11 @@ class _SavedTensorVerifier(SavedTensorSpiller):
         return packed
 
     def unpack(self, packed: PackedSavedTensor) -> Tensor:
+        """Return a packed tensor for the backward.
+
+        Raises:
+            CaptureError: the tensor was overwritten after the forward had saved the tensor, unseen by autograd.
+        """
         tensor = super().unpack(packed)
         copied = packed.bytes
         if isinstance(copied, SavedStorageCopy):

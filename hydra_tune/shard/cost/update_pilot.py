@@ -64,6 +64,7 @@ def optimizer_pilot(
     results = _KNOWN if is_common else {}
 
     def measure(names: Sequence[str]) -> tuple[int, int, int]:
+        """Return the byte counts of an `UpdatePilot` for these parameters; zeros if the optimizer has none of them."""
         members = [(name, group_of[name]) for name in names if name in group_of]
         if not members:
             return 0, 0, 0

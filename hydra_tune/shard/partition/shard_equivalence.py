@@ -168,6 +168,7 @@ def _plain(value: Any) -> Hashable:
     numbers: dict[fx.Node, int] = {}
 
     def walk(item: Any) -> Hashable:
+        """Return an argument as a hashable value, with its nodes as numbers."""
         if isinstance(item, fx.Node):
             return ("node", numbers.setdefault(item, len(numbers)))
         if isinstance(item, list | tuple):

@@ -160,6 +160,7 @@ def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Ca
     )
 
     def run(*arguments: Tensor) -> tuple[Tensor, ...]:
+        """Run the compiled graph on copies of the overwritten buffers, and copy the results back."""
         copied_arguments = list(arguments)
         for position in written:
             copied_arguments[position] = arguments[position].clone()
