@@ -69,6 +69,11 @@ class _ProfileTrial(_ProfileEntry):
         return max(len(self.shards), len(self.shard_bytes), 1 + max((unit.shard for unit in self.step), default=-1))
 
     def trials(self) -> list[SimulatedTrial]:
+        """Return the group's trials, named `NAME-0`, `NAME-1` and so on where the group has several.
+
+        Raises:
+            ConfigError: the profile has both shards and a step, or neither.
+        """
         if bool(self.shards) == bool(self.step):
             raise ConfigError(f"trial {self.name!r} needs either shards or step, with at least one entry")
         if self.step:

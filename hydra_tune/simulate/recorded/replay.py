@@ -173,6 +173,7 @@ class _RecordingReplayer:
         self._decisions: list[SchedulerDecision] = []
 
     def play(self) -> ReplayComparison:
+        """Play the whole recording, and return its decisions beside those of the replay."""
         while self._heap:
             self._now, _, act = heapq.heappop(self._heap)
             act()
