@@ -182,6 +182,7 @@ def _begin(
     mask: set[signal.Signals] | set[int] | None,
 ) -> multiprocessing.process.BaseProcess:
     def body() -> None:
+        """Run the program in the forked process, note the exit code in the marks, and exit with that code."""
         dies_with(start.parent)
         if mask is None:
             for number in SIGNALS:
