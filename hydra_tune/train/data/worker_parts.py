@@ -89,6 +89,7 @@ class _PayloadPickler(pickle.Pickler):
         return False
 
     def persistent_id(self, value: object) -> int | None:
+        """Return the number of a large plain CPU tensor, to be sent in shared memory; None for values to pickle."""
         if (
             type(value) is not Tensor
             or value.device.type != "cpu"
@@ -100,6 +101,11 @@ class _PayloadPickler(pickle.Pickler):
         return len(self._tensors) - 1
 
     def reducer_override(self, value: object) -> Any:
+        """Pickle maps of files as maps, and refuse names of `__main__` that a worker cannot import.
+
+        Raises:
+            PicklingError: the value was defined in a session, or after the workers had read the program.
+        """
         # A worker imports every other module by its name; only `__main__` may be another module there.
         if isinstance(value, type | FunctionType) and value.__module__ == "__main__":
             name = value.__qualname__.partition(".")[0]

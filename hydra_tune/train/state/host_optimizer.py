@@ -3,7 +3,7 @@
 Note: exactness. The optimizer is a single object, and each step takes every parameter with a gradient. So a trial's
 updates run one after the other, in the order of the requests, on any device's host thread. Units running meanwhile
 leave gradients on stand-ins for the parameters (`ModelState.stand_ins`), invisible to the optimizer. The parameters of
-an update are pinned at home from before the request until the update is over, so a unit that needs such a parameter
+an update are pinned on the host from before the request until the update is over, so a unit that needs such a parameter
 waits. The trial's own code runs only after all updates of a step are over (`wait`).
 """
 
@@ -33,7 +33,7 @@ class HostUpdateQueue:
 
         Args:
             device: device whose host thread runs the update.
-            blocks: blocks of the parameters; pinned at home until the update is over.
+            blocks: blocks of the parameters; pinned on the host until the update is over.
             step: runs the update.
             over: called with the update's begin and end, by the clock of `time.perf_counter_ns`; called in any case,
                 with the same time twice if the update was not made.
@@ -42,7 +42,7 @@ class HostUpdateQueue:
         try:
             self._last = device.start_on_host(partial(_make, self._last, step, home, over))
         except BaseException:
-            # Otherwise the blocks would stay pinned at home for ever.
+            # Otherwise the blocks would stay pinned on the host for ever.
             home.leave()
             raise
 

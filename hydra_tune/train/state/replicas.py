@@ -143,7 +143,7 @@ class ParameterReplicas:
 
     def _choose(self, group: TensorBlock, pager: Pager, *, copies: bool) -> Block:
         """Return the group itself, pinned to stay or to come here, or else a copy."""
-        # Before the lock is taken: work at home ends by taking the group's lock itself.
+        # Before the lock is taken: work on the host ends by taking the group's lock itself.
         await_home(group)
         homes = (pager,) if copies else (None, pager)
         with group.lock:
