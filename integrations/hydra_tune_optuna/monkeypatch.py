@@ -80,6 +80,7 @@ def _taking_an_executor(stock: _Function) -> _Function:
         weights_dir: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> Study:
+        """Call Optuna's function; with an executor, return the study as a `PoolStudy`."""
         check_keeping(keep_best, weights_dir, has_executor=executor is not None)
         if executor is None:
             return stock(*args, **kwargs)

@@ -337,6 +337,7 @@ def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[
     spec, observer = request.spec, request.observer
 
     def build(trial: Trial) -> TrainTask:
+        """Return the trial's task, or raise the noted error of a trial that crashed the process twice."""
         # A trial that crashed the process twice fails here, before its code runs again.
         if job_name(trial.number) in request.aside:
             raise request.aside[job_name(trial.number)]
@@ -351,6 +352,7 @@ def _objective(request: SweepRequest, asked: Callable[[int], None]) -> Callable[
         return task
 
     def objective(trial: Trial) -> TrainTask:
+        """Build the trial's task for `PoolStudy.optimize`, and report the trial and an error of the build to the observer."""
         asked(trial.number)
         observer.asked(trial.number)
         try:
