@@ -66,7 +66,7 @@ class PoolActor:
     def _watch(self) -> None:
         """End the actor if the directory vanishes before the pool is open; Ray may restart pools that nobody wants.
 
-        An open pool watches the directory by its own pulse.
+        An open pool watches the directory by its own heartbeat.
         """
         num_missing = 0
         while self._pool is None or not self._pool.is_open:
@@ -94,7 +94,7 @@ def start_pool(place: NodePoolSpec) -> Any:
         name=place.name,
         namespace=NAMESPACE,
         get_if_exists=True,
-        # Outlives the directory, which Ray may restart; the pool's pulse ends a pool that nobody needs.
+        # Outlives the directory, which Ray may restart; the pool's heartbeat ends a pool that nobody needs.
         lifetime="detached",
         num_cpus=0,
         num_gpus=place.node.num_gpus,

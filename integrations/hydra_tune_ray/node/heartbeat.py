@@ -47,7 +47,7 @@ class DirectoryConnection:
         """
         try:
             actor = await self._found()
-            # Pass the actor along: a lookup by the directory would cost a call to Ray for every pulse.
+            # Pass the actor along: a lookup by the directory would cost a call to Ray for every heartbeat.
             moves = await asyncio.wait_for(actor.pulse.remote(self._pool, load, self._own), _ANSWER_SECONDS)
         except (RayError, TimeoutError) as error:
             if isinstance(error, ActorDiedError):

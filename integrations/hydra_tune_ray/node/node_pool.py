@@ -4,7 +4,7 @@ The pool runs in a Ray actor. The actor's event loop only routes messages; tasks
 threads, and the devices compute in the executor's threads.
 
 Note: waits. The pool answers each call within `_ANSWER_SECONDS`, if only with `WaitingOutcome`. Calls that build, copy
-or write a trial may take minutes, and their callers allow for that. The pulse waits for no trial.
+or write a trial may take minutes, and their callers allow for that. The heartbeat waits for no trial.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class NodePool:
 
     @property
     def is_open(self) -> bool:
-        """Whether the devices are open; from then on the pulse reports to the directory."""
+        """Whether the devices are open; from then on the heartbeat reports to the directory."""
         return self._training is not None
 
     async def open(self) -> str:
@@ -89,7 +89,7 @@ class NodePool:
                     self._training = await asyncio.to_thread(NodePoolRuntime, options)
                 except Exception as error:  # noqa: BLE001 - whatever it is, whoever has started the pool is to see it
                     return told(error)
-                # Before the pulse, so that every reply names the socket.
+                # Before the heartbeat, so that every reply names the socket.
                 await self._line.open()
                 self._pulse = asyncio.create_task(self._beat())
         return ""
@@ -234,7 +234,7 @@ class NodePool:
 
     async def close(self) -> None:
         """End all trials and free the devices; the caller kills the actor afterwards."""
-        # The pulse itself closes a pool without a directory, and must not cancel itself.
+        # The heartbeat itself closes a pool without a directory, and must not cancel itself.
         if self._pulse is not None and self._pulse is not asyncio.current_task():
             self._pulse.cancel()
         self._line.close()

@@ -5,7 +5,7 @@ before building the trial. An epoch never timed is assumed to take the average t
 
 Note: smoothing. A pool measures seconds per step over the last few steps, and on a busy machine this figure doubles and
 halves within seconds. The remaining time multiplies the noise, so raw figures would send trials to and fro. The number
-of remaining epochs is exact; only the seconds of an epoch are smoothed, over about ten of the pools' pulses.
+of remaining epochs is exact; only the seconds of an epoch are smoothed, over about ten of the pools' heartbeats.
 """
 
 from collections.abc import Set as AbstractSet
