@@ -1,4 +1,8 @@
-"""`hydra-tune simulate`: a sweep on a virtual clock, on devices that need not exist. Never imports torch."""
+"""`hydra-tune simulate`: a sweep on a virtual clock, on devices that need not exist. Never imports torch.
+
+The command turns flags, a profile or a recording into a scenario, and prints the outcome of `hydra_tune.simulate`. The
+module must not compute schedules of its own.
+"""
 
 import json
 import sys
