@@ -2,5 +2,6 @@
 
 The package must not know blocks, models or trials: a device copies tensors and runs functions. Read `device` (the protocol)
 first, then `copying` (the copy threads), `cpu` and `cuda`; `own_generator` and `positions` belong to random numbers,
-`cuda_graphs` and `stopwatch` to GPU work, and `weightless` stands in for a device in a forecast.
+`cuda_graphs` and `stopwatch` to GPU work, and `weightless` stands in for a device in a forecast. `hardware` finds and
+measures the machine's devices.
 """
