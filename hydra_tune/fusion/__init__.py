@@ -20,4 +20,8 @@ buffers are restored, and parameters and optimizer state keep their values.
 
 In float64 a fused member reproduces its unfused run to about 1e-9. In float32 the algorithm is the same, but the last
 bits differ, because batched matrix products round differently from single products.
+
+The package must not choose devices or the order of units: the pool runs a group like a trial. Read `group` first, then
+`batching` and `compile` (a member's plan for all members), `matching` (the trials that may form a group), `ragged`
+(members that differ in losses or batch sizes) and `runtime` (groups whose steps need a plan).
 """
