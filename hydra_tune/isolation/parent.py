@@ -1,5 +1,9 @@
 """The program's side of a pool in another process: jobs that outlive their process.
 
+`HydraExecutor(isolate=True)` hands calls about jobs to `IsolatedPoolClient`, which sends the calls to `child.py` in the
+pool's process and gives the answers to the program's own `Job` objects. A job outlives a crash: the supervisor restarts
+the process, and the client sends the open jobs again. The module must not know how a pool trains.
+
 Note: time of the copy. The pool's process descends from a copy of the program, made at the first submitted task. A
 dedicated thread makes the copy and lives until the end, because the system ends the copy with its thread. After a crash
 of the pool, the copy forks further copies, each with the program's objects as of the first copy.
