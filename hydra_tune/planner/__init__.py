@@ -15,4 +15,7 @@ Note: passes. Each pass is a file of its own. The file names its algorithm in th
 every departure from the paper. A pass leaves its inputs as they are; only the updates of Algorithms E and F change a
 search's own copies in place. `planner/ir/step_profile.py` holds the data that all passes read. The passes from there
 to the merged graphs compute on plain Python data, not on tensors.
+
+The package must not know groups, jobs or the pool. Read `ir` first, the data of all passes, then `trace` and `profile`
+(from a step to the data), `passes` and `cost` (decisions and predictions), `search` (the fastest plan), and `run`.
 """

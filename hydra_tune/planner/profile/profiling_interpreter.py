@@ -1,6 +1,10 @@
 """Run of a step's graph, node by node, for its profile (Algorithm A).
 
 Feature maps are on the host between the forward and the backward, so a step larger than the device can be profiled.
+
+`profiler.py` runs a graph several times here, and reads the seconds of nodes and copies from a `ProfilingClock`;
+`output_layouts.py` looks at the layouts of results. The module must not know plans or budgets: every feature map makes
+the same way to the host and back.
 """
 
 from collections.abc import Callable, Mapping
