@@ -1,4 +1,8 @@
-"""Builds the trials of waiting jobs, and finds the trials that can form a group."""
+"""Builds the trials of waiting jobs, and finds the trials that can form a group.
+
+`GroupJobLauncher` asks which waiting jobs join a carrier's job in a new group, and whether a job may join a running
+group. The module must not run a group: `GroupJobLauncher` makes the group's trial of the jobs found here.
+"""
 
 import logging
 import time
