@@ -1,5 +1,8 @@
 """`SchedulerState`: the scheduler's memory, changed only by its methods; `SchedulerStateDraft`: uncommitted changes.
 
+`Scheduler` applies events through `transitions.py`; several events at once go to a draft, which takes effect when all
+events are accepted. The module must not judge whether an event is allowed, nor choose a unit.
+
 `put` and `drop` also update everything derived from the records: the queue, the idle devices, the slots taken, and the
 policy's views. `tests/support/schedule_invariants.py` recomputes each derived table.
 """
