@@ -2,6 +2,9 @@
 
 A library serves a single pool, because the devices of the pool decide the budget of every cut. A thousand trials that
 differ only in learning rate therefore pay for a single capture.
+
+A trial asks for a plan when a new kind of batch comes; fused groups and forecasts ask likewise. The module must not
+know the course of a trial, the schedule, or the places of blocks.
 """
 
 import copy
