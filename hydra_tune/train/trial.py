@@ -3,6 +3,9 @@
 The training loop is written once, as a generator that reads like a plain loop and yields wherever a shard unit is due.
 The pool runs the unit on a device of its choice and then resumes the generator. A trial knows nothing of other trials
 or of the schedule.
+
+The pool's preparer builds a `Trial`, workers resume the trial after each unit, and `MemberTrial` runs the same loop in
+a fused group.
 """
 
 import itertools

@@ -1,4 +1,9 @@
-"""A batch of an optimizer step as units: forward, backward, and the updates of the trained parameters."""
+"""A batch of an optimizer step as units: forward, backward, and the updates of the trained parameters.
+
+`OptimizerStep` makes a `TrainingBatch` for each batch or piece of a step, and yields the batch's units to the pool. The
+module must not decide when an optimizer step ends, nor on which device a unit runs: the step says which batch is the
+last, and each unit is given its device and pager.
+"""
 
 import math
 import time
