@@ -4,6 +4,11 @@ The package offers everything of Optuna under the same names, and `create_study`
 A study made with an executor is a `PoolStudy`: its `optimize` trains the `TrainTask` returned by the objective in the
 executor's pool. Without an executor the package acts as Optuna, unchanged. `install()` makes `import optuna` itself
 take `executor=`.
+
+The package must not know shards or devices: an executor takes tasks and hands back reports. Read `study` and
+`pool_study` first, then `search`, the loop between study and pool, and `weights`, which keeps the best trials' weights.
+`sweep` and `finding` serve the command line, `monkeypatch` has `install`, and `optuna_internals` alone uses Optuna's
+private names.
 """
 
 from typing import TYPE_CHECKING
