@@ -67,7 +67,7 @@ class PortfolioPlan:
     Attributes:
         name: of the plan.
         parts: run one after the other in each step of all trials.
-        limit_bytes: the limit that the plan was planned for.
+        limit_bytes: the limit that the plan was made for.
     """
 
     name: str
@@ -181,7 +181,7 @@ class Planner:
         return replace(self, array=lambda size: correct(size, array(size)), _arrays=arrays, _parts={})
 
     def told(self, member: PortfolioPlan) -> PortfolioPlan:
-        """Return a plan with this planner's predictions, where the plan was planned with other arrays.
+        """Return a plan with this planner's predictions, where the plan was made with other arrays.
 
         Args:
             member: of the same trials. Its instructions stay the same, except for the places where copies to the host
