@@ -5,6 +5,7 @@ The module uses only the interface of `torch.optim.Optimizer`, so a user's class
 
 import copy
 import math
+import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from hydra_tune.shard.analysis.graph_analysis import fake_like
 from hydra_tune.shard.analysis.mutating_ops import overwritten
@@ -144,7 +146,7 @@ def _grow_old(optimizer: Optimizer) -> None:
 
 def _without_parameters(optimizer: Optimizer) -> Optimizer:
     """Copy class and options, and the geometry of state created by the constructor; the copy may outlive the trial."""
-    bare = _over(optimizer, [], [])
+    bare = _shell(optimizer)
     bare.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
     if _has_state_at_once(optimizer):
         for group, options in zip(optimizer.param_groups, bare.param_groups, strict=True):
@@ -180,22 +182,46 @@ def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list
 
 
 def _over(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
-    """Copy class and options over other tensors, without any state."""
+    """Copy class, options and attributes over other tensors, without any state."""
+    copied_optimizer = _shell(optimizer)
+    copied_optimizer.__dict__.update({name: _own(value) for name, value in vars(copied_optimizer).items()})
     groups = [
-        {**group, "params": [leaf for leaf, (_, owner) in zip(leaves, members, strict=True) if owner == index]}
+        {
+            **{key: _own(value) for key, value in group.items() if key != "params"},
+            "params": [leaf for leaf, (_, owner) in zip(leaves, members, strict=True) if owner == index],
+        }
         for index, group in enumerate(optimizer.param_groups)
     ]
+    copied_optimizer.param_groups = [group for group in groups if group["params"]]
+    return copied_optimizer
+
+
+def _shell(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same class with the same attributes, over nothing and without state; nobody may step it."""
     # Without the constructor, whose arguments are unknown and which may refuse an empty list of parameters.
-    copied_optimizer = object.__new__(type(optimizer))
-    copied_optimizer.__dict__.update(optimizer.__dict__)
+    shell = object.__new__(type(optimizer))
+    shell.__dict__.update(optimizer.__dict__)
     # A learning-rate scheduler replaces `step` by a method bound to the trial's optimizer; hooks belong to the trial as
     # well.
-    copied_optimizer.__dict__.pop("step", None)
+    shell.__dict__.pop("step", None)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        copied_optimizer.__dict__[hooks] = OrderedDict()
-    copied_optimizer.param_groups = [group for group in groups if group["params"]]
-    copied_optimizer.state = defaultdict(dict)
-    return copied_optimizer
+        shell.__dict__[hooks] = OrderedDict()
+    shell.param_groups = []
+    shell.state = defaultdict(dict)
+    return shell
+
+
+def _own(value: Any) -> Any:
+    """Copy what a step may change in place: containers, tensors and generators. Parameters and other objects are shared."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf if leaf.requires_grad else leaf.clone()
+        if isinstance(leaf, set):
+            return leaf.copy()
+        return copy.deepcopy(leaf) if isinstance(leaf, torch.Generator | random.Random) else leaf
+
+    return tree_map(copied, value)
 
 
 def _has_state_at_once(optimizer: Optimizer) -> bool:

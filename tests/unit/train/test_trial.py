@@ -116,6 +116,41 @@ class CountsSteps(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountsInPlace(torch.optim.SGD):
+    """Slows down, by a count in an object that a shallow copy of the optimizer shares."""
+
+    def __init__(self, params, lr, *, as_tensor):
+        super().__init__(params, lr=lr)
+        self.counts = [torch.zeros(())] if as_tensor else {"steps": 0}
+        self.as_tensor = as_tensor
+
+    def step(self, closure=None):
+        if self.as_tensor:
+            self.counts[0] += 1
+        else:
+            self.counts["steps"] += 1
+        count = float(self.counts[0] if self.as_tensor else self.counts["steps"])
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / count)
+
+
+class DrawsFromItsGenerator(torch.optim.SGD):
+    """Adds noise from a generator of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.add_(torch.randn(p.shape, generator=self.generator), alpha=0.01)
+        return super().step(closure)
+
+
 class ClipsInside(torch.optim.SGD):
     """Couples all gradients."""
 
@@ -243,6 +278,17 @@ def _own_batches():
         pytest.param(lambda: task(model=Counts), id="a count in a list"),
         pytest.param(lambda: task(optimizer=partial(CountsSteps, lr=0.1)), id="an optimizer that counts its steps"),
         pytest.param(lambda: task(optimizer=partial(ClipsInside, lr=0.1)), id="an optimizer that clips"),
+        pytest.param(
+            lambda: task(optimizer=partial(CountsInPlace, lr=0.1, as_tensor=True)),
+            id="an optimizer's tensor that counts",
+        ),
+        pytest.param(
+            lambda: task(optimizer=partial(CountsInPlace, lr=0.1, as_tensor=False)),
+            id="an optimizer's dict that counts",
+        ),
+        pytest.param(
+            lambda: task(optimizer=partial(DrawsFromItsGenerator, lr=0.1)), id="an optimizer with its own generator"
+        ),
         pytest.param(
             lambda: task(train=_own_batches(), step=_scales_the_batch, loss=None), id="a batch that is changed"
         ),
