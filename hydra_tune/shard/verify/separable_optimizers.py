@@ -7,6 +7,7 @@ global step must give the same bits as a step per parameter.
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.batch import same_bits
@@ -34,7 +35,7 @@ def check_separable(optimizer: Optimizer, parameters: dict[str, Tensor], specs: 
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooked = any(getattr(optimizer, name, None) for name in hooks)
     if hooked or not _steps_alike(optimizer, members, specs):
-        why = "has step hooks" if hooked else "does not update each parameter by itself"
+        why = "has step hooks" if hooked else "does not update each parameter by itself, or counts its steps"
         raise TaskError(
             f"{type(optimizer).__name__} {why}, so it cannot be stepped shard by shard, and this model has to be cut to fit; "
             "raise device_memory until the model fits whole, or use an optimizer whose update is per parameter"
@@ -50,6 +51,9 @@ def _steps_alike(optimizer: Optimizer, members: list[tuple[str, int]], specs: di
         # In reverse, as the shards of a backward would be updated.
         for index, gradient in reversed(list(enumerate(gradients))):
             _step(apart[0], apart[1][index : index + 1], [gradient])
+            # After each step, because a count that begins anew may be equal at the end.
+            if _kept(apart[0]) != _kept(together[0]):
+                return False
     return _state(*together) == _state(*apart) and all(map(same_bits, _tensors(*together), _tensors(*apart)))
 
 
@@ -80,13 +84,23 @@ def _tensors(optimizer: Optimizer, leaves: list[Tensor]) -> list[Tensor]:
     return [*leaves, *(entry[key] for entry in state for key in sorted(entry) if isinstance(entry[key], Tensor))]
 
 
+def _kept(optimizer: Optimizer) -> list[object]:
+    """Values in an optimizer's attributes and in the options of its groups, which a count of the steps would change."""
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    leaves = tree_leaves((attributes, options))
+    return [_value(leaf) for leaf in leaves if isinstance(leaf, bool | int | float | str | Tensor)]
+
+
+def _value(leaf: object) -> object:
+    """A value that can be compared; NaN equals NaN. Of a large tensor only the presence counts."""
+    if isinstance(leaf, Tensor):
+        return repr(leaf.tolist()) if leaf.numel() == 1 else None
+    return repr(leaf)
+
+
 def _state(optimizer: Optimizer, leaves: list[Tensor]) -> list[object]:
-    """Values other than tensors: options of the groups, and plain values in the state."""
-    options = [
-        {key: value for key, value in group.items() if key != "params" and not isinstance(value, Tensor)}
-        for group in optimizer.param_groups
-    ]
-    plain = [
+    """Values other than tensors in the state."""
+    return [
         {key: value for key, value in optimizer.state[leaf].items() if not isinstance(value, Tensor)} for leaf in leaves
     ]
-    return [*options, *plain]

@@ -116,6 +116,23 @@ class CountsSteps(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountsInAnAttribute(torch.optim.SGD):
+    """Shrinks the parameters at every tenth step, by a count of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.count = 0
+
+    def step(self, closure=None):
+        self.count += 1
+        loss = super().step(closure)
+        if self.count % 10 == 0:
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.mul_(0.5)
+        return loss
+
+
 class CountsInPlace(torch.optim.SGD):
     """Slows down, by a count in an object that a shallow copy of the optimizer shares."""
 
@@ -265,6 +282,10 @@ def _scales_the_batch(module, batch):
     return functional.cross_entropy(module(batch[0]), batch[1])
 
 
+def _few_parameters():
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
+
+
 def _own_batches():
     batches = [(X.clone(), Y.clone())]
     return lambda: batches
@@ -278,6 +299,10 @@ def _own_batches():
         pytest.param(lambda: task(model=Counts), id="a count in a list"),
         pytest.param(lambda: task(optimizer=partial(CountsSteps, lr=0.1)), id="an optimizer that counts its steps"),
         pytest.param(lambda: task(optimizer=partial(ClipsInside, lr=0.1)), id="an optimizer that clips"),
+        pytest.param(
+            lambda: task(model=_few_parameters, optimizer=partial(CountsInAnAttribute, lr=0.1), epochs=3),
+            id="an optimizer that counts in an attribute",
+        ),
         pytest.param(
             lambda: task(optimizer=partial(CountsInPlace, lr=0.1, as_tensor=True)),
             id="an optimizer's tensor that counts",
