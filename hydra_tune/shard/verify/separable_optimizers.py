@@ -33,13 +33,24 @@ def check_separable(optimizer: Optimizer, parameters: dict[str, Tensor], specs: 
     members = [(name, group_of[id(p)]) for name, p in parameters.items() if id(p) in group_of and p.requires_grad]
     # Stepped shard by shard, the optimizer would run its hooks once per shard, on a part of the gradients.
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    hooked = any(getattr(optimizer, name, None) for name in hooks)
-    if hooked or not _steps_alike(optimizer, members, specs):
-        why = "has step hooks" if hooked else "does not update each parameter by itself, or counts its steps"
-        raise TaskError(
-            f"{type(optimizer).__name__} {why}, so it cannot be stepped shard by shard, and this model has to be cut to fit; "
-            "raise device_memory until the model fits whole, or use an optimizer whose update is per parameter"
-        )
+    if any(getattr(optimizer, name, None) for name in hooks):
+        why = "has step hooks"
+    elif _has_own_step(optimizer):
+        why = "has a step that was put on the object, which cannot be tried on stand-ins"
+    elif not _steps_alike(optimizer, members, specs):
+        why = "does not update each parameter by itself, or counts its steps"
+    else:
+        return
+    raise TaskError(
+        f"{type(optimizer).__name__} {why}, so it cannot be stepped shard by shard, and this model has to be cut to fit; "
+        "raise device_memory until the model fits whole, or use an optimizer whose update is per parameter"
+    )
+
+
+def _has_own_step(optimizer: Optimizer) -> bool:
+    """Whether the object's `step` is not its class's; the wrapper of a learning-rate scheduler changes nothing."""
+    step = vars(optimizer).get("step")
+    return step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
 
 
 def _steps_alike(optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec]) -> bool:

@@ -168,6 +168,20 @@ class DrawsFromItsGenerator(torch.optim.SGD):
         return super().step(closure)
 
 
+def _own_step(parameters):
+    """An optimizer whose `step` is replaced on the object, to clip all gradients together."""
+    parameters = list(parameters)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    step = optimizer.step
+
+    def clipping(closure=None):
+        nn.utils.clip_grad_norm_(parameters, 0.01)
+        return step(closure)
+
+    optimizer.step = clipping
+    return optimizer
+
+
 class ClipsInside(torch.optim.SGD):
     """Couples all gradients."""
 
@@ -314,6 +328,7 @@ def _own_batches():
         pytest.param(
             lambda: task(optimizer=partial(DrawsFromItsGenerator, lr=0.1)), id="an optimizer with its own generator"
         ),
+        pytest.param(lambda: task(optimizer=_own_step), id="an optimizer whose step is replaced"),
         pytest.param(
             lambda: task(train=_own_batches(), step=_scales_the_batch, loss=None), id="a batch that is changed"
         ),
