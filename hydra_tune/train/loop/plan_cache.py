@@ -107,8 +107,11 @@ class TrialPlanCache:
         key = (mode, leaves.signature)
         plans = self._kept.setdefault(key, [])
         self._kept.move_to_end(key)
-        # A graph bakes in the model's attributes, so a plan with outdated attributes no longer serves.
-        plans[:] = [cached_plan for cached_plan in plans if not self._is_outdated(cached_plan, module)]
+        # A graph bakes in the model's attributes, which code between the steps may change (a schedule of a temperature).
+        attributes = plain_attributes(module) if plans else {}
+        plans[:] = [
+            cached_plan for cached_plan in plans if cached_plan.plan.eager or cached_plan.attributes == attributes
+        ]
         # A guard computes on the batch, and whatever computes passes the capture gate.
         asks = any(cached_plan.prepared.guard is not None for cached_plan in plans)
         with GATE.shared() if asks else nullcontext():
@@ -158,9 +161,3 @@ class TrialPlanCache:
         return CachedPlan(
             prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
         )
-
-    def _is_outdated(self, kept: CachedPlan, module: nn.Module) -> bool:
-        """Whether eager units have changed attributes that a graph has baked in; a graph itself changes none."""
-        if kept.plan.eager or not any(other.plan.eager for plans in self._kept.values() for other in plans):
-            return False
-        return kept.attributes != plain_attributes(module)

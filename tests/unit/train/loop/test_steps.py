@@ -312,3 +312,46 @@ def test_a_model_that_has_to_be_cut_trains_with_every_length():
     result = train(described, device_memory=whole // 2, buffer_fraction=0.0)
     assert against_plain(described, result) == []
     assert result.num_shards > 1
+
+
+class Tempered(nn.Module):
+    """Divides by a temperature that is a plain number."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.temperature = mlp(), 1.0
+
+    def forward(self, x):
+        return self.net(x) / self.temperature
+
+
+class Cooling:
+    """A schedule of the model's temperature."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def step(self):
+        self.module.temperature *= 0.5
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert not state
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_a_schedule_of_an_attribute_is_followed(cut):
+    def described():
+        built = []
+
+        def model():
+            built.append(Tempered())
+            return built[-1]
+
+        return task(model=model, scheduler=lambda _: Cooling(built[-1]), epochs=3, validate=SAMPLES)
+
+    result = train(described(), num_shards=cut)
+    assert against_plain(described(), result) == []
+    assert result.num_shards == cut
