@@ -58,7 +58,8 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
         "members": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
         "groups": [copied(hyperparameters(group)) for group in optimizer.param_groups],
         "scheduler": None if scheduler is None else _class(scheduler),
-        "schedule": None if scheduler is None else copied(schedule_of(scheduler)),
+        # Where nothing is saved a schedule needs no state; the first save refuses one without.
+        "schedule": copied(schedule_of(scheduler)) if _has_state(scheduler) else None,
     }
 
 
@@ -87,13 +88,17 @@ def schedule_of(scheduler: Any) -> dict[str, Any]:
     Raises:
         CheckpointError: the scheduler has no `state_dict`.
     """
-    if not callable(getattr(scheduler, "state_dict", None)):
+    if not _has_state(scheduler):
         raise CheckpointError(
             f"this trial cannot be checkpointed: its scheduler {type(scheduler).__name__} has no state_dict(); give it "
             "state_dict() and load_state_dict(), or leave out checkpoint_dir"
         )
     state: Mapping[str, Any] = scheduler.state_dict()
     return {key: value for key, value in state.items() if not callable(value)}
+
+
+def _has_state(scheduler: Any) -> bool:
+    return callable(getattr(scheduler, "state_dict", None))
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:

@@ -450,3 +450,22 @@ def test_plans_do_not_pile_up_where_each_batch_gives_another_answer(monkeypatch)
     before, *_, after = found
     assert after - before < 10, found  # the library keeps eight
     assert against_plain(tight, result) == []
+
+
+class Halves:
+    """A schedule that is no torch scheduler, and has no state."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        for group in self.optimizer.param_groups:
+            group["lr"] /= 2
+
+
+@pytest.mark.parametrize("cut", [None, 2])
+def test_a_schedule_without_a_state_trains_where_nothing_is_saved(cut, tmp_path):
+    described = task(scheduler=Halves)
+    assert against_plain(described, train(described, num_shards=cut)) == []
+    refused = train(described, num_shards=cut, checkpoint_dir=tmp_path)
+    assert "Halves has no state_dict()" in str(refused.error)
