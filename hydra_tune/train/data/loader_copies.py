@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe,
 from hydra_tune.errors import TaskError
 from hydra_tune.task import Batch, DataHandle
 from hydra_tune.train.data.handles import make_loader
-from hydra_tune.train.data.loader_state import give_state, state_of
+from hydra_tune.train.data.loader_state import give_state, set_back, state_of
 
 _PLAIN = (bool, int, float, str)
 
@@ -92,7 +92,10 @@ class TrialLoaderCopies:
         positions = states if isinstance(states, Mapping) else {"by_handle": [], "of_any_handle": states}
         self._waiting = [deque(waiting) for waiting in positions["by_handle"]]
         self._waiting_for_any = deque(positions["of_any_handle"])
-        for known in list(self._copies.values()):
+        copies = list(self._copies.values())
+        copy_ids = {id(known.own) for known in copies}
+        for known in copies:
+            set_back(_resolved(known.original), known.own, copy_ids)
             self._give_waiting(known)
 
     def batches(self, handle: DataHandle, batch_size: int | None, *, shuffle: bool) -> Iterable[Batch]:

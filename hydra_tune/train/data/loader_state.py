@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hydra_tune.train.checkpoint.attribute_diff import same_value
+from hydra_tune.train.checkpoint.compatibility import copied
 
 # Attributes of a loader that torch makes anew in each pass.
 _OF_A_PASS = frozenset({"_iterator", "_IterableDataset_len_called"})
@@ -49,6 +50,25 @@ def give_state(own: Any, state: Any) -> None:
     # None for a plain loader, and for any loader in a checkpoint written before subclasses had positions.
     elif state is not None:
         vars(own).update(state)
+
+
+def set_back(original: object, own: Any, known: AbstractSet[int]) -> None:
+    """Give the attributes of a copy the original's values, because a position holds only those that differ.
+
+    Args:
+        original: as for `state_of`; None if no longer alive.
+        own: the copy.
+        known: as for `state_of`.
+    """
+    is_set_whole = isinstance(own, torch.Generator | random.Random) or _keeps_its_state(own)
+    if original is None or is_set_whole or type(own) is DataLoader or not hasattr(own, "__dict__"):
+        return
+    for name in _moved(original, own, known):
+        if name in vars(original):
+            # Copied, because the trial may change the value in place.
+            vars(own)[name] = copied(vars(original)[name])
+        else:
+            del vars(own)[name]
 
 
 def _keeps_its_state(own: Any) -> bool:

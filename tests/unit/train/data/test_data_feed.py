@@ -108,6 +108,30 @@ def test_positions_of_an_older_checkpoint_go_by_the_order_of_creation():
     assert rows(again.draw(last[1], shuffle=True)) == expected[1]
 
 
+class CountsPasses(Sampler[int]):
+    """Another order in each pass, from how many there were; the last one is kept."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __iter__(self):
+        self.kept = [(row * 3 + self.passes) % 10 for row in range(10)]
+        self.passes += 1
+        return iter(self.kept)
+
+
+def test_a_position_of_before_the_first_pass_is_gone_back_to_from_within():
+    """A position names what differs from the user's own sampler, which is nothing at first."""
+    made = feed()
+    loader = DataLoader(ROWS, 4, sampler=CountsPasses())
+    made.check(loader)
+    at_the_beginning = made.states()
+    expected = rows(made.draw(loader, shuffle=True))
+    made.restore(at_the_beginning)
+    assert not hasattr(made._own.loader(loader).sampler, "kept")
+    assert rows(made.draw(loader, shuffle=True)) == expected
+
+
 class HoldsData(Sampler[int]):
     def __init__(self, data: Dataset[Any], **more: Any) -> None:
         self.data, self.order, self.more = data, [0, 1, 2], more
