@@ -32,8 +32,11 @@ def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
     # A subclass may keep a position in attributes; a plain loader's is that of its parts.
     if type(own) is DataLoader:
         return None
-    # An object without attributes is refused when the checkpoint is written.
-    return _moved(original, own, known) if hasattr(own, "__dict__") else own
+    if hasattr(own, "__dict__"):
+        return _moved(original, own, known)
+    # Indices in an array or a set have no position; any other object without attributes is refused when the checkpoint
+    # is written.
+    return None if same_value(own, original) else own
 
 
 def give_state(own: Any, state: Any) -> None:
@@ -48,7 +51,7 @@ def give_state(own: Any, state: Any) -> None:
     elif _keeps_its_state(own):
         own.load_state_dict(state)
     # None for a plain loader, and for any loader in a checkpoint written before subclasses had positions.
-    elif state is not None:
+    elif state is not None and hasattr(own, "__dict__"):
         vars(own).update(state)
 
 

@@ -4,10 +4,12 @@ import contextlib
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
+from hydra_tune.checkpoint.values import encode
 from hydra_tune.errors import TaskError
 from hydra_tune.train.data.data_feed import TrialDataFeed
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies
@@ -130,6 +132,16 @@ def test_a_position_of_before_the_first_pass_is_gone_back_to_from_within():
     made.restore(at_the_beginning)
     assert not hasattr(made._own.loader(loader).sampler, "kept")
     assert rows(made.draw(loader, shuffle=True)) == expected
+
+
+@pytest.mark.parametrize("order", [np.arange(9, -1, -1), torch.arange(10), {3, 5, 8}], ids=["array", "tensor", "set"])
+def test_indices_of_any_kind_have_no_position(order):
+    drawn, resumed, loader = feed(), feed(), DataLoader(ROWS, 4, sampler=order)
+    expected = rows(drawn.draw(loader, shuffle=True))
+    encode(drawn.states(), "feed", {})
+    resumed.check(loader)
+    resumed.restore(drawn.states())
+    assert rows(resumed.draw(loader, shuffle=True)) == expected
 
 
 class HoldsData(Sampler[int]):
