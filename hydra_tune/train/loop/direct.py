@@ -160,7 +160,9 @@ class WholeModelRunner:
             else:
                 self._scaled_step()
             self._optimizer.zero_grad()
-        num_entries = sum(map(len, self._optimizer.state.values()))
+        # An optimizer may keep a number of its own among the dicts of the parameters.
+        entries = self._optimizer.state.values()
+        num_entries = sum(len(each) if isinstance(each, dict) else 1 for each in entries)
         if tracked_step is not None:
             self._followed(tracked_step)
         elif num_entries != self._state_entries:

@@ -77,6 +77,15 @@ class OneNorm(Net):
         return self.head(x)
 
 
+class CountsSteps(torch.optim.SGD):
+    """Keeps the number of its steps among the state of the parameters, and lets the rate fall by the number."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        self.param_groups[0]["lr"] = 0.1 / self.state["steps"]
+        return super().step(closure)
+
+
 def described(**changes: Any) -> TrainTask:
     arguments: dict[str, Any] = {
         "model": Net,
@@ -105,6 +114,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "report_every": 2,
     },
     "no state": {"optimizer": partial(torch.optim.SGD, lr=0.1)},
+    "a number in the state": {"optimizer": CountsSteps},
     "loader": {"train": DataLoader(SAMPLES, 20, shuffle=True), "validate": None, "batch_size": None},
     "callable": {"train": lambda: [(X[:40], Y[:40]), (X[40:], Y[40:])]},
     "pieces": {"split_batches": 2, "model": lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))},
