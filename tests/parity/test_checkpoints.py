@@ -244,6 +244,36 @@ def test_what_a_model_keeps_outside_of_buffers():
     assert_goes_on(task(model=Counting))
 
 
+class MakesBuffers(nn.Module):
+    """Makes buffers from its first batches, lets one grow, and gives one up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.inner = nn.Linear(8, 4), nn.Identity()
+        self.register_buffer("first", None, persistent=False)
+        self.register_buffer("seen", torch.zeros(0, 8))
+        self.register_buffer("warm", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first is None:
+            self.first = x.mean(0)
+            self.inner.register_buffer("late", x[:1].clone())
+            self.inner.register_buffer("hidden", x[1:2].clone(), persistent=False)
+        self.seen = torch.cat([self.seen, x[:1]])
+        if len(self.seen) == 3:
+            self.warm = None
+        scale = 1 if self.warm is None else 2
+        return self.last(x - self.first - self.inner.late - self.inner.hidden + self.seen.mean(0)) * scale
+
+
+def test_buffers_that_training_makes():
+    plans, keeper, described = library(), Collector(), task(model=MakesBuffers)
+    expected = run(described, plans, keeper)
+    for one in keeper.saved:
+        found = run(described, plans, beginning=StartCheckpoint(saved=one))
+        assert list(differences(expected, found)) == [], one.labels
+
+
 class Holds(nn.Module):
     """Scales by a count that another module keeps, too."""
 

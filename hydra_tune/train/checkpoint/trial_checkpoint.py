@@ -117,6 +117,11 @@ class TrialObjects:
         return {
             "made_for": self._description,
             "trained": [name for name, tensor in named.items() if tensor.requires_grad],
+            "not_persistent": [
+                f"{path}.{name}".lstrip(".")
+                for path, submodule in self.module.named_modules()
+                for name in submodule._non_persistent_buffers_set  # noqa: SLF001 - no public name
+            ],
             "extra": {path: submodule.get_extra_state() for path, submodule in with_extra_state(self.module)},
             "attributes": module_changes,
             "optimizer": {names[id(p)]: value for p, value in states if isinstance(p, Tensor)},
@@ -204,9 +209,25 @@ class TrialObjects:
             parameter.requires_grad_(name in trained)
 
     def _copy_weights(self, state: Mapping[str, Any]) -> None:
+        saved_tensors, named = state["model"], dict(named_state(self.module))
         with torch.no_grad():
-            for name, tensor in named_state(self.module):
-                tensor.copy_(state["model"][name])
+            for name, saved in saved_tensors.items():
+                tensor = named.get(name)
+                if tensor is not None and (tensor.shape, tensor.dtype) == (saved.shape, saved.dtype):
+                    tensor.copy_(saved)
+                else:
+                    self._put_buffer(name, saved.clone(), is_persistent=name not in state.get("not_persistent", ()))
+        for name in named.keys() - saved_tensors.keys():
+            self._put_buffer(name, None)
+
+    def _put_buffer(self, name: str, tensor: Tensor | None, *, is_persistent: bool = True) -> None:
+        """Give the module a buffer that training has added, replaced by one of another kind, or set to None."""
+        path, _, own_name = name.rpartition(".")
+        owner = self.module.get_submodule(path)
+        if own_name in owner._buffers:  # noqa: SLF001 - an assignment could run code of the user's
+            owner._buffers[own_name] = tensor  # noqa: SLF001
+        else:
+            owner.register_buffer(own_name, tensor, persistent=is_persistent)
 
     def _restore_schedule(self, state: Mapping[str, Any]) -> None:
         schedule_as_built = state["made_for"]["schedule"]
