@@ -274,6 +274,26 @@ def test_buffers_that_training_makes():
         assert list(differences(expected, found)) == [], one.labels
 
 
+class Exchanges(nn.Module):
+    """Gets a new layer in its third batch, and the optimizer keeps the old one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.seen = nn.Linear(8, 8), nn.Linear(8, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        if self.seen == 3:
+            self.last = nn.Linear(8, 4)
+        return self.last(self.first(x))
+
+
+def test_a_layer_that_training_exchanges_is_refused():
+    run(task(model=Exchanges), library())
+    with pytest.raises(CheckpointError, match="a parameter of its optimizer is no longer the module's"):
+        run(task(model=Exchanges), library(), Collector())
+
+
 class Holds(nn.Module):
     """Scales by a count that another module keeps, too."""
 

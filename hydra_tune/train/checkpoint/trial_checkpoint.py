@@ -110,7 +110,14 @@ class TrialObjects:
                 "is built, and freeze parameters by requires_grad_ until they train"
             )
         named = dict(named_state(self.module))
-        names = {id(tensor): name for name, tensor in named.items()}
+        names = {id(tensor): name for name, tensor in self.module.named_parameters()}
+        members = [[names.get(id(p)) for p in group["params"]] for group in self.optimizer.param_groups]
+        if members != self._description["members"]:
+            raise CheckpointError(
+                "this trial cannot be checkpointed: a parameter of its optimizer is no longer the module's, or has another "
+                "name there, and a resumed trial would train other parameters; keep the parameters that model= has built, "
+                "and change their values in place"
+            )
         # An empty entry is an artefact of the optimizer's defaultdict and not state.
         states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
         module_changes, optimizer_changes = self._module_attributes.changed(), self._optimizer_attributes.changed()
