@@ -103,6 +103,12 @@ def _defaultdict(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     return {_TAG: "defaultdict", "is": _pairs(value, name, tensors), "of": makers[value.default_factory]}
 
 
+def _tensor_by_name(value: Tensor, name: str, tensors: dict[str, Tensor]) -> Any:
+    encoded = {_TAG: "tensor", "is": _put(value, name, tensors)}
+    # A leaf that the user's code differentiates by; results of operators have a graph, which ends with the step.
+    return encoded | {"requires_grad": True} if value.requires_grad and value.is_leaf else encoded
+
+
 def _tagged(kind: str, inner: Callable[[Any, str, dict[str, Tensor]], Any]) -> Callable[..., Any]:
     return lambda value, name, tensors: {_TAG: kind, "is": inner(value, name, tensors)}
 
@@ -113,7 +119,7 @@ def _text(value: Any, name: str, tensors: dict[str, Tensor]) -> str:
 
 
 _ENCODERS: dict[type, Callable[[Any, str, dict[str, Tensor]], Any]] = {
-    Tensor: _tagged("tensor", _put),
+    Tensor: _tensor_by_name,
     tuple: _tagged("tuple", _items),
     torch.Size: _tagged("size", _items),
     set: _tagged("set", _items),
@@ -151,7 +157,7 @@ def _decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 def _tensor(value: Mapping[str, Any], tensor: Tensor) -> Any:
     if value[_TAG] == "tensor":
-        return tensor
+        return tensor.requires_grad_() if value.get("requires_grad") else tensor
     array = tensor.numpy().reshape(value["shape"])
     return array[()] if value["scalar"] else array
 

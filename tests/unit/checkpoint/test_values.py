@@ -54,6 +54,13 @@ def test_nan_comes_back():
     assert math.isnan(there_and_back(math.nan))
 
 
+def test_tensors_to_differentiate_by_come_back_as_such():
+    leaf, tensors = torch.tensor(1.5, requires_grad=True), {}
+    encoded = encode([leaf, leaf * 2, torch.ones(2)], "value", tensors)
+    found = decode(encoded, {name: tensor.detach() for name, tensor in tensors.items()})
+    assert [tensor.requires_grad for tensor in found] == [True, False, False]
+
+
 def test_tensors_and_arrays_come_back():
     value = {"a": torch.arange(6).view(2, 3), "b": [torch.tensor(1.5), torch.empty(0, 2)]}
     found = there_and_back(value)
