@@ -26,7 +26,7 @@ def state_of(original: object, own: Any, known: AbstractSet[int]) -> Any:
     if isinstance(own, torch.Generator | random.Random):
         return own.get_state() if isinstance(own, torch.Generator) else own.getstate()
     if type(own).__module__.startswith("numpy.random"):
-        return _numpy_state(own)
+        return _numpy_state(original, own)
     if _keeps_its_state(own):
         return own.state_dict()
     # A subclass may keep a position in attributes; a plain loader's is that of its parts.
@@ -93,7 +93,10 @@ def _moved(original: object, own: object, known: AbstractSet[int]) -> dict[str, 
     return differences
 
 
-def _numpy_state(own: Any) -> Any:
+def _numpy_state(original: Any, own: Any) -> Any:
+    if hasattr(own, "entropy"):
+        # A `SeedSequence` cannot be set, so one that has spawned others is refused when the checkpoint is written.
+        return None if same_value(own.state, original.state) else own
     if hasattr(own, "bit_generator"):
         return own.bit_generator.state
     return own.get_state() if hasattr(own, "get_state") else getattr(own, "state", None)

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
 
 from hydra_tune.checkpoint.values import encode
-from hydra_tune.errors import TaskError
+from hydra_tune.errors import CheckpointError, TaskError
 from hydra_tune.train.data.data_feed import TrialDataFeed
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies
 from tests.unit.pool.tasks import X, against_plain, one_batch, short, task, train
@@ -142,6 +142,30 @@ def test_indices_of_any_kind_have_no_position(order):
     resumed.check(loader)
     resumed.restore(drawn.states())
     assert rows(resumed.draw(loader, shuffle=True)) == expected
+
+
+class Seeds(Dataset[Any]):
+    """Keeps the seeds that its workers would spawn theirs from."""
+
+    def __init__(self) -> None:
+        self.seeds = np.random.SeedSequence(5)
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return (index,)
+
+
+def test_seeds_have_no_position_until_they_spawn_others():
+    drawn, resumed, loader = feed(), feed(), DataLoader(Seeds(), 4)
+    for each in (drawn, resumed):
+        each.check(loader)
+    encode(drawn.states(), "feed", {})
+    resumed.restore(drawn.states())
+    drawn._own.loader(loader).dataset.seeds.spawn(1)
+    with pytest.raises(CheckpointError, match="SeedSequence, which a checkpoint cannot hold"):
+        encode(drawn.states(), "feed", {})
 
 
 class HoldsData(Sampler[int]):
