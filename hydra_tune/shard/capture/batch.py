@@ -100,14 +100,23 @@ def flatten(batch: Any) -> BatchLeaves:
     return BatchLeaves(tensors=tensors, signature=tuple(key), spec=spec, values=marked_values, copies=copies)
 
 
-def _compact(tensor: Tensor) -> Tensor:
-    """Return the tensor with a separate storage: a slice of a data set must not drag the whole set to a device."""
+def refuse_nested(tensor: Tensor) -> None:
+    """Refuse a nested tensor, whose sizes nobody can plan with.
+
+    Raises:
+        TaskError: the tensor is nested.
+    """
     if tensor.is_nested:
         raise TaskError(
             "a batch may hold dense tensors only, but a tensor of this batch is nested: its samples differ in length; pad the "
             "tensor in the loader's collate_fn (torch.nested.to_padded_tensor(tensor, 0.0)), with the lengths or a mask beside "
             "it, or give its values and offsets as separate tensors"
         )
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return the tensor with a separate storage: a slice of a data set must not drag the whole set to a device."""
+    refuse_nested(tensor)
     if tensor.layout is not torch.strided:
         raise TaskError(
             f"a batch may hold dense tensors only, but a tensor of this batch is of layout {tensor.layout}; give "

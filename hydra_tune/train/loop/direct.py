@@ -35,6 +35,7 @@ from hydra_tune.errors import TaskError
 from hydra_tune.memory.activation_offload import LazySavedTensorSpiller
 from hydra_tune.memory.block import BlockKind
 from hydra_tune.memory.lease import Lease
+from hydra_tune.shard.capture.batch import refuse_nested
 from hydra_tune.shard.capture.precision import eager_autocast
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import evaluation_metrics, training_loss
@@ -463,7 +464,7 @@ def _quick_key(mode: str, batch: Any) -> Hashable:
         return None
     key: list[Hashable] = [mode]
     for item in batch:
-        if type(item) is not Tensor:
+        if type(item) is not Tensor or item.is_nested:
             return None
         key += (item.dtype, item.shape)
     return tuple(key)
@@ -479,8 +480,10 @@ def _structure(value: Any, sizes: list[int], inside: tuple[int, ...] = ()) -> Ha
 
     Raises:
         _OpaqueError: a part of the batch cannot be inspected.
+        TaskError: a tensor of the batch is nested.
     """
     if isinstance(value, Tensor):
+        refuse_nested(value)
         sizes.extend(value.shape)
         return value.dtype, value.dim()
     kind = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import HydraExecutor, Reported, TrainTask
-from hydra_tune.errors import BudgetError
+from hydra_tune.errors import BudgetError, TaskError
 from hydra_tune.shard.execute.eager_plan import uncaptured
 from hydra_tune.shard.partition.budget import ShardPlanConstraints
 from hydra_tune.shard.partition.plan import ShardPlan
@@ -436,3 +436,18 @@ def test_in_mixed_precision_too_the_optimizers_state_needs_room_beside_activatio
         statistics = pool.stats().devices["cpu:0"]
     assert against_plain(described, result) == []
     assert statistics.peak_bytes <= statistics.budget_bytes
+
+
+def ragged(layout: torch.layout) -> Any:
+    return lambda: [(torch.nested.nested_tensor([X[:1], X[1:3]], layout=layout), Y[:2])]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_batches_are_refused_with_the_remedy(layout):
+    changes = {"train": ragged(layout), "validate": None, "batch_size": None}
+    padded = described(
+        step=lambda module, batch: module(batch[0].to_padded_tensor(0.0)[:, 0]).sum(), loss=None, **changes
+    )
+    with direct() as pool, pytest.raises(TaskError, match=r"dense tensors only, .* nested.* pad the tensor"):
+        raise pool.submit(padded).result(PATIENCE_SECONDS).error
