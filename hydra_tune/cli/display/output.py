@@ -9,6 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from typing import TextIO
 
 from rich.console import Console
 
@@ -53,9 +54,12 @@ class SweepOutput:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Within the block, keep output of user code off standard output, if standard output is for JSON."""
+        """Within the block, keep output of user code off standard output, if standard output is for JSON.
+
+        The code's threads and processes, such as loader workers, must end within the block, too.
+        """
         if self._as_json:
-            with redirect_stdout(self._stderr):
+            with redirect_stdout(self._stderr), _descriptor_redirected(self._stdout, self._stderr):
                 yield
         else:
             yield
@@ -78,7 +82,7 @@ class SweepOutput:
                 self._is_shown = False
             return
         try:
-            with self.quiet(), PlainView(self._say, snapshot):
+            with PlainView(self._say, snapshot):
                 yield
         finally:
             self._say.flush()
@@ -103,3 +107,23 @@ class SweepOutput:
             self._stdout.flush()
         else:
             print_summary(self._console, view)
+
+
+@contextmanager
+def _descriptor_redirected(stream: TextIO, target: TextIO) -> Iterator[None]:
+    """Redirect a stream's descriptor as well: loader workers, other child processes and native code write there."""
+    try:
+        number, target_number = stream.fileno(), target.fileno()
+    except OSError:  # a stream in memory
+        yield
+        return
+    stream.flush()
+    kept_number = os.dup(number)
+    os.dup2(target_number, number)
+    try:
+        yield
+    finally:
+        # Texts that somebody has written past `sys.stdout` go where all others have gone.
+        stream.flush()
+        os.dup2(kept_number, number)
+        os.close(kept_number)

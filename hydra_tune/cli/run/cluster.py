@@ -45,14 +45,14 @@ def run_cluster_sweep(spec: SweepSpec, display: DisplayOptions, address: str) ->
         with output.quiet():
             # The user's module may print while it is imported.
             function, tuner = load_task(spec), find(CLUSTERS, TUNER)
-        request = ClusterRequest(
-            spec=spec,
-            address=address,
-            function=function,
-            build=TaskBuilder(spec=spec, function=function),
-            observer=board,
-        )
-        _drive(tuner, request, board, output)
+            request = ClusterRequest(
+                spec=spec,
+                address=address,
+                function=function,
+                build=TaskBuilder(spec=spec, function=function),
+                observer=board,
+            )
+            _drive(tuner, request, board, output)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE

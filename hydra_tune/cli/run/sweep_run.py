@@ -89,31 +89,31 @@ def run_sweep(
     output = SweepOutput(display)
     board = SweepProgressTracker(spec, output.log, event_log, beginning.said)
     try:
+        # Up to the end of the pool: running units and loader workers may print until then.
         with output.quiet():
             # Imports user code: a broken task must fail before a folder or a pool exists.
             function, tuner = load_task(spec), find(TUNERS, TUNER)
-        # Locks the folder before the pool and the study exist, so that a second process of the sweep creates nothing.
-        with _own_folder(spec, resume=resume) as folder:
-            with output.quiet():
+            # Locks the folder before the pool and the study exist, so that a second process of the sweep creates nothing.
+            with _own_folder(spec, resume=resume) as folder:
                 watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
                 pool = opened(spec, partial(watched, **_saving(spec)))
-            request = SweepRequest(
-                spec=spec,
-                executor=pool,
-                build=TaskBuilder(spec=spec, function=function),
-                observer=board,
-                timeout_seconds=timeout_seconds,
-                folder=folder,
-                resume=resume,
-                crashes=beginning.crashes,
-                aside=beginning.aside,
-            )
-            words = partial(_first_words, spec, output), partial(_last_words, spec, output)
-            # Only now, because an earlier Ctrl-C has no trial to save and may end the command at any point.
-            with stops(spec.stop_seconds, board.stop, *words) as stop:
-                # Lets the second signal wait until the storage knows the end of each trial.
-                board.on_settled = stop.settled.set
-                _drive(tuner, request, board, output)
+                request = SweepRequest(
+                    spec=spec,
+                    executor=pool,
+                    build=TaskBuilder(spec=spec, function=function),
+                    observer=board,
+                    timeout_seconds=timeout_seconds,
+                    folder=folder,
+                    resume=resume,
+                    crashes=beginning.crashes,
+                    aside=beginning.aside,
+                )
+                words = partial(_first_words, spec, output), partial(_last_words, spec, output)
+                # Only now, because an earlier Ctrl-C has no trial to save and may end the command at any point.
+                with stops(spec.stop_seconds, board.stop, *words) as stop:
+                    # Lets the second signal wait until the storage knows the end of each trial.
+                    board.on_settled = stop.settled.set
+                    _drive(tuner, request, board, output)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE

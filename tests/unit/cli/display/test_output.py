@@ -2,6 +2,7 @@
 
 import io
 import json
+import subprocess
 import sys
 import threading
 from contextlib import redirect_stderr, redirect_stdout
@@ -39,13 +40,34 @@ def test_json_is_alone_on_standard_output(capsys):
     output = SweepOutput(DisplayOptions(as_json=True))
     with output.quiet():
         say("while importing")
-    with output.showing(lambda: VIEW):
-        say("while building")
-        output.log("trial 0  completed")
+        with output.showing(lambda: VIEW):
+            say("while building")
+            output.log("trial 0  completed")
     output.report(VIEW)
     out, err = capsys.readouterr()
     assert json.loads(out)["best"]["value"] == 0.5
     assert err == "while importing\nwhile building\ntrial 0  completed\n"
+
+
+PRINTING = """
+import subprocess, sys
+from hydra_tune.cli.display.output import SweepOutput
+from hydra_tune.cli.sweep_file.options import DisplayOptions
+from tests.unit.cli.display.test_output import VIEW
+
+output = SweepOutput(DisplayOptions(as_json=True))
+with output.quiet(), output.showing(lambda: VIEW):
+    # As a loader worker does, which has a `sys.stdout` of its own.
+    subprocess.run([sys.executable, "-c", "print('in a worker')"], check=True)
+    sys.__stdout__.write("past sys.stdout\\n")
+output.report(VIEW)
+"""
+
+
+def test_json_is_alone_also_where_other_processes_print():
+    run = subprocess.run([sys.executable, "-c", PRINTING], capture_output=True, text=True, check=True)
+    assert json.loads(run.stdout)["best"]["value"] == 0.5
+    assert sorted(run.stderr.splitlines()) == ["in a worker", "past sys.stdout"]
 
 
 def test_without_a_terminal_there_are_lines(capsys):
