@@ -1,5 +1,9 @@
 """`hydra-tune`: the group of commands."""
 
+import io
+import sys
+from contextlib import suppress
+
 import click
 
 from hydra_tune import __version__
@@ -15,6 +19,11 @@ from hydra_tune.cli.commands.trace import trace
 @click.version_option(__version__, prog_name="hydra-tune")
 def main() -> None:
     """Hyperparameter search through one shared pool of devices."""
+    # A parameter, an error or a path that the terminal's encoding lacks must not end a sweep; as on standard error.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Python asks a file for its position, and a program may have put a pipe in its place.
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 main.add_command(best)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -104,3 +105,15 @@ def test_going_on_with_nothing_makes_nothing(tmp_path, monkeypatch):
     assert result.exit_code == 2
     assert "there is no sweep 'first' in 'saved' to go on with; leave --resume out to begin one" in result.stderr
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"resumed_model.py", "space.yaml"}
+
+
+def test_a_text_that_the_terminal_cannot_show_is_escaped():
+    @click.command()
+    def says():
+        sys.stdout.write("größe \udcff\n")
+
+    main.add_command(says)
+    try:
+        assert CliRunner(charset="ascii").invoke(main, ["says"]).output == "gr\\xf6\\xdfe \\udcff\n"
+    finally:
+        del main.commands["says"]
