@@ -3,6 +3,7 @@
 import io
 import sys
 from contextlib import suppress
+from typing import Any
 
 import click
 
@@ -14,8 +15,20 @@ from hydra_tune.cli.commands.simulate import simulate_command
 from hydra_tune.cli.commands.sweep import sweep
 from hydra_tune.cli.commands.trace import trace
 
+_INTERRUPTED = 130
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class _CommandGroup(click.Group):
+    """The commands; Ctrl-C that no command has handled, as during the imports, has their exit code for Ctrl-C."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(_INTERRUPTED)
+
+
+@click.group(cls=_CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="hydra-tune")
 def main() -> None:
     """Hyperparameter search through one shared pool of devices."""

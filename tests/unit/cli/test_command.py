@@ -107,6 +107,15 @@ def test_going_on_with_nothing_makes_nothing(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"resumed_model.py", "space.yaml"}
 
 
+def test_ctrl_c_during_the_imports_is_code_130(space, monkeypatch):
+    def interrupted(_file):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hydra_tune.cli.commands.plan.read_sweep_file", interrupted)
+    result = CliRunner().invoke(main, ["plan", str(space)])
+    assert (result.exit_code, result.output) == (130, "")
+
+
 def test_a_text_that_the_terminal_cannot_show_is_escaped():
     @click.command()
     def says():
