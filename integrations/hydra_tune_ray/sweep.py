@@ -14,6 +14,7 @@ import ray
 from ray import tune
 from ray._private import services
 from ray.tune.experiment import Trial
+from ray.tune.result import DONE
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler, MedianStoppingRule, TrialScheduler
 from ray.tune.search import BasicVariantGenerator, Searcher
 
@@ -216,6 +217,7 @@ class _ObserverCallback(tune.Callback):
         self._spec = spec
         self._observer = observer
         self._numbers: dict[str, int] = {}
+        self._stopped: set[str] = set()
 
     def __reduce__(self) -> Any:
         return _found, (id(self), tune.Callback)
@@ -225,10 +227,22 @@ class _ObserverCallback(tune.Callback):
             self._numbers[trial.trial_id] = len(self._numbers)
             self._observer.asked(self._numbers[trial.trial_id])
 
+    def on_trial_result(
+        self,
+        iteration: int,  # noqa: ARG002 - the arguments are Ray's
+        trials: list[Trial],  # noqa: ARG002
+        trial: Trial,
+        result: dict[str, Any],
+        **info: Any,  # noqa: ARG002
+    ) -> None:
+        # Ray marks the result after which a scheduler or a stopper ends the trial.
+        if result.get(DONE) and not result.get("is_last"):
+            self._stopped.add(trial.trial_id)
+
     def on_trial_complete(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
-        # Ray calls a trial complete that a scheduler has stopped, too.
-        state = "completed" if (trial.last_result or {}).get("is_last") else "pruned"
-        self._finished(trial, state)
+        # Ray calls a trial complete that a scheduler has stopped, too. A trial that trains on after its last report, as with
+        # `report_every`, completes without a result of its own.
+        self._finished(trial, "pruned" if trial.trial_id in self._stopped else "completed")
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
         lines = (trial.get_error() and str(trial.get_error()).strip().splitlines()) or ["failed"]

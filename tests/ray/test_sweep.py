@@ -15,10 +15,10 @@ from tests.ray.searches import expected
 TASK = """
     from tests.support import ray_tasks
 
-    def build(lr, epochs):
+    def build(lr, epochs, report_every):
         if lr == 0.01:
             raise RuntimeError("not this one")
-        return ray_tasks.build({"lr": lr, "epochs": epochs, "dtype": "float64"})
+        return ray_tasks.build({"lr": lr, "epochs": epochs, "dtype": "float64", "report_every": report_every})
 """
 SPACE = """
     task: task:build
@@ -29,14 +29,26 @@ SPACE = """
     parameters:
       lr: {lr}
       epochs: {{value: 4}}
+      report_every: {{value: {report_every}}}
     early_terminate: {{type: successive_halving, min_iter: 2, eta: 2}}
     hydra: {{devices: cpu:2, device_memory: 64MiB, {more}}}
 """
 
 
-def sweep(folder, *arguments, method="grid", cap=3, lr="{values: [0.01, 0.02, 0.03]}", more="", address="local"):
+def sweep(
+    folder,
+    *arguments,
+    method="grid",
+    cap=3,
+    lr="{values: [0.01, 0.02, 0.03]}",
+    more="",
+    address="local",
+    report_every="epoch",
+):
     (folder / "task.py").write_text(textwrap.dedent(TASK))
-    (folder / "space.yaml").write_text(textwrap.dedent(SPACE).format(method=method, cap=cap, lr=lr, more=more))
+    (folder / "space.yaml").write_text(
+        textwrap.dedent(SPACE).format(method=method, cap=cap, lr=lr, more=more, report_every=report_every)
+    )
     return subprocess.run(
         [sys.executable, "-m", "hydra_tune", "sweep", "space.yaml", "--ray", address, "--json", *arguments],
         cwd=folder,
@@ -83,6 +95,14 @@ def test_a_grid_is_run_and_a_trial_that_fails_is_told(ray_environment, tmp_path,
         [wanted[lr][last[trials[lr]["state"]]] for lr in rates], rel=1e-9 if more else 0, abs=0
     )
     assert min(wanted, key=lambda lr: wanted[lr][1]) in [lr for lr in rates if trials[lr]["state"] == "completed"]
+
+
+@pytest.mark.slow
+def test_a_trial_that_trains_on_after_its_last_report_is_completed(ray_environment, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = sweep(tmp_path, cap=1, lr="{values: [0.02]}", report_every=5)  # of 16 steps
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert [trial["state"] for trial in json.loads(run.stdout)["trials"]] == ["completed"]
 
 
 @pytest.mark.slow
