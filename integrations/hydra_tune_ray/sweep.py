@@ -8,6 +8,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -245,7 +246,8 @@ class _ObserverCallback(tune.Callback):
         self._finished(trial, "pruned" if trial.trial_id in self._stopped else "completed")
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:  # noqa: ARG002
-        lines = (trial.get_error() and str(trial.get_error()).strip().splitlines()) or ["failed"]
+        # Not `trial.get_error()`: Ray copies the file there only later.
+        lines = (trial.error_file and Path(trial.error_file).read_text().strip().splitlines()) or ["failed"]
         if trial.trial_id in self._numbers:
             self._observer.broke(self._numbers[trial.trial_id], TrialError(lines[-1]))
         self._finished(trial, "failed")

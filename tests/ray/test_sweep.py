@@ -87,6 +87,7 @@ def test_a_grid_is_run_and_a_trial_that_fails_is_told(ray_environment, tmp_path,
     shown = json.loads(run.stdout)
     trials = {trial["params"]["lr"]: trial for trial in shown["trials"]}
     assert trials[0.01]["state"] == "failed"
+    assert trials[0.01]["error"] == "TrialError: RuntimeError: not this one"
     rates = 0.02, 0.03
     wanted = dict(zip(rates, expected([{"lr": lr, "epochs": 4, "dtype": "float64"} for lr in rates]), strict=True))
     # Successive halving looks after the second epoch of four, and ends there the worse one if it is the later one to come.
