@@ -154,7 +154,11 @@ def scheduler_of(pruning: PruningRule | None) -> TrialScheduler:
             return ASHAScheduler(max_t=_UNLIMITED, grace_period=first, reduction_factor=options["eta"])
         case "hyperband" if options.get("max_iter") is not None:
             return ASHAScheduler(
-                max_t=options["max_iter"], grace_period=options["min_iter"], reduction_factor=options["eta"], brackets=3
+                max_t=options["max_iter"],
+                grace_period=options["min_iter"],
+                reduction_factor=options["eta"],
+                brackets=3,
+                stop_last_trials=False,  # a trial longer than max_iter goes on to its end, as with Optuna
             )
         case "hyperband":
             raise ConfigError(
