@@ -24,6 +24,9 @@ _BY_PLACE = (TrainTask, FunctionType, type)
 
 def known_here() -> dict[int, object]:
     """Return the objects shared by both processes, by address; called before the copy, and kept in both processes."""
+    # The collector does not list frozen objects. They are not frozen again: that would freeze all others, too, and their
+    # cycles would stay for ever.
+    gc.unfreeze()
     # Kept alive in both processes, so no address is ever reused for another object.
     return {id(value): value for value in gc.get_objects() if issubclass(type(value), TrainTask) or _is_nameless(value)}
 

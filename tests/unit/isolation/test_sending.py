@@ -30,3 +30,13 @@ def test_a_function_that_no_name_leads_to_is_sent_by_its_place():
     scaled = [lambda value: factor * value]
     known = known_here()
     assert unpickled(pickled(scaled, known), known)[0] is scaled[0]
+
+
+def test_what_the_program_has_frozen_is_known():
+    scaled = [lambda value: 3 * value]
+    gc.freeze()
+    try:
+        known = known_here()
+        assert unpickled(pickled(scaled, known), known)[0] is scaled[0]
+    finally:
+        gc.unfreeze()
