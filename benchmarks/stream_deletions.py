@@ -38,7 +38,7 @@ TESTS = {
     "planner/profile/profiler.py": CLOCKS,
     "memory/pager.py": DEVICES,
     "train/state/model_state.py": POOLS,
-    "train/trial.py": POOLS,
+    "train/loop/batch_units.py": POOLS,
 }
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow")
 CONFTEST = {False: ("--noconftest",), True: ()}  # it takes long to import

@@ -62,6 +62,7 @@ from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.simulate.recorded.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.trial import Trial
 
 T = TypeVar("T")
@@ -384,7 +385,7 @@ class Pool:
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
         max_retries: int = 0,
-        make_trial: Callable[..., Trial] = Trial,
+        make_trial: Callable[..., Trial] = SingleTrial,
         is_saved: bool = True,
     ) -> Job:
         """Queue a task; with `is_saved=False` the caller takes care of checkpoints."""

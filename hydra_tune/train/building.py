@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import TaskError
 from hydra_tune.task import TrainTask
@@ -53,3 +54,24 @@ def build_optimizer(task: TrainTask, groups: Any) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TaskError(f"optimizer= must build a torch.optim.Optimizer, but returned {type(optimizer).__name__}")
     return optimizer
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Refuse a module whose parameters have no shape yet, where planning needs the sizes.
+
+    Raises:
+        TaskError: names the first such parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise TaskError(
+                f"parameter {name!r} is lazy: its shape is unknown until a forward; run one batch through the module in "
+                "model=, or give the sizes"
+            )
+
+
+def in_training_mode(module: nn.Module) -> None:
+    """Set a module to training mode before a capture, unless the module is in training mode."""
+    # `train` may be the user's own and keep count, and a plain loop calls the method only where a pass begins.
+    if not all(part.training for part in module.modules()):
+        module.train()

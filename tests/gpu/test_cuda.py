@@ -19,10 +19,9 @@ from hydra_tune.devices.hardware import discovery
 from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.block_release import bring_home
 from hydra_tune.memory.pager import Pager
-from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
 from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, GROUPED, PIPELINED
 from hydra_tune.train.timing.unit_times import UnitTimes
-from hydra_tune.train.trial import run_unit
 from tests.support.parallel import PARALLEL
 
 if not torch.cuda.is_available():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hydra_tune import Finished, HydraExecutor, Reported, train_plain
-from hydra_tune.train import trial
+from hydra_tune.train import single_trial
 from tests.parity.models import MODELS, build
 from tests.support.tracker import StorageTracker
 
@@ -103,7 +103,7 @@ def answer_all(pool, tasks):
 )
 def test_eight_trials_stay_within_the_budget_of_each_device(devices, activations, monkeypatch):
     """Cut from their first step on: own code computes on the data set itself, of which no device has room for all."""
-    monkeypatch.setattr(trial, "uncaptured", lambda *_: "the test asks for a cut")
+    monkeypatch.setattr(single_trial, "uncaptured", lambda *_: "the test asks for a cut")
     tracker = StorageTracker()
     names = [name for name in MODELS if name != "mlp"]
     tasks = [build(names[i % 3], seed=i, epochs=1, activations=activations) for i in range(NUM_TRIALS)]

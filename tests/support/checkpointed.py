@@ -9,8 +9,8 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
-from hydra_tune.train.loop.batch_units import PendingUnit
-from hydra_tune.train.trial import Trial, run_unit
+from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
+from hydra_tune.train.single_trial import SingleTrial
 
 
 class Collector:
@@ -37,7 +37,7 @@ def run(
     """Train to the end; returns all that has to be the same."""
     device = CpuDevice(0, 64 * 2**20)
     pager = Pager(device)
-    trial = Trial(task, plans, device, keeper=keeper, beginning=beginning)
+    trial = SingleTrial(task, plans, device, keeper=keeper, beginning=beginning)
     try:
         with device.worker():
             while (step := trial.advance()) is not None:

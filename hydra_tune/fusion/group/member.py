@@ -1,6 +1,6 @@
 """`MemberTrial`: a trial inside a fused group; its training loop asks the group to compute every batch.
 
-A member runs the loop of `Trial` with its own data, random streams, schedule, history and reports. The loop yields
+A member runs the loop of `SingleTrial` with its own data, random streams, schedule, history and reports. The loop yields
 `MemberBatchRequest` requests instead of units. A member outside any group runs like an ordinary trial.
 """
 
@@ -17,14 +17,16 @@ from hydra_tune.errors import BadLossError
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.task import Batch
+from hydra_tune.train.building import in_training_mode
 from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
 from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition
 from hydra_tune.train.data.handles import no_batch, num_samples, refuse_empty
 from hydra_tune.train.data.index_gather import UngatheredBatches
 from hydra_tune.train.mean import WeightedMean
 from hydra_tune.train.rng.rng_streams import RandomStreams
+from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.timing.unit_times import UnitTimes
-from hydra_tune.train.trial import PendingReport, Trial, in_training_mode
+from hydra_tune.train.trial import PendingReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,11 @@ class PartialStepRequest:
     """Request of a member whose data ends inside a step: run the step on the batches collected so far."""
 
 
-class MemberTrial(Trial):
+class MemberTrial(SingleTrial):
     """A trial that may be a member of a fused group.
 
     Attributes:
-        is_fused: whether a group computes the batches; otherwise the member runs as a `Trial`.
+        is_fused: whether a group computes the batches; otherwise the member runs as a `SingleTrial`.
         architecture: identifies trials that share a plan; None until a caller sets the attribute.
         results: losses or metrics of the computed batches, for a leading part of the request.
         fetch: copies the member's part of the group's state to the member's own module and optimizer; None outside a

@@ -30,9 +30,9 @@ from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data.data_feed import TrialDataFeed
-from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
 from hydra_tune.train.rng.rng_streams import RandomStreams
-from hydra_tune.train.trial import Trial, run_unit
+from hydra_tune.train.trial import Trial
 
 _WARM_STEPS = 1  # creates optimizer state
 _LEAST_STEPS, _MOST_STEPS = 2, 5  # timed steps

@@ -37,9 +37,9 @@ from hydra_tune.shard.partition.gradient_rules import GradientRules
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask
+from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.timing.fake_trial import TrialRehearsal
 from hydra_tune.train.timing.step_timing import timed_steps
-from hydra_tune.train.trial import Trial
 
 _WARM_STEPS = 2  # the first step creates optimizer state, the second is the first to load the state
 _STEPS_ALONE = 1  # the traffic of a lone trial's steps repeats to the byte
@@ -315,7 +315,7 @@ class _ForecastBuilder:
             ) from error
 
     def _built(self, task: TrainTask, building: AbstractContextManager[object]) -> "_ForecastTrial":
-        trial = Trial(task, self._library, self._host)
+        trial = SingleTrial(task, self._library, self._host)
         try:
             cached_plan, leaves = trial.prepare(building)
             task, module, optimizer = trial.task, trial.module, trial.optimizer

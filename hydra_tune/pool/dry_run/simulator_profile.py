@@ -13,8 +13,8 @@ from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.simulate.model import PROFILE_FORMAT
 from hydra_tune.task import TrainTask
 from hydra_tune.train.parallel import batch_grouping
+from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.timing.unit_times import UnitTimes
-from hydra_tune.train.trial import Trial
 
 
 def planned_profile(
@@ -45,7 +45,7 @@ def planned_profile(
 def _planned_trial(
     name: str, task: TrainTask, library: PlanLibrary, device: Device, steps: int | None
 ) -> dict[str, Any]:
-    trial = Trial(task, library, device, may_run_own_code=False)
+    trial = SingleTrial(task, library, device, may_run_own_code=False)
     try:
         trial.advance()  # builds the model, draws a batch, and makes the plan
         assert trial.state is not None

@@ -21,6 +21,7 @@ from hydra_tune.train.data.loader_clock import LoaderInterrupt
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.loop.burst import BURST
 from hydra_tune.train.parallel.parallel_step import ParallelStep, ParallelUnit
+from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.trial import PendingReport, Trial
 
 _MOST_REPORTS = 64  # in `JobProgress.history`, the last ones
@@ -141,7 +142,7 @@ class JobState:
         max_retries: int = 0,
         faults: tuple[str, ...] = (),
         repeats: "ReportCursor | None" = None,
-        make_trial: Callable[..., Trial] = Trial,
+        make_trial: Callable[..., Trial] = SingleTrial,
     ) -> None:
         self.job = job
         self.keeper = keeper

@@ -29,9 +29,9 @@ from hydra_tune.pool.runtime.recorder import PoolRecorder
 from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.schedule import Unit, UnitFailed, UnitFinished
 from hydra_tune.supervision.marks import at_work
-from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
 from hydra_tune.train.loop.burst import BURST
-from hydra_tune.train.trial import PendingReport, Trial, run_unit
+from hydra_tune.train.trial import PendingReport, Trial
 
 Instrument = Callable[[], AbstractContextManager[Any]]
 

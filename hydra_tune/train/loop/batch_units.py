@@ -9,13 +9,14 @@ the units that are expected next.
 
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from hydra_tune.devices.device import Device, RandomGenerator
+from hydra_tune.devices.device import Device, DeviceStopwatch, RandomGenerator
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.block_release import bring_home
 from hydra_tune.memory.lease import Lease
@@ -358,3 +359,33 @@ class EvaluationBatch(BatchUnits):
 
     def _take_metric(self, metric: str, value: Tensor) -> None:
         self.metrics[metric] = float(value.item())
+
+
+def run_unit(
+    unit: PendingUnit,
+    device: Device,
+    pager: Pager,
+    instrument: Callable[[], AbstractContextManager[Any]] | None,
+    watch: DeviceStopwatch | None = None,
+) -> float:
+    """Run a unit on the calling thread, which must be the device's worker.
+
+    Args:
+        unit: the due unit.
+        device: device to run on.
+        pager: pager of the device.
+        instrument: returns a context manager entered around the unit.
+        watch: stopwatch of the device, for callers that ask when the unit ended on the device.
+
+    Returns:
+        Device seconds of the unit, without waits for bytes and for other trials' streams: the estimate for the trial's
+        next units must not depend on the choice of device.
+    """
+    with nullcontext() if instrument is None else instrument():
+        watch = watch or device.stopwatch()
+        with watch.running():
+            waited_seconds = unit.run(device, pager)
+        # Still inside the instrument: on a GPU, the unit's kernels may be running.
+        device.synchronize()
+        # On a GPU the stopwatch runs on the device and the wait on the host, so the difference can be negative.
+        return max(0.0, watch.seconds - waited_seconds)

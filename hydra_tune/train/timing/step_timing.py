@@ -22,11 +22,12 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.task import TrainTask
-from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
 from hydra_tune.train.parallel.cost_model import GROUPED, DeviceOffer
 from hydra_tune.train.parallel.parallel_step import ParallelStep
+from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.timing.unit_times import UnitTimes
-from hydra_tune.train.trial import PendingReport, Trial, run_unit
+from hydra_tune.train.trial import PendingReport
 
 # The first step creates optimizer state, and the second is the first to load it.
 _WARM_STEPS = 2
@@ -91,7 +92,7 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
     """
     task = replace(task, validate=None, evaluate=None, metric="train_loss")
     device = CpuDevice(0, like.budget_bytes, like.bandwidth)
-    trial = Trial(task, library, device, _SingleDeviceLender(), may_run_own_code=False)
+    trial = SingleTrial(task, library, device, _SingleDeviceLender(), may_run_own_code=False)
     try:
         run = _StepTimingRun(trial, device, sends_ahead=sends_ahead)
         run.steps()
@@ -102,7 +103,7 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
 
 
 class _StepTimingRun:
-    def __init__(self, trial: Trial, device: CpuDevice, *, sends_ahead: bool) -> None:
+    def __init__(self, trial: SingleTrial, device: CpuDevice, *, sends_ahead: bool) -> None:
         self._trial = trial
         self._device = device
         self._pager = Pager(device)

@@ -8,9 +8,8 @@ import torch
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.stopwatch import CudaStopwatch
 from hydra_tune.planner.profile import profiler
-from hydra_tune.train.loop.batch_units import PendingUnit
+from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
 from hydra_tune.train.timing.unit_times import UnitTimes
-from hydra_tune.train.trial import run_unit
 from tests.support.streams import HASTES, Gpus, Stream
 
 GPU = torch.device("cuda", 0)

@@ -17,8 +17,8 @@ from hydra_tune.fusion.matching.fusion_key import fusion_key
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.partition.budget import ShardPlanConstraints
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
-from hydra_tune.train.loop.batch_units import PendingUnit
-from hydra_tune.train.trial import PendingReport, run_unit
+from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
+from hydra_tune.train.trial import PendingReport
 from tests.parity.models import CNN, GPT2, MLP, ViT, build
 
 EPOCHS = {"mlp": 10, "cnn": 10, "vit": 5, "gpt2": 10}  # of 50 steps

@@ -14,8 +14,8 @@ from hydra_tune.batched.batched_random import HoistedDraw, TurnTakingGenerator, 
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.partition.budget import ShardPlanConstraints
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
-from hydra_tune.train.loop.batch_units import PendingUnit
-from hydra_tune.train.trial import Trial, run_unit
+from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
+from hydra_tune.train.single_trial import SingleTrial
 from tests.support.turns import OneGenerator, TurnsDevice
 from tests.unit.fusion.groups import Run
 
@@ -71,7 +71,7 @@ def alone(described, num_shards=None):
     budget = ShardPlanConstraints(
         budget_bytes=1 << 30, buffer_fraction=0.0, alignment=device.alignment, num_shards=num_shards
     )
-    trial, pager = Trial(described, PlanLibrary(budget), device, may_run_own_code=False), Pager(device)
+    trial, pager = SingleTrial(described, PlanLibrary(budget), device, may_run_own_code=False), Pager(device)
     with torch.random.fork_rng(devices=[]), device.worker():
         while (unit := trial.advance()) is not None:
             if isinstance(unit, PendingUnit):

@@ -1,0 +1,599 @@
+"""`SingleTrial`: a trial that trains one model, by the user's own code or by shard units.
+
+The training loop is written once, as a generator that reads like a plain loop and yields wherever a shard unit is due.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hydra_tune.errors import BadLossError, BudgetError, TaskError
+from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.meta_models import is_unbuilt
+from hydra_tune.shard.cost.microbatch_search import divisors
+from hydra_tune.shard.execute.eager_plan import uncaptured
+from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.partition.shard_size_search import CHOICES
+from hydra_tune.task import check_reported, reported_names
+from hydra_tune.train.building import in_training_mode, refuse_lazy
+from hydra_tune.train.checkpoint.trial_checkpoint import (
+    DataPosition,
+)
+from hydra_tune.train.data.handles import no_batch, num_samples, refuse_empty
+from hydra_tune.train.hooks import refuse_gradient_hooks
+from hydra_tune.train.loop.batch_units import EvaluationBatch, PendingUnit
+from hydra_tune.train.loop.burst import BurstMark, BurstRunner
+from hydra_tune.train.loop.direct import WholeModelRunner
+from hydra_tune.train.loop.microbatch_choice import piece_count
+from hydra_tune.train.loop.microbatches import MicroBatch, check_pieces, pieces, refuse_batch_norm
+from hydra_tune.train.loop.optimizer_step import OptimizerStep
+from hydra_tune.train.loop.plan_cache import CachedPlan
+from hydra_tune.train.loop.training_batch import BatchPart
+from hydra_tune.train.mean import WeightedMean
+from hydra_tune.train.parallel.parallel_step import ParallelStep
+from hydra_tune.train.parallel.pool_offers import StepStrategy, drawn_bytes
+from hydra_tune.train.parallel.step_strategy import arrange
+from hydra_tune.train.state.model_state import ModelState
+from hydra_tune.train.timing.unit_times import UnitTimes, step_guess
+from hydra_tune.train.trial import PendingReport, Said, Trial
+
+_END = object()
+# Key for steps of the user's own code among the times of units.
+_STEP = "step"
+
+
+class SingleTrial(Trial):
+    """A trial with a training loop of its own."""
+
+    def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
+        """Build the model, draw the first batch and make its plan, without running a unit.
+
+        Callers inspect the result instead of training.
+
+        Args:
+            building: context manager entered around the task's factories.
+
+        Returns:
+            The plan, and the leaves of the batch or of its first piece.
+        """
+        for handle in (self.task.train, self.task.validate):
+            self._feed.check(handle)
+        module, optimizer = self._build(building)
+        in_training_mode(module)
+        refuse_lazy(module)
+        refuse_gradient_hooks(module)
+        for batch in self._draw(self.task.train, shuffle=True):
+            refuse_empty(batch, "train", 0, 0)
+            self._settle_pieces(module, optimizer, batch)
+            piece = next(pieces(batch, self.task.num_pieces))
+            leaves = batches.flatten(piece.batch)
+            cached_plan = self._plans.find(module, optimizer, None, piece.batch, leaves, "train")
+            return cached_plan, leaves
+        raise no_batch("train", self.task.train, 0)
+
+    def _train(self) -> Generator[Said, None, None]:
+        task = self.task
+        for handle in (task.train, task.validate):
+            self._feed.check(handle)
+        module, optimizer = self._build()
+        start = self._begin()
+        yield from self._choose_way(module, optimizer)
+        for epoch in range(start.epoch, task.epochs):
+            self.progress.epoch = epoch
+            place = start if epoch == start.epoch else DataPosition(epoch=epoch)
+            if not place.is_over:
+                self.progress.batches_per_epoch = yield from self._train_epoch(module, optimizer, place)
+                if task.report_every == "epoch":
+                    over = DataPosition(epoch=epoch, batches=self.progress.batches_per_epoch, is_over=True)
+                    yield from self._report(epoch, over)
+            # After the report, whose metric a ReduceLROnPlateau reads.
+            if task.scheduler_interval == "epoch":
+                self._step_scheduler()
+            if epoch + 1 == task.epochs:
+                # Before the last checkpoint: if nothing was left to train, the saved state has not been adopted yet.
+                self._adopt_saved()
+            self._reached(DataPosition(epoch=epoch + 1))
+        self._adopt_saved()
+
+    def _train_epoch(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, place: DataPosition
+    ) -> Generator[Said, None, int]:
+        """Train one pass over the training data, or the rest of a pass; return the number of batches of the whole pass."""
+        drawn_batches, count = self._draw_pass(place.batches), place.batches
+        if self._direct is not None:
+            # The rest of a pass goes on in the modes that the steps before the checkpoint have left.
+            if not place.batches:
+                module.train()
+            count = yield from self._train_directly(self._direct, drawn_batches, place)
+        # Also where the trial has just left its own code: then the batches of an undone step come first.
+        if self._direct is None:
+            undone_batches, self._undone = self._undone, []
+            remaining_batches = itertools.chain(undone_batches, drawn_batches)
+            count = yield from self._train_rest(
+                module, optimizer, remaining_batches, DataPosition(epoch=place.epoch, batches=count)
+            )
+        return count
+
+    def _train_rest(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, drawn: Iterator[Any], place: DataPosition
+    ) -> Generator[Said, None, int]:
+        """Train the remaining batches of a pass by shard units; return the number of batches of the whole pass."""
+        epoch, count = place.epoch, place.batches
+        step: OptimizerStep | None = None
+        try:
+            while True:
+                try:
+                    batch = _next_of(drawn, count, epoch)
+                except Exception:
+                    if step is not None:
+                        # A plain loop would have trained on the earlier batches before the loader's error.
+                        yield from self._together(step)
+                    raise
+                if batch is _END:
+                    break
+                count += 1
+                self._settle_pieces(module, optimizer, batch)
+                for piece in pieces(batch, self.task.num_pieces):
+                    leaves = batches.flatten(piece.batch)
+                    cached_plan = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
+                    self._open_step = step = step or self._new_step(cached_plan)
+                    yield from self._train_part(step, cached_plan, leaves, piece)
+                if step is not None and step.is_full:
+                    due_step, step, self._open_step = step, None, None
+                    yield from self._finish(due_step, DataPosition(epoch=epoch, batches=count))
+            if step is not None:
+                due_step, step, self._open_step = step, None, None
+                yield from self._finish(due_step, DataPosition(epoch=epoch, batches=count))
+        finally:
+            if step is not None and not self.clock.is_abandoned:
+                # An abandoned thread must leave the step alone, because `close` has already closed it on another
+                # thread.
+                step.close()
+        if not count:
+            raise no_batch("train", self.task.train, epoch)
+        return count
+
+    def _choose_way(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[BurstMark, None, None]:
+        """Start running the user's own code, unless something requires cutting the model."""
+        if self._may_run_own_code and not is_unbuilt(module):
+            budget = self._plans.library.budget
+            plan_or_reason = uncaptured(self.task, module, optimizer, budget)
+            if isinstance(plan_or_reason, ShardPlan):
+                self._make_own_state(module, optimizer, plan_or_reason)
+                yield BurstMark.BEGINS
+                return
+            self.why_cut = plan_or_reason
+        in_training_mode(module)
+        refuse_lazy(module)
+        refuse_gradient_hooks(module)
+
+    def _make_own_state(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardPlan, *, always_sheds: bool = False
+    ) -> None:
+        state = self._lay_out(module, optimizer, plan, runs_own_code=True)
+        times = UnitTimes({_STEP: step_guess(plan.shards[0].cost.state_bytes)}), UnitTimes({_STEP: 0.0})
+        self._train_times, self._evaluation_times = times
+        self._direct = WholeModelRunner(
+            self.task, module, optimizer, self._gradients, self._streams, always_sheds=always_sheds
+        )
+        self._bursts = BurstRunner(self._program, self._direct, state, self._streams)
+        self._bursts.is_asked_to_end = self._is_asked_to_end
+
+    def _is_asked_to_end(self) -> bool:
+        # Looked up at each call, because the pool may replace the callback during a burst.
+        return self.is_asked_to_end()
+
+    def _train_directly(
+        self, direct: WholeModelRunner, drawn: Iterator[Any], place: DataPosition
+    ) -> Generator[Said, None, int]:
+        """Do the work of `_train_epoch` with the user's own code; end early where the rest has to be cut.
+
+        The caller resumes this generator inside a burst, on a device that holds all of the trial's state.
+        """
+        epoch, count, pending = place.epoch, place.batches, 0
+        batch, step_start = None, time.perf_counter()
+        step_batches: list[Any] = []
+        while (next_batch := _next_of(drawn, count, epoch)) is not _END:
+            batch = next_batch
+            step_start = yield from self._on_device(step_start)
+            count += 1
+            if not pending:
+                step_batches, interval = [], self._interval.parts
+            step_batches.append(batch)
+            try:
+                self._train_batch(direct, batch, is_first=not self.progress.steps and not pending)
+            except BudgetError:
+                if not _may_be_cut(batch) or not direct.undo():
+                    raise
+                # The undone step will run again as shard units, so its losses must not count twice.
+                self._interval, self._undone = WeightedMean(*interval), step_batches
+                yield from self._leave_own_code(direct, "a step does not fit, even with its activations on the host")
+                return count - len(step_batches)
+            pending += 1
+            if pending < self.task.accumulate:
+                continue
+            pending = 0
+            yield from self._step_directly(direct, batch, step_start)
+            yield from self._after_step(DataPosition(epoch=epoch, batches=count))
+            if self._direct is None:
+                return count
+            yield BurstMark.STEP
+            direct, step_start = self._direct, time.perf_counter()
+        if not count:
+            raise no_batch("train", self.task.train, epoch)
+        step_start = yield from self._on_device(step_start)
+        if pending:
+            yield from self._step_directly(direct, batch, step_start)
+            yield from self._after_step(DataPosition(epoch=epoch, batches=count))
+        return count
+
+    def _on_device(self, begun: float) -> Generator[Said, None, float]:
+        """Get a device: the one of the last step may be gone since the loader looked for a next batch.
+
+        Args:
+            begun: start of the present step, by the clock of `time.perf_counter`.
+
+        Returns:
+            The start of the step, without a wait for a device.
+        """
+        if self._has_device:
+            return begun
+        yield BurstMark.NO_DEVICE
+        return time.perf_counter()
+
+    def _step_directly(self, direct: WholeModelRunner, batch: Any, begun: float) -> Generator[Said, None, None]:
+        """Take the optimizer's step; cut the rest of the training if the step fit only with its activations on the host.
+
+        A model without a finer cut keeps running the user's own code, with activations on the host in every step.
+        """
+        direct.step()
+        self._took(self._train_times, begun)
+        if direct.has_followed():
+            yield BurstMark.FOLLOWED
+        if not direct.has_shed or direct.always_sheds:
+            return
+        yield from self._leave_own_code(direct, "its activations do not fit beside its state")
+        module, optimizer = self.module, self.optimizer
+        assert module is not None
+        assert optimizer is not None
+        piece = next(pieces(batch, self.task.num_pieces)).batch
+        try:
+            if _may_be_cut(piece):
+                self._plans.find(module, optimizer, None, piece, batches.flatten(piece), "train")
+                return
+            reason: object = "its batches hold more than tensors and plain values"
+        except BudgetError as error:
+            plan_or_reason = uncaptured(self.task, module, optimizer, self._plans.library.budget)
+            if not isinstance(plan_or_reason, ShardPlan):
+                raise
+            reason = error
+        else:
+            plan_or_reason = uncaptured(self.task, module, optimizer, self._plans.library.budget)
+        if isinstance(plan_or_reason, ShardPlan):
+            CHOICES.info("the trial keeps its own code, with its activations on the host: %s", reason)
+            self._make_own_state(module, optimizer, plan_or_reason, always_sheds=True)
+            yield BurstMark.BEGINS
+
+    def _leave_own_code(self, direct: WholeModelRunner, why: str) -> Generator[Said, None, None]:
+        """Switch the trial from its own code to shard units."""
+        self.why_cut = why
+        CHOICES.info("the trial is cut after step %d: %s", self.progress.steps, why)
+        direct.close()
+        yield BurstMark.LEAVES
+        assert self.module is not None
+        assert self.state is not None
+        self._direct = None
+        self.state.hand_over()
+        self._left, self.state = self.state, None
+        refuse_gradient_hooks(self.module)
+
+    def _took(self, times: UnitTimes, begun: float) -> None:
+        """Record that a step of the user's own code, or a batch evaluated by the code, is over."""
+        times.measured(_STEP, time.perf_counter() - begun)
+        self.units_run += 1
+
+    def _evaluate_directly(self, direct: WholeModelRunner) -> Generator[Said, None, dict[str, WeightedMean]]:
+        """Do the work of `_evaluate` with the user's own code, as long as the batches fit."""
+        assert self.module is not None
+        means: dict[str, WeightedMean] = {}
+        count = 0
+        self.module.eval()
+        drawn_batches = self._draw(self.task.validate, shuffle=False)
+        while True:
+            with torch.no_grad():
+                # Not around a yield: the caller that resumes the program must record gradients meanwhile.
+                batch = next(drawn_batches, _END)
+            if not self._has_device:
+                yield BurstMark.NO_DEVICE
+            if batch is _END:
+                break
+            start = time.perf_counter()
+            refuse_empty(batch, "validate", count)
+            streams_mark = self._streams.mark()
+            try:
+                with torch.no_grad():
+                    values = direct.evaluate(batch)
+            except BudgetError:
+                if not _may_be_cut(batch):
+                    raise
+                # The shard units evaluate the batch again, and must draw the same numbers.
+                self._streams.go_back(streams_mark)
+                yield from self._leave_own_code(direct, "a validation batch does not fit beside its state")
+                return (yield from self._evaluate_rest(itertools.chain([batch], drawn_batches), means, count))
+            for name, value in values.items():
+                means.setdefault(name, WeightedMean()).add(value, num_samples(batch))
+            count += 1
+            self.progress.evaluated_batches += 1
+            self._took(self._evaluation_times, start)
+            yield BurstMark.STEP
+        self.module.train()
+        self._evaluated(count)
+        return means
+
+    def _evaluated(self, count: int) -> None:
+        """Record the number of evaluated batches; refuse a pass without any."""
+        if not count:
+            assert self.task.validate is not None
+            raise no_batch("validate", self.task.validate)
+        self.progress.validation_batches = count
+
+    def _train_batch(self, direct: WholeModelRunner, batch: Any, *, is_first: bool) -> None:
+        """Run the forward and backward of a batch, in as many pieces as the task asks for."""
+        count = self.task.num_pieces
+        if count == 1:
+            self._train_piece(direct, batch, 1.0, num_samples(batch))
+            return
+        # Of the first batch alone, as in `train_plain`: later ones may be padded.
+        if is_first and self.module is not None:
+            self._check_pieces(self.module, batch, count)
+        for piece in pieces(batch, count):
+            self._train_piece(direct, piece.batch, piece.share, piece.samples)
+
+    def _train_piece(self, direct: WholeModelRunner, batch: Any, share: float, samples: int) -> None:
+        loss, backward = direct.train(batch, share)
+        if not math.isfinite(loss):
+            raise BadLossError(f"the training loss is {loss}")
+        backward()
+        self._interval.add(loss, samples)
+
+    def _settle_pieces(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        """Refuse a task whose batches cannot be split; with "auto", choose the number of pieces from the first batch."""
+        if self.task.split_batches == 1 or self.state is not None:
+            return
+        if self.task.split_batches != "auto":
+            self._check_pieces(module, batch, self.task.num_pieces)
+            return
+        # The smallest real split: a task that cannot be split is refused before the costly search for a count.
+        fewest = divisors(num_samples(batch))[:2][-1]
+        self._check_pieces(module, batch, fewest)
+        with self._streams.everything():
+            choice = piece_count(self.task, self._plans.library, module, optimizer, batch)
+        CHOICES.info("%s", choice.reason)
+        self.task = self._plans.task = replace(self.task, split_batches=choice.count)
+        self.pieces_why = choice.reason
+        # A single piece changes nothing, and the fewest pieces have been checked above.
+        if choice.count not in (1, fewest):
+            self._check_pieces(module, batch, choice.count)
+
+    def _check_pieces(self, module: nn.Module, batch: Any, count: int) -> None:
+        with self._own_code():
+            # A module without real parameters cannot run, but its layers can be inspected.
+            if is_unbuilt(module):
+                refuse_batch_norm(self.task, module)
+            else:
+                check_pieces(self.task, module, batch, count)
+
+    def _train_part(
+        self, step: OptimizerStep, kept: CachedPlan, leaves: batches.BatchLeaves, piece: MicroBatch
+    ) -> Generator[PendingUnit | ParallelStep, None, None]:
+        """Run a batch or a piece of a batch: now, or together with the following batches."""
+        plan = kept.plan
+        part = BatchPart(plan=plan, times=kept.times, leaves=leaves, share=piece.share, ends_batch=piece.is_last)
+        if kept.draws is not None and step.takes(plan):
+            step.draw_ahead(part, kept.draws)
+            self._ahead.append(piece.samples)
+            if step.has_drawn_enough:
+                yield from self._together(step)
+            return
+        # Batches drawn ahead come before this batch in the order of the sums.
+        yield from self._together(step)
+        position_before = None
+        # The first run of a plan that draws is measured, so that later batches of the plan can be drawn ahead.
+        may_count = self._has_several_parts and plan.may_be_split and self._plans.library.budget.counts_draws
+        if may_count and not kept.is_counted:
+            position_before = self._streams.position(self._device)
+        yield from step.batch(part)
+        if position_before is not None:
+            position_after = self._streams.position(self._device)
+            kept.draws, kept.is_counted = self._device.generator.draws_between(position_before, position_after), True
+        self._interval.add(step.loss, piece.samples)
+
+    def _together(
+        self, step: OptimizerStep, *, ends: bool = False
+    ) -> Generator[PendingUnit | ParallelStep, None, None]:
+        """Run the batches drawn ahead; `ends` as of `OptimizerStep.together`."""
+        samples, self._ahead = self._ahead, []
+        yield from step.together(ends=ends)
+        for loss, weight in zip(step.losses, samples, strict=True):
+            self._interval.add(loss, weight)
+
+    @property
+    def _has_several_parts(self) -> bool:
+        return self._helpers is not None and self._parts_per_step > 1
+
+    @property
+    def _parts_per_step(self) -> int:
+        return self.task.accumulate * self.task.num_pieces
+
+    def _new_step(self, kept: CachedPlan) -> OptimizerStep:
+        assert self.module is not None
+        assert self.optimizer is not None
+        strategy = None if self.state is None else self._arrange(kept, self.state)
+        if self.state is not None:
+            self.state.check_frozen()
+        else:
+            self.state = self._lay_out(self.module, self.optimizer, kept.plan)
+            # Otherwise the optimizer draws nothing: a model whose optimizer draws is not cut.
+            if len(kept.plan.shards) == 1 or self._device.shares_generator:
+                self.state.around_step = partial(self._streams.drawing, keep=True)
+        self._train_times, self._step_left = kept.times, kept.times.total
+        return OptimizerStep(self.task.accumulate, self.state, self._streams, self._device, self._gradients, strategy)
+
+    def _lay_out(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardPlan, *, runs_own_code: bool = False
+    ) -> ModelState:
+        """Make the trial's state for a plan, with the values of the previous state or of a checkpoint, if any."""
+        self._share.check(plan)
+        previous_state, self._left = self._left, None
+        self.state = state = ModelState(
+            module, optimizer, plan, self._device, self._host, self._tenant, previous_state, runs_own_code=runs_own_code
+        )
+        if previous_state is not None:
+            state.adopt_saved(previous_state.optimizer_state(), self._device)
+        elif self._saved is None:
+            state.adopt_made(self._device)
+        self._adopt_saved()
+        self.num_shards, self.optimizer_placement = len(plan.shards), plan.optimizer_placement
+        return state
+
+    def _arrange(self, kept: CachedPlan, state: ModelState) -> StepStrategy | None:
+        """Arrange how the batches of the next step run together; None: one after the other."""
+        if self._helpers is None or not self._has_several_parts or kept.draws is None:
+            return None
+        strategy = arrange(kept, state, self._helpers, self._parts_per_step, self.task.parallel)
+        ahead_bytes = 0 if strategy is None else (strategy.width - 1) * drawn_bytes(kept.plan, strategy.drawn_for_each)
+        if strategy is not None and not self._share.change(
+            [state.layout.plan, *self._plans.all, kept.plan], ahead_bytes
+        ):
+            # The pool has granted devices, but the host has no room for the batches drawn ahead.
+            self._leave_helpers()
+            self._helpers.decline(strategy.way)
+            return None
+        return strategy
+
+    def _leave_helpers(self) -> None:
+        if self._helpers is not None:
+            self._helpers.leave()
+        if self.state is not None:
+            self._share.change([self.state.layout.plan, *self._plans.all])
+
+    def _finish(self, step: OptimizerStep, place: DataPosition) -> Generator[Said, None, None]:
+        """Finish an optimizer step, and do the work due after the step."""
+        try:
+            yield from self._together(step, ends=True)
+            if step.is_arranged:
+                self._leave_helpers()
+            yield from step.finish()
+        finally:
+            step.close()
+        yield from self._after_step(place)
+
+    def _after_step(self, place: DataPosition) -> Generator[Said, None, None]:
+        """Do the work due after an optimizer step: scheduler, report, checkpoint."""
+        task = self.task
+        self.progress.steps += 1
+        if task.scheduler_interval == "step":
+            self._step_scheduler()
+        if task.report_every != "epoch" and self.progress.steps % task.report_every == 0:
+            yield from self._report(self.progress.steps, place)
+        self._reached(place)
+
+    def _report(self, step: int, place: DataPosition) -> Generator[Said, None, None]:
+        metrics = {"train_loss": self._interval.value()}
+        self._interval = WeightedMean()
+        if self.task.validate is not None:
+            # Whether a pass may be skipped is asked about the training pass, not about the validation pass within.
+            may_skip = self._feed.may_skip
+            means = yield from self._evaluate()
+            self._feed.may_skip = may_skip
+            metrics |= reported_names({name: mean.value() for name, mean in means.items()})
+        check_reported(self.task.metrics, metrics)
+        self.metrics = metrics
+        seconds = time.perf_counter() - self._started
+        self.history.append({"step": step, "epoch": place.epoch, "seconds": seconds, **metrics})
+        # Before the report is delivered: after a crash the report is repeated rather than lost.
+        self._reached(place, at_report=True)
+        if not place.batches or place.is_over or self._feed.may_skip:
+            # The trial may be saved while its report waits for an answer.
+            self._place = place
+        yield PendingReport(step=step, metrics=dict(metrics))
+        self._place = None
+
+    def _make_state(self) -> None:
+        """Plan a training step without running the step, for a trial that resumes with an evaluation."""
+        assert self.module is not None
+        assert self.optimizer is not None
+        data_state = self._data_state()
+        drawn_batches = self._draw(self.task.train, shuffle=True)
+        try:
+            batch = next(drawn_batches)
+        finally:
+            drawn_batches.close()
+        self._settle_pieces(self.module, self.optimizer, batch)
+        piece = next(pieces(batch, self.task.num_pieces))
+        leaves = batches.flatten(piece.batch)
+        self._new_step(self._plans.find(self.module, self.optimizer, None, piece.batch, leaves, "train")).close()
+        # The batch was drawn only to make the plan; the next training pass must draw from the same position again.
+        self._streams.restore(data_state["streams"])
+        self._feed.restore(data_state["feed"])
+
+    def _evaluate(self) -> Generator[Said, None, dict[str, WeightedMean]]:
+        if self._direct is not None:
+            return (yield from self._evaluate_directly(self._direct))
+        return (yield from self._evaluate_rest(self._draw(self.task.validate, shuffle=False), {}, 0))
+
+    def _evaluate_rest(
+        self, drawn: Iterator[Any], means: dict[str, WeightedMean], count: int
+    ) -> Generator[PendingUnit, None, dict[str, WeightedMean]]:
+        """Evaluate the remaining batches of a pass by shard units."""
+        if self.state is None:
+            self._make_state()
+        assert self.module is not None
+        assert self.optimizer is not None
+        assert self.state is not None
+        while True:
+            with torch.no_grad():  # as in a plain loop, whose validation data may ask
+                batch = next(drawn, _END)
+            if batch is _END:
+                break
+            refuse_empty(batch, "validate", count)
+            leaves = batches.flatten(batch)
+            cached_plan = self._plans.find(self.module, self.optimizer, self.state, batch, leaves, "evaluate")
+            self._evaluation_times, self._step_left = cached_plan.times, cached_plan.times.total
+            step = EvaluationBatch(cached_plan.plan, cached_plan.times, self.state, leaves, self._streams, self._device)
+            try:
+                yield from step.units()
+            finally:
+                step.close()
+            for name, value in step.metrics.items():
+                means.setdefault(name, WeightedMean()).add(value, num_samples(batch))
+            count += 1
+            self.progress.evaluated_batches += 1
+        self._evaluated(count)
+        self.module.train()
+        return means
+
+
+def _may_be_cut(batch: Any) -> bool:
+    """Whether a captured step could take the batch."""
+    try:
+        batches.flatten(batch)
+    except TaskError:
+        return False
+    return True
+
+
+def _next_of(drawn: Iterator[Any], number: int, epoch: int) -> Any:
+    """Return the next training batch, or the end marker; refuse a batch without samples."""
+    batch = next(drawn, _END)
+    if batch is not _END:
+        refuse_empty(batch, "train", number, epoch)
+    return batch
