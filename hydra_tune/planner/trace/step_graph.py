@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hydra_tune.batched.batched_random import HoistedDraw
 from hydra_tune.batched.joint_graph import JointTrace, traced
-from hydra_tune.errors import UnfusableError
+from hydra_tune.errors import UnfusableError, first_line
 from hydra_tune.planner.ir.aliasing import StorageAccessTable, seen
 from hydra_tune.planner.ir.planner_ops import draw
 from hydra_tune.planner.trace.grad_clip_graph import ClippingNodeEmitter, emitted
 from hydra_tune.planner.trace.optimizer_graph import TracedUpdate, UpdateTracer
-from hydra_tune.planner.trace.unsupported_ops import OperatorCallRecorder, check_devices, told, value_draws
+from hydra_tune.planner.trace.unsupported_ops import OperatorCallRecorder, check_devices, value_draws
 from hydra_tune.shard.analysis.random_ops import draws_random_numbers
 from hydra_tune.shard.execute.compute import ShardOperands
 
@@ -130,7 +130,7 @@ def step_graph(
         with suppress(Exception), calls:
             traced(run, names, operands, trains, "loss", count, place=place)
         raise UnfusableError(
-            f"its operator {calls.last} cannot be traced on tensors without bytes ({told(error)}); it runs unplanned"
+            f"its operator {calls.last} cannot be traced on tensors without bytes ({first_line(error)}); it runs unplanned"
         ) from error
     if joint is None:
         draws = ", ".join(value_draws(run, operands, place))

@@ -34,12 +34,6 @@ def value_draws(run: Any, operands: ShardOperands, place: torch.device | None = 
     return sorted(calls.random | set(tape.refused))
 
 
-def told(error: BaseException) -> str:
-    """Return an error as a single line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 class OperatorCallRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the called operators, to name the operator that fails or draws."""
 
