@@ -23,7 +23,7 @@ class FeatureMapCandidate:
         sources: feature maps from which the candidate would be recomputed (`recomp_srcs`).
         ops: ranks of the forward operators that would recompute the candidate (`recomp_graph`).
         seconds: of a single recomputation (`recomp_time`).
-        total_seconds: of all recomputations in a step (`total_recomp_time`).
+        total_seconds: of all recomputations in a step (`total_recomp_time`), the cost of recomputing by Algorithm D.
         can_swap: whether the map may be swapped.
         can_recompute: whether the map may be recomputed.
     """

@@ -26,7 +26,6 @@ from hydra_tune.planner.ir.lowering import start_bytes, stretched
 from hydra_tune.planner.ir.plan_state import FeatureMapCandidate, ScheduleSegment, SubArraySchedule
 from hydra_tune.planner.passes.candidates import candidates_of, updated_candidates
 from hydra_tune.planner.passes.double_swap import returned
-from hydra_tune.planner.passes.recompute_overhead import recompute_overhead
 from hydra_tune.planner.passes.recompute_updates import can_join, updated_recomputations
 from hydra_tune.planner.passes.swap_overhead import SwapCase, SwapProposal, swap_overhead
 
@@ -131,11 +130,7 @@ class _SwapRecomputeSearch:
                     return
                 continue
             proposal = None if swap is None else self._proposal(swap)
-            if (
-                swap is not None
-                and proposal is not None
-                and (again is None or proposal.seconds < recompute_overhead(again))
-            ):
+            if swap is not None and proposal is not None and (again is None or proposal.seconds < again.total_seconds):
                 self._swap(swap, proposal)
             else:
                 assert again is not None, "either of them"
@@ -287,7 +282,7 @@ class _SwapRecomputeSearch:
 
     def _recompute(self, one: FeatureMapCandidate) -> None:
         decisions = self.schedule.decisions[one.side]
-        seconds = recompute_overhead(one)
+        seconds = one.total_seconds
         count = updated_recomputations(self.schedule.arrays[one.side], decisions, one)
         one.total_seconds = one.seconds * count
         decisions.recomputes[one.name] = one
