@@ -170,7 +170,6 @@ class SingleTrial(Trial):
                 self._make_own_state(module, optimizer, plan_or_reason)
                 yield BurstMark.BEGINS
                 return
-            self.why_cut = plan_or_reason
         in_training_mode(module)
         refuse_lazy(module)
         refuse_gradient_hooks(module)
@@ -284,7 +283,6 @@ class SingleTrial(Trial):
 
     def _leave_own_code(self, direct: WholeModelRunner, why: str) -> Generator[Said, None, None]:
         """Switch the trial from its own code to shard units."""
-        self.why_cut = why
         CHOICES.info("the trial is cut after step %d: %s", self.progress.steps, why)
         direct.close()
         yield BurstMark.LEAVES

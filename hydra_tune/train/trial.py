@@ -160,7 +160,7 @@ class Trial:
         # Batches of an undone step, to run again as shard units.
         self._undone: list[Any] = []
         self.is_asked_to_end: Callable[[], bool] = nobody_asks
-        self.why_cut, self.outcome = "", "completed"
+        self.outcome = "completed"
         self._program = self._run()
 
     def advance(self) -> PendingUnit | ParallelStep | PendingReport | None:

@@ -22,13 +22,11 @@ class BucketScheduler:
     Attributes:
         member_steps: computed batches, summed over members.
         full_member_steps: computed batches in steps with every member that wanted a batch.
-        place_steps: computed slots, occupied or vacant.
     """
 
     def __init__(self) -> None:
         self.member_steps = 0
         self.full_member_steps = 0
-        self.place_steps = 0
         self._lost: dict[Hashable, int] = {}
 
     def next(self, kinds: Mapping[Hashable, list[GroupSlot]]) -> list[GroupSlot]:
@@ -54,11 +52,10 @@ class BucketScheduler:
             self._lost[usual_kind] = 0
         return kinds[chosen_kind]
 
-    def computed(self, count: int, wanting: int, places: int) -> None:
-        """Count a batch of `count` members out of `wanting`, computed in `places` slots."""
+    def computed(self, count: int, wanting: int) -> None:
+        """Count a batch of `count` members out of `wanting`."""
         self.member_steps += count
         self.full_member_steps += count if count == wanting else 0
-        self.place_steps += places
 
 
 def _rank(seats: Sequence[GroupSlot]) -> tuple[int, bool, int]:

@@ -262,7 +262,7 @@ class GroupTrial(Trial):
         for seat in bucket:
             seat.most_together = max(seat.most_together, len(self._places.live))
         for _ in range(batches):
-            self.buckets.computed(len(bucket), wanting, len(self.seats))
+            self.buckets.computed(len(bucket), wanting)
             self._sizes.computed(len(self.seats), len(self._places.live))
 
     def _resize(self) -> None:
