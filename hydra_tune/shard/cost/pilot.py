@@ -253,7 +253,6 @@ class ShardPilot:
         groups: name of a state tensor -> all names loaded with it, for a trial with existing groups; a name not listed
             is loaded alone.
         rules: treatment of gradients.
-        updates_on_host: whether updates run on the host.
     """
 
     def __init__(
@@ -267,9 +266,8 @@ class ShardPilot:
         alignment: int,
         groups: Mapping[str, frozenset[str]] | None = None,
         rules: GradientRules | None = None,
-        updates_on_host: bool = False,
     ) -> None:
-        self._updates_on_host = updates_on_host
+        self._updates_on_host = False
         self._groups = groups or {}
         self._rules = rules or GradientRules()
         self._captured = captured

@@ -43,6 +43,7 @@ _WAITS |= {"hydra_tune/pool/runtime/worker.py": ("_work",), "hydra_tune/pool/run
 # A thread that waits for ever.
 _WAITS |= {"hydra_tune/older_torch.py": ("own",)}
 
+_PATIENCE_SECONDS = 0.25
 _NEVER_IMPORTED = ("__main__", "__mp_main__")
 
 
@@ -328,12 +329,12 @@ def _preparation(name: str) -> dict[str, Any]:
     }
 
 
-def is_quiet(patience_seconds: float = 0.25) -> bool:
+def is_quiet() -> bool:
     """Whether this process may be copied: every other Python thread waits now, or starts to wait within the patience.
 
     New threads take a moment to reach a first wait.
     """
-    end = time.monotonic() + patience_seconds
+    end = time.monotonic() + _PATIENCE_SECONDS
     while not (quiet := all(map(_waits, _other_frames()))) and time.monotonic() < end:
         time.sleep(0.002)
     return quiet
