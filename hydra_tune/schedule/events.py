@@ -100,7 +100,7 @@ class UnitFinished(NamedTuple):
         unit: the job's next unit, or None if no unit becomes ready now. Then, unless other units of the job are ready
             or running, the job waits for a report's answer or for data, or is complete and `JobStopped` follows.
         remaining_seconds: predicted remaining time, `unit` included. None: the scheduler itself corrects the last
-            prediction (`schedule/estimates.py`).
+            prediction (`JobTimeEstimate`).
         step_seconds: predicted time of a training step from now on; None leaves both the old value and `alike`.
         others: further units of the job that became ready and may run beside each other.
         alike: as for `JobAdmitted`.

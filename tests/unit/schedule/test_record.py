@@ -2,8 +2,7 @@
 
 from dataclasses import fields
 
-from hydra_tune.schedule.estimates import JobTimeEstimate
-from hydra_tune.schedule.record import JobPhase, JobRecord
+from hydra_tune.schedule.record import JobPhase, JobRecord, JobTimeEstimate
 
 
 def test_a_copy_says_the_same_and_changes_on_its_own():
