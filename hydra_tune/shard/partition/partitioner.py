@@ -8,18 +8,22 @@ step; and a model that fits whole becomes a single shard without a buffer.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import ceil
 from typing import Literal
 
 from hydra_tune.errors import BudgetError, ConfigError
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis
 from hydra_tune.shard.cost.pilot import ShardCost, ShardPilot
-from hydra_tune.shard.partition.oom_hint import in_pieces
+from hydra_tune.shard.operators.split_modules import ColumnSplitEmbedding, RowSplitEmbedding, SplitLinear
 
 NumShards = int | Literal["layer", "tuned"] | None
 
 _BACK_OFF = 0.6  # a cheaper cut may give up to this share of the nodes that would fit
 _NEAR = 12  # positions to each side among which a cut must have the fewest crossing bytes to be preferred
+_WHOLE = {"torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"}
+_CUT = {f"{kind.__module__}.{kind.__qualname__}" for kind in (SplitLinear, ColumnSplitEmbedding, RowSplitEmbedding)}
+_UNEVEN = 1.25  # largest ratio of a piece to the mean
 
 
 class _DoesNotFitError(Exception):
@@ -206,7 +210,7 @@ class ShardPartitioner:
 
     def _refusal(self, first: int, last: int, enough: int) -> BudgetError:
         edges = [0, *self._analysis.cuts, self._end]
-        pieces = in_pieces(self._analysis, [(span, self._cost(*span)) for span in pairwise(edges)], self._capacity)
+        pieces = _in_pieces(self._analysis, [(span, self._cost(*span)) for span in pairwise(edges)], self._capacity)
         if not pieces and self._may_split_batches:
             pieces = "have batches split (split_batches='auto'), "
         return BudgetError(
@@ -230,3 +234,43 @@ def _good_cuts(analysis: GraphAnalysis) -> list[int]:
         for cut in analysis.cuts
         if crossing[cut] <= min(crossing[max(1, cut - _NEAR) : min(len(crossing) - 1, cut + _NEAR + 1)])
     ]
+
+
+def _in_pieces(analysis: GraphAnalysis, parts: Sequence[tuple[tuple[int, int], ShardCost]], capacity_bytes: int) -> str:
+    """Return the remedy as text for a message, or "" if operators other than those of `split_operators` do not fit.
+
+    The number of pieces is a guess from the cost of the whole operator; real pieces are measured once a task asks for
+    pieces.
+
+    Args:
+        analysis: analysis of the step.
+        parts: first and last position of each part between neighbouring cuts, and the part's cost.
+        capacity_bytes: most bytes of a shard.
+    """
+    pieces_by_operator: dict[tuple[str, str], int] = {}
+    for (first, last), cost in parts:
+        if cost.peak_bytes <= capacity_bytes:
+            continue
+        operators = [p for p in range(first, last) if cost.state_bytes and analysis.classes[p] in _WHOLE | _CUT]
+        count = _pieces(cost, capacity_bytes)
+        # Pieces of weights would not help here, so the message must not promise that they do.
+        if not operators or not count:
+            return ""
+        for position in operators:
+            layer = analysis.layers[position].partition("@")[0]  # export numbers the calls of a module after "@"
+            kind = (layer, analysis.classes[position])
+            pieces_by_operator[kind] = max(pieces_by_operator.get(kind, 0), count)
+    if not pieces_by_operator:
+        return ""
+    count = max(pieces_by_operator.values())  # tied operators need the same number
+    whole = {layer: count for layer, kind in pieces_by_operator if kind in _WHOLE}
+    if len(whole) < len(pieces_by_operator):
+        return "cut more pieces by split_operators, "
+    return f"train the weights in pieces (split_operators={whole}), "
+
+
+def _pieces(cost: ShardCost, capacity_bytes: int) -> int:
+    """Number of pieces that would fit; 0 if the operator's inputs leave no room for any piece."""
+    beside = 2 * cost.value_bytes  # values and their gradients
+    room = capacity_bytes - beside
+    return ceil((cost.peak_bytes - beside) / room * _UNEVEN) if room > 0 else 0
