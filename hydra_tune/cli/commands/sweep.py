@@ -4,6 +4,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -148,47 +149,23 @@ def sweep(
     *,
     file: Path,
     settings: tuple[str, ...],
-    devices: str | None,
-    device_memory: str | None,
-    max_concurrent: int | None,
-    admission: str | None,
-    policy: str | None,
-    fusion: str | None,
-    run_cap: int | None,
     timeout_seconds: float | None,
-    storage: str | None,
     resume: bool,
-    checkpoint_dir: str | None,
-    checkpoint_every: str | int | None,
-    stop_seconds: float | None,
     timeline: Path | None,
     event_log: str | None,
-    event_log_limit: str | None,
     no_log: bool,
     ray_address: str | None,
     isolate: bool | None,
     as_json: bool,
     no_live: bool,
+    **options: Any,
 ) -> None:
     """Run the sweep that FILE describes, and print its best trials.
 
     Options given here override FILE.
     """
-    overrides = SweepFileOverrides(
-        devices=devices,
-        device_memory=device_memory,
-        max_concurrent=max_concurrent,
-        admission=admission,
-        policy=policy,
-        fusion=fusion,
-        event_log_limit=event_log_limit,
-        run_cap=run_cap,
-        timeout_seconds=timeout_seconds,
-        storage=storage,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        stop_seconds=stop_seconds,
-    )
+    # All options that are no parameters above override the file's.
+    overrides = SweepFileOverrides(timeout_seconds=timeout_seconds, **options)
     try:
         spec = with_overrides(with_settings(read_sweep_file(file), settings), overrides)
         # After the options are merged, because either side may give the folder, the storage or the name.
