@@ -87,24 +87,7 @@ def cut_shard(
     live_out = _live_out(captured, nodes, inside)
 
     stochastic = any(first <= position < last for position in analysis.stochastic)
-    # The placeholders are made in the order of the arguments of `ShardGraph.module`.
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    # Placeholders by canonical name: tied placeholders of the captured graph become a single argument.
-    by_name = {name: graph.placeholder(f"state_{i}") for i, name in enumerate(state)}
-    copies |= {n: by_name[captured.state[n.name]] for n in used if n.name in captured.state}
-    by_constant = {name: graph.placeholder(name) for name in constants}
-    copies |= {n: by_constant[n.name] for n in used if n.name in captured.constants}
-    for node in (*inputs, *live_in):
-        copies[node] = graph.placeholder(node.name)
-        copies[node].meta = dict(node.meta)
-    for node in used:
-        # The graph of a region (`no_grad`, autocast) is an attribute of the module, not an argument.
-        if node.op == "get_attr":
-            copies[node] = graph.node_copy(node)
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in live_out))
+    graph = _copied(captured, used, (state, constants, (*inputs, *live_in)), nodes, live_out)
     overwritten = {name for position in range(first, last) for name in analysis.written_values.get(position, ())}
     from_here = {name for position, names in analysis.written_values.items() if position >= first for name in names}
     attributes = {str(n.target): getattr(captured.module, str(n.target)) for n in used if n.op == "get_attr"}
@@ -137,6 +120,43 @@ def cut_shard(
         counted_draws=stochastic and backend is None and analysis.draws.are_counted(nodes),
         code=module if backend is None else None,
     )
+
+
+def _copied(
+    captured: CapturedStepGraph,
+    used: Sequence[fx.Node],
+    arguments: tuple[Sequence[str], Sequence[str], Sequence[fx.Node]],
+    nodes: Sequence[fx.Node],
+    live_out: Sequence[fx.Node],
+) -> fx.Graph:
+    """Copy nodes of a step into a graph of their own.
+
+    Args:
+        captured: the step.
+        used: nodes outside, on which the nodes depend.
+        arguments: state, constants and values among `used`, in the order of the arguments of `ShardGraph.module`.
+        nodes: the nodes.
+        live_out: the nodes whose values the graph returns.
+    """
+    state, constants, values = arguments
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    # Placeholders by canonical name: tied placeholders of the captured graph become a single argument.
+    by_name = {name: graph.placeholder(f"state_{i}") for i, name in enumerate(state)}
+    copies |= {n: by_name[captured.state[n.name]] for n in used if n.name in captured.state}
+    by_constant = {name: graph.placeholder(name) for name in constants}
+    copies |= {n: by_constant[n.name] for n in used if n.name in captured.constants}
+    for node in values:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in used:
+        # The graph of a region (`no_grad`, autocast) is an attribute of the module, not an argument.
+        if node.op == "get_attr":
+            copies[node] = graph.node_copy(node)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in live_out))
+    return graph
 
 
 def compiled(module: fx.GraphModule, backend: str, written: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
