@@ -22,6 +22,11 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
+def message_line(error: object) -> str:
+    """Return the first line of an error's message, or the error's class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `did you mean 'x'?` for the closest of `known`, or an empty text where none is close."""
     lower = {candidate.lower(): candidate for candidate in known}

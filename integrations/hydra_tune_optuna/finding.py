@@ -7,8 +7,8 @@ import optuna
 from optuna.study import Study
 
 from hydra_tune.cli.run.weights_query import KeptTrial, WeightsQuery
-from hydra_tune.errors import ConfigError, WeightsError
-from hydra_tune_optuna.sweep import check_file, first_line, given, open_storage
+from hydra_tune.errors import ConfigError, WeightsError, message_line
+from hydra_tune_optuna.sweep import check_file, given, open_storage
 from hydra_tune_optuna.weights import weights_path
 
 _NUM_NAMED = 5
@@ -33,7 +33,7 @@ def find_weights(query: WeightsQuery) -> KeptTrial:
             trial = study.best_trial
         except (ValueError, RuntimeError) as error:
             raise WeightsError(
-                f"study {study.study_name!r} has no best trial: {first_line(error)} name one of its trials with --trial"
+                f"study {study.study_name!r} has no best trial: {message_line(error)} name one of its trials with --trial"
             ) from error
     else:
         trials = study.get_trials(deepcopy=False)
@@ -58,7 +58,7 @@ def _study(query: WeightsQuery) -> Study:
         assert storage is not None
         names = sorted(optuna.get_all_study_names(storage))
     except Exception as error:
-        raise ConfigError(f"the storage {query.storage!r} cannot be opened: {first_line(error)}") from error
+        raise ConfigError(f"the storage {query.storage!r} cannot be opened: {message_line(error)}") from error
     finally:
         optuna.logging.set_verbosity(verbosity)
     return optuna.load_study(study_name=_chosen(query, names), storage=storage)

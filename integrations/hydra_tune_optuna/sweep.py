@@ -21,7 +21,7 @@ from hydra_tune import TrainTask
 from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, FloatDomain, IntDomain, grid_size
 from hydra_tune.cli.sweep_file.request import Outcome, SweepRequest, TrialRecord
 from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
-from hydra_tune.errors import ConfigError, HydraTuneError
+from hydra_tune.errors import ConfigError, HydraTuneError, message_line
 from hydra_tune.supervision.marks import at_work
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.search.driver import job_name
@@ -115,7 +115,7 @@ def _open(request: SweepRequest) -> PoolStudy:
         )
     except Exception as error:
         raise ConfigError(
-            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {first_line(error)}"
+            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {message_line(error)}"
         ) from error
     # With load_if_exists Optuna keeps an existing study's direction without a word.
     goals = " and ".join(direction.name.lower() for direction in study.directions)
@@ -145,7 +145,7 @@ def _check_is_there(spec: SweepSpec) -> None:
         names = optuna.get_all_study_names(storage)
     except Exception as error:
         raise ConfigError(
-            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {first_line(error)}"
+            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {message_line(error)}"
         ) from error
     if spec.study not in names:
         raise ConfigError(
@@ -160,11 +160,6 @@ def _not_mine(numbers: Sequence[int]) -> str:
         f"{are.format(text)} running in the storage, and not from this checkpoint_dir: in another process, or one that died "
         "without saving; not waited for"
     )
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def check_file(url: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from hydra_tune.errors import message_line
 from hydra_tune_ray.checkpoint_transfer import write_files
 from hydra_tune_ray.errors import PoolError, TrialError
 from hydra_tune_ray.messages import (
@@ -156,7 +157,7 @@ class TrialClient:
             name = str(ray.get(call, timeout=_PLACE_SECONDS + _ANSWER_SECONDS))
         except (ValueError, RayError) as error:
             raise PoolError(
-                f"the pools of this trial are gone ({_first_line(error)}): they end with the program that has started them, "
+                f"the pools of this trial are gone ({message_line(error)}): they end with the program that has started them, "
                 "unless they are detached; start them again"
             ) from error
         if not name:
@@ -230,9 +231,9 @@ class TrialClient:
         except GetTimeoutError as error:
             raise PoolError(f"the pool of {name} has not answered for {seconds:g} s; {_REMEDY}") from error
         except RayTaskError as error:
-            raise TrialError(f"{name}: {_first_line(error.cause)}") from error
+            raise TrialError(f"{name}: {message_line(error.cause)}") from error
         except RayActorError as error:
-            raise PoolError(f"the pool of {name} has died: {_first_line(error)}; {_REMEDY}") from error
+            raise PoolError(f"the pool of {name} has died: {message_line(error)}; {_REMEDY}") from error
 
     def _renew(self) -> None:
         """Renew the lease until the client has left."""
@@ -240,7 +241,3 @@ class TrialClient:
             with contextlib.suppress(RayError):
                 # Without waiting for the answer: a slow pool must not delay the next renewal.
                 self._pool.call.remote("renew", (self._request.key,))
-
-
-def _first_line(error: object) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
