@@ -117,23 +117,8 @@ class OutOfMemoryError(BudgetError):
     """A device that ran out of memory in a unit within budget: at the unit's repeat, or at once without a repeat."""
 
 
-class SpillError(HydraTuneError):
-    """A file of `spill_dir` that could not be written or read.
-
-    Attributes:
-        path: the file.
-        errno: the system's error number, as in `errno`.
-    """
-
-    # Defaults, because unpickling makes the error from its message alone, and restores the attributes after.
-    def __init__(self, message: str, *, path: str = "", errno: int | None = None) -> None:
-        super().__init__(message)
-        self.path = path
-        self.errno = errno
-
-
-class FileError(HydraTuneError):
-    """A file of results that could not be written, read or understood.
+class _PathError(HydraTuneError):
+    """Base of errors about a file.
 
     Attributes:
         path: the file.
@@ -145,6 +130,14 @@ class FileError(HydraTuneError):
         super().__init__(message)
         self.path = path
         self.errno = errno
+
+
+class SpillError(_PathError):
+    """A file of `spill_dir` that could not be written or read."""
+
+
+class FileError(_PathError):
+    """A file of results that could not be written, read or understood."""
 
 
 class LoaderTimeoutError(HydraTuneError, TimeoutError):
