@@ -280,10 +280,7 @@ class ModelState:
             return
         # The new tensors are copied on another thread, so the kernels that fill them must have ended.
         device.synchronize()
-        fresh = _by_key(fresh)
-        group = self._new_group(BlockKind.OPTIMIZER, list(fresh.values()), device)
-        self._adopted.update(fresh)
-        self._optimizer_groups.setdefault(names, []).append(group)
+        self._group_optimizer_state(names, fresh, device)
 
     def adopt_saved(self, saved: Mapping[str, Mapping[str, Any]], device: Device) -> None:
         """Adopt optimizer state from a checkpoint, in groups on the host unless the state never leaves the host.
@@ -310,10 +307,17 @@ class ModelState:
                 and (device.torch_device.type == "cpu" or not self._stays_on_host(name, key))
             }
             if group_tensors:
-                group_tensors = _by_key(group_tensors)
-                group = self._new_group(BlockKind.OPTIMIZER, list(group_tensors.values()), device)
-                self._adopted.update(group_tensors)
-                self._optimizer_groups.setdefault(names, []).append(group)
+                self._group_optimizer_state(names, group_tensors, device)
+
+    def _group_optimizer_state(
+        self, names: tuple[str, ...], state: dict[tuple[str, str], Tensor], device: Device
+    ) -> None:
+        """Put new state of the parameters `names`, by parameter name and key, into a group of its own."""
+        # Key by key, parallel to the parameters: some optimizers then treat the tensors of a key as one.
+        state = dict(sorted(state.items(), key=lambda item: item[0][1]))
+        group = self._new_group(BlockKind.OPTIMIZER, list(state.values()), device)
+        self._adopted.update(state)
+        self._optimizer_groups.setdefault(names, []).append(group)
 
     def adopt_made(self, device: Device) -> None:
         """Adopt optimizer state that a constructor has created (Adagrad's, up to torch 2.11).
@@ -583,11 +587,6 @@ def optimizer_tensors(optimizer: Optimizer, device: Device) -> list[Tensor]:
             if isinstance(value, Tensor) and value.device.type == kind and value.layout is torch.strided:
                 by_key.setdefault(key, []).append(value)
     return [tensor for tensors in by_key.values() for tensor in tensors]
-
-
-def _by_key(state: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
-    """Order state tensors key by key, parallel to the parameters: some optimizers then treat the tensors of a key as one."""
-    return dict(sorted(state.items(), key=lambda item: item[0][1]))
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
