@@ -22,6 +22,7 @@ from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.batching.subgraph import arguments_of, operators_of, placeholders_of
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment, tails_of
 from hydra_tune.shard.analysis.random_ops import named_arguments
+from hydra_tune.shard.capture.batch import same_values
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.subgraph import ShardGraph
 
@@ -163,7 +164,9 @@ def _check_plans(a: ShardPlan, b: ShardPlan) -> None:
         raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
     if len(a.shards) != len(b.shards) or a.outputs != b.outputs or a.mode != b.mode:
         raise UnfusableError("its graph is cut into different shards, or has different results")
-    if a.constants.keys() != b.constants.keys() or not all(_same(a.constants[n], b.constants[n]) for n in a.constants):
+    if a.constants.keys() != b.constants.keys() or not all(
+        same_values(a.constants[n], b.constants[n]) for n in a.constants
+    ):
         raise UnfusableError("its graph has different constants")
     for shard, other_shard in zip(a.shards, b.shards, strict=True):
         _check_shards(shard.graph, other_shard.graph)
@@ -229,7 +232,7 @@ def _begun(plan: ShardPlan, code: fx.GraphModule, others: Mapping[str, Tensor]) 
     identities: dict[fx.Node, object] = {}
     for node, (kind, name) in zip(placeholders_of(code), arguments_of(plan.shards[-1].graph), strict=True):
         is_other = (
-            kind == "constant" and str(name) in others and not _same(plan.constants[str(name)], others[str(name)])
+            kind == "constant" and str(name) in others and not same_values(plan.constants[str(name)], others[str(name)])
         )
         identities[node] = (kind, name, is_other)
     return identities
@@ -270,7 +273,7 @@ def _check_graphs(a: fx.GraphModule, b: fx.GraphModule, *, is_outer: bool) -> No
 def _check_attributes(one: object, two: object) -> None:
     if isinstance(one, fx.GraphModule) and isinstance(two, fx.GraphModule):
         _check_graphs(one, two, is_outer=False)
-    elif not (isinstance(one, Tensor) and isinstance(two, Tensor) and _same(one, two)):
+    elif not (isinstance(one, Tensor) and isinstance(two, Tensor) and same_values(one, two)):
         raise UnfusableError("its graph holds different values")
 
 
@@ -297,7 +300,3 @@ class _NodeIdentity:
 
     def __repr__(self) -> str:
         return f"%{self._number}"
-
-
-def _same(one: Tensor, two: Tensor) -> bool:
-    return one.dtype == two.dtype and one.shape == two.shape and torch.equal(one, two)

@@ -138,6 +138,11 @@ def tensor_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal, in type and shape as well; a NaN equals nothing."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal to the last bit, NaN included."""
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -12,12 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis
-from hydra_tune.shard.capture.batch import BatchLeaves, flatten
+from hydra_tune.shard.capture.batch import BatchLeaves, flatten, same_values
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph
 from hydra_tune.shard.cost.pilot import ShardPilot
 from hydra_tune.shard.partition.plan import ShardPlan, build_plan
@@ -158,10 +157,6 @@ def _is_one_step(large: CapturedStepGraph, small: CapturedStepGraph, size: int) 
         (large.state, large.inputs, large.outputs, large.names)
         == (small.state, small.inputs, small.outputs, small.names)
         and constants[0].keys() == constants[1].keys()
-        and all(_is_equal(tensor, constants[1][name]) for name, tensor in constants[0].items())
+        and all(same_values(tensor, constants[1][name]) for name, tensor in constants[0].items())
         and _SampleGraphComparison(size).is_same(large.module.graph, small.module.graph)
     )
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
