@@ -157,10 +157,7 @@ class Pool:
         self._preparer = JobPreparer(core, library, self._living_device, self._lender, host, host_bytes)
         self._intraop_threads = torch.get_num_threads()
         self._worker_threads: dict[str, threading.Thread] = {}
-        for name in self._workers:
-            self._start_worker(name)
         self._threads: list[threading.Thread] = []  # beside the devices' present workers
-        self._start_preparer()
         self.loaders = LoaderWatchdog(
             core,
             loader_times or LoaderWaitLimits(),
@@ -168,9 +165,16 @@ class Pool:
             self._replace_preparer,
             leaves_devices=recorder is None,
         )
+        self._start()
+
+    def _start(self) -> None:
+        """Start all threads, and tell the scheduler of the devices."""
+        for name in self._workers:
+            self._start_worker(name)
+        self._start_preparer()
         self._watching = threading.Thread(target=self.loaders.work, name="hydra-loaders", daemon=True)
         self._watching.start()
-        core.tell(*(DeviceAdded(device=name) for name in self._devices))
+        self._core.tell(*(DeviceAdded(device=name) for name in self._devices))
 
     def _pager(self, device: Device) -> Pager:
         pager = Pager(device, self._host)

@@ -107,7 +107,7 @@ class TrialRehearsal:
 
     def _num_together(self, plan: ShardPlan) -> int:
         """Return the number of batches that go through each shard together."""
-        # As in `Trial`: a batch joins others only where the number of its draws is known beforehand.
+        # As in `SingleTrial`: a batch joins others only where the number of its draws is known beforehand.
         knows_draws = self._counts_draws or not plan.is_stochastic
         is_grouped = knows_draws and plan.may_be_pipelined and batch_grouping.is_worth_it(plan)
         return self.num_parts if is_grouped else 1
