@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.checkpoint.files import file_error, make_private_folder, remove_file, remove_leftovers, write_file
-from hydra_tune.checkpoint.lock import LOCK, take_lock
+from hydra_tune.checkpoint.lock import LOCK, LockedFolder, take_lock
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.checkpoint.tensors import load_tensors, save_tensors
 from hydra_tune.errors import CheckpointError, FileError
@@ -36,7 +36,7 @@ _KEPT = 2
 _LOGGER = logging.getLogger(__name__)
 
 
-class CheckpointFolder:
+class CheckpointFolder(LockedFolder):
     """The folder of one trial; no one else writes to the folder while it is open.
 
     Args:
@@ -134,12 +134,6 @@ class CheckpointFolder:
                 self.path.rmdir()
         finally:
             self.close()
-
-    def close(self) -> None:
-        """Release the folder for others. May be called again."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
 
     def _remove(self, number: int) -> None:
         # The manifest first: a kill in between leaves no generation that looks complete.

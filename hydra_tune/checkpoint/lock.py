@@ -15,6 +15,18 @@ LOCK = "lock"
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.01
 
 
+class LockedFolder:
+    """Holds the lock of a folder until `close`."""
+
+    _lock: int
+
+    def close(self) -> None:
+        """Release the folder for others. May be called again."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
 def take_lock(folder: Path | int) -> int | None:
     """Lock a folder exclusively, against other holders in this process, too.
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hydra_tune.checkpoint.files import file_error, make_private_folder, remove_leftovers, write_file
-from hydra_tune.checkpoint.lock import LOCK, take_lock
+from hydra_tune.checkpoint.lock import LOCK, LockedFolder, take_lock
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError
 from hydra_tune.supervision.marks import here
@@ -28,7 +28,7 @@ def sweep_path(checkpoint_dir: Path, study: str) -> Path:
     return checkpoint_dir / (folder_name(study) + _SUFFIX)
 
 
-class SweepFolder:
+class SweepFolder(LockedFolder):
     """The folder of one sweep, locked against other processes.
 
     Args:
@@ -97,12 +97,6 @@ class SweepFolder:
                 f"{str(path)!r} is damaged: it holds no JSON object; remove it to continue without it"
             )
         return content
-
-    def close(self) -> None:
-        """Release the folder for others. May be called again."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
-            os.close(lock)
 
     def __enter__(self) -> Self:
         return self
