@@ -72,12 +72,17 @@ class SingleTrial(Trial):
         refuse_gradient_hooks(module)
         for batch in self._draw(self.task.train, shuffle=True):
             refuse_empty(batch, "train", 0, 0)
-            self._settle_pieces(module, optimizer, batch)
-            piece = next(pieces(batch, self.task.num_pieces))
-            leaves = batches.flatten(piece.batch)
-            cached_plan = self._plans.find(module, optimizer, None, piece.batch, leaves, "train")
-            return cached_plan, leaves
+            return self._first_plan(module, optimizer, batch)
         raise no_batch("train", self.task.train, 0)
+
+    def _first_plan(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
+    ) -> tuple[CachedPlan, batches.BatchLeaves]:
+        """Return the plan of the first batch, and the leaves of the batch or of its first piece."""
+        self._settle_pieces(module, optimizer, batch)
+        piece = next(pieces(batch, self.task.num_pieces))
+        leaves = batches.flatten(piece.batch)
+        return self._plans.find(module, optimizer, None, piece.batch, leaves, "train"), leaves
 
     def _train(self) -> Generator[Said, None, None]:
         task = self.task
@@ -260,9 +265,7 @@ class SingleTrial(Trial):
         if not direct.has_shed or direct.always_sheds:
             return
         yield from self._leave_own_code(direct, "its activations do not fit beside its state")
-        module, optimizer = self.module, self.optimizer
-        assert module is not None
-        assert optimizer is not None
+        module, optimizer = self._objects
         piece = next(pieces(batch, self.task.num_pieces)).batch
         try:
             if _may_be_cut(piece):
@@ -432,13 +435,11 @@ class SingleTrial(Trial):
         return self.task.accumulate * self.task.num_pieces
 
     def _new_step(self, kept: CachedPlan) -> OptimizerStep:
-        assert self.module is not None
-        assert self.optimizer is not None
         strategy = None if self.state is None else self._arrange(kept, self.state)
         if self.state is not None:
             self.state.check_frozen()
         else:
-            self.state = self._lay_out(self.module, self.optimizer, kept.plan)
+            self.state = self._lay_out(*self._objects, kept.plan)
             # Otherwise the optimizer draws nothing: a model whose optimizer draws is not cut.
             if len(kept.plan.shards) == 1 or self._device.shares_generator:
                 self.state.around_step = partial(self._streams.drawing, keep=True)
@@ -527,21 +528,16 @@ class SingleTrial(Trial):
 
     def _make_state(self) -> None:
         """Plan a training step without running the step, for a trial that resumes with an evaluation."""
-        assert self.module is not None
-        assert self.optimizer is not None
         data_state = self._data_state()
         drawn_batches = self._draw(self.task.train, shuffle=True)
         try:
             batch = next(drawn_batches)
         finally:
             drawn_batches.close()
-        self._settle_pieces(self.module, self.optimizer, batch)
-        piece = next(pieces(batch, self.task.num_pieces))
-        leaves = batches.flatten(piece.batch)
-        self._new_step(self._plans.find(self.module, self.optimizer, None, piece.batch, leaves, "train")).close()
+        cached_plan, _ = self._first_plan(*self._objects, batch)
+        self._new_step(cached_plan).close()
         # The batch was drawn only to make the plan; the next training pass must draw from the same position again.
-        self._streams.restore(data_state["streams"])
-        self._feed.restore(data_state["feed"])
+        self._restore_data(data_state)
 
     def _evaluate(self) -> Generator[Said, None, dict[str, WeightedMean]]:
         if self._direct is not None:
@@ -554,9 +550,8 @@ class SingleTrial(Trial):
         """Evaluate the remaining batches of a pass by shard units."""
         if self.state is None:
             self._make_state()
-        assert self.module is not None
-        assert self.optimizer is not None
         assert self.state is not None
+        module, optimizer = self._objects
         while True:
             with torch.no_grad():  # as in a plain loop, whose validation data may ask
                 batch = next(drawn, _END)
@@ -564,7 +559,7 @@ class SingleTrial(Trial):
                 break
             refuse_empty(batch, "validate", count)
             leaves = batches.flatten(batch)
-            cached_plan = self._plans.find(self.module, self.optimizer, self.state, batch, leaves, "evaluate")
+            cached_plan = self._plans.find(module, optimizer, self.state, batch, leaves, "evaluate")
             self._evaluation_times, self._step_left = cached_plan.times, cached_plan.times.total
             step = EvaluationBatch(cached_plan.plan, cached_plan.times, self.state, leaves, self._streams, self._device)
             try:
@@ -576,7 +571,7 @@ class SingleTrial(Trial):
             count += 1
             self.progress.evaluated_batches += 1
         self._evaluated(count)
-        self.module.train()
+        module.train()
         return means
 
 

@@ -212,6 +212,11 @@ class Trial:
         return self._feed.clock
 
     @property
+    def any_device(self) -> Device:
+        """Any device of the pool, for host memory."""
+        return self._device
+
+    @property
     def activations(self) -> tuple[str, ...]:
         """How the activations of each shard but the last are handled until the backward; empty before the first step."""
         state = self.state
@@ -364,6 +369,13 @@ class Trial:
             self._built = TrialObjects(task=task, module=module, optimizer=optimizer, scheduler=self._scheduler)
         return module, optimizer
 
+    @property
+    def _objects(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The module and the optimizer of a trial that has built both."""
+        assert self.module is not None
+        assert self.optimizer is not None
+        return self.module, self.optimizer
+
     def _begin(self) -> DataPosition:
         """Restore the checkpoint, if any; return the place in the data where training begins or resumes."""
         beginning, self._beginning = self._beginning, None
@@ -409,10 +421,9 @@ class Trial:
             self.state.adopt_saved(restored_state["optimizer"], self._device)
         # No step has run since the restart, so there are no groups.
         else:
-            assert self.module is not None
-            assert self.optimizer is not None
-            named = dict(self.module.named_parameters())
-            self.optimizer.state.update({named[name]: entries for name, entries in restored_state["optimizer"].items()})
+            module, optimizer = self._objects
+            named = dict(module.named_parameters())
+            optimizer.state.update({named[name]: entries for name, entries in restored_state["optimizer"].items()})
         self._built.restore_frozen(restored_state)
 
     def _reached(self, place: DataPosition, *, at_report: bool = False) -> None:
@@ -487,8 +498,7 @@ class Trial:
 
         def go_on() -> None:
             # The repeated draws have moved the streams away from their positions in the checkpoint.
-            self._streams.restore(current_state["streams"])
-            self._feed.restore(current_state["feed"])
+            self._restore_data(current_state)
 
         self._streams.restore(pass_start["streams"])
         # Copied, because drawing changes the values in place, and the next checkpoint of the pass saves them again.
@@ -498,6 +508,11 @@ class Trial:
     def _data_state(self) -> dict[str, Any]:
         """Return the positions of all streams and samplers on which the next batches depend."""
         return {"streams": self._streams.state(), "feed": copied(self._feed.states())}
+
+    def _restore_data(self, data_state: dict[str, Any]) -> None:
+        """Put all streams and samplers back to the positions from `_data_state`."""
+        self._streams.restore(data_state["streams"])
+        self._feed.restore(data_state["feed"])
 
     def _step_scheduler(self) -> None:
         if self._scheduler is None:

@@ -126,11 +126,6 @@ class GroupTrial(Trial):
         return any(self._group_plans.are_known(seat.member.architecture, architecture) for seat in self.seats)
 
     @property
-    def any_device(self) -> Device:
-        """Any device of the pool, for host memory."""
-        return self._device
-
-    @property
     def most(self) -> int:
         """Largest number of slots."""
         return self._sizes.most

@@ -111,9 +111,7 @@ class MemberTrial(SingleTrial):
                 self._feed.check(handle)
             module, _ = self._build()
             in_training_mode(module)
-        assert self.module is not None
-        assert self.optimizer is not None
-        return self.module, self.optimizer
+        return self._objects
 
     def snapshot(self) -> TrialStateSnapshot:
         """As of `Trial`; first copies the member's state out of the group."""
@@ -149,8 +147,7 @@ class MemberTrial(SingleTrial):
             draws.close()
         # Drawing a batch has advanced the streams and the feed. Both go
         # back, so the real epoch draws the same numbers as an unfused trial.
-        self._streams.restore(data_state["streams"])
-        self._feed.restore(data_state["feed"])
+        self._restore_data(data_state)
         if batch is None:
             raise no_batch("train" if mode == "train" else "validate", handle, 0)
         _refuse_empty(batch, "train" if mode == "train" else "validate", 0, 0 if mode == "train" else None)
@@ -216,10 +213,7 @@ class MemberTrial(SingleTrial):
                 count += len(self.results)
                 self.progress.evaluated_batches += len(self.results)
                 request = request.part(len(self.results))
-        if not count:
-            assert self.task.validate is not None
-            raise no_batch("validate", self.task.validate)
-        self.progress.validation_batches = count
+        self._evaluated(count)
         return means
 
     @property

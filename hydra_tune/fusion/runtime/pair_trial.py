@@ -250,11 +250,6 @@ class PairTrial(Trial):
         return [seat for group in self.groups for seat in group.seats]
 
     @property
-    def any_device(self) -> Device:
-        """Any device of the pool, for host memory."""
-        return self._device
-
-    @property
     def most(self) -> int:
         """Largest number of slots."""
         return sum(group.most for group in self.groups)
