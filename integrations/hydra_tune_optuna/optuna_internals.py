@@ -305,20 +305,24 @@ def fail_stale(study: Study) -> None:
 def nothing_new_to_sample(study: Study) -> bool:
     """Whether an exhaustive sampler has handed out all of its points, some to trials still running.
 
-    Such a sampler stops the study at the tell of the last point. Asked earlier, the sampler repeats a point.
+    Such a sampler stops the study at the tell of the last point. Asked earlier, the sampler repeats a point. An
+    enqueued trial is new all the same.
     """
     sampler: BaseSampler = study.sampler
     while isinstance(sampler, PartialFixedSampler):
         sampler = sampler._base_sampler
+    if not isinstance(sampler, GridSampler | BruteForceSampler):
+        return False
+    # The next ask takes a waiting trial and draws no point; after the sampler has stopped the study, no ask comes.
+    if study.get_trials(deepcopy=False, states=(TrialState.WAITING,)):
+        return False
     if isinstance(sampler, GridSampler):
         return not set(sampler._get_unvisited_grid_ids(study)) - _running_grid_ids(study)
-    if isinstance(sampler, BruteForceSampler):
-        # As the sampler itself finds its next point, with running trials counted as visited.
-        tree = _TreeNode()
-        states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.FAIL)
-        sampler._populate_tree(tree, study._storage.get_all_trials(study._study_id, deepcopy=False, states=states), {})
-        return not tree.count_unexpanded(exclude_running=True)
-    return False
+    # As the sampler itself finds its next point, with running trials counted as visited.
+    tree = _TreeNode()
+    states = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING, TrialState.FAIL)
+    sampler._populate_tree(tree, study._storage.get_all_trials(study._study_id, deepcopy=False, states=states), {})
+    return not tree.count_unexpanded(exclude_running=True)
 
 
 def completed_needed(pruner: BasePruner) -> int:

@@ -339,6 +339,23 @@ def test_a_grid_is_searched_once_however_wide_the_pool(fails, kind):
     assert states(study) == ["FAIL" if fails else "COMPLETE"] * 6
 
 
+@pytest.mark.parametrize("exhaustive", ["grid", "brute force"])
+def test_what_a_callback_enqueues_is_run_though_all_points_are_in_flight(exhaustive, pool):
+    samplers = {
+        "grid": optuna.samplers.GridSampler({"seed": [0, 1, 2]}),
+        "brute force": optuna.samplers.BruteForceSampler(seed=1, avoid_premature_stop=True),
+    }
+
+    def enqueue(study, trial):
+        if len(study.trials) == 3:
+            study.enqueue_trial({"seed": trial.params["seed"]})
+
+    study = make_study(pool, sampler=samplers[exhaustive])
+    study.optimize(lambda trial: small_task(seed=trial.suggest_int("seed", 0, 2)), callbacks=[enqueue])
+
+    assert states(study) == ["COMPLETE"] * 4
+
+
 def test_an_exhausted_grid_repeats_one_point_and_stops_as_in_stock_optuna(pool):
     def objective(trial):
         return small_task(trial.suggest_float("rate", 0.1, 0.2))
