@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
+from optuna.distributions import BaseDistribution
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.progress_bar import _ProgressBar as ProgressBar
 from optuna.pruners import (
@@ -41,12 +42,14 @@ from optuna.study._optimize import _logger as logger
 from optuna.study._tell import _tell_with_warning
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
+from hydra_tune.errors import TaskError
 from hydra_tune.interrupts import hold_interrupts
 
 __all__ = [
     "ProgressBar",
     "ask",
     "completed_needed",
+    "end_draws",
     "ended",
     "fail_stale",
     "frozen_id",
@@ -117,7 +120,21 @@ class _InterruptSafeTrial(Trial):
 
     An interrupt in the middle of a statement leaves a connection that locks an SQLite database for as long as a
     reference to the traceback lives. Nobody could mark the trial as failed meanwhile.
+
+    Attributes:
+        _is_described: whether the objective has returned the trial's task.
     """
+
+    _is_described = False
+
+    def _suggest(self, name: str, distribution: BaseDistribution) -> Any:
+        # In a thread of the pool, Optuna's samplers keep the list of trials that they saw there first.
+        if self._is_described and name not in self._get_latest_trial().distributions:
+            raise TaskError(
+                f"trial {self.number} draws {name!r} in a function of its task, where samplers do not see the study's present "
+                f"trials; draw every parameter in the objective, before the TrainTask is returned"
+            )
+        return super()._suggest(name, distribution)
 
 
 # Also `_get_latest_trial`, the one private method that reads the storage for public properties.
@@ -170,6 +187,11 @@ def _take_waiting(study: Study, mark: str) -> int | None:
 def note(study: Study, frozen: FrozenTrial, key: str, *, value: Any) -> None:
     """Write a system attribute of a trial to the storage."""
     study._storage.set_trial_system_attr(frozen._trial_id, key, value)
+
+
+def end_draws(trial: Trial) -> None:
+    """Refuse new parameters from now on; parameters drawn before can be suggested again."""
+    trial._is_described = True  # type: ignore[attr-defined]  # of this module's own class
 
 
 def running(study: Study) -> list[FrozenTrial]:

@@ -7,9 +7,11 @@ from importlib import import_module
 import optuna
 import pytest
 from optuna.samplers import RandomSampler
+from torch.optim import SGD
 
 import hydra_tune_optuna
-from tests.contract.optuna_drivers import Driver, batches, build, make_pool, optuna_log, record, small_task
+from hydra_tune.errors import TaskError
+from tests.contract.optuna_drivers import Driver, batches, build, make_pool, net, optuna_log, record, small_task
 
 WIDTH = 3
 
@@ -179,6 +181,26 @@ def test_functions_of_a_task_cannot_stop_the_study(narrow):
     assert record(Driver(), objective).raised == record(narrow, lambda trial: trial.study.stop()).raised == []
     (raised,) = record(narrow, objective).raised
     assert "`Study.stop` is supposed to be invoked inside an objective function or a callback" in raised
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "train"])
+def test_a_parameter_drawn_in_a_function_of_the_task_fails_the_trial_by_name(part, narrow):
+    parts = {"model": net, "optimizer": lambda parameters: SGD(parameters, lr=0.1), "train": batches}
+
+    def objective(trial):
+        def draws(*arguments):
+            trial.suggest_int("drawn", 1, 2)  # drawn by the objective before: only looked up
+            trial.suggest_float("late", 0.0, 1.0)
+            return parts[part](*arguments)
+
+        trial.suggest_int("drawn", 1, 2)
+        return small_task(**{part: draws})
+
+    seen = record(narrow, objective, calls=[{"n_trials": 2, "catch": TaskError}])
+
+    assert [state for _, state in seen.called_back] == ["FAIL", "FAIL"]
+    assert all("late" not in trial for trial in seen.trials)
+    assert any("trial 1 draws 'late' in a function of its task" in line for line in seen.log)
 
 
 def test_a_number_of_metrics_that_does_not_fit_fails_before_training(narrow):

@@ -66,6 +66,10 @@ def test_a_study_has_its_storage_its_flag_and_its_mark_of_optimizing():
     assert study._thread_local.in_optimize_loop is False
 
 
+def test_a_trial_draws_every_parameter_by_one_method():
+    assert parameters(optuna.Trial._suggest) == ["self", "name", "distribution"]
+
+
 def test_a_heartbeat_has_an_interval_and_beats_for_a_trial():
     assert parameters(_heartbeat.BaseHeartbeat.record_heartbeat) == ["self", "trial_id"]
     assert parameters(_heartbeat.BaseHeartbeat.get_heartbeat_interval) == ["self"]

@@ -286,6 +286,7 @@ class OptimizeDriver:
                 return
         # An error of submit concerns the executor, e.g. a shutdown, and would hit every task: it ends the search,
         # whatever `catch` says.
+        optuna_internals.end_draws(trial)
         saving, known_steps = self._resuming.submit_options(trial, left)
         job = self._pool.submit(task, name=job_name(trial.number), events=self._stream, **saving)
         # Events bear the job itself, whose id is unique as long as the entry keeps the job.
