@@ -219,19 +219,26 @@ def _own_folder(study: Study, weights_dir: str | os.PathLike[str]) -> Path:
     place = Path(os.fspath(weights_dir)).absolute()
     # A study searched with several `weights_dir` has a folder in each.
     if not any(folder.parent == place for folder in _folders(study)):
-        # Shortened and cleaned for people and file systems; the random part alone makes the name unique.
-        name = re.sub(r"[^\w.-]+", "-", study.study_name).strip("-.")[:60] or "study"
-        optuna_internals.set_study_attribute(study, f"{_ATTRIBUTE}{name}-{uuid.uuid4().hex[:8]}", str(place))
+        name = f"{_readable_name(study)}-{uuid.uuid4().hex[:8]}"
+        optuna_internals.set_study_attribute(study, f"{_ATTRIBUTE}{name}", str(place))
     # Two processes may each have recorded a folder at the same moment; both take the first by name.
     return next(folder for folder in _folders(study) if folder.parent == place)
 
 
+def _readable_name(study: Study) -> str:
+    """Begin of the folder's name: the study's, shortened and cleaned for people and file systems."""
+    return re.sub(r"[^\w.-]+", "-", study.study_name).strip("-.")[:60] or "study"
+
+
 def _folders(study: Study, weights_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     """All folders with weights of the study by name, at their recorded places; then the same in `weights_dir`."""
+    # `copy_study` copies the attributes, too: trials of the same number in both studies would overwrite each other's
+    # weights.
+    own = re.compile(re.escape(f"{_ATTRIBUTE}{_readable_name(study)}") + "-[0-9a-f]{8}")
     recorded = sorted(
         (key.removeprefix(_ATTRIBUTE), place)
         for key, place in optuna_internals.study_attributes(study).items()
-        if key.startswith(_ATTRIBUTE)
+        if own.fullmatch(key)
     )
     places = [Path(place) / name for name, place in recorded]
     moved_places = [] if weights_dir is None else [Path(weights_dir).absolute() / name for name, _ in recorded]
@@ -349,7 +356,10 @@ def _path_of(study: Study, trial: FrozenTrial, weights_dir: str | os.PathLike[st
 
 def _why(trial: FrozenTrial, folders: Sequence[Path]) -> str:
     if not folders:
-        return "the study was never searched with keep_best; give create_study(..., keep_best=1)"
+        return (
+            "the study was never searched with keep_best; give create_study(..., keep_best=1); a copy made by copy_study has "
+            "no weights, so load them from the study that was searched"
+        )
     if trial.state != TrialState.COMPLETE:
         return f"the trial is {trial.state.name}, and only those of completed trials are"
     where = ", ".join(repr(str(folder)) for folder in folders)

@@ -199,6 +199,23 @@ def test_a_second_search_goes_on_with_what_is_kept_and_another_study_has_its_own
     assert kept(new) == [], "the files of the study that was removed are not taken for its own"
 
 
+def test_a_copied_study_keeps_weights_of_its_own(pool, tmp_path):
+    storage = f"sqlite:///{tmp_path}/study.db"
+    study = create_study(pool, storage=storage, study_name="one", keep_best=1)
+    study.optimize(scored(3.0, 5.0), n_trials=2)
+    optuna.copy_study(from_study_name="one", from_storage=storage, to_storage=storage, to_study_name="two")
+    copied = hydra_tune_optuna.load_study(study_name="two", storage=storage, executor=pool, keep_best=1)
+    with pytest.raises(WeightsError, match="load them from the study that was searched"):
+        copied.load_module(build=build)
+
+    copied.optimize(scored(None, None, 2.0), n_trials=1)
+    assert (kept(study), kept(copied)) == ([0], [2])
+    study.optimize(scored(None, None, 1.0), n_trials=1)
+    assert (kept(study), kept(copied)) == ([2], [2])
+    for searched, score in ((study, 1.0), (copied, 2.0)):
+        assert_bitwise(searched.load_module(), scored(None, None, score), searched.best_trial)
+
+
 def test_a_folder_that_was_moved_is_found_with_weights_dir(pool, tmp_path):
     study = create_study(pool)
     study.optimize(build, n_trials=2)
