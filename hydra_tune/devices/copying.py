@@ -13,11 +13,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from hydra_tune.devices.single_thread import SingleThreadExecutor
 
 T = TypeVar("T")
 
@@ -34,7 +37,7 @@ class AwaitedCopyThread:
     """
 
     def __init__(self, name: str, setup: Callable[[], None] | None = None) -> None:
-        self._pool = ThreadPoolExecutor(1, f"hydra-copy-{name}", initializer=_start, initargs=(setup,))
+        self._pool = SingleThreadExecutor(f"hydra-copy-{name}", partial(_start, setup))
 
     def run(self, function: Callable[[], T]) -> T:
         """Run a function on the thread; return the result or raise the exception.
@@ -53,7 +56,7 @@ class AwaitedCopyThread:
 
     def close(self) -> None:
         """Finish all requests and end the thread."""
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown()
 
 
 class BackgroundCopy:
@@ -99,9 +102,9 @@ class BackgroundCopy:
         except CancelledError:  # still queued when the thread of copies was closed
             return False
 
-    def start(self, pool: ThreadPoolExecutor, make: Callable[[Pairs], None]) -> None:
+    def start(self, pool: SingleThreadExecutor, make: Callable[[Pairs], None]) -> None:
         """Queue the copy on a thread, after all earlier requests."""
-        self._future = pool.submit(self._run, make)
+        self._future = pool.submit(partial(self._run, make))
 
     def _run(self, make: Callable[[Pairs], None]) -> None:
         # The references have to be gone before the future is done (note above).
@@ -126,7 +129,7 @@ class BackgroundCopyThread:
     """
 
     def __init__(self, name: str, setup: Callable[[], None] | None = None) -> None:
-        self._pool = ThreadPoolExecutor(1, f"hydra-ahead-{name}", initializer=_start, initargs=(setup,))
+        self._pool = SingleThreadExecutor(f"hydra-ahead-{name}", partial(_start, setup))
 
     def start(self, pairs: Pairs, make: Callable[[Pairs], None]) -> BackgroundCopy:
         """Copy pairs after all earlier requests; `make` returns when the pairs are copied."""
@@ -136,7 +139,7 @@ class BackgroundCopyThread:
 
     def close(self) -> None:
         """Finish the running copy, drop the others, and end the thread."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
 
 class HostComputeThread:
@@ -147,7 +150,7 @@ class HostComputeThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, f"hydra-host-{name}", initializer=_start, initargs=(None,))
+        self._pool = SingleThreadExecutor(f"hydra-host-{name}", partial(_start, None))
 
     def start(self, function: Callable[[], None]) -> Future[None]:
         """Run a function after all earlier functions."""
@@ -155,7 +158,7 @@ class HostComputeThread:
 
     def close(self) -> None:
         """Finish all requests and end the thread."""
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown()
 
 
 class SimulatedLink:

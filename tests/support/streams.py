@@ -25,7 +25,6 @@ import threading
 import traceback
 import weakref
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -35,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hydra_tune.devices import copying, cuda, stopwatch
+from hydra_tune.devices.single_thread import SingleThreadExecutor
 
 LATE, COPIES_FIRST, COMPUTING_FIRST = "as late as somebody waits", "copies at once", "computing at once"
 HASTES = (LATE, COPIES_FIRST, COMPUTING_FIRST)
@@ -227,7 +227,7 @@ class Gpus:
         """For `torch` where the pool's devices use it, and in others; copying threads tell what they waited for."""
         for module in (cuda, stopwatch, *modules):
             monkeypatch.setattr(module, "torch", self)
-        monkeypatch.setattr(copying, "ThreadPoolExecutor", lambda *args, **options: _Executor(self, *args, **options))
+        monkeypatch.setattr(copying, "SingleThreadExecutor", lambda *args, **options: _Executor(self, *args, **options))
 
     def named(self, device):
         return torch.device("cuda", 0) if device is None else torch.device(device)  # by the number alone
@@ -453,20 +453,20 @@ class Gpus:
             return dict(self.thread_clock)
 
 
-class _Executor(ThreadPoolExecutor):
+class _Executor(SingleThreadExecutor):
     """Its threads know what they have waited for, and whoever waits for what they do knows that, too."""
 
     def __init__(self, gpus, *args, **options):
         super().__init__(*args, **options)
         self._gpus = gpus
 
-    def submit(self, function, *args):
+    def submit(self, function):
         gpus, before, after = self._gpus, self._gpus.known(), {}
 
         def run():
             try:
                 with gpus.working(before):
-                    return function(*args)
+                    return function()
             finally:
                 after.update(gpus.known())
 

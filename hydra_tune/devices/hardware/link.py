@@ -8,7 +8,6 @@ bandwidth has that bandwidth.
 import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.single_thread import SingleThreadExecutor
 
 T = TypeVar("T")
 
@@ -138,7 +138,7 @@ def _on_worker(device: Device, function: Callable[[], T]) -> T:
         with device.worker():
             return function()
 
-    with ThreadPoolExecutor(1, f"hydra-measure-{device.name}") as thread:
+    with SingleThreadExecutor(f"hydra-measure-{device.name}") as thread:
         return thread.submit(run).result()
 
 

@@ -12,13 +12,13 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from hydra_tune.devices.single_thread import SingleThreadExecutor
 from hydra_tune.errors import SpillError
 from hydra_tune.memory.host.spill_dir import SpillFolder, file_name
 from hydra_tune.observe.event_log.writer import EventLog
@@ -57,7 +57,7 @@ class SpillDisk:
         self._piece = torch.frombuffer(self._buffer, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         # A single thread: `_buffer` has no lock, and requests keep their order.
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hydra-disk", initializer=self._begin)
+        self._pool = SingleThreadExecutor("hydra-disk", self._begin)
 
     @property
     def stored_bytes(self) -> int:
@@ -116,7 +116,7 @@ class SpillDisk:
 
     def close(self) -> None:
         """End the thread and remove the folder."""
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown()
         self.folder.close()
 
     def _begin(self) -> None:

@@ -8,7 +8,6 @@ bytes (`train/timing/fake_trial.py`), and the forecast counts the bytes moved an
 import statistics
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.hardware.link import LinkCostModel
+from hydra_tune.devices.single_thread import SingleThreadExecutor
 from hydra_tune.devices.weightless import WeightlessDevice
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.block import BlockKind
@@ -203,11 +203,11 @@ def forecast(
     """
     remaining, failed = dict(tasks), dict[str, HydraTuneError]()
     # On a thread with a single intra-op thread, like a worker's: other numbers of threads change times and last bits.
-    with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
+    with SingleThreadExecutor("hydra-plan", partial(torch.set_num_threads, 1)) as thread:
         # A task that fails changes the traffic of all others, so the remaining tasks are planned and rehearsed again.
         while remaining:
             builder = _ForecastBuilder(library, architectures, known, fusion_of, devices, sends_ahead=sends_ahead)
-            failing = thread.submit(builder.cast, remaining).result()
+            failing = thread.submit(partial(builder.cast, remaining)).result()
             was_alone = len(remaining) == 1
             failed |= failing
             remaining = {name: task for name, task in remaining.items() if name not in failing}

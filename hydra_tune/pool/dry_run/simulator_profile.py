@@ -1,12 +1,13 @@
 """Profiles of tasks for the simulator, from their plans alone and without training."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
 
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.single_thread import SingleThreadExecutor
 from hydra_tune.errors import ConfigError
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
@@ -28,9 +29,9 @@ def planned_profile(
 ) -> dict[str, Any]:
     """Return the content of a profile; see `HydraExecutor.profile`."""
     # On a thread of its own with one intra-op thread, like the preparer, so the caller's torch settings stay untouched.
-    with ThreadPoolExecutor(1, "hydra-plan", torch.set_num_threads, (1,)) as thread:
+    with SingleThreadExecutor("hydra-plan", partial(torch.set_num_threads, 1)) as thread:
         trials = [
-            thread.submit(_planned_trial, name, task, library, devices[0], steps).result()
+            thread.submit(partial(_planned_trial, name, task, library, devices[0], steps)).result()
             for name, task in tasks.items()
         ]
     return {
