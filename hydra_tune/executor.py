@@ -227,6 +227,7 @@ class HydraExecutor:
         self._pool: Pool | None = None
         self._fusion: FusedPool | None = None
         self._width = 0
+        self._process: int | None = None  # with the pool's threads, from the first use on
         self._is_shut_down, self._watches = False, list[SweepMonitor]()
 
     @property
@@ -373,7 +374,7 @@ class HydraExecutor:
     def _begin_isolated(self, crashes: int) -> "tuple[HydraExecutor, Callable[[Job], Path | None]]":
         """Turn this copy, in the pool's process, into an ordinary executor."""
         # The copy shares no threads with the original, and a lock copied while held would stay held forever.
-        self._isolated, self._lock = None, threading.Lock()
+        self._isolated, self._lock, self._process = None, threading.Lock(), None
         self._settings.number_log(crashes)
         return self, self._started().folder_of
 
@@ -775,7 +776,12 @@ class HydraExecutor:
         self._started().remove_device(name)
 
     def shutdown(self) -> None:
-        """Cancel all unfinished jobs, wait for running units, and end all threads. May be called again."""
+        """Cancel all unfinished jobs, wait for running units, and end all threads. May be called again.
+
+        Does nothing in a process forked beside the pool, because files and jobs belong to the pool's process.
+        """
+        if self._is_forked:
+            return
         with self._lock:
             # Both under the lock, so that no pool can start after this point.
             pool = self._pool
@@ -808,7 +814,7 @@ class HydraExecutor:
         with self._signals:
             try:
                 # Save first: the shutdown cancels every job.
-                if is_interrupt(error) and self.checkpoint_dir is not None:
+                if is_interrupt(error) and self.checkpoint_dir is not None and not self._is_forked:
                     self.suspend()
             finally:
                 self.shutdown()
@@ -821,6 +827,17 @@ class HydraExecutor:
     def _check_is_up(self) -> None:
         if self._is_shut_down:
             raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
+        self._process = self._process or os.getpid()
+        if self._is_forked:
+            raise HydraTuneError(
+                f"the executor's threads are in process {self._process}, and process {os.getpid()} was forked from that "
+                "process without them; make a HydraExecutor in the forked process"
+            )
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process is a fork of the process with the pool's threads."""
+        return self._process not in (None, os.getpid())
 
     def _started(self) -> Pool:
         with self._lock:
@@ -862,11 +879,12 @@ def _checked(tasks: Iterable[TrainTask]) -> list[TrainTask]:
 def _shut_down_at_exit(pool: Pool | IsolatedPoolClient) -> None:
     """Shut the pool down before the interpreter ends: threads that still run torch then can crash the process."""
     # Weak, so that this handler does not keep a forgotten pool, and its memory, until the process ends.
-    reference = weakref.ref(pool)
+    reference, process = weakref.ref(pool), os.getpid()
 
     def shut_down() -> None:
         live_pool = reference()
-        if live_pool is not None:
+        # A forked process has none of the pool's threads, and would wait for jobs and remove files of this process.
+        if live_pool is not None and os.getpid() == process:
             live_pool.shutdown()
 
     atexit.register(shut_down)
