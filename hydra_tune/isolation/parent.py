@@ -195,6 +195,9 @@ class IsolatedPoolClient:
         """Refuse: an isolated pool does not report progress."""
         raise _refused(job, "progress")
 
+    def refuse_own_code(self, what: str) -> None:
+        """Do nothing: trials run in another process."""
+
     def save(self, job: Job) -> "Future[Path]":
         """Refuse: an isolated pool does not save on request."""
         raise _refused(job, "checkpoint")

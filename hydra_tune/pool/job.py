@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hydra_tune.errors import ConfigError
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.task import TrainTask
 from hydra_tune.train.explain import explained
 from hydra_tune.train.trained import TrainingOutcome
@@ -122,6 +123,9 @@ class JobController(Protocol):
 
     def save(self, job: "Job") -> "Future[Path]":
         """Save a job between two steps."""
+
+    def refuse_own_code(self, what: str) -> None:
+        """Refuse a call by a trial's own code, on a thread of the pool, that would wait for the pool."""
 
 
 class Job:
@@ -232,8 +236,13 @@ class Job:
 
         Raises:
             TimeoutError: the job is not over in time.
+            HydraTuneError: a trial's own code waits for a job of the same pool.
         """
-        if not self._over.wait(timeout):
+        if self._state not in OVER:
+            self._pool.refuse_own_code("run() or result")
+        with GATE.left():  # own code of another pool's trial: the job may have to be captured meanwhile
+            is_over = self._over.wait(timeout)
+        if not is_over:
             raise TimeoutError(f"job {self.name!r} is still {self._state} after {timeout} s")
         assert self._result is not None
         return self._result

@@ -344,11 +344,16 @@ class Pool:
         """Return any working device, for allocating host memory."""
         return next((device for name, device in self._devices.items() if name not in self._core.gone), self._first)
 
-    def _check_change(self, what: str) -> None:
+    def refuse_own_code(self, what: str) -> None:
+        """Refuse a call by a trial's own code, on a thread of the pool, that would wait for the pool."""
         if threading.current_thread() in self._all_threads:
             raise HydraTuneError(
-                f"{what}() was called by a trial's own code, on a thread of the pool; call it from another thread"
+                f"{what}() was called by a trial's own code, on a thread of the pool, and the pool would wait for itself; call "
+                "it from another thread, or train within a trial with train_plain"
             )
+
+    def _check_change(self, what: str) -> None:
+        self.refuse_own_code(what)
         if self._core.is_closed:
             raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
         if self._recorder is not None:
@@ -485,6 +490,8 @@ class Pool:
 
     def save(self, job: Job) -> "Future[Path]":
         """Save a job between two steps."""
+        if job.state not in OVER:
+            self.refuse_own_code("checkpoint")
         future = self.ask_to_save(job)
         self.answer(job, future)
         return future
@@ -630,10 +637,7 @@ class Pool:
     def shutdown(self) -> None:
         """Cancel all live jobs, wait for the running units, end all threads; further calls have no effect."""
         core = self._core
-        if threading.current_thread() in self._all_threads:
-            raise HydraTuneError(
-                "shutdown() was called by a trial's own code, and the pool would wait for itself; call it from another thread"
-            )
+        self.refuse_own_code("shutdown")
         with hold_interrupts(), self._changed:
             # Closed first: a job submitted later would be missing from the list, and nobody would end the job.
             core.is_closed = True

@@ -163,8 +163,14 @@ class FusedPool:
         with self._pool.changed:
             return [entry.job for entry in self._table.entries.values()]
 
+    def refuse_own_code(self, what: str) -> None:
+        """As of `Pool`."""
+        self._pool.refuse_own_code(what)
+
     def save(self, job: Job) -> "Future[Path]":
         """As of `Pool`."""
+        if job.state not in OVER:
+            self.refuse_own_code("checkpoint")
         future = self.ask_to_save(job)
         self.answer(job, future)
         return future

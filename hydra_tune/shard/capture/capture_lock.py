@@ -43,22 +43,23 @@ class CaptureGate:
         if getattr(self._here, "is_inside", False):
             yield  # a wait for a capture, which waits for this thread, would never end
             return
-        with self._condition:
-            # Waiting captures go first: a steady stream of units would otherwise keep a capture out for ever.
-            self._condition.wait_for(lambda: not self._alone and not self._waiting)
-            self._sharing += 1
-        self._here.is_inside = True
+        self._enter()
         try:
             yield
         finally:
-            self._here.is_inside = False
-            with self._condition:
-                if threading.get_ident() in self._forgotten:
-                    # The thread came back after all; `forget` has given back its share already.
-                    self._forgotten.discard(threading.get_ident())
-                else:
-                    self._sharing -= 1
-                    self._condition.notify_all()
+            self._leave()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Context for waits, which may be waits for a capture: outside `shared`, if the thread is inside."""
+        if not getattr(self._here, "is_inside", False):
+            yield
+            return
+        self._leave()
+        try:
+            yield
+        finally:
+            self._enter()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -74,6 +75,23 @@ class CaptureGate:
         finally:
             with self._condition:
                 self._alone = False
+                self._condition.notify_all()
+
+    def _enter(self) -> None:
+        with self._condition:
+            # Waiting captures go first: a steady stream of units would otherwise keep a capture out for ever.
+            self._condition.wait_for(lambda: not self._alone and not self._waiting)
+            self._sharing += 1
+        self._here.is_inside = True
+
+    def _leave(self) -> None:
+        self._here.is_inside = False
+        with self._condition:
+            if threading.get_ident() in self._forgotten:
+                # The thread came back after all; `forget` has given back its share already.
+                self._forgotten.discard(threading.get_ident())
+            else:
+                self._sharing -= 1
                 self._condition.notify_all()
 
 

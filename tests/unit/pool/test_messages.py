@@ -238,3 +238,32 @@ def test_a_misspelt_cut_is_refused_with_the_nearest_name():
         HydraExecutor(devices="cpu:1", num_shards="layers")
     with pytest.raises(ConfigError, match=r"num_shards must be a whole number of at least 1, not 1\.5"):
         HydraExecutor(devices="cpu:1", num_shards=1.5)
+
+
+@pytest.mark.parametrize("fusion", ["off", "on"])
+@pytest.mark.parametrize("call", ["run", "checkpoint"])
+def test_a_trials_own_code_does_not_wait_for_its_own_pool(call, fusion, tmp_path):
+    def build():
+        if call == "run":
+            pool.run(task())
+        else:
+            waiting.checkpoint()
+        return mlp()
+
+    with running(fusion=fusion, max_concurrent=1, checkpoint_dir=tmp_path) as pool:
+        waiting = pool.submit(task())
+        waiting.pause()
+        error = pool.submit(task(model=build)).result(60).error
+    assert f"{call}() " in str(error)
+    assert "was called by a trial's own code" in str(error)
+    assert "train_plain" in str(error)
+
+
+def test_a_trials_own_code_may_search_in_another_pool_that_captures():
+    def build():
+        with HydraExecutor(devices="cpu:1", num_shards=2) as other:
+            return other.run(task()).module()
+
+    described = task(model=build)
+    with running() as pool:
+        assert against_plain(described, pool.submit(described).result(100)) == []

@@ -104,3 +104,22 @@ def test_a_thread_inside_shares_again_though_a_capture_waits(threads):
             threading.Event().wait(0.001)
         with gate.shared():
             assert not capture.done()
+
+
+def test_a_thread_lets_captures_by_while_it_waits_and_comes_back(threads):
+    gate = CaptureGate()
+
+    def capture():
+        with gate.exclusive():
+            return True
+
+    with gate.left():
+        assert capture()
+    with gate.shared():
+        with gate.left():
+            assert threads.submit(capture).result(PATIENCE_SECONDS)
+        later = threads.submit(capture)
+        while not gate.is_wanted:
+            threading.Event().wait(0.001)
+        assert not later.done()
+    assert later.result(PATIENCE_SECONDS)
