@@ -9,12 +9,14 @@ scheduler chooses, and the unit runs itself under the worker's pager.
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from hydra_tune.devices.device import Device
+from hydra_tune.memory.block import BlockKind
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
 from hydra_tune.observe.trace.turns import current_turn
@@ -141,9 +143,9 @@ class Worker:
             peak_bytes=pager.ledger.peak_bytes,
             resident_bytes=pager.resident_bytes,
             busy_seconds=self.busy_seconds,
-            bytes_in_by_kind={kind.value: count for kind, count in pager.bytes_in.items()},
-            bytes_out_by_kind={kind.value: count for kind, count in pager.bytes_out.items()},
-            bytes_across_by_kind={kind.value: count for kind, count in pager.bytes_across.items()},
+            bytes_in_by_kind=_by_name(pager.bytes_in),
+            bytes_out_by_kind=_by_name(pager.bytes_out),
+            bytes_across_by_kind=_by_name(pager.bytes_across),
             units=self.units,
             bytes_ahead=pager.bytes_ahead,
             bytes_in_vain=pager.bytes_in_vain,
@@ -302,6 +304,11 @@ class Worker:
                 core.tell_of(record, report)
             core.decide(finished)
         core.release_all()
+
+
+def _by_name(counts: Counter[BlockKind]) -> dict[str, int]:
+    # Copied first, in a single step, because other threads may add a kind meanwhile.
+    return {kind.value: count for kind, count in dict(counts).items()}
 
 
 def _is_update(step: PendingUnit | PendingReport | None, shard: int) -> bool:
