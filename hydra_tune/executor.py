@@ -23,7 +23,7 @@ from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.devices.hardware.discovery import open_device, parse_bandwidth
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, TrialsFailed, did_you_mean
-from hydra_tune.interrupts import ends_in_order, is_interrupt
+from hydra_tune.interrupts import ends_in_order, hold_interrupts, is_interrupt
 from hydra_tune.isolation.parent import THERE_IS, IsolatedPoolClient
 from hydra_tune.observe.live.snapshot import Goal
 from hydra_tune.pool.checkpointing.lookup import (
@@ -599,14 +599,17 @@ class HydraExecutor:
         tasks = list(tasks)
         # Start the loaders' servers for all tasks first: afterwards the first job's threads are busy.
         self._prepare_workers(tasks)
-        jobs = [self.submit(task) for task in tasks]
+        jobs: list[Job] = []
         try:
+            for task in tasks:
+                with hold_interrupts():  # Ctrl-C between the two would leave a job that nobody ends
+                    jobs.append(self.submit(task))
             return [job.result() for job in jobs]
         except BaseException as error:
             # Save before the cancels below: a cancelled job has no state left to save.
             if is_interrupt(error) and self.checkpoint_dir is not None:
                 self.suspend(jobs)
-            # Whatever error ends the wait, such as Ctrl-C: no job of this run may go on unseen.
+            # Whatever error ends the call, such as Ctrl-C: no job of this run may go on unseen.
             for job in jobs:
                 job.cancel()
             raise

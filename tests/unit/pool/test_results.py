@@ -3,17 +3,20 @@
 import logging
 import pickle
 import re
+import signal
+import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hydra_tune import HydraExecutor, Result, TrialsFailed, train_plain
+from hydra_tune import HydraExecutor, Result, ShapesOnly, TrialsFailed, train_plain
 from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.memory.block import TensorBlock
 from tests.parity.uses import assert_ordinary
-from tests.unit.pool.tasks import mlp, running, short, task
+from tests.unit.pool.tasks import SAMPLES, mlp, running, short, task, until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -157,3 +160,21 @@ def test_another_way_with_errors_is_refused():
         pytest.raises(ConfigError, match="on_error must be 'raise' or 'return', not 'ignore'"),
     ):
         pool.run([short()], on_error="ignore")
+
+
+@pytest.mark.parametrize("error", [ConfigError, KeyboardInterrupt])
+def test_a_run_that_ends_while_it_submits_leaves_no_task_behind(monkeypatch, error):
+    tasks = [task(epochs=100_000), replace(task(), train=ShapesOnly(SAMPLES[0], 24))]
+    with running() as pool:
+        if error is KeyboardInterrupt:
+            submit = pool._started().submit
+
+            def submit_and_press(*arguments, **options):
+                job = submit(*arguments, **options)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                return job
+
+            monkeypatch.setattr(pool._started(), "submit", submit_and_press)
+        with pytest.raises(error):
+            pool.run(tasks)
+        until(lambda: not pool._started().jobs())
