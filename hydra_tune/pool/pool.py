@@ -220,6 +220,11 @@ class Pool:
         return self._changed
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the pool refuses new jobs: it is shut down, or has broken."""
+        return self._core.is_closed
+
+    @property
     def budget_bytes(self) -> int:
         """Device memory in bytes for which models are cut."""
         return self._library.budget.budget_bytes

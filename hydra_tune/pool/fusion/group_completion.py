@@ -86,6 +86,16 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
             self._go_on_in(group, members, 1, is_undone=True)
         elif group.goes_back_to and result.status == "completed":
             self._go_on_in(group, members, group.goes_back_to, is_undone=True)
+        elif error is not None and not is_not_its_own(error) and not self._table.pool.is_closed:
+            # Any of the members may have caused the error, such as one with a label out of range. Alone, that member
+            # fails, and the others do not.
+            _LOGGER.warning(
+                "a step of %d trials together failed (%s); they go on by themselves, from their last checkpoints or from their "
+                "beginning",
+                len(members),
+                first_line(error),
+            )
+            self._go_on_in(group, members, 1, is_undone=False)
         else:
             return False
         return True

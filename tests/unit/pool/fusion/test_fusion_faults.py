@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 import pytest
+from torch.utils.data import TensorDataset
 
 from hydra_tune.fusion.matching import group_size_chooser
 from hydra_tune.pool.fusion import group_jobs
@@ -120,6 +121,22 @@ def test_trials_whose_timing_breaks_are_left_to_themselves(monkeypatch):
     statuses = [result.status for result in results]
     assert statuses.count("failed") == len(asked)
     assert statuses.count("completed") == 3 - len(asked)
+
+
+def test_a_member_that_fails_the_step_of_all_fails_alone(sizes, caplog):  # noqa: F811
+    """The others begin again by themselves; nothing is reported twice."""
+    wrong = Y.clone()
+    wrong[5] = 9
+    tasks = [task(seed, train=TensorDataset(X, wrong if seed == 1 else Y)) for seed in range(3)]
+    with running(fusion="on") as pool:
+        results, reports = trained(pool, tasks)
+    assert sizes[0] == 3
+    assert "a step of 3 trials together failed (IndexError: Target 9 is out of bounds.)" in caplog.text
+    assert results[1].status == "failed"
+    assert "Target 9 is out of bounds" in str(results[1].error)
+    assert [reports[0], reports[2]] == [[0, 1, 2]] * 2
+    for number in (0, 2):
+        assert_as_plain(results[number], tasks[number])
 
 
 def test_a_member_that_comes_to_a_batch_without_samples_fails_alone(sizes):  # noqa: F811
