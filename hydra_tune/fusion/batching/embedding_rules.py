@@ -20,10 +20,9 @@ def embedding(
 
     Return `(N, ..., width)`. Padding rows get no gradient.
     """
-    members, rows = weight.shape[:2]
-    number = torch.arange(members, device=indices.device).view(-1, *[1] * (indices.dim() - 1))
-    # Row r of member n is row n * rows + r of the concatenated table.
-    vectors: Tensor = aten.embedding(weight.flatten(0, 1), indices + number * rows, -1, scale_grad_by_freq, sparse)
+    vectors: Tensor = aten.embedding(
+        weight.flatten(0, 1), _concatenated(indices, weight), -1, scale_grad_by_freq, sparse
+    )
     # The concatenated table has a padding row for every member, but the operator takes only
     # a single padding index. Detaching the looked-up padding rows has the same effect.
     if padding_idx < 0:
@@ -49,11 +48,11 @@ def embedding_bag(
     """
     if include_last_offset or (padding_idx is not None and padding_idx >= 0):
         return None
-    members, rows = weight.shape[:2]
+    members = weight.size(0)
     number = torch.arange(members, device=indices.device).unsqueeze(1)
     bags, *_ = aten.embedding_bag.padding_idx(
         weight.flatten(0, 1),
-        (indices + number * rows).flatten(),
+        _concatenated(indices, weight).flatten(),
         # All members have as many ids, so a member's bags begin that many ids after those of the member before.
         (offsets + number * indices.size(1)).flatten(),
         scale_grad_by_freq,
@@ -64,6 +63,15 @@ def embedding_bag(
         None,
     )
     return bags.view(members, offsets.size(1), -1), None, None, None
+
+
+def _concatenated(indices: Tensor, weight: Tensor) -> Tensor:
+    """Return the indices `(N, ...)` into the concatenated table: row r of member n is row n * rows + r."""
+    members, rows = weight.shape[:2]
+    number = torch.arange(members, device=indices.device).view(-1, *[1] * (indices.dim() - 1))
+    # An index out of a member's table would be a row of another member; -1 is out of every table, and an error as alone.
+    is_row = (indices >= 0) & (indices < rows)
+    return torch.where(is_row, indices + number * rows, -1)
 
 
 TABLES: dict[Any, Callable[..., Any]] = {

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hydra_tune.fusion.batching.batching_rules import RULES, elementwise, is_elementwise
+from hydra_tune.fusion.batching.embedding_rules import TABLES
 
 MEMBERS = 3
 aten = torch.ops.aten
@@ -157,3 +158,15 @@ def test_what_a_convolution_makes_is_taken_as_it_lies():
 def test_elementwise_operators_that_promote_types_are_left_to_vmap():
     assert is_elementwise(aten.mul.Tensor)
     assert elementwise(aten.mul.Tensor, floats(3), numbers(4, 3)) is None
+
+
+@pytest.mark.parametrize("index", [-1, 7])
+@pytest.mark.parametrize(
+    ("operator", "offsets"),
+    [(aten.embedding.default, ()), (aten.embedding_bag.padding_idx, (torch.zeros(MEMBERS, 1),))],
+)
+def test_an_index_out_of_a_members_table_is_no_row_of_anothers(operator, offsets, index):
+    ids = numbers(7, 4)
+    ids[1, 2] = index
+    with pytest.raises((IndexError, RuntimeError), match=r"index out of range|but found idx to be -1"):
+        TABLES[operator](floats(7, 3), ids, *(one.long() for one in offsets))
