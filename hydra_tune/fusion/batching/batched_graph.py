@@ -34,6 +34,9 @@ _APART = frozenset(
     # Composite operators that decompose into operators without a batching rule in `torch.vmap`.
     f"aten::{name}"
     for name in ("embedding_bag", "ctc_loss", "lstm", "gru", "rnn_tanh", "rnn_relu", "multilabel_margin_loss")
+) | frozenset(
+    # Under `torch.vmap` a negative index, or one out of range, fills rows of another member.
+    ["aten::index_fill", "aten::index_fill_"]
 )
 _ALL_RULES = RULES | RECURRENT | TABLES
 _DROPOUT = frozenset([torch.ops.aten.dropout.default, torch.ops.aten.scaled_dot_product_attention.default])

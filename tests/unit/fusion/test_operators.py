@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
 
+from hydra_tune.fusion.batching.batched_graph import StackedGraph
 from tests.unit.fusion.compile.test_batched_plan import compare
 from tests.unit.shard.bench import bench, task_of
 
@@ -129,6 +130,17 @@ def test_bags(options):
 
 def test_a_row_of_padding():
     check(Table(), IDS, is_traced=True)
+
+
+def test_columns_that_are_filled_are_each_members_own():
+    graph = fx.Graph()
+    x, index = graph.placeholder("x"), graph.placeholder("index")
+    graph.output((graph.call_function(torch.ops.aten.index_fill.int_Scalar, (x, 1, index, 0.5)),))
+    stacked = StackedGraph(fx.GraphModule({}, graph), [True, True])
+    values, indices = torch.stack([VECTORS, -VECTORS]), torch.tensor([[-1, 2], [0, -3]])
+    (filled,) = stacked(values, indices)
+    for row, value, own in zip(filled, values, indices, strict=True):
+        torch.testing.assert_close(row, value.index_fill(1, own, 0.5), rtol=0, atol=0)
 
 
 def test_noise():
