@@ -19,7 +19,9 @@ _DIRECT = {
     _SUM: torch.sum,
     torch.ops.aten.sum.IntList_out: torch.sum,
     _TRANSPOSE: torch.transpose,
-    torch.ops.aten.view.default: Tensor.view,
+    # A kernel may lay its result out otherwise than traced (batch norm's backward does), and a view of that would fail.
+    torch.ops.aten.view.default: Tensor.reshape,
+    torch.ops.aten._unsafe_view.default: Tensor.reshape,  # noqa: SLF001
     torch.ops.aten.unsqueeze.default: torch.unsqueeze,
     torch.ops.aten.expand.default: Tensor.expand,
     _RELU: torch.relu,

@@ -85,6 +85,18 @@ class Canvas(nn.Module):
         return self.head(canvas)
 
 
+class Generator(nn.Module):
+    """Images made of vectors, whose normalization lays gradients out otherwise than traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(8, 24), nn.BatchNorm2d(2), nn.Linear(24, 3)
+
+    def forward(self, x):
+        images = self.norm(self.first(x).view(-1, 2, 3, 4))
+        return self.head(torch.zeros_like(images).flatten(1)) + images.sin().mean()
+
+
 def check(module, inputs, *, is_traced, loss=functional.cross_entropy):
     task = task_of(module.double(), train=lambda: [(inputs, CLASSES)], loss=loss)
     compare(bench(task), is_traced=is_traced)
@@ -141,6 +153,11 @@ def test_columns_that_are_filled_are_each_members_own():
     (filled,) = stacked(values, indices)
     for row, value, own in zip(filled, values, indices, strict=True):
         torch.testing.assert_close(row, value.index_fill(1, own, 0.5), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_images_made_of_vectors(is_traced):
+    check(Generator(), VECTORS, is_traced=is_traced)
 
 
 def test_noise():
