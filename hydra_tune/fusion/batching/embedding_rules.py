@@ -48,6 +48,9 @@ def embedding_bag(
     """
     if include_last_offset or (padding_idx is not None and padding_idx >= 0):
         return None
+    # Torch's CPU kernel mixes up the ids whose frequencies divide gradients, so other members' ids would change the result.
+    if scale_grad_by_freq:
+        return None
     members = weight.size(0)
     number = torch.arange(members, device=indices.device).unsqueeze(1)
     bags, *_ = aten.embedding_bag.padding_idx(

@@ -133,7 +133,14 @@ def test_a_projected_lstm():
 
 @pytest.mark.parametrize(
     "options",
-    [{"mode": "sum"}, {"mode": "mean"}, {"mode": "max"}, {"padding_idx": 1}, {"include_last_offset": True}],
+    [
+        {"mode": "sum"},
+        {"mode": "mean"},
+        {"mode": "max"},
+        {"padding_idx": 1},
+        {"include_last_offset": True},
+        {"scale_grad_by_freq": True},
+    ],
     ids=str,
 )
 def test_bags(options):
