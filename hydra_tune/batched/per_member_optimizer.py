@@ -107,7 +107,11 @@ def _parts(index: int, present: Sequence[tuple[Tensor, Tensor]]) -> Iterator[Non
     try:
         yield
     finally:
-        for (p, _), data in zip(present, own_data, strict=True):
+        for (p, stacked), data in zip(present, own_data, strict=True):
+            part = stacked.detach()[index]
+            # Optimizers may also replace the data: `p.data = p.data - lr * p.grad`.
+            if p.data_ptr() != part.data_ptr():
+                part.copy_(p.data)
             p.grad = None
             p.data = data
 

@@ -37,6 +37,18 @@ class SoftDescent(Optimizer):
                 p.sub_(state["mean"].tanh(), alpha=group["lr"] / state["seen"])
 
 
+class Replacing(Optimizer):
+    """A user's own, which gives each parameter other data."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
 def hooked(lr, params):
     made = SGD(params, lr=lr)
     made.register_step_pre_hook(
@@ -54,6 +66,7 @@ BY_THEMSELVES = {
     "maximize": [partial(SGD, lr=0.1 / (i + 1), momentum=0.9, maximize=True) for i in range(MEMBERS)],
     "nadam": [partial(NAdam, lr=0.1 / (i + 1)) for i in range(MEMBERS)],
     "mine": [partial(SoftDescent, lr=0.1 / (i + 1)) for i in range(MEMBERS)],
+    "replacing": [partial(Replacing, lr=0.1 / (i + 1)) for i in range(MEMBERS)],
     "hooked": [partial(hooked, 0.1 / (i + 1)) for i in range(MEMBERS)],
 }
 
