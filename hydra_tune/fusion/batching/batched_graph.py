@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 
 from hydra_tune.batched.batched_random import drawn, masks
 from hydra_tune.errors import UnfusableError
-from hydra_tune.fusion.batching.batching_rules import RULES, elementwise, is_elementwise
+from hydra_tune.fusion.batching.aliasing_writes import MemoryWrites
+from hydra_tune.fusion.batching.batching_rules import RULES, VIEWS, elementwise, is_elementwise
 from hydra_tune.fusion.batching.embedding_rules import TABLES, embedding_bag
 from hydra_tune.fusion.batching.per_member_fallback import apart, has_batched_form
 from hydra_tune.fusion.batching.random_decomposition import recorded
@@ -83,6 +84,14 @@ class StackedGraph:
         flags = iter(is_stacked)
         for node in module.graph.nodes:
             self._add(node, flags)
+        calls = [(node, arguments, keywords) for node, _, arguments, keywords in self._planned]
+        writes = MemoryWrites(calls, self._arguments, self._outputs)
+        self._overwritten = writes.overwritten
+        if writes.hidden is not None:
+            raise UnfusableError(
+                f"{_told(writes.hidden)} overwrites a view whose base is read later, and stacked trials may lie "
+                "otherwise in memory"
+            )
         # Device and number of members are read off the first stacked argument.
         self._first = list(is_stacked).index(True)
         self._calls = self._with_last_uses()
@@ -259,10 +268,12 @@ class StackedGraph:
             nonlocal is_batched
             if rule is not None:
                 flags = iter(are_stacked)
+                # Autograd refuses writes into the result of a function with a backward of its own (`settled`).
+                options = {"settles": False} if target in VIEWS and node in self._overwritten else {}
                 expanded_arguments = pytree.tree_map_only(
                     Tensor, lambda t: t if next(flags) else _expanded(t, count), (tuple(found), given)
                 )
-                result = rule(*expanded_arguments[0], **expanded_arguments[1])
+                result = rule(*expanded_arguments[0], **expanded_arguments[1], **options)
                 if result is not None:
                     return result
             if is_batched:

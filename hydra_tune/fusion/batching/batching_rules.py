@@ -111,19 +111,22 @@ def layer_norm(
     return normalized if bias is None else normalized + bias.view(shape)
 
 
-def view(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """View as a shape; copy where the stacked layout requires a copy, with gradients in the original layout."""
-    return settled(x).reshape(x.size(0), *shape)
+def view(x: Tensor, shape: Sequence[int], *, settles: bool = True) -> Tensor:
+    """View as a shape; copy where the stacked layout requires a copy.
+
+    With `settles`, gradients come in the original layout.
+    """
+    return (settled(x) if settles else x).reshape(x.size(0), *shape)
 
 
-def flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1) -> Tensor | None:
+def flatten(x: Tensor, start_dim: int = 0, end_dim: int = -1, *, settles: bool = True) -> Tensor | None:
     """Flatten, as `view`."""
     if x.dim() == 1:
         return None
     # Negative dimensions count from the end, where the members' dimension shifts nothing.
     start = start_dim + 1 if start_dim >= 0 else start_dim
     end = end_dim + 1 if end_dim >= 0 else end_dim
-    return settled(x).flatten(start, end)
+    return (settled(x) if settles else x).flatten(start, end)
 
 
 def is_elementwise(target: Any) -> bool:
@@ -147,13 +150,17 @@ def elementwise(target: Any, *arguments: Any, **keywords: Any) -> Any:
     return target(*positional, **named)
 
 
+VIEWS: dict[Any, Callable[..., Any]] = {
+    aten.view.default: view,
+    aten.reshape.default: view,
+    aten.flatten.using_ints: flatten,
+}
+
 RULES: dict[Any, Callable[..., Any]] = {
     aten.linear.default: linear,
     aten.cross_entropy_loss.default: cross_entropy,
     aten.scaled_dot_product_attention.default: attention,
     aten.layer_norm.default: layer_norm,
-    aten.view.default: view,
-    aten.reshape.default: view,
-    aten.flatten.using_ints: flatten,
+    **VIEWS,
     **conv_rules.RULES,
 }
