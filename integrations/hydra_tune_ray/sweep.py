@@ -23,10 +23,10 @@ from hydra_tune.cli.sweep_file.domains import Domain, FloatDomain, IntDomain
 from hydra_tune.cli.sweep_file.request import ClusterRequest, SweepObserver, TrialRecord
 from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError
+from hydra_tune_ray import trainable  # an import of the module itself would take the function's place in the package
 from hydra_tune_ray.callback import PoolCallback
 from hydra_tune_ray.errors import TrialError
 from hydra_tune_ray.pools import Pools, start_pools
-from hydra_tune_ray.trainable import trainable
 
 _CONNECT_SECONDS = 10.0
 _UNLIMITED = 10**9

@@ -230,13 +230,15 @@ def test_a_failed_trial_keeps_no_model_alive_though_its_error_is_kept():
 
 
 class FailsInTime(torch.optim.SGD):
-    """Fails later than the pilots' copies step."""
-
-    steps = 0
+    """Fails later than the pilots' copies step; counts by parameter, because a count of all steps cannot be cut."""
 
     def step(self, closure=None):
-        self.steps += 1
-        return fail() if self.steps > 4 else super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+                if self.state[p]["steps"] > 4:
+                    fail()
+        return super().step(closure)
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -273,8 +275,8 @@ CUT, FITS, FUSED = {"num_shards": 3}, {"num_shards": None}, {"fusion": "on", "fu
         (UPDATES, CUT | {"optimizer_placement": "host"}, "host_optimizer.py"),
         (BAD, FITS, "burst.py"),
         ({"loss": None, "step": step_that_fails_in_backward}, FITS, "burst.py"),
-        (BAD, FUSED, "multi_step_unit.py"),
-        (BAD | {"accumulate": 2}, FUSED, "group_step.py"),
+        (BAD, FUSED, "chain.py"),  # alone, after the group has failed
+        (BAD | {"accumulate": 2}, FUSED, "chain.py"),
     ],
     ids=[
         *("begins", "captured", "runs", "backward", "evaluation", "grouped", "update", "update on the host"),

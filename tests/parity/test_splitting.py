@@ -342,14 +342,14 @@ class Watching(torch.optim.SGD):
 
     def __init__(self, params: Any, seen: list[int]) -> None:
         super().__init__(params, lr=0.1)
-        self.seen = seen
+        self.note = seen.append  # a list would be compared, like a count, before the model is cut
 
     def step(self, closure: Any = None) -> None:
         looks = set()
         for _ in range(20):
             looks.add(tuple(p.grad is not None for group in self.param_groups for p in group["params"]))
             time.sleep(0.0005)
-        self.seen.append(len(looks))
+        self.note(len(looks))
         super().step(closure)
 
 
