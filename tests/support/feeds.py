@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import (
     BatchSampler,
+    ChainDataset,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -212,6 +214,8 @@ FEEDS: dict[str, Callable[[], dict[str, Any]]] = {
     "iterable_counts_passes": lambda: {"train": CountsPasses(), "batch_size": 8},
     "dataset": lambda: {"train": PLAIN, "validate": Subset(PLAIN, range(9)), "batch_size": 8},
     "dataset_with_stream": lambda: {"train": Subset(WithStream(), range(20)), "batch_size": 8},
+    "datasets_with_streams": lambda: _loader(ConcatDataset([WithStream(), PLAIN, WithStream()]), shuffle=True),
+    "iterables_that_count_passes": lambda: {"train": ChainDataset([CountsPasses(), CountsPasses()]), "batch_size": 8},
     "generator": lambda: _loader(shuffle=True, generator=_seeded()),
     "one_generator": _one_generator,
     "drop_last": lambda: _loader(shuffle=True, drop_last=True),

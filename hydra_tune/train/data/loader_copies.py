@@ -54,6 +54,8 @@ class TrialLoaderCopies:
         # Data handles in the order of their first use, which is the same in each run of a task.
         self._handles: list[DataHandle] = []
         self._current_handle = 0
+        # Objects whose parts are being copied.
+        self._entered: set[int] = set()
         # Restored positions for copies that do not exist yet, by handle.
         self._waiting: list[deque[Any]] = []
         # The same from a checkpoint written before positions were kept by handle.
@@ -164,18 +166,32 @@ class TrialLoaderCopies:
             return self._remember(original, copy.deepcopy(original))
         if isinstance(original, IterDataPipe | MapDataPipe) or not hasattr(original, "__dict__") or _is_code(original):
             return original
-        parts = {
-            name: value for name, value in vars(original).items() if _is_stream(value) or isinstance(value, Dataset)
-        }
+        # Datasets may refer to each other, as a part to the whole.
+        if id(original) in self._entered:
+            return original
+        self._entered.add(id(original))
         own_parts = {
-            name: own_copy for name, value in parts.items() if (own_copy := self.stream_in(value)) is not value
+            name: own_part
+            for name, value in vars(original).items()
+            if (own_part := self._part_of_data(value)) is not value
         }
+        self._entered.discard(id(original))
         # An `IterableDataset` may keep its position in itself, so it is copied in any case.
         if not own_parts and not isinstance(original, IterableDataset):
             return original
         own_copy = copy.copy(original)
         vars(own_copy).update(own_parts)
         return self._remember(original, own_copy)
+
+    def _part_of_data(self, value: Any) -> Any:
+        """Return an attribute of a dataset with the trial's own streams, those of wrapped datasets included."""
+        if _is_stream(value) or isinstance(value, Dataset):
+            return self.stream_in(value)
+        datasets = _datasets_in(value)
+        own_datasets = [self.stream_in(dataset) for dataset in datasets]
+        if all(own is dataset for own, dataset in zip(own_datasets, datasets, strict=True)):
+            return value
+        return dict(zip(value, own_datasets, strict=True)) if type(value) is dict else type(value)(own_datasets)
 
     def _sampler(self, original: Any, dataset: Dataset[Any]) -> Any:
         if original is None or isinstance(original, list | tuple | range):
@@ -197,7 +213,7 @@ class TrialLoaderCopies:
         """Return a deep copy of a user-defined sampler; the copy shares the data."""
         memo: dict[int, Any] = {}
         for value in _data_of(dataset):
-            memo[id(value)] = self.stream_in(value) if _is_stream(value) or isinstance(value, Dataset) else value
+            memo[id(value)] = self._part_of_data(value)
         for value in getattr(original, "__dict__", {}).values():
             if _is_stream(value):
                 memo[id(value)] = self.stream_in(value)
@@ -257,10 +273,24 @@ def _is_code(value: object) -> bool:
 
 
 def _data_of(dataset: object) -> Iterator[object]:
-    """Yield a dataset and its attributes, wrapped datasets included."""
-    yield dataset
-    for value in getattr(dataset, "__dict__", {}).values():
-        if isinstance(value, Dataset):
-            yield from _data_of(value)
-        else:
-            yield value
+    """Yield a dataset and its attributes, wrapped datasets included, each once."""
+    found, waiting = {id(dataset)}, [dataset]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        is_dataset = value is dataset or isinstance(value, Dataset)
+        for part in getattr(value, "__dict__", {}).values() if is_dataset else _datasets_in(value):
+            if id(part) not in found:
+                found.add(id(part))
+                waiting.append(part)
+
+
+def _datasets_in(value: Any) -> list[Any]:
+    """Return the items of a list, tuple or dict of datasets; nothing for any other value."""
+    if type(value) not in (list, tuple, dict):
+        return []
+    items = value.values() if type(value) is dict else value
+    # The first item tells, because a dataset may keep a list of millions of samples.
+    if not isinstance(next(iter(items), None), Dataset):
+        return []
+    return list(items)

@@ -84,13 +84,21 @@ def _moved(original: object, own: object, known: AbstractSet[int]) -> dict[str, 
     for name, value in getattr(own, "__dict__", {}).items():
         if isinstance(own, DataLoader) and (name in _OF_A_PASS or isinstance(value, _BaseDataLoaderIter)):
             continue
-        if id(value) in known or (
-            name in original_attributes
-            and (value is original_attributes[name] or same_value(value, original_attributes[name]))
-        ):
+        if id(value) in known or (name in original_attributes and _is_at(value, original_attributes[name], known)):
             continue
         differences[name] = value
     return differences
+
+
+def _is_at(value: Any, original: Any, known: AbstractSet[int]) -> bool:
+    """Whether a value is the original's, but for copies in it that have a position of their own."""
+    if value is original:
+        return True
+    if type(value) is type(original) and type(value) in (list, tuple, dict) and len(value) == len(original):
+        pairs = (value.items(), original.items()) if type(value) is dict else (enumerate(value), enumerate(original))
+        if all(k == j and (own is item or id(own) in known) for (k, own), (j, item) in zip(*pairs, strict=True)):
+            return True
+    return same_value(value, original)
 
 
 def _numpy_state(original: Any, own: Any) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, StackDataset, TensorDataset
 
-from hydra_tune.checkpoint.values import encode
+from hydra_tune.checkpoint.values import decode, encode
 from hydra_tune.errors import CheckpointError, TaskError
 from hydra_tune.train.data.data_feed import TrialDataFeed
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies
@@ -142,6 +142,47 @@ def test_indices_of_any_kind_have_no_position(order):
     resumed.check(loader)
     resumed.restore(drawn.states())
     assert rows(resumed.draw(loader, shuffle=True)) == expected
+
+
+class Noisy(Dataset[Any]):
+    """Adds noise from a stream of its own."""
+
+    def __init__(self, seed: int) -> None:
+        self.noise = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> float:
+        return index + self.noise.random()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ConcatDataset([Noisy(0), [7.0, 8.0], Noisy(1)]),
+        StackDataset(Noisy(0), Noisy(1)),
+        StackDataset(one=Noisy(0), other=Noisy(1)),
+    ],
+    ids=["list", "tuple", "dict"],
+)
+def test_streams_of_datasets_in_a_container_are_the_trials_own(data):
+    drawn, resumed, loader = feed(), feed(), DataLoader(data, 4)
+    first = repr(list(drawn.draw(loader, shuffle=True)))
+    assert repr(list(feed().draw(loader, shuffle=True))) == first
+    position = encode(drawn.states(), "feed", tensors := {})
+    second = repr(list(drawn.draw(loader, shuffle=True)))
+    resumed.check(loader)
+    resumed.restore(decode(position, tensors))
+    assert repr(list(resumed.draw(loader, shuffle=True))) == second != first
+
+
+def test_datasets_may_refer_to_each_other():
+    whole = ConcatDataset([Noisy(0), Noisy(1)])
+    for part in whole.datasets:
+        part.whole = whole
+    loader = DataLoader(whole, 4, sampler=HoldsData(whole))
+    assert repr(list(feed().draw(loader, shuffle=True))) == repr(list(feed().draw(loader, shuffle=True)))
 
 
 class Seeds(Dataset[Any]):
