@@ -468,6 +468,46 @@ def test_constants_that_no_checkpoint_holds_are_not_spoken_of(caplog):
     assert not [record for record in caplog.records if "in no checkpoint" in record.getMessage()]
 
 
+class Changes(nn.Linear):
+    """Has another function or module from its third step on."""
+
+    def __init__(self, first: Any, then: Any) -> None:
+        super().__init__(8, 4)
+        self.seen, self.applied, self.then = 0, first, then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        if self.seen == 3:
+            self.applied = self.then
+        return self.applied(super().forward(x))
+
+    def once(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_function_that_training_exchanges_is_named_once(caplog):
+    run(task(model=lambda: Changes(torch.tanh, torch.sin), report_every=1), library(), Collector())
+    (warning,) = [record.getMessage() for record in caplog.records if "no checkpoint" in record.getMessage()]
+    assert warning.startswith("attribute 'applied' of the model holds another function")
+
+
+def test_a_method_that_is_set_anew_is_not_spoken_of(caplog):
+    def model() -> nn.Module:
+        module = Changes(None, None)
+        module.applied, module.then = module.once, module.once
+        return module
+
+    run(task(model=model), library(), Collector())
+    assert not [record for record in caplog.records if "no checkpoint" in record.getMessage()]
+
+
+def test_a_module_without_parameters_that_training_exchanges_is_refused():
+    described = task(model=lambda: Changes(nn.Dropout(0.1), nn.Identity()))
+    run(described, library())
+    with pytest.raises(CheckpointError, match="module 'applied' was built as Dropout and is Identity now"):
+        run(described, library(), Collector())
+
+
 class Halves:
     """A schedule that is no torch scheduler."""
 

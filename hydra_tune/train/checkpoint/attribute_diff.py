@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
@@ -169,7 +170,17 @@ class AttributeTracker:
         place = f"attribute {'.'.join(filter(None, (path, name)))!r} of the {self._what}"
         if value is before or callable(value):
             stateful = _stateful(value)
-            if stateful is not None and place not in self._warned:
+            # `==`, because each access of a method makes another object.
+            is_same = value is before or (isinstance(value, MethodType) and value == before)
+            if callable(before) and not is_same and place not in self._warned:
+                self._warned.add(place)
+                _LOGGER.warning(
+                    "%s holds another function or callable than at first, which no checkpoint can hold: a resumed trial goes "
+                    "on with the first one, and so to other numbers; keep both, and choose between them by an attribute that "
+                    "is a number or a text",
+                    place,
+                )
+            elif stateful is not None and place not in self._warned:
                 self._warned.add(place)
                 _LOGGER.warning(
                     "%s holds a %s, whose state is in no checkpoint: a resumed trial goes on with a new one, and so to other "

@@ -83,12 +83,14 @@ class TrialObjects:
     optimizer: Optimizer
     scheduler: Any
     _description: dict[str, Any] = field(init=False)
+    _module_classes: dict[str, type] = field(init=False)
     _module_attributes: AttributeTracker = field(init=False)
     _optimizer_attributes: AttributeTracker = field(init=False)
 
     def __post_init__(self) -> None:
         tied = [tensor for _, tensor in named_state(self.module)]
         self._description = describe(self.task, self.module, self.optimizer, self.scheduler)
+        self._module_classes = _classes(self.module)
         self._module_attributes = AttributeTracker("model", self.module.named_modules, _MODULE_INTERNALS, tied)
         # A lambda over `self` would be a reference cycle and keep the weights alive until the garbage collector runs.
         optimizer = self.optimizer
@@ -118,6 +120,7 @@ class TrialObjects:
                 "name there, and a resumed trial would train other parameters; keep the parameters that model= has built, "
                 "and change their values in place"
             )
+        self._refuse_exchanged()
         # An empty entry is an artefact of the optimizer's defaultdict and not state.
         states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
         module_changes, optimizer_changes = self._module_attributes.changed(), self._optimizer_attributes.changed()
@@ -141,6 +144,18 @@ class TrialObjects:
             },
             "schedule": None if self.scheduler is None else schedule_of(self.scheduler),
         }
+
+    def _refuse_exchanged(self) -> None:
+        """Refuse a module that training has exchanged; modules that training has added are left to the code that adds them."""
+        classes = _classes(self.module)
+        for path, built in self._module_classes.items():
+            kind = classes.get(path)
+            if kind is not built:
+                raise CheckpointError(
+                    f"this trial cannot be checkpointed: module {path!r} was built as {built.__name__} and is "
+                    f"{'gone' if kind is None else kind.__name__} now, and a resumed trial would go on with the one that "
+                    "model= builds; build both in model=, and choose between them by an attribute that is a number or a text"
+                )
 
     def compare(self, state: Mapping[str, Any], *, allows_changes: bool) -> list[Change]:
         """Return the differences between the saved task and the present task.
@@ -272,6 +287,11 @@ class TrialObjects:
                 current_value.copy_(value)
             else:
                 group[key] = value
+
+
+def _classes(module: nn.Module) -> dict[str, type]:
+    """Return the class of each module by path; a lazy module's is the class that its first forward gives it."""
+    return {path: getattr(part, "cls_to_become", None) or type(part) for path, part in module.named_modules()}
 
 
 def encoded(module: nn.Module, parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
