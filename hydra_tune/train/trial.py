@@ -27,7 +27,7 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_operators
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.task import TrainTask
-from hydra_tune.train.building import build_model, build_optimizer, refuse_lazy
+from hydra_tune.train.building import build_model, build_optimizer
 from hydra_tune.train.checkpoint.compatibility import copied, is_of_the_pass
 from hydra_tune.train.checkpoint.snapshot import SnapshotSaver, TrialStateSnapshot
 from hydra_tune.train.checkpoint.trial_checkpoint import (
@@ -382,7 +382,6 @@ class Trial:
         if beginning is None:
             return DataPosition()
         assert self._built is not None
-        refuse_lazy(self._built.module)
         state = decoded(beginning.saved)
         if beginning.only_weights:
             self._built.restore_weights(state)

@@ -274,6 +274,20 @@ def test_buffers_that_training_makes():
         assert list(differences(expected, found)) == [], one.labels
 
 
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(4))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_modules_get_the_shapes_that_were_saved():
+    described = task(model=lazy, validate=SAMPLES, scheduler=partial(lr_scheduler.StepLR, step_size=1))
+    plans, keeper = library(), Collector()
+    expected = run(described, plans, keeper)
+    for one in keeper.saved:
+        found = run(described, plans, beginning=StartCheckpoint(saved=one))
+        assert list(differences(expected, found)) == [], one.labels
+
+
 class Exchanges(nn.Module):
     """Gets a new layer in its third batch, and the optimizer keeps the old one."""
 

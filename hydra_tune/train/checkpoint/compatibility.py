@@ -42,7 +42,6 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
         optimizer: see `module`.
         scheduler: see `module`; None if there is none.
     """
-    named = dict(named_state(module))
     names = {id(tensor): name for name, tensor in module.named_parameters()}
     return {
         "torch": torch.__version__.partition("+")[0],
@@ -51,9 +50,9 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
             "train": _data(task.train),
             "validate": _data(task.validate),
         },
-        "parameters": {name: _kind(tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)},
-        "buffers": {name: _kind(tensor) for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)},
-        "trained": [name for name, tensor in named.items() if tensor.requires_grad],
+        **kinds_of(module),
+        # Lazy parameters, which have no kind yet, train as well.
+        "trained": [name for name, parameter in module.named_parameters() if parameter.requires_grad],
         "optimizer": _class(optimizer),
         "members": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
         "groups": [copied(hyperparameters(group)) for group in optimizer.param_groups],
@@ -61,6 +60,20 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
         # Where nothing is saved a schedule needs no state; the first save refuses one without.
         "schedule": copied(schedule_of(scheduler)) if _has_state(scheduler) else None,
     }
+
+
+def kinds_of(module: nn.Module) -> dict[str, Any]:
+    """Describe the parameters and buffers of a module."""
+    named = dict(named_state(module))
+    return {
+        "parameters": {name: _kind(tensor) for name, tensor in named.items() if isinstance(tensor, nn.Parameter)},
+        "buffers": {name: _kind(tensor) for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)},
+    }
+
+
+def kinds_as_built(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a description that `kinds_of` makes."""
+    return {part: description[part] for part in ("parameters", "buffers")}
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from hydra_tune.checkpoint.saved import CheckpointContent
@@ -29,6 +31,7 @@ from hydra_tune.train.checkpoint.compatibility import (
     in_words,
     is_essential,
     is_of_the_pass,
+    kinds_as_built,
     merged,
     schedule_of,
 )
@@ -183,15 +186,15 @@ class TrialObjects:
         Raises:
             CheckpointError: the saved weights do not match the model.
         """
-        parts = ("parameters", "buffers")
-        differences = changes({p: state["made_for"][p] for p in parts}, {p: self._description[p] for p in parts})
+        differences = changes(kinds_as_built(state["made_for"]), kinds_as_built(self._description))
         if differences:
             raise CheckpointError(f"the checkpoint has the weights of another model: {in_words(differences)}")
-        self._copy_weights(state)
+        copy_weights(self.module, state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore everything that needs no plan; the optimizer's per-parameter state and frozen parameters follow later."""
-        self._copy_weights(state)
+        copy_weights(self.module, state)
+        _end_laziness(self.module)
         for path, submodule in with_extra_state(self.module):
             if path in state["extra"]:
                 submodule.set_extra_state(state["extra"][path])
@@ -229,27 +232,6 @@ class TrialObjects:
         trained = set(names)
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(name in trained)
-
-    def _copy_weights(self, state: Mapping[str, Any]) -> None:
-        saved_tensors, named = state["model"], dict(named_state(self.module))
-        with torch.no_grad():
-            for name, saved in saved_tensors.items():
-                tensor = named.get(name)
-                if tensor is not None and (tensor.shape, tensor.dtype) == (saved.shape, saved.dtype):
-                    tensor.copy_(saved)
-                else:
-                    self._put_buffer(name, saved.clone(), is_persistent=name not in state.get("not_persistent", ()))
-        for name in named.keys() - saved_tensors.keys():
-            self._put_buffer(name, None)
-
-    def _put_buffer(self, name: str, tensor: Tensor | None, *, is_persistent: bool = True) -> None:
-        """Give the module a buffer that training has added, replaced by one of another kind, or set to None."""
-        path, _, own_name = name.rpartition(".")
-        owner = self.module.get_submodule(path)
-        if own_name in owner._buffers:  # noqa: SLF001 - an assignment could run code of the user's
-            owner._buffers[own_name] = tensor  # noqa: SLF001
-        else:
-            owner.register_buffer(own_name, tensor, persistent=is_persistent)
 
     def _restore_schedule(self, state: Mapping[str, Any]) -> None:
         schedule_as_built = state["made_for"]["schedule"]
@@ -320,6 +302,51 @@ def decoded(saved: CheckpointContent) -> dict[str, Any]:
     if missing_parts:
         raise CheckpointError(f"the checkpoint has no {min(missing_parts)!r}, so it is not a trial's checkpoint")
     return parts
+
+
+def copy_weights(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Set all parameters and buffers of a module that is as its factory built it.
+
+    Args:
+        module: the module; gets the buffers that training has added, replaced by others of another kind, or set to None.
+        state: result of `decoded`.
+    """
+    saved_tensors = state["model"]
+    # A lazy tensor has no shape before the first forward.
+    for name, lazy in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(lazy) and name in saved_tensors:
+            lazy.materialize(saved_tensors[name].shape)
+    named = dict(named_state(module))
+    with torch.no_grad():
+        for name, saved in saved_tensors.items():
+            tensor = named.get(name)
+            if tensor is not None and (tensor.shape, tensor.dtype) == (saved.shape, saved.dtype):
+                tensor.copy_(saved)
+            else:
+                _put_buffer(module, name, saved.clone(), is_persistent=name not in state.get("not_persistent", ()))
+    for name in named.keys() - saved_tensors.keys():
+        _put_buffer(module, name, None)
+
+
+def _put_buffer(module: nn.Module, name: str, tensor: Tensor | None, *, is_persistent: bool = True) -> None:
+    path, _, own_name = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if own_name in owner._buffers:  # noqa: SLF001 - an assignment could run code of the user's
+        owner._buffers[own_name] = tensor  # noqa: SLF001
+    else:
+        owner.register_buffer(own_name, tensor, persistent=is_persistent)
+
+
+def _end_laziness(module: nn.Module) -> None:
+    """Make ordinary modules of the lazy ones whose tensors all have shapes, as a forward does; their attributes follow."""
+    lazy = [part for part in module.modules() if isinstance(part, LazyModuleMixin)]
+    for part in lazy:
+        if hasattr(part, "_initialize_hook") and not part.has_uninitialized_params():
+            for name in ("_initialize_hook", "_load_hook"):
+                getattr(part, name).remove()
+                delattr(part, name)
+            if part.cls_to_become is not None:
+                part.__class__ = part.cls_to_become
 
 
 def place_after(state: Mapping[str, Any], found: list[Change]) -> DataPosition:

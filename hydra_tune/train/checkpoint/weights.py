@@ -14,7 +14,8 @@ from hydra_tune.errors import WeightsError
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import TrainTask
-from hydra_tune.train.checkpoint.trial_checkpoint import decoded, with_extra_state
+from hydra_tune.train.checkpoint.compatibility import kinds_as_built, kinds_of
+from hydra_tune.train.checkpoint.trial_checkpoint import copy_weights, decoded, with_extra_state
 from hydra_tune.train.rng.rng_streams import RandomStreams
 
 _NUM_NAMED = 3
@@ -65,6 +66,13 @@ def load_module(task: TrainTask, path: str | Path) -> nn.Module:
 
 def _from_checkpoint(task: TrainTask, path: Path) -> nn.Module:
     state = decoded(load_checkpoint(path))
+    with RandomStreams(task.seed).everything(), GATE.shared():
+        module = task.model()
+        # Training may have added, replaced or removed buffers.
+        if kinds_of(module) == kinds_as_built(state["made_for"]):
+            copy_weights(module, state)
+            _set_extra_state(module, state["extra"])
+            return module
     return with_weights(task, state["model"], state["extra"], what=f"the checkpoint in {str(path)!r}")
 
 
@@ -101,10 +109,14 @@ def with_weights(
         # Not `load_state_dict`, which leaves out buffers that are not persistent.
         for name, tensor in named.items():
             tensor.copy_(tensors[name])
-        for name, submodule in with_extra_state(module):
-            if name in extra:
-                submodule.set_extra_state(extra[name])
+        _set_extra_state(module, extra)
     return module
+
+
+def _set_extra_state(module: nn.Module, extra: Mapping[str, Any]) -> None:
+    for path, submodule in with_extra_state(module):
+        if path in extra:
+            submodule.set_extra_state(extra[path])
 
 
 def _differences(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> list[str]:
