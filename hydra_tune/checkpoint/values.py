@@ -67,7 +67,14 @@ def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return encoder(value, name, tensors)
     if kind.__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
         # A flat copy, because torch accepts no negative strides and would share the array's memory.
-        flat = torch.from_numpy(value.reshape(-1).copy())
+        try:
+            flat = torch.from_numpy(value.reshape(-1).copy())
+        # Long doubles, and numbers in another byte order than the machine's.
+        except (TypeError, ValueError):
+            raise CheckpointError(
+                f"{name} holds numpy numbers of dtype {value.dtype.str!r}, which torch and so a checkpoint cannot hold; "
+                "convert them, as with .astype(numpy.float64)"
+            ) from None
         is_scalar = kind.__name__ != "ndarray"
         return {_TAG: "numpy", "is": _put(flat, name, tensors), "shape": list(value.shape), "scalar": is_scalar}
     raise CheckpointError(

@@ -86,6 +86,12 @@ def test_what_cannot_be_held_is_refused_by_name(value):
         encode({"momentum": value}, "momentum", {})
 
 
+@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble", ">f8", ">i4"])
+def test_numbers_that_torch_lacks_are_refused_by_name(dtype):
+    with pytest.raises(CheckpointError, match="the loss holds numpy numbers of dtype"):
+        encode(np.ones(2, dtype), "the loss", {})
+
+
 def test_what_contains_itself_is_refused():
     value: list = []
     value.append(value)
