@@ -279,9 +279,12 @@ def overwritten(geometry: TensorGeometry, present: int, expected: int) -> Runtim
 
 
 def counter_of(tensor: Tensor) -> Tensor:
-    """Return an empty tensor that shares a tensor's version counter and none of the memory."""
+    """Return an empty tensor that shares a tensor's version counter and none of the memory; a sparse one is not emptied."""
     # `detach` shares the version counter, and a new `.data` replaces the memory without replacing the counter.
     counter = tensor.detach()
+    # A sparse tensor takes no dense `.data`, and stays in place as a whole.
+    if tensor.layout is not torch.strided:
+        return counter
     counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter
 

@@ -471,7 +471,9 @@ class TensorGeometry:
 
     @staticmethod
     def of(tensor: Tensor) -> "TensorGeometry":
-        """Return the geometry of a tensor."""
+        """Return the geometry of a tensor; a sparse one has no place in a storage, but a shape and a dtype."""
+        if tensor.layout is not torch.strided:
+            return TensorGeometry(0, tensor.shape, (), tensor.dtype)
         return TensorGeometry(int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype)
 
     def view(self, storage: torch.UntypedStorage, device: torch.device | None = None) -> Tensor:

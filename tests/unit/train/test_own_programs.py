@@ -133,6 +133,30 @@ class Words(nn.Module):
         return mean[:, :4] if self.head is None else self.head(mean)
 
 
+class Multiplies(nn.Linear):
+    """Multiplies a sparse batch, or a batch by a sparse tensor, and autograd saves the sparse one."""
+
+    def __init__(self, graph: Tensor | None) -> None:
+        super().__init__(16, 4)
+        self.graph = graph
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.graph is None:
+            return torch.sparse.mm(x, self.weight.T)
+        return torch.sparse.mm(self.graph, super().forward(x))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (invariant checks|CSR tensor support|CSC tensor support):UserWarning")
+@pytest.mark.parametrize("is_of_batch", [True, False])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_that_autograd_saves(layout, is_of_batch):
+    rows = X[:16].relu()
+    graph = None if is_of_batch else rows @ rows.T
+    train = [(rows.to_sparse(layout=layout) if is_of_batch else rows, Y[:16])]
+    model = partial(Multiplies, graph if graph is None else graph.to_sparse(layout=layout))
+    trained_as_plain(described(model=model, train=lambda: train))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize(
     ("has_head", "optimizer"),
