@@ -22,6 +22,11 @@ _NO_GRADIENT = (
     "the training loss has no gradient, for example after .detach(), .item() or torch.no_grad(), with every parameter frozen, "
     "or because step= calls backward() itself; return the loss as the tensor computed from the module's parameters"
 )
+_THREAD = (
+    "a pool draws a trial's batches on any of its threads, and an SQLite connection belongs to the thread that opened it; open "
+    "it with sqlite3.connect(..., check_same_thread=False) where trials only read, or keep a connection for each thread in a "
+    "threading.local()"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,8 @@ _ALL = (
         _DEVICE,
     ),
     _ErrorExplanation(RuntimeError, re.compile(r"Trying to backward through the graph a second time"), _TWICE),
+    # By the text alone, because importing sqlite3 for its error would take every program longer.
+    _ErrorExplanation(Exception, re.compile(r"^SQLite objects created in a thread can only be used"), _THREAD),
     _ErrorExplanation(RuntimeError, re.compile(r"element 0 of tensors does not require grad"), _NO_GRADIENT),
 )
 

@@ -1,13 +1,16 @@
 """Mistakes that strangers made: each is answered with the cause and the remedy, by the pool and by the plain loop."""
 
 import logging
+import sqlite3
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 
 from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.errors import ConfigError, MetricError, TaskError
@@ -144,6 +147,27 @@ def test_a_device_that_is_not_there_is_explained(mistake, way):
     assert str(error).startswith("the task asks for a GPU, and torch finds none here; leave .to('cuda'), .cuda() and")
     assert "test_messages.py:" in str(error)
     assert error.__cause__ is not None
+
+
+class Rows(Dataset[Any]):
+    """Reads from a connection that belongs to the thread which opened it."""
+
+    def __init__(self) -> None:
+        self.connection = sqlite3.connect(":memory:")
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        (label,) = self.connection.execute("select ?", (index % 4,)).fetchone()
+        return torch.ones(8), label
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "plain"])
+def test_a_connection_of_another_thread_is_explained(way):
+    error = error_of(way, task(train=DataLoader(Rows(), 4)))
+    assert isinstance(error, TaskError)
+    assert "sqlite3.connect(..., check_same_thread=False)" in str(error)
 
 
 def correct(module, batch):
