@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Generator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -113,10 +113,10 @@ class SingleTrial(Trial):
     ) -> Generator[Said, None, int]:
         """Train one pass over the training data, or the rest of a pass; return the number of batches of the whole pass."""
         drawn_batches, count = self._draw_pass(place.batches), place.batches
+        # The rest of a pass goes on in the modes that the steps before the checkpoint have left.
+        if not place.batches:
+            self._set_mode(module, training=True)
         if self._direct is not None:
-            # The rest of a pass goes on in the modes that the steps before the checkpoint have left.
-            if not place.batches:
-                module.train()
             count = yield from self._train_directly(self._direct, drawn_batches, place)
         # Also where the trial has just left its own code: then the batches of an undone step come first.
         if self._direct is None:
@@ -175,9 +175,20 @@ class SingleTrial(Trial):
                 self._make_own_state(module, optimizer, plan_or_reason)
                 yield BurstMark.BEGINS
                 return
-        in_training_mode(module)
         refuse_lazy(module)
         refuse_gradient_hooks(module)
+
+    def _set_mode(self, module: nn.Module, *, training: bool) -> None:
+        """Switch the module's mode, where a plain loop does."""
+        # Methods of the user's own may write weights, which may lie on a device or on the disk.
+        is_cut = self.state is not None and self._direct is None
+        writes = is_cut and any(
+            getattr(method, "__func__", None) is not original
+            for part in module.modules()
+            for method, original in ((part.train, nn.Module.train), (part.eval, nn.Module.eval))
+        )
+        with nullcontext() if self.state is None or not writes else self.state.writing(), self._own_code():
+            module.train() if training else module.eval()
 
     def _make_own_state(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardPlan, *, always_sheds: bool = False
@@ -306,7 +317,7 @@ class SingleTrial(Trial):
         assert self.module is not None
         means: dict[str, WeightedMean] = {}
         count = 0
-        self.module.eval()
+        self._set_mode(self.module, training=False)
         drawn_batches = self._draw(self.task.validate, shuffle=False)
         while True:
             with torch.no_grad():
@@ -335,7 +346,7 @@ class SingleTrial(Trial):
             self.progress.evaluated_batches += 1
             self._took(self._evaluation_times, start)
             yield BurstMark.STEP
-        self.module.train()
+        self._set_mode(self.module, training=True)
         self._evaluated(count)
         return means
 
@@ -542,6 +553,7 @@ class SingleTrial(Trial):
     def _evaluate(self) -> Generator[Said, None, dict[str, WeightedMean]]:
         if self._direct is not None:
             return (yield from self._evaluate_directly(self._direct))
+        self._set_mode(self._objects[0], training=False)
         return (yield from self._evaluate_rest(self._draw(self.task.validate, shuffle=False), {}, 0))
 
     def _evaluate_rest(
@@ -571,7 +583,7 @@ class SingleTrial(Trial):
             count += 1
             self.progress.evaluated_batches += 1
         self._evaluated(count)
-        module.train()
+        self._set_mode(module, training=True)
         return means
 
 

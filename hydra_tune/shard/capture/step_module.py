@@ -171,8 +171,17 @@ def _scalar(name: str, value: object) -> Tensor:
     return value
 
 
-def step_module(task: TrainTask, model: nn.Module, mode: str) -> TrainStep | EvaluateStep:
-    """Return the module to capture for `mode` ("train" or "evaluate"), with the model switched to the mode."""
+def step_module(task: TrainTask, model: nn.Module, mode: str, *, sets_mode: bool = True) -> TrainStep | EvaluateStep:
+    """Return the module to capture for `mode` ("train" or "evaluate").
+
+    Args:
+        task: describes the step.
+        model: the model of the step.
+        mode: "train" or "evaluate".
+        sets_mode: whether the model is switched to the mode, as where a pass begins; a later step of the pass goes on in
+            the modes that the earlier steps have left.
+    """
     wrapper: TrainStep | EvaluateStep = TrainStep(model, task) if mode == "train" else EvaluateStep(model, task)
-    model.train(mode == "train")
+    if sets_mode:
+        model.train(mode == "train")
     return wrapper

@@ -55,7 +55,9 @@ class EagerStep:
         """Return the step's results for the batch tensors among the arguments."""
         device_type = arguments[0].device.type if arguments else "cpu"
         with eager_autocast(self._call[0].precision, device_type):
-            results = step_module(*self._call)(self._rebuild(arguments[self._num_state :]))
+            # The trial sets the mode, once a pass: a step may leave modules in another mode for the next step.
+            step = step_module(*self._call, sets_mode=False)
+            results = step(self._rebuild(arguments[self._num_state :]))
         return tuple(results.values())
 
 

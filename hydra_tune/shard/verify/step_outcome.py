@@ -175,7 +175,13 @@ class HostChainStore:
 
 
 def run_eager(
-    task: TrainTask, twin: nn.Module, mode: str, batch: Any, guards: list[BatchValueGuard] | None = None
+    task: TrainTask,
+    twin: nn.Module,
+    mode: str,
+    batch: Any,
+    guards: list[BatchValueGuard] | None = None,
+    *,
+    begins: bool = True,
 ) -> StepOutcome:
     """Run the user's own code once.
 
@@ -185,11 +191,12 @@ def run_eager(
         mode: "train" or "evaluate".
         batch: the batch; the step may change the batch.
         guards: receives the questions of the step's Python about the batch, if any.
+        begins: whether the step is the first of its pass; a later step goes on in the modes that the earlier one has left.
 
     Raises:
         TaskError: a gradient is sparse.
     """
-    wrapper = step_module(task, twin, mode)
+    wrapper = step_module(task, twin, mode, sets_mode=begins)
     recorder = BatchGuardRecorder(batches.flatten(batch).tensors)
     operators = StepOperatorRecorder(recorder)
     with torch.set_grad_enabled(mode == "train"), operators:

@@ -56,7 +56,6 @@ def piece_count(
         return library.foresee(replace(task, split_batches=count), module, optimizer, piece.batch)
 
     choice = choose_count(num_samples(batch), probe)
-    module.train()
     if not choice.fits:
         _refuse(
             replace(task, split_batches=choice.count),

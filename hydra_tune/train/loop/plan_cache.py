@@ -154,7 +154,6 @@ class TrialPlanCache:
         if state is not None:
             self._share.require([state.layout.plan, *self.all], prepared.plan)
             state.adopt_state(list(prepared.plan.used_state()), self._device)
-        module.train()
         times = self._times.of(prepared, task.accumulate * task.num_pieces if mode == "train" else 1)
         # The draws of a stochastic plan are counted when the plan first runs.
         draws = None if prepared.plan.is_stochastic else 0

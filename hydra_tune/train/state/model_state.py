@@ -484,6 +484,21 @@ class ModelState:
             self.bring_home()
             yield
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """As `whole`, for the user's own code, which may write any of the tensors.
+
+        Raises:
+            TaskError: as of `check`.
+        """
+        with self.whole():
+            yield
+            self.check()
+            for block in self._blocks():
+                with block.lock:
+                    if block.tier is not None:
+                        block.tier.written(block)
+
     def hand_over(self, *, is_result: bool = False) -> None:
         """Bring all groups to the host and give each tensor memory of its own; the caller owns the tensors from now on.
 

@@ -157,6 +157,7 @@ def _plan(plan: ShardPlan, task: TrainTask, twin: nn.Module, leaves: BatchLeaves
     for shard in plan.shards:
         module: Any = shard.graph.module
         if isinstance(module, EagerStep):
+            twin.train(plan.mode == "train")
             module = EagerStep(task, twin, plan.mode, leaves, len(shard.graph.state))
         # Fakes hold no numbers, so draws would only move the streams.
         shards.append(replace(shard, graph=replace(shard.graph, module=module, stochastic=False)))

@@ -84,6 +84,47 @@ class Recurrent(nn.Module):
         return self.head(self.cells(x.view(-1, 2, 4))[0][:, -1])
 
 
+class FollowsValues(Normalized):
+    """No graph can be captured, so the model runs whole."""
+
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+class CountsPasses(Normalized):
+    """Its outputs grow with the calls of `train`, which a plain loop makes where a pass begins or an evaluation ends."""
+
+    passes = 0
+
+    def train(self, mode=True):
+        self.passes += 1
+        return super().train(mode)
+
+    def forward(self, x):
+        return super().forward(x) * self.passes
+
+
+class Merges(nn.Module):
+    """A low-rank adapter that is added to its weight for evaluation, as in LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.down, self.up = nn.Linear(8, 4), nn.Linear(8, 2), nn.Linear(2, 4)
+        self.merged = False
+
+    def train(self, mode=True):
+        super().train(mode)
+        if mode is self.merged:
+            with torch.no_grad():
+                self.layer.weight.add_(self.up.weight @ self.down.weight, alpha=-1 if mode else 1)
+            self.merged = not mode
+        return self
+
+    def forward(self, x):
+        x = x if x.sum() > 0 else -x
+        return self.layer(x) if self.merged else self.layer(x) + self.up(self.down(x))
+
+
 class Stream(IterableDataset[Any]):
     """Unknown length, and drawn from the trial's own random stream."""
 
@@ -225,6 +266,12 @@ def _named_twice(module, batch):
     return {"loss": loss, "ce": loss}
 
 
+def _leaves_evaluation_mode(module, batch):
+    loss = functional.cross_entropy(module(batch[0]), batch[1])
+    module.eval()
+    return loss
+
+
 O = torch.optim  # noqa: E741
 CASES: dict[str, TrainTask] = {
     "weight decay by group": task(param_groups=_decay),
@@ -255,6 +302,14 @@ CASES: dict[str, TrainTask] = {
     "nested": task(train=_nested, step=_nested_step, loss=None),
     "iterable": task(train=Stream(), batch_size=4, report_every=3, validate=SAMPLES),
     "shuffled loader": task(train=DataLoader(SAMPLES, 5, shuffle=True)),
+    "left in evaluation mode": task(
+        model=Normalized, step=_leaves_evaluation_mode, loss=None, validate=SAMPLES, report_every=2
+    ),
+    "left in evaluation mode, whole": task(
+        model=FollowsValues, step=_leaves_evaluation_mode, loss=None, validate=SAMPLES
+    ),
+    "train() counts": task(model=CountsPasses, validate=SAMPLES, report_every=2),
+    "train() writes weights": task(model=Merges, validate=SAMPLES, report_every=2),
     "evaluation with numpy": task(validate=SAMPLES, evaluate=_with_numpy),
     "one value under two names": task(validate=SAMPLES, evaluate=_named_twice),
 }
