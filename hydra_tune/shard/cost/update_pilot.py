@@ -170,6 +170,20 @@ def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: l
     return _over(optimizer, members, leaves)
 
 
+def keeps_gradients(optimizer: Optimizer) -> bool:
+    """Whether the user's own `zero_grad` leaves gradients where torch's would set them to None."""
+    if "zero_grad" in vars(optimizer):
+        # Put on the object, and bound to the trial's own parameters.
+        return True
+    if type(optimizer).zero_grad is Optimizer.zero_grad:
+        return False
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.grad = torch.ones(1)
+    with suppress(Exception):  # an error of the user's own code appears where the code is used
+        _over(optimizer, [("", 0)], [leaf]).zero_grad()
+    return leaf.grad is not None
+
+
 def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
     """As `stand_in_for`; a leaf has state if a parameter of its group has state."""
     stand_in = _over(optimizer, members, leaves)

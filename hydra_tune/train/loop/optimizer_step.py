@@ -240,6 +240,8 @@ class OptimizerStep:
                 yield batch.update_unit(update, partial(self._after_update, batch, updates[number + 1 :]))
         # Updates on the host must be over before the trial's own code runs again.
         self._state.settle()
+        if not self._gradients.skips_update:
+            self._state.end_step()
         self._gradients.next_step()
 
     @staticmethod

@@ -36,6 +36,7 @@ from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.analysis.module_mutation import check_state, check_still_frozen
 from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.cost.update_pilot import keeps_gradients
 from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
 from hydra_tune.shard.partition.subgraph import ShardGraph
@@ -107,6 +108,16 @@ class ModelState:
         in_order = [id(p) for group in optimizer.param_groups for p in group["params"]]
         # Lazy parameters have no name yet.
         self._optimized = tuple(names[key] for key in in_order if key in names)
+        self._keeps_gradients = not runs_own_code and keeps_gradients(optimizer)
+        # Parameters of the optimizer that have had a gradient, and those that have one in the present step.
+        self._ever_stepped: set[str] = set()
+        self._stepped: set[str] = set()
+        if not runs_own_code:
+            for name in self._optimized:
+                # Zeros that the user's own `zero_grad` has left; a shard's update would step them too.
+                if self.tensors[name].grad is not None:
+                    self._ever_stepped.add(name)
+                    self.tensors[name].grad = None
         self._group_of: dict[str, TensorBlock] = {}
         self._optimizer_groups: dict[tuple[str, ...], list[TensorBlock]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
@@ -188,6 +199,7 @@ class ModelState:
     def _step(self, gradients: dict[str, Tensor], rules: GradientProcessor) -> None:
         for name, gradient in gradients.items():
             self.tensors[name].grad = gradient
+        self._stepped |= gradients.keys()
         try:
             if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
                 rules.clip(clipped, self._optimized)
@@ -197,6 +209,25 @@ class ModelState:
             for name in gradients:
                 # Even after an error: a left-over gradient would be applied by the next shard's update.
                 self.tensors[name].grad = None
+
+    def end_step(self) -> None:
+        """Refuse a step in which a plain loop would update parameters without a gradient, from zeros of earlier steps.
+
+        Raises:
+            TaskError: the optimizer's `zero_grad` leaves gradients, and a parameter has had one in an earlier step alone.
+        """
+        stepped, self._stepped = self._stepped, set()
+        if not self._keeps_gradients:
+            return
+        self._ever_stepped |= stepped
+        missing = next((name for name in self._optimized if name in self._ever_stepped - stepped), None)
+        if missing is not None:
+            raise TaskError(
+                f"{type(self.optimizer).__name__}.zero_grad() leaves zeros as gradients, and {missing!r} got no gradient in a "
+                "step: a plain loop steps such a parameter all the same, and a trial that is cut or runs whole cannot; have "
+                "zero_grad() leave None, as Optimizer.zero_grad() does, use all parameters in each step, or raise "
+                "device_memory until the trial runs as it is"
+            )
 
     def _collect(self, groups: Iterable[TensorBlock], whose: str) -> None:
         """Copy tensors back into the groups, where the user's code has given tensors other memory (`p.data = ...`).

@@ -192,6 +192,23 @@ def _raising(error: BaseException) -> Any:
     return step
 
 
+class ZerosGradients(torch.optim.SGD):
+    def zero_grad(self, set_to_none=False):
+        super().zero_grad(set_to_none=set_to_none)
+
+
+def test_gradients_of_zeros_that_own_code_has_left_are_not_stepped_once_the_model_is_cut():
+    """The update of one shard would step the parameters of all others."""
+    one = described(
+        optimizer=partial(ZerosGradients, lr=0.1, momentum=0.9, weight_decay=0.1),
+        train=lambda: [batch_of(300 + rows) for rows in range(4)],
+    )
+    with own_code(device_memory="440KiB") as pool:
+        result = pool.run(one)
+    assert result.num_shards > 1
+    assert not against_plain(one, result)
+
+
 def test_what_a_step_raises_is_told_as_it_is():
     errors = (StopIteration("enough"), MemoryError("my own"))
     with own_code() as pool:

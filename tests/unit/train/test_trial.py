@@ -223,6 +223,24 @@ def _own_step(parameters):
     return optimizer
 
 
+class ZerosGradients(torch.optim.SGD):
+    """Zeros instead of None, so a parameter without a gradient in a step decays all the same."""
+
+    def zero_grad(self, set_to_none=False):
+        super().zero_grad(set_to_none=set_to_none)
+
+
+class TwoHeads(nn.Module):
+    """One head for each kind of batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, x, head):
+        return self.heads[head](self.body(x).relu())
+
+
 class ClipsInside(torch.optim.SGD):
     """Couples all gradients."""
 
@@ -236,6 +254,17 @@ def _decay(module):
         {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.5},
         {"params": [p for p in module.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
+
+
+def _by_turns():
+    return [(X[i : i + 6], Y[i : i + 6], number % 2) for number, i in enumerate(range(0, 24, 6))]
+
+
+def _head_step(module, batch):
+    return functional.cross_entropy(module(batch[0], batch[2]), batch[1])
+
+
+_zeros = partial(ZerosGradients, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def _slices():
@@ -292,6 +321,10 @@ CASES: dict[str, TrainTask] = {
     "buffer written without gradients": task(model=AveragedCodes, validate=SAMPLES),
     "spectral norm": task(
         model=lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    ),
+    "zeros for gradients": task(optimizer=_zeros),
+    "zeros for gradients, heads in one step": task(
+        model=TwoHeads, train=_by_turns, step=_head_step, loss=None, optimizer=_zeros, accumulate=2
     ),
     "transformer encoder": task(model=Encoder, validate=SAMPLES),
     "gru": task(model=partial(Recurrent, nn.GRU), validate=SAMPLES),
@@ -382,6 +415,10 @@ def _own_batches():
         ),
         pytest.param(
             lambda: task(optimizer=partial(DrawsFromItsGenerator, lr=0.1)), id="an optimizer with its own generator"
+        ),
+        pytest.param(
+            lambda: task(model=TwoHeads, train=_by_turns, step=_head_step, loss=None, optimizer=_zeros),
+            id="an optimizer that zeros gradients",
         ),
         pytest.param(lambda: task(optimizer=_own_step), id="an optimizer whose step is replaced"),
         pytest.param(
