@@ -5,7 +5,7 @@ baked into the graph. The signature holds all of these.
 """
 
 import ctypes
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -20,10 +20,47 @@ _MEMCMP = ctypes.CDLL(None).memcmp
 _MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
+class AttributeDict(dict[Any, Any]):
+    """A mapping of a batch, in place of one of another class, which export does not take.
+
+    Items are attributes too, as in a tokenizer's result (`batch.input_ids`).
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(
+                f"the batch has no item {name!r}: a step that is captured or runs whole gets a dict in place of a mapping of "
+                "another class, whose items are attributes too but which has no other attributes; read items alone, or raise "
+                "device_memory until the trial runs as it is",
+                name=name,
+                obj=self,
+            ) from None
+
+
+def mapping_like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return other items for a mapping of a batch: as a dict, with attributes unless the mapping itself is a dict."""
+    return items if type(mapping) is dict else AttributeDict(items)
+
+
+def _unflattened(values: Iterable[Any], keys: list[Any]) -> AttributeDict:
+    return AttributeDict(zip(keys, values, strict=True))
+
+
+pytree.register_pytree_node(
+    AttributeDict,
+    lambda each: (list(each.values()), list(each)),
+    _unflattened,
+    serialized_type_name="hydra_tune.AttributeDict",
+    flatten_with_keys_fn=lambda each: ([(pytree.MappingKey(key), value) for key, value in each.items()], list(each)),
+)
+
+
 def plain_mappings(batch: Any) -> Any:
-    """Return the batch with every mapping turned into a dict, as required by export (tokenizers return other mappings)."""
+    """Return the batch with a dict for every mapping, as required by export (tokenizers return other mappings)."""
     if isinstance(batch, Mapping):
-        return {key: plain_mappings(value) for key, value in batch.items()}
+        return mapping_like(batch, {key: plain_mappings(value) for key, value in batch.items()})
     # The constructor of a named tuple takes the values one by one, not an iterable.
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(plain_mappings(value) for value in batch))

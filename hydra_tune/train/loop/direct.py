@@ -492,8 +492,8 @@ def _structure(value: Any, sizes: list[int], inside: tuple[int, ...] = ()) -> Ha
     if isinstance(value, _SIZED):
         sizes.append(len(value))
         return kind
-    # An array of numpy's, or of a similar library.
-    if isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
+    # An array of numpy's, or of a similar library. A dict whose `__getattr__` is `dict.__getitem__` raises a KeyError.
+    if not isinstance(value, Mapping) and isinstance(getattr(value, "shape", None), tuple) and hasattr(value, "dtype"):
         sizes.extend(value.shape)
         return kind, str(value.dtype), len(value.shape)
     # A reference to an enclosing container is named by its depth, so cyclic batches end.

@@ -78,6 +78,12 @@ class Slots:
         self.x, self.y = x, y
 
 
+class Items(dict[str, Tensor]):
+    """Every attribute that is no item is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Opaque:
     """Its iterator is of a class that is not written in Python, and whose parts cannot be told."""
 
@@ -88,6 +94,7 @@ class Opaque:
 BATCHES = {
     "dataclass": (Fields, lambda b: (b.x, b.y), [0, 2]),
     "slots": (Slots, lambda b: (b.x, b.y), [0, 2]),
+    "attributes": (lambda x, y: Items(x=x, y=y), lambda b: (b.x, b.y), [0, 2]),
     "numpy": (lambda x, y: (x.numpy(), y.numpy()), lambda b: tuple(map(torch.from_numpy, b)), [0, 2]),
     "opaque": (Opaque, lambda b: tuple(b.pair), [0, 1, 2, 3]),
 }

@@ -4,6 +4,7 @@ Each case here has a trait that an engine can get wrong without an error.
 """
 
 import gc
+from collections import UserDict
 from functools import partial
 from typing import Any
 
@@ -281,6 +282,32 @@ def _nested():
     return [{"in": (X[i : i + 7], 3), "y": Y[i : i + 7], "scale": 0.5} for i in range(0, 24, 7)]
 
 
+class Encoding(UserDict):
+    """Items are attributes too, as in a tokenizer's result."""
+
+    def __getattr__(self, name):
+        if name == "data" or name not in self.data:
+            raise AttributeError(name)
+        return self.data[name]
+
+
+class Items(dict):
+    """The same in short; no attribute is looked up without a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+    def __deepcopy__(self, memo):
+        return Items({key: value.clone() for key, value in self.items()})
+
+
+def _attribute_step(module, batch):
+    return functional.cross_entropy(module(batch.inputs), batch.labels)
+
+
+def _encoded(kind):
+    return [kind(inputs=X[i : i + 6], labels=Y[i : i + 6]) for i in range(0, 24, 6)]
+
+
 def _nested_step(module, batch):
     return functional.cross_entropy(module(batch["in"][0]), batch["y"]) * batch["scale"]
 
@@ -333,6 +360,13 @@ CASES: dict[str, TrainTask] = {
     "slices": task(train=_slices),
     "strided": task(train=_strided),
     "nested": task(train=_nested, step=_nested_step, loss=None),
+    "attributes of a mapping": task(train=partial(_encoded, Encoding), step=_attribute_step, loss=None),
+    "attributes of a mapping, whole": task(
+        model=FollowsValues, train=partial(_encoded, Encoding), step=_attribute_step, loss=None
+    ),
+    "attributes of a dict, split": task(
+        train=partial(_encoded, Items), step=_attribute_step, loss=None, split_batches=2
+    ),
     "iterable": task(train=Stream(), batch_size=4, report_every=3, validate=SAMPLES),
     "shuffled loader": task(train=DataLoader(SAMPLES, 5, shuffle=True)),
     "left in evaluation mode": task(

@@ -42,11 +42,16 @@ def test_any_nesting_comes_back_as_it_was():
 
 def test_mappings_become_dicts_at_every_depth():
     batch = Encoding(ids=torch.zeros(1), more=[Encoding(mask=torch.ones(1))])
-    plain = plain_mappings(batch)
-    assert type(plain) is dict
-    assert type(plain["more"][0]) is dict
-    assert not isinstance(flatten(batch).rebuild(flatten(batch).tensors), Encoding)
+    for plain in (plain_mappings(batch), flatten(batch).rebuild(flatten(batch).tensors)):
+        assert isinstance(plain, dict)
+        assert isinstance(plain["more"][0], dict)
+        assert not isinstance(plain, Encoding)
+        assert plain.ids is plain["ids"]
+        assert plain.more[0].mask is plain["more"][0]["mask"]
+        with pytest.raises(AttributeError, match="the batch has no item 'labels'"):
+            _ = plain.labels
     assert isinstance(batch, Mapping)
+    assert type(plain_mappings({"more": {}})["more"]) is dict
 
 
 def test_without_tensors_keeps_the_structure_and_no_tensor():
@@ -85,7 +90,7 @@ def test_keys_are_told_apart_by_type():
 
 def test_values_of_tensors_are_not_in_the_signature():
     assert signature((torch.zeros(2, 3), 1)) == signature((torch.ones(2, 3), 1))
-    assert signature(Encoding(a=torch.zeros(1))) == signature({"a": torch.ones(1)})
+    assert signature(Encoding(a=torch.zeros(1))) == signature(Encoding(a=torch.ones(1)))
     assert hash(signature({"a": (torch.zeros(1), "text")})) is not None
 
 
