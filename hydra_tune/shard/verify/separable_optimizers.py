@@ -18,13 +18,19 @@ _STEPS = 2
 _MAX_SIDE = 4  # largest side of a stand-in
 
 
-def check_separable(optimizer: Optimizer, parameters: dict[str, Tensor], specs: dict[str, StateSpec]) -> None:
+def check_separable(
+    optimizer: Optimizer,
+    parameters: dict[str, Tensor],
+    specs: dict[str, StateSpec],
+    need: str = "this model has to be cut to fit",
+) -> None:
     """Refuse an optimizer that would train differently if stepped shard by shard.
 
     Args:
         optimizer: a trial's optimizer; only read.
         parameters: the model's parameters by canonical name.
         specs: geometry of the parameters.
+        need: why there is a step per shard, for the error.
 
     Raises:
         TaskError: a step per shard would differ from a single step.
@@ -42,7 +48,7 @@ def check_separable(optimizer: Optimizer, parameters: dict[str, Tensor], specs: 
     else:
         return
     raise TaskError(
-        f"{type(optimizer).__name__} {why}, so it cannot be stepped shard by shard, and this model has to be cut to fit; "
+        f"{type(optimizer).__name__} {why}, so it cannot be stepped shard by shard, and {need}; "
         "raise device_memory until the model fits whole, or use an optimizer whose update is per parameter"
     )
 

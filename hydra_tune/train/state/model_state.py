@@ -35,11 +35,12 @@ from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.analysis.module_mutation import check_state, check_still_frozen
-from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.capture.step_capture import named_state, state_specs
 from hydra_tune.shard.cost.update_pilot import keeps_gradients
 from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
 from hydra_tune.shard.partition.subgraph import ShardGraph
+from hydra_tune.shard.verify.separable_optimizers import check_separable
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
 
@@ -112,6 +113,8 @@ class ModelState:
         # Parameters of the optimizer that have had a gradient, and those that have one in the present step.
         self._ever_stepped: set[str] = set()
         self._stepped: set[str] = set()
+        # A plan of several shards has been checked already.
+        self._is_separable = len(plan.shards) > 1
         if not runs_own_code:
             for name in self._optimized:
                 # Zeros that the user's own `zero_grad` has left; a shard's update would step them too.
@@ -197,9 +200,14 @@ class ModelState:
             group.dirty = True
 
     def _step(self, gradients: dict[str, Tensor], rules: GradientProcessor) -> None:
+        if self._stepped and not self._is_separable:
+            # A parameter that the last batch has not used is stepped by itself, after those that it has used.
+            need = "the batches of one optimizer step train different parameters, which are stepped one set after the other"
+            check_separable(self.optimizer, dict(self.module.named_parameters()), state_specs(self.module), need)
+            self._is_separable = True
+        self._stepped |= gradients.keys()
         for name, gradient in gradients.items():
             self.tensors[name].grad = gradient
-        self._stepped |= gradients.keys()
         try:
             if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
                 rules.clip(clipped, self._optimized)

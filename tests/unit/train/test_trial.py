@@ -265,6 +265,10 @@ def _head_step(module, batch):
     return functional.cross_entropy(module(batch[0], batch[2]), batch[1])
 
 
+def _heads(**changes):
+    return task(model=TwoHeads, train=_by_turns, step=_head_step, loss=None, **changes)
+
+
 _zeros = partial(ZerosGradients, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
@@ -350,9 +354,7 @@ CASES: dict[str, TrainTask] = {
         model=lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
     ),
     "zeros for gradients": task(optimizer=_zeros),
-    "zeros for gradients, heads in one step": task(
-        model=TwoHeads, train=_by_turns, step=_head_step, loss=None, optimizer=_zeros, accumulate=2
-    ),
+    "zeros for gradients, heads in one step": _heads(optimizer=_zeros, accumulate=2),
     "transformer encoder": task(model=Encoder, validate=SAMPLES),
     "gru": task(model=partial(Recurrent, nn.GRU), validate=SAMPLES),
     "lstm": task(model=partial(Recurrent, nn.LSTM), validate=SAMPLES),
@@ -436,6 +438,10 @@ def _own_batches():
         pytest.param(lambda: task(optimizer=partial(CountsSteps, lr=0.1)), id="an optimizer that counts its steps"),
         pytest.param(lambda: task(optimizer=partial(ClipsInside, lr=0.1)), id="an optimizer that clips"),
         pytest.param(
+            lambda: _heads(optimizer=partial(ClipsInside, lr=0.1), accumulate=2),
+            id="an optimizer that clips what several kinds of batches train",
+        ),
+        pytest.param(
             lambda: task(model=_few_parameters, optimizer=partial(CountsInAnAttribute, lr=0.1), epochs=3),
             id="an optimizer that counts in an attribute",
         ),
@@ -451,7 +457,7 @@ def _own_batches():
             lambda: task(optimizer=partial(DrawsFromItsGenerator, lr=0.1)), id="an optimizer with its own generator"
         ),
         pytest.param(
-            lambda: task(model=TwoHeads, train=_by_turns, step=_head_step, loss=None, optimizer=_zeros),
+            lambda: _heads(optimizer=_zeros),
             id="an optimizer that zeros gradients",
         ),
         pytest.param(lambda: task(optimizer=_own_step), id="an optimizer whose step is replaced"),
