@@ -9,7 +9,7 @@ generators). The run of the units also gives their first times.
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -183,6 +183,27 @@ def plain_attributes(twin: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name not in _MODULE_INTERNALS
     }
+
+
+def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of all submodules in plain attributes, and in containers there: a graph has the used ones as constants."""
+    return {
+        f"{path}.{name}{key}".lstrip("."): tensor
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _MODULE_INTERNALS
+        for key, tensor in _tensors(value)
+    }
+
+
+def _tensors(value: object) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_cpu and value.layout is torch.strided and not value.is_nested:
+            yield "", value
+    elif isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from ((f"[{key!r}]{inner_key}", tensor) for inner_key, tensor in _tensors(item))
 
 
 def _plain(value: object) -> object:

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hydra_tune.devices.device import Device
-from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.batch import BatchLeaves, same_bits
 from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.meta_models import is_unbuilt
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
-from hydra_tune.shard.verify.plan_check import plain_attributes
+from hydra_tune.shard.verify.plan_check import plain_attributes, tensor_attributes
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.host_quota import HostMemoryQuota
@@ -34,6 +35,7 @@ _MAX_PLANS = 128
 class CachedPlan:
     """A plan, the times of its units, and the model's attributes when the plan was made.
 
+    `constants` has the plan's constant for each tensor among the attributes whose values the plan may have taken.
     `draws` is the number of draws by which a batch moves the torch stream; None if unknown. The number is determined
     once. `ways` lists the ways in which batches of the plan may run together; None until first needed.
     """
@@ -41,6 +43,7 @@ class CachedPlan:
     prepared: PreparedPlan
     times: UnitTimes
     attributes: dict[str, Any]
+    constants: dict[str, Tensor]
     draws: int | None = None
     is_counted: bool = False
     ways: list[str] | None = None
@@ -49,6 +52,13 @@ class CachedPlan:
     def plan(self) -> ShardPlan:
         """Cut of the step."""
         return self.prepared.plan
+
+    def is_of(self, attributes: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        """Whether the plan serves a model with these attributes, which code between the steps may have changed."""
+        return self.plan.eager or (
+            self.attributes == attributes
+            and all(name in tensors and same_bits(tensors[name], constant) for name, constant in self.constants.items())
+        )
 
 
 class TrialPlanCache:
@@ -109,9 +119,8 @@ class TrialPlanCache:
         self._kept.move_to_end(key)
         # A graph bakes in the model's attributes, which code between the steps may change (a schedule of a temperature).
         attributes = plain_attributes(module) if plans else {}
-        plans[:] = [
-            cached_plan for cached_plan in plans if cached_plan.plan.eager or cached_plan.attributes == attributes
-        ]
+        tensors = tensor_attributes(module) if any(cached_plan.constants for cached_plan in plans) else {}
+        plans[:] = [cached_plan for cached_plan in plans if cached_plan.is_of(attributes, tensors)]
         # A guard computes on the batch, and whatever computes passes the capture gate.
         asks = any(cached_plan.prepared.guard is not None for cached_plan in plans)
         with GATE.shared() if asks else nullcontext():
@@ -157,6 +166,19 @@ class TrialPlanCache:
         times = self._times.of(prepared, task.accumulate * task.num_pieces if mode == "train" else 1)
         # The draws of a stochastic plan are counted when the plan first runs.
         draws = None if prepared.plan.is_stochastic else 0
+        # By value, because the plan may have been captured from the equal model of another trial.
+        tensors = {} if is_unbuilt(module) else tensor_attributes(module)
+        constants = {
+            name: constant
+            for constant in prepared.plan.constants.values()
+            for name, tensor in tensors.items()
+            if same_bits(tensor, constant)
+        }
         return CachedPlan(
-            prepared=prepared, times=times, attributes=plain_attributes(module), draws=draws, is_counted=draws == 0
+            prepared=prepared,
+            times=times,
+            attributes=plain_attributes(module),
+            constants=constants,
+            draws=draws,
+            is_counted=draws == 0,
         )

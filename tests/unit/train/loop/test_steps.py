@@ -315,24 +315,27 @@ def test_a_model_that_has_to_be_cut_trains_with_every_length():
 
 
 class Tempered(nn.Module):
-    """Divides by a temperature that is a plain number."""
+    """Divides by a temperature that is no buffer."""
 
-    def __init__(self):
+    def __init__(self, temperature):
         super().__init__()
-        self.net, self.temperature = mlp(), 1.0
+        self.net, self.temperature = mlp(), temperature
 
     def forward(self, x):
-        return self.net(x) / self.temperature
+        return self.net(x) / (self.temperature["all"] if isinstance(self.temperature, dict) else self.temperature)
 
 
 class Cooling:
-    """A schedule of the model's temperature."""
+    """A schedule of the model's temperature; tensors are changed in place."""
 
     def __init__(self, module):
         self.module = module
 
     def step(self):
-        self.module.temperature *= 0.5
+        if isinstance(self.module.temperature, dict):
+            self.module.temperature["all"] *= 0.5
+        else:
+            self.module.temperature *= 0.5
 
     def state_dict(self):
         return {}
@@ -342,12 +345,17 @@ class Cooling:
 
 
 @pytest.mark.parametrize("cut", [1, 2])
-def test_a_schedule_of_an_attribute_is_followed(cut):
+@pytest.mark.parametrize(
+    "temperature",
+    [lambda: 1.0, lambda: torch.ones(1), lambda: {"all": torch.ones(1)}],
+    ids=["number", "tensor", "tensor in a dict"],
+)
+def test_a_schedule_of_an_attribute_is_followed(temperature, cut):
     def described():
         built = []
 
         def model():
-            built.append(Tempered())
+            built.append(Tempered(temperature()))
             return built[-1]
 
         return task(model=model, scheduler=lambda _: Cooling(built[-1]), epochs=3, validate=SAMPLES)
