@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hydra_tune.shard.analysis.graph_analysis import fake_like
 from hydra_tune.shard.analysis.mutating_ops import overwritten
@@ -33,6 +33,8 @@ _KNOWN: dict[Hashable, tuple[int, int, int]] = {}
 """Bytes of updates by kind of optimizer and geometry of the parameters, for all trials of the process."""
 
 _Make = Callable[[StateSpec], Tensor]
+_Known = dict[int, Any]
+"""Copies of optimizers and of their parameter groups, by the `id` of the original."""
 
 
 class _UpdateTracker(StorageTracker):  # type: ignore[no-untyped-call]
@@ -144,10 +146,12 @@ def _grow_old(optimizer: Optimizer) -> None:
             entries["step"] = type(step)(_LATE)
 
 
-def _without_parameters(optimizer: Optimizer) -> Optimizer:
+def _without_parameters(optimizer: Optimizer, known: _Known | None = None) -> Optimizer:
     """Copy class and options, and the geometry of state created by the constructor; the copy may outlive the trial."""
-    bare = _shell(optimizer)
-    bare.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    known = {} if known is None else known
+    bare = known[id(optimizer)] = _shell(optimizer)
+    bare.param_groups = [known.setdefault(id(group), {**group, "params": []}) for group in optimizer.param_groups]
+    _wrap(optimizer, bare, lambda inner: _without_parameters(inner, known), known)
     if _has_state_at_once(optimizer):
         for group, options in zip(optimizer.param_groups, bare.param_groups, strict=True):
             for p in {(p.shape, p.stride(), p.dtype): p for p in group["params"] if optimizer.state.get(p)}.values():
@@ -195,19 +199,64 @@ def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list
     return stand_in
 
 
-def _over(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
+def _over(
+    optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor], known: _Known | None = None
+) -> Optimizer:
     """Copy class, options and attributes over other tensors, without any state."""
-    copied_optimizer = _shell(optimizer)
-    copied_optimizer.__dict__.update({name: _own(value) for name, value in vars(copied_optimizer).items()})
-    groups = [
-        {
-            **{key: _own(value) for key, value in group.items() if key != "params"},
-            "params": [leaf for leaf, (_, owner) in zip(leaves, members, strict=True) if owner == index],
-        }
-        for index, group in enumerate(optimizer.param_groups)
-    ]
+    known = {} if known is None else known
+    copied_optimizer = known[id(optimizer)] = _shell(optimizer)
+    attributes = {
+        name: value for name, value in vars(copied_optimizer).items() if name not in ("param_groups", "state")
+    }
+    copied_optimizer.__dict__.update({name: _own(value) for name, value in attributes.items()})
+    for index, group in enumerate(optimizer.param_groups):
+        if id(group) not in known:
+            known[id(group)] = {
+                **{key: _own(value) for key, value in group.items() if key != "params"},
+                "params": [leaf for leaf, (_, owner) in zip(leaves, members, strict=True) if owner == index],
+            }
+    groups: list[dict[str, Any]] = [known[id(group)] for group in optimizer.param_groups]
     copied_optimizer.param_groups = [group for group in groups if group["params"]]
+
+    def over(inner: Optimizer) -> Optimizer:
+        places = _places(optimizer, inner)
+        chosen = [
+            (leaf, (name, places[owner]))
+            for leaf, (name, owner) in zip(leaves, members, strict=True)
+            if owner in places
+        ]
+        return _over(inner, [member for _, member in chosen], [leaf for leaf, _ in chosen], known)
+
+    _wrap(optimizer, copied_optimizer, over, known)
     return copied_optimizer
+
+
+def _wrap(optimizer: Optimizer, copied: Optimizer, made: Callable[[Optimizer], Optimizer], known: _Known) -> None:
+    """Give the copy of an optimizer that wraps others (as Lookahead does) copies of these: a step would move the trial's."""
+
+    def inner_copy(inner: Any) -> Any:
+        if not isinstance(inner, Optimizer):
+            return inner
+        if id(inner) not in known:
+            made(inner)
+            if inner.param_groups is optimizer.param_groups:
+                known[id(inner)].param_groups = copied.param_groups
+            if inner.state is optimizer.state:
+                known[id(inner)].state = copied.state
+        return known[id(inner)]
+
+    for name, value in list(vars(copied).items()):
+        if name not in ("param_groups", "state") and any(isinstance(leaf, Optimizer) for leaf in tree_leaves(value)):
+            copied.__dict__[name] = tree_map(inner_copy, value)
+
+
+def _places(optimizer: Optimizer, inner: Optimizer) -> dict[int, int]:
+    """Return the index of each parameter group among those of a wrapped optimizer, which hold the same dicts as a rule."""
+    indices = {id(group): index for index, group in enumerate(inner.param_groups)}
+    places = {index: indices[id(group)] for index, group in enumerate(optimizer.param_groups) if id(group) in indices}
+    if not places and len(inner.param_groups) == len(optimizer.param_groups):
+        return {index: index for index in range(len(inner.param_groups))}
+    return places
 
 
 def _shell(optimizer: Optimizer) -> Optimizer:

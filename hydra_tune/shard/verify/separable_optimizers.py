@@ -101,12 +101,18 @@ def _tensors(optimizer: Optimizer, leaves: list[Tensor]) -> list[Tensor]:
     return [*leaves, *(entry[key] for entry in state for key in sorted(entry) if isinstance(entry[key], Tensor))]
 
 
-def _kept(optimizer: Optimizer) -> list[object]:
-    """Values in an optimizer's attributes and in the options of its groups, which a count of the steps would change."""
+def _kept(optimizer: Optimizer, outer: tuple[Optimizer, ...] = ()) -> list[object]:
+    """Values in an optimizer's attributes and in the options of its groups, which a count of the steps would change.
+
+    Those of optimizers that the optimizer wraps are included.
+    """
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     leaves = tree_leaves((attributes, options))
-    return [_value(leaf) for leaf in leaves if isinstance(leaf, bool | int | float | str | Tensor)]
+    outer = (*outer, optimizer)
+    inner = [leaf for leaf in leaves if isinstance(leaf, Optimizer) and not any(leaf is each for each in outer)]
+    values = [_value(leaf) for leaf in leaves if isinstance(leaf, bool | int | float | str | Tensor)]
+    return values + [value for each in inner for value in _kept(each, outer)]
 
 
 def _value(leaf: object) -> object:

@@ -231,6 +231,18 @@ class ZerosGradients(torch.optim.SGD):
         super().zero_grad(set_to_none=set_to_none)
 
 
+class Wraps(torch.optim.Optimizer):
+    """Leaves all work to other optimizers, as wrappers and chains of optimizers do."""
+
+    def __init__(self, *inner):
+        self.inner = list(inner)
+        super().__init__([group for each in inner for group in each.param_groups], {})
+
+    def step(self, closure=None):
+        for each in self.inner:
+            each.step()
+
+
 class TwoHeads(nn.Module):
     """One head for each kind of batch."""
 
@@ -353,6 +365,9 @@ CASES: dict[str, TrainTask] = {
     "spectral norm": task(
         model=lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
     ),
+    "a chain of optimizers": task(
+        optimizer=lambda parameters: Wraps(O.SGD(parameters[:3], lr=0.1, momentum=0.9), O.AdamW(parameters[3:]))
+    ),
     "zeros for gradients": task(optimizer=_zeros),
     "zeros for gradients, heads in one step": _heads(optimizer=_zeros, accumulate=2),
     "transformer encoder": task(model=Encoder, validate=SAMPLES),
@@ -437,6 +452,14 @@ def _own_batches():
         pytest.param(lambda: task(model=Counts), id="a count in a list"),
         pytest.param(lambda: task(optimizer=partial(CountsSteps, lr=0.1)), id="an optimizer that counts its steps"),
         pytest.param(lambda: task(optimizer=partial(ClipsInside, lr=0.1)), id="an optimizer that clips"),
+        pytest.param(
+            lambda: task(optimizer=lambda parameters: Wraps(CountsInAnAttribute(parameters, lr=0.1)), epochs=3),
+            id="a wrapped optimizer that counts",
+        ),
+        pytest.param(
+            lambda: task(optimizer=lambda parameters: Wraps(ClipsInside(parameters, lr=0.1))),
+            id="a wrapped optimizer that clips",
+        ),
         pytest.param(
             lambda: _heads(optimizer=partial(ClipsInside, lr=0.1), accumulate=2),
             id="an optimizer that clips what several kinds of batches train",
