@@ -558,3 +558,62 @@ def test_a_parameter_group_that_is_added_in_training_is_refused():
     run(task(scheduler=Adds), library())
     with pytest.raises(CheckpointError, match="has 2 parameter groups and was built with 1"):
         run(task(scheduler=Adds), library(), Collector())
+
+
+class TwoHeads(nn.Module):
+    """One head for each half of a pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, x: Any, head: int) -> Any:
+        return self.heads[head](self.body(x).relu())
+
+
+class ZerosGradients(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none=set_to_none)
+
+
+class TrainsItself(nn.Module):
+    """A scale outside the optimizer follows the gradients that add up there."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.net, self.scale = mlp(), make(torch.ones(1))
+
+    def forward(self, x: Any) -> Any:
+        if self.training and self.scale.grad is not None:
+            with torch.no_grad():
+                self.scale -= 0.1 * self.scale.grad
+        return self.net(x) * self.scale
+
+
+def _by_halves() -> list[Any]:
+    return [(X[i : i + 6], Y[i : i + 6], int(i >= 12)) for i in range(0, 24, 6)]
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        task(
+            model=TwoHeads,
+            train=_by_halves,
+            step=lambda module, batch: nn.functional.cross_entropy(module(batch[0], batch[2]), batch[1]),
+            loss=None,
+            optimizer=partial(ZerosGradients, lr=0.1, momentum=0.9, weight_decay=0.1),
+        ),
+        *(
+            task(model=partial(TrainsItself, make), param_groups=lambda module: list(module.net.parameters()))
+            for make in (nn.Parameter, torch.Tensor.requires_grad_)
+        ),
+    ],
+    ids=["zeros", "a parameter outside the optimizer", "a tensor outside the optimizer"],
+)
+def test_gradients_that_are_left_between_two_steps(described):
+    keeper = Collector()
+    expected = run(described, library(), keeper)
+    for saved in keeper.saved:
+        found = run(described, library(), beginning=StartCheckpoint(saved=saved))
+        assert list(differences(expected, found)) == [], saved.facts["place"]

@@ -2,8 +2,9 @@
 
 Note: contents of a checkpoint. Parameters and buffers, non-persistent buffers included; the optimizer's state and the
 options of its groups, by parameter name; the scheduler; the loss scale; all random streams; the positions of the data's
-samplers and generators, now and at the beginning of the present pass; reports and counts; and changed attributes of
-model and optimizer. Classes are not saved: the factories of the resumed task build model and optimizer.
+samplers and generators, now and at the beginning of the present pass; reports and counts; gradients that are left
+between two steps; and changed attributes of model and optimizer. Classes are not saved: the factories of the resumed
+task build model and optimizer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.checkpoint.values import decode, encode
 from hydra_tune.errors import CheckpointError
 from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.verify.plan_check import tensor_attributes
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.attribute_diff import AttributeTracker
 from hydra_tune.train.checkpoint.compatibility import (
@@ -141,6 +143,12 @@ class TrialObjects:
             "optimizer_other": {key: value for key, value in states if not isinstance(key, Tensor)},
             "groups": [hyperparameters(group) for group in self.optimizer.param_groups],
             "optimizer_attributes": optimizer_changes,
+            "left_gradients": {
+                # None for zeros, which an optimizer's own `zero_grad` leaves for each of its parameters.
+                name: tensor.grad if tensor.grad.any() else None
+                for name, tensor in self._leaves().items()
+                if tensor.grad is not None and tensor.grad.layout is torch.strided
+            },
             "attribute_details": {
                 "model": self._module_attributes.details(module_changes),
                 "optimizer": self._optimizer_attributes.details(optimizer_changes),
@@ -201,11 +209,20 @@ class TrialObjects:
         # Older checkpoints lack the details.
         details = state.get("attribute_details", {})
         self._module_attributes.restore(state["attributes"], details.get("model"))
+        leaves = self._leaves()
+        for name, gradient in state.get("left_gradients", {}).items():
+            if name in leaves:
+                leaves[name].grad = torch.zeros_like(leaves[name]) if gradient is None else gradient.clone()
         self._restore_schedule(state)
         for index, group in enumerate(self.optimizer.param_groups):
             self._restore_group(group, state["groups"][index], state["made_for"]["groups"][index])
         self.optimizer.state.update(state["optimizer_other"])
         self._optimizer_attributes.restore(state["optimizer_attributes"], details.get("optimizer"))
+
+    def _leaves(self) -> dict[str, Tensor]:
+        """Return the tensors that may have a gradient between two steps: parameters, and tensors in plain attributes."""
+        tensors = dict(self.module.named_parameters()) | tensor_attributes(self.module)
+        return {name: tensor for name, tensor in tensors.items() if tensor.is_leaf}
 
     def restore_frozen(self, state: Mapping[str, Any]) -> None:
         """Freeze the parameters frozen in the saved state.
