@@ -151,7 +151,14 @@ class Lease:
         if new is not None:
             # Pinned before the load, so that no other thread moves the block in between.
             new.pinned_for = self._pager
-            self._pager.take_new(new)
+            try:
+                self._pager.take_new(new)
+            except BaseException:
+                # The room of the new block is workspace again, which the lease gives back at its end.
+                self._workspace_bytes += new.nbytes
+                new.pinned_for = None
+                drop(new)
+                raise
             _enter(new, BlockState.COMPUTING)
             if new.data is not None:
                 self._storages[storage_identity(new.data)] = new

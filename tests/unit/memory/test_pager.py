@@ -61,6 +61,20 @@ def test_a_lease_brings_blocks_and_room_and_keeps_the_blocks_for_the_next(pager)
     assert pager.bytes_in == {BlockKind.INPUTS: SIZE}, "it was still there"
 
 
+def test_an_exchange_that_runs_out_of_memory_keeps_no_room(pager, monkeypatch):
+    old, new = block(1), block(2, size=SIZE // 2)
+
+    def no_memory(size):
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError), pager.lease([old], 100) as lease:  # noqa: PT012 - within a lease
+        monkeypatch.setattr(pager.device, "empty", no_memory)
+        lease.exchange(old, new)
+    assert pager.ledger.used_bytes == pager.resident_bytes == 0
+    assert new.pinned_for is None
+    assert new.host is None
+
+
 def test_the_block_not_used_for_longest_goes_first(pager):
     a, b, c = (block(value) for value in range(3))
     for made in (a, b, a):
