@@ -92,7 +92,7 @@ def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("trial", justify="right", no_wrap=True)
-    table.add_column(view.metric, justify="right", no_wrap=True, max_width=20, overflow="ellipsis")
+    table.add_column(Text(view.metric), justify="right", no_wrap=True, max_width=20, overflow="ellipsis")
     table.add_column("epochs", justify="right", no_wrap=True)
     table.add_column("shards", justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -100,7 +100,7 @@ def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
     for rank, trial in enumerate(trials, start=1):
         table.add_row(
             str(rank),
-            trial.name or str(trial.number),
+            Text(trial.name or str(trial.number)),
             text.number(trial.value),
             text.epochs(trial.epoch, trial.epochs),
             str(trial.num_shards or ""),

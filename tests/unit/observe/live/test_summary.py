@@ -52,6 +52,14 @@ def test_the_table_and_the_totals(view):
     assert "units saved by pruning: 100 (10% of what was planned)" in lines
 
 
+def test_brackets_in_names_are_no_markup(view):
+    trials = tuple(replace(trial, name=f"net[wide] {trial.number}") for trial in view.trials)
+    lines = printed(replace(view, status="completed", metric="f1[micro]", trials=trials))
+    table = next(index for index, line in enumerate(lines) if line.startswith("rank"))
+    assert "f1[micro]" in lines[table]
+    assert "net[wide] 1" in lines[table + 1]
+
+
 def test_trials_that_were_computed_together_are_counted(view):
     assert not any("together" in line for line in printed(view))
     first, second, *rest = view.trials
