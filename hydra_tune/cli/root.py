@@ -1,6 +1,7 @@
 """`hydra-tune`: the group of commands."""
 
 import io
+import os
 import sys
 from contextlib import suppress
 from typing import Any
@@ -32,6 +33,10 @@ class _CommandGroup(click.Group):
 @click.version_option(__version__, prog_name="hydra-tune")
 def main() -> None:
     """Hyperparameter search through one shared pool of devices."""
+    # Python has no stream where its caller has closed the descriptor (`>&-`), which files of the sweep would get.
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - as long as the process
     # A parameter, an error or a path that the terminal's encoding lacks must not end a sweep; as on standard error.
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Python asks a file for its position, and a program may have put a pipe in its place.

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import subprocess
 from types import SimpleNamespace
 
 import optuna
@@ -37,6 +38,20 @@ def test_lines_table_and_totals_at_80_columns(project):
     assert [line.split()[0] for line in table if line.startswith("cpu:")] == ["cpu:0", "cpu:1"]
     assert any(re.fullmatch(r"units run: [1-9]\d*", line) for line in table)
     assert any(line.startswith("units saved by pruning: 0") for line in table)
+
+
+@pytest.mark.parametrize(("target", "code"), [("/dev/full", 1), ("&-", 0)])
+def test_a_sweep_goes_on_where_its_lines_cannot_be_written(project, target, code):
+    model = project.folder / "model.py"
+    # What a task itself prints fails its trial there, as in any program.
+    model.write_text(model.read_text().replace('print("building")', "pass"))
+    project.change("hydra: {", "hydra: {storage: 'sqlite:///trials.db', study: first, ")
+    shell = ["sh", "-c", f'exec "$@" >{target}', "sh", *project.command()]
+    done = subprocess.run(
+        shell, cwd=project.folder, env=project.environment(), stderr=subprocess.PIPE, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert [trial.state for trial in trials_of(project.folder)] == [TrialState.COMPLETE] * 8
 
 
 def test_json_is_alone_on_standard_output_and_has_it_all(project):

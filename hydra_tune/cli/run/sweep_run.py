@@ -120,9 +120,12 @@ def run_sweep(
     except KeyboardInterrupt:
         return INTERRUPTED
     view = board.snapshot(pool.stats())
-    output.report(view)
-    # After the report: a full disk must not cost the results of hours.
-    if timeline is not None and not _written(pool, timeline):
+    try:
+        output.report(view)
+    finally:
+        # After the report: a full disk must not cost the results of hours. Also where nobody reads the report any more.
+        is_written = timeline is None or _written(pool, timeline)
+    if not is_written:
         return FAILED
     return _exit_code(view, board.last_error, stop.number)
 

@@ -1,5 +1,6 @@
 """Shows a sweep as plain lines without a terminal: one line for each event, and a regular line of progress."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from hydra_tune.quantities import format_seconds
 
 _PERIOD_SECONDS, _LOOK_SECONDS = 30.0, 1.0
 _MOST_AT_ONCE, _MOST_PER_SECOND = 50, 5.0
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def progress_line(view: SweepView) -> str:
@@ -37,17 +40,18 @@ def progress_line(view: SweepView) -> str:
 class RateLimit:
     """Limits the rate of lines: at most 50 at once, and 5 a second in the long run. Thread-safe.
 
-    Held-back lines are counted, and the count is written before the next passing line, or by `flush`.
+    Held-back lines are counted, and the count is written before the next passing line, or by `flush`. After a line that
+    cannot be written, a warning says so, and no more are tried.
 
     Args:
-        write: writes a line.
+        write: writes a line; may raise an `OSError`.
         clock: returns seconds, from any origin.
     """
 
     def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._clock = write, clock
         self._room, self._at = float(_MOST_AT_ONCE), clock()
-        self._num_held = 0
+        self._num_held, self._is_broken = 0, False
         self._lock = threading.Lock()
 
     def __call__(self, line: str) -> None:
@@ -63,7 +67,7 @@ class RateLimit:
                 return
             self._room -= 1
             self._say_held()
-            self._write(line)
+            self._put(line)
 
     def flush(self) -> None:
         """Write the number of held-back lines."""
@@ -73,7 +77,17 @@ class RateLimit:
     def _say_held(self) -> None:
         num_held, self._num_held = self._num_held, 0
         if num_held:
-            self._write(f"... and {num_held} more {'line' if num_held == 1 else 'lines'}, too many to print")
+            self._put(f"... and {num_held} more {'line' if num_held == 1 else 'lines'}, too many to print")
+
+    def _put(self, line: str) -> None:
+        if self._is_broken:
+            return
+        try:
+            self._write(line)
+        # The reader of a pipe has gone, or a disk is full: nothing is wrong with the training.
+        except OSError as error:
+            self._is_broken = True
+            _LOGGER.warning("no more lines can be printed, and training goes on without them: %s", error)
 
 
 class PlainView(AbstractContextManager["PlainView"]):

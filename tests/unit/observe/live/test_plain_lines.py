@@ -34,6 +34,23 @@ def test_what_was_held_back_at_the_end_is_said():
     assert lines[50:] == ["... and 1 more line, too many to print"]
 
 
+def test_lines_that_cannot_be_written_end_with_a_warning(caplog):
+    tried = []
+
+    def write(line):
+        tried.append(line)
+        raise BrokenPipeError(32, "Broken pipe")
+
+    say = RateLimit(write)
+    say("first")
+    say("second")
+    say.flush()
+    assert tried == ["first"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "no more lines can be printed, and training goes on without them: [Errno 32] Broken pipe"
+    ]
+
+
 def test_lines_come_until_the_block_is_left(view):
     lines = queue.SimpleQueue()
     with PlainView(lines.put, lambda: view, period_seconds=0.01):
