@@ -6,6 +6,7 @@ contract test tells whether a release of Optuna still fits. The module decides n
 """
 # ruff: noqa: SLF001 - that is what this module is for
 
+import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
@@ -47,6 +48,7 @@ from hydra_tune.interrupts import hold_interrupts
 
 __all__ = [
     "ProgressBar",
+    "as_running",
     "ask",
     "completed_needed",
     "end_draws",
@@ -197,6 +199,14 @@ def end_draws(trial: Trial) -> None:
 def running(study: Study) -> list[FrozenTrial]:
     """Trials that the storage lists as running, in whichever process."""
     return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+
+def as_running(study: Study, frozen: FrozenTrial) -> FrozenTrial:
+    """Return a copy of a trial for the objective, with the attribute `study` that running trials have."""
+    # A copy, because an objective may change the trial, and the storage may share the object.
+    trial = copy.deepcopy(frozen)
+    trial.study = study  # type: ignore[attr-defined]
+    return trial
 
 
 def ended(study: Study, states: tuple[TrialState, ...]) -> list[FrozenTrial]:

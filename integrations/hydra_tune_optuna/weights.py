@@ -6,7 +6,6 @@ finds a folder that was moved.
 """
 
 import contextlib
-import copy
 import json
 import os
 import re
@@ -320,8 +319,7 @@ def load_module(
     """
     frozen = _frozen(study, trial)
     path = _path_of(study, frozen, weights_dir)
-    # A copy, because an objective may change the trial, and the storage may share the object.
-    task = build(copy.deepcopy(frozen))
+    task = build(optuna_internals.as_running(study, frozen))
     if not isinstance(task, TrainTask):
         raise WeightsError(
             f"build returned {type(task).__name__} for trial {frozen.number}, not a TrainTask; give the objective that the "

@@ -253,6 +253,18 @@ def test_damaged_weights_are_refused(pool):
         study.load_module()
 
 
+def test_an_objective_may_use_its_trials_study(pool):
+    def objective(trial):
+        assert trial.study.user_attrs == {"set": "digits"}
+        return build(trial)
+
+    study = create_study(pool)
+    study.set_user_attr("set", "digits")
+    study.optimize(objective, n_trials=1)
+    assert_bitwise(study.load_module(), build, study.best_trial)
+    assert not hasattr(study.best_trial, "study")
+
+
 def test_loading_leaves_the_random_streams_alone(pool):
     study = create_study(pool)
     study.optimize(build, n_trials=1)

@@ -5,16 +5,17 @@ search resumes the checkpoint in the pool to recover the weights; a checkpoint o
 units.
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from optuna.study import Study
 from optuna.trial import FrozenTrial
 
 from hydra_tune import Failed, Finished, HydraExecutor, Job, TrainTask
 from hydra_tune.interrupts import let_interrupts_through
 from hydra_tune.pool.job import EventStream
+from hydra_tune_optuna import optuna_internals
 from hydra_tune_optuna.search.resume_study import ResumableTrial, StudyResumer
 from hydra_tune_optuna.weights import StudyWeights
 
@@ -32,6 +33,7 @@ class StudyCheckpointCollector:
     """Told trials of one search, until nothing of them is needed any more.
 
     Args:
+        study: the study.
         pool: holds the checkpoints.
         build: the objective, called with ended trials, too.
         weights: keeper of the best weights; None: no weights are kept.
@@ -40,11 +42,13 @@ class StudyCheckpointCollector:
 
     def __init__(
         self,
+        study: Study,
         pool: HydraExecutor,
         build: Callable[[Any], Any],
         weights: StudyWeights | None,
         resuming: StudyResumer,
     ) -> None:
+        self._study = study
         self._pool = pool
         self._build = build
         self._weights = weights
@@ -72,8 +76,7 @@ class StudyCheckpointCollector:
         frozen = left.frozen
         try:
             with let_interrupts_through():
-                # A copy, because an objective may change the trial, and the storage may share the object.
-                task = self._build(copy.deepcopy(frozen))
+                task = self._build(optuna_internals.as_running(self._study, frozen))
             if isinstance(task, TrainTask):
                 name, checkpoint = f"weights of trial {frozen.number}", left.checkpoint
                 job = self._pool.submit(

@@ -139,7 +139,7 @@ class OptimizeDriver:
         self._error: Exception | None = None
         self._has_hinted = False
         self._resuming = StudyResumer(study, pool)
-        self._collecting = StudyCheckpointCollector(pool, build, weights, self._resuming)
+        self._collecting = StudyCheckpointCollector(study, pool, build, weights, self._resuming)
         self._left: deque[ResumableTrial] = deque()  # trials of a dead process, to resume
         self._taken_up: set[int] = set()
 
