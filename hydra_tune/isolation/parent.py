@@ -33,7 +33,7 @@ from hydra_tune.isolation.child import IsolatedPoolServer, ServedExecutor
 from hydra_tune.isolation.sending import known_here, pickled_task, unpacked_error, unpacked_result
 from hydra_tune.pool.job import OVER, EventStream, Failed, Finished, Job, JobProgress, Reported, Result
 from hydra_tune.pool.runtime.job_state import ReportCursor
-from hydra_tune.supervision.supervisor import RestartContext, dies_with, supervise
+from hydra_tune.supervision.supervisor import RestartContext, dies_with, ended_by, supervise
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data.worker_server import is_quiet
 from hydra_tune.train.trial import PendingReport
@@ -243,6 +243,11 @@ class IsolatedPoolClient:
                 raise
             finally:
                 copy.join()
+        if copy.exitcode is not None and copy.exitcode < 0:
+            raise HydraTuneError(
+                f"the process that supervises the pool's process was ended by {ended_by(copy.exitcode)}, and the pool's "
+                "process with it; make a new HydraExecutor, which resumes jobs that have checkpoints with resume_from"
+            )
 
     def _supervise(self, ours: socket.socket, theirs: socket.socket, parent: int) -> None:
         """Run the copy: start the pool's process, and further processes after crashes."""

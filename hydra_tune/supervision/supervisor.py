@@ -162,7 +162,7 @@ def supervise(run: Callable[[RestartContext], int], say: Callable[[str], None], 
                 dump.seek(0)
                 # Workers of the crashed process would keep its file locks from the next process.
                 _end_orphans(earlier_children)
-                history.said.append(history.note(marked, _how(code), dump.read().decode(errors="replace")))
+                history.said.append(history.note(marked, ended_by(code), dump.read().decode(errors="replace")))
                 say(history.said[-1])
             if history.is_hopeless:
                 say(
@@ -272,7 +272,7 @@ def _wait(process: multiprocessing.process.BaseProcess, marks: TrialMarkTable, *
     return first
 
 
-def _how(code: int) -> str:
+def ended_by(code: int) -> str:
     """Describe how a process has ended, from its exit code."""
     if code >= 0:
         return f"exit code {code}, out of order (os._exit, or a library's exit)"

@@ -81,6 +81,16 @@ def test_a_process_that_is_killed_from_outside_is_begun_again(tmp_path, plain, m
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+def test_the_end_of_the_supervisor_is_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = set(psutil.Process().children())
+    with HydraExecutor(**OPTIONS) as pool:
+        job = pool.submit(task_of(BAD, "wait"))
+        (supervisor,) = set(psutil.Process().children()) - before
+        supervisor.kill()
+        assert str(job.result().error).startswith("the process that supervises the pool's process was ended by SIGKILL")
+
+
 MATCH = r"made after the first run\(\) or submit\(\) .*<lambda> was made after the pool.* make it before"
 
 
