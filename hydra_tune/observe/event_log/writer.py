@@ -251,6 +251,10 @@ class EventLog:
     def _work(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # A pool that is still alive may write a file of this name; its lines, and those of this log, would be cut up.
+            if self.path.is_file() and not self.path.is_symlink():
+                with contextlib.suppress(OSError):  # a folder that is not ours: the file itself is overwritten
+                    self.path.unlink()
             # Unbuffered, so that every line written before a kill is in the file.
             with self.path.open("wb", buffering=0) as file:
                 self._write(file.fileno(), [self._lines.header(self._devices, self._facts)])

@@ -92,6 +92,24 @@ def test_what_was_told_is_in_the_file_soon_and_not_only_at_the_end(tmp_path):
     assert read_log(tmp_path / "run.jsonl").end_ns is not None
 
 
+def test_a_log_that_is_still_open_does_not_write_into_its_successor(tmp_path):
+    path = tmp_path / "run.jsonl"
+    first, second = made(path), made(path)
+    first.job("0:first", "submitted")
+    wait_until(path.exists)
+    second.job("0:second", "submitted")
+    tell_unit(second)
+    wait_until(lambda: b"0:second" in path.read_bytes())
+    first.job("0:first", "over", status="completed", units_saved=0)
+    first.close()
+    second.job("0:second", "over", status="completed", units_saved=0)
+    second.close()
+    assert [(event.job, event.what) for event in read_log(path).jobs] == [
+        ("0:second", "submitted"),
+        ("0:second", "over"),
+    ]
+
+
 def test_many_threads_lose_nothing_and_keep_their_order(tmp_path):
     log = made(tmp_path / "run.jsonl")
     log.job("0:a", "submitted")
