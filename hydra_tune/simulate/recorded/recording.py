@@ -21,6 +21,7 @@ DAMAGE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 _FORMAT = 2
 _KEY = "hydra_tune"
+_REMEDY = "hydra-tune sweep --timeline FILE writes one, beside the event log that hydra-tune trace reads"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +119,10 @@ def read_recording(path: Path) -> Recording:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        raise ConfigError(f"{path} is not a recording: it is not JSON ({error}); {_REMEDY}") from error
     content = data.get(_KEY) if isinstance(data, dict) else None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} is not a recording; hydra-tune sweep --timeline FILE writes one")
+        raise ConfigError(f"{path} is not a recording; {_REMEDY}")
     if content.get("format") != _FORMAT:
         raise ConfigError(
             f"{path}: format must be {_FORMAT}, not {content.get('format')!r}; it is from another version"

@@ -284,6 +284,7 @@ def test_its_profile_is_one_that_the_simulator_plays():
     ("text", "message"),
     [
         ("{", "is not JSON"),
+        ('{"hydra_tune_event_log":1}\n{"event":"end"}', "sweep --timeline FILE writes one, beside the event log that"),
         ("[]", "is not a recording"),
         ('{"traceEvents": []}', "hydra-tune sweep --timeline FILE writes one"),
         ('{"hydra_tune": {"format": 9}}', "format must be 2, not 9"),
