@@ -37,6 +37,7 @@ CPUS = 0.01
 
 _LOGGER = logging.getLogger("hydra_tune.ray")
 _TICKET = "ticket.json"
+_NOTE = "pruned.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,7 @@ class PoolTrainable(Trainable):
         self._wanted: tuple[Files, TrialTicket] | None = None
         self._client: TrialClient | None = None
         self._reset = False
+        self._has_pruned_itself = False
 
     def step(self) -> dict[str, Any]:
         """Train until the next report."""
@@ -120,6 +122,7 @@ class PoolTrainable(Trainable):
         outcome = self._client.next_report()
         if isinstance(outcome, ReportOutcome):
             return {**outcome.metrics, "step": outcome.step, "is_last": outcome.is_last, DONE: outcome.is_last}
+        self._has_pruned_itself = outcome.status == "pruned"
         # Ray wants a result for every step: repeat the last one where the trial ended without a new report.
         if self.iteration:
             return {RESULT_DUPLICATE: True, DONE: True}
@@ -128,6 +131,11 @@ class PoolTrainable(Trainable):
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the state at the last report, in hydra-tune's format, with a ticket."""
         assert self._client is not None
+        if self._has_pruned_itself:
+            # Ray saves every trial at its end by default, and would call this one failed.
+            note = "The trial has pruned itself (on_bad_loss), and its state was not kept.\n"
+            (Path(checkpoint_dir) / _NOTE).write_text(note)
+            return
         ticket = self._client.save(Path(checkpoint_dir) / FOLDER)
         (Path(checkpoint_dir) / _TICKET).write_text(json.dumps(asdict(ticket)))
 
@@ -164,6 +172,7 @@ class PoolTrainable(Trainable):
     def _go_on(self) -> None:
         """Take the trial to a pool, unless it already waits in one at the wanted report, with the same config."""
         earlier_client, self._client, self._reset = self._client, None, False
+        self._has_pruned_itself = False
         digest = _digest(self._drawn)
         files, ticket = self._wanted or (None, None)
         self._wanted = None

@@ -1,5 +1,6 @@
 """Loads the trained module from a result of Ray."""
 
+from pathlib import Path
 from typing import Any
 
 from ray.tune import Checkpoint, Result
@@ -32,4 +33,9 @@ def load_module(build: Build, result: Result, checkpoint: Checkpoint | None = No
             "Ray has no checkpoint of this trial; give tune.CheckpointConfig(checkpoint_at_end=True), which is its default"
         )
     with chosen_checkpoint.as_directory() as folder:
+        if not Path(folder, FOLDER).exists():
+            raise CheckpointError(
+                "Ray's checkpoint has no state of this trial, which has pruned itself (on_bad_loss='prune'); give checkpoint= "
+                "one of result.best_checkpoints, which tune.CheckpointConfig(checkpoint_frequency=...) makes"
+            )
         return load_task_module(built(build, result.config), f"{folder}/{FOLDER}")

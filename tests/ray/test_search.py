@@ -14,6 +14,7 @@ from ray.tune.schedulers import ASHAScheduler
 
 import hydra_tune_ray
 from hydra_tune import load_module
+from hydra_tune.errors import CheckpointError
 from hydra_tune_ray.checkpoint_transfer import FOLDER, read_files
 from hydra_tune_ray.pools import pools_of
 from tests.ray.searches import (
@@ -161,11 +162,16 @@ def pruned(config):
 
 
 @pytest.mark.slow
-def test_a_trial_that_prunes_itself_ends_with_its_last_report(trained, tmp_path):
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_trial_that_prunes_itself_ends_with_its_last_report(trained, tmp_path, at_end):
     made = hydra_tune_ray.trainable(pruned, pools=pools_of(trained))
-    results = searched(made, tmp_path, space={"report_every": tune.grid_search([1, 2])})
+    checkpoints = tune.CheckpointConfig(checkpoint_at_end=at_end)
+    results = searched(made, tmp_path, space={"report_every": tune.grid_search([1, 2])}, checkpoints=checkpoints)
     after, before = results
     assert after.error is None
+    if at_end:
+        with pytest.raises(CheckpointError, match="which has pruned itself"):
+            hydra_tune_ray.load_module(pruned, after)
     assert len(set(losses(after))) == 1
     assert "has a loss that is not finite before its first report" in str(before.error)
 
