@@ -5,6 +5,7 @@ observer.
 """
 
 import logging
+import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ def run_sweep(request: ClusterRequest) -> None:
     """
     spec = request.spec
     scheduler, search = scheduler_of(spec.pruning), searcher_of(spec)
-    _connect(request.address)
+    _connect(request.address, Path(spec.file).resolve().parent)
     try:
         # Pickle the sweep file's module by value, since the file is on this machine only; its imports must exist on the
         # nodes.
@@ -58,13 +59,22 @@ def run_sweep(request: ClusterRequest) -> None:
         ray.shutdown()
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, folder: Path) -> None:
+    """Connect to a cluster, whose processes find modules beside the sweep file, too, where they have its folder."""
+    # As `task_ref` does in this process. Ray replaces the variable by the node's own.
+    environment = {"env_vars": {"PYTHONPATH": f"{folder}{os.pathsep}${{PYTHONPATH}}"}}
     try:
         if address == _NEW:
-            ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env=environment,
+            )
         else:
             _check_listens(address)
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=environment)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"--ray: there is no Ray cluster at {address!r}: {str(error).splitlines()[0]}; start one with "

@@ -44,14 +44,17 @@ def sweep(
     more="",
     address="local",
     report_every="epoch",
+    task=TASK,
+    cwd=None,
 ):
-    (folder / "task.py").write_text(textwrap.dedent(TASK))
+    (folder / "task.py").write_text(textwrap.dedent(task))
     (folder / "space.yaml").write_text(
         textwrap.dedent(SPACE).format(method=method, cap=cap, lr=lr, more=more, report_every=report_every)
     )
+    file = str(folder / "space.yaml")
     return subprocess.run(
-        [sys.executable, "-m", "hydra_tune", "sweep", "space.yaml", "--ray", address, "--json", *arguments],
-        cwd=folder,
+        [sys.executable, "-m", "hydra_tune", "sweep", file, "--ray", address, "--json", *arguments],
+        cwd=cwd or folder,
         capture_output=True,
         text=True,
         check=False,
@@ -102,6 +105,20 @@ def test_a_grid_is_run_and_a_trial_that_fails_is_told(ray_environment, tmp_path,
 def test_a_trial_that_trains_on_after_its_last_report_is_completed(ray_environment, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     run = sweep(tmp_path, cap=1, lr="{values: [0.02]}", report_every=5)  # of 16 steps
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert [trial["state"] for trial in json.loads(run.stdout)["trials"]] == ["completed"]
+
+
+@pytest.mark.slow
+def test_modules_beside_a_file_in_another_folder_are_found(ray_environment, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "beside.py").write_text("from tests.support import ray_tasks\n")
+    task = TASK.replace("from tests.support import ray_tasks", "import beside").replace(
+        "ray_tasks.", "beside.ray_tasks."
+    )
+    run = sweep(folder, cap=1, lr="{values: [0.02]}", task=task, cwd=tmp_path)
     assert run.returncode == 0, run.stderr[-3000:]
     assert [trial["state"] for trial in json.loads(run.stdout)["trials"]] == ["completed"]
 
