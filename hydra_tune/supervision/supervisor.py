@@ -263,6 +263,9 @@ def _wait(process: multiprocessing.process.BaseProcess, marks: TrialMarkTable, *
         received = signal.sigwaitinfo(_WAITED_FOR)
         if received.si_signo not in SIGNALS or not passes_signals:
             continue
+        # A blocked signal comes here also if this process ignores it, as a shell's background jobs ignore Ctrl-C.
+        if signal.getsignal(received.si_signo) == signal.SIG_IGN:
+            continue
         first, count = first or received.si_signo, count + 1
         if received.si_code == _FROM_KERNEL:
             continue

@@ -157,7 +157,9 @@ def stops(
     # Started before the handlers are set, so that the first signal finds a reader.
     thread.start()
     pipe_before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
-    before = {number: signal.signal(number, stop.handle) for number in SIGNALS}
+    # A signal that is ignored, as Ctrl-C is in a shell's background jobs, stays so.
+    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, stop.handle) for number in heeded}
     _listening = True
     try:
         yield stop

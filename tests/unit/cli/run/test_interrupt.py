@@ -42,6 +42,16 @@ def test_all_is_as_before_afterwards():
     assert "hydra-signals" not in [thread.name for thread in threading.enumerate()]
 
 
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with stops(600, lambda: None, lambda _name: None, lambda _why: None) as stop:
+            signal.raise_signal(signal.SIGINT)
+        assert (stop.number, signal.getsignal(signal.SIGINT)) == (None, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_other_signals_are_let_be():
     hits = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: hits.append(number))
