@@ -68,7 +68,7 @@ def check_keeping(
 def _check_dir(path: object) -> None:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"weights_dir must be the path of a folder, not {path!r}")
-    ancestor = Path(os.fspath(path)).absolute()
+    ancestor = _absolute(path)
     # The folder may be made later: its nearest existing parent must be a writable folder.
     while not ancestor.exists():
         ancestor = ancestor.parent
@@ -78,6 +78,10 @@ def _check_dir(path: object) -> None:
         raise ConfigError(
             f"weights_dir {os.fspath(path)!r} cannot be written by this user; give one that is yours to write"
         )
+
+
+def _absolute(weights_dir: str | os.PathLike[str]) -> Path:
+    return Path(os.path.expanduser(os.fspath(weights_dir))).absolute()  # noqa: PTH111 - leaves the names of nobody as they are
 
 
 class StudyWeights:
@@ -215,7 +219,7 @@ def _dominates(first: Values, second: Values) -> bool:
 
 def _own_folder(study: Study, weights_dir: str | os.PathLike[str]) -> Path:
     """Folder of the study in `weights_dir`; recorded in the storage at first use."""
-    place = Path(os.fspath(weights_dir)).absolute()
+    place = _absolute(weights_dir)
     # A study searched with several `weights_dir` has a folder in each.
     if not any(folder.parent == place for folder in _folders(study)):
         name = f"{_readable_name(study)}-{uuid.uuid4().hex[:8]}"
@@ -240,7 +244,7 @@ def _folders(study: Study, weights_dir: str | os.PathLike[str] | None = None) ->
         if own.fullmatch(key)
     )
     places = [Path(place) / name for name, place in recorded]
-    moved_places = [] if weights_dir is None else [Path(weights_dir).absolute() / name for name, _ in recorded]
+    moved_places = [] if weights_dir is None else [_absolute(weights_dir) / name for name, _ in recorded]
     return list(dict.fromkeys([*places, *moved_places]))
 
 

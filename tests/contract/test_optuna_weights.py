@@ -216,6 +216,15 @@ def test_a_copied_study_keeps_weights_of_its_own(pool, tmp_path):
         assert_bitwise(searched.load_module(), scored(None, None, score), searched.best_trial)
 
 
+def test_a_tilde_in_weights_dir_is_the_home_folder(pool, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    study = create_study(pool, weights_dir="~/kept")
+    study.optimize(build, n_trials=1)
+    assert hydra_tune_optuna.weights_path(study).is_relative_to(tmp_path / "home" / "kept")
+    assert_bitwise(study.load_module(), build, study.best_trial)
+
+
 def test_a_folder_that_was_moved_is_found_with_weights_dir(pool, tmp_path):
     study = create_study(pool)
     study.optimize(build, n_trials=2)

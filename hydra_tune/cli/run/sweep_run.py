@@ -178,7 +178,7 @@ def _own_folder(spec: SweepSpec, *, resume: bool) -> "AbstractContextManager[Swe
     if spec.checkpoint_dir is None:
         return nullcontext()
     assert spec.study is not None, "checked before"
-    if resume and not sweep_path(Path(spec.checkpoint_dir), spec.study).is_dir():
+    if resume and not sweep_path(Path(os.path.expanduser(spec.checkpoint_dir)), spec.study).is_dir():  # noqa: PTH111
         raise SweepFileError(
             f"--resume: there is no sweep {spec.study!r} in {spec.checkpoint_dir!r} to go on with; leave --resume out to begin "
             "one"

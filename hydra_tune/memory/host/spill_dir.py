@@ -40,7 +40,8 @@ def check_spill_dir(path: object) -> Path:
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"spill_dir must be the path of a folder, not {path!r}")
-    folder = Path(os.path.abspath(os.fspath(path)))  # noqa: PTH100 - Path.resolve would follow the symlink that is refused here
+    # Not Path.resolve, which would follow the symlink that is refused here.
+    folder = Path(os.path.abspath(os.path.expanduser(os.fspath(path))))  # noqa: PTH100, PTH111
     if folder.is_symlink():
         raise ConfigError(f"spill_dir {str(folder)!r} is a symlink; give its target, {str(folder.resolve())!r}")
     if not folder.exists():

@@ -61,7 +61,7 @@ def check_log_path(path: object, *, what: str = "event_log") -> Path:
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"{what} must be the path of a file, such as 'run.jsonl', not {path!r}")
-    absolute = Path(os.fspath(path)).absolute()
+    absolute = Path(os.path.expanduser(os.fspath(path))).absolute()  # noqa: PTH111 - leaves the names of nobody as they are
     if absolute.is_dir():
         raise ConfigError(
             f"{what} {str(absolute)!r} is a folder; give a file in it, such as {str(absolute / 'run.jsonl')!r}"

@@ -48,7 +48,7 @@ def check_checkpoint_dir(path: object) -> Path:
     """
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ConfigError(f"checkpoint_dir must be the path of a folder, not {path!r}")
-    folder = Path(os.fspath(path)).absolute()
+    folder = Path(os.path.expanduser(os.fspath(path))).absolute()  # noqa: PTH111 - leaves the names of nobody as they are
     try:
         make_private_folder(folder)
         check_private(folder)

@@ -37,6 +37,11 @@ def test_a_missing_folder_a_file_and_a_symlink_are_refused_by_name(tmp_path):
         check_spill_dir(f"{tmp_path}/link/")
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert check_spill_dir("~") == tmp_path
+
+
 def test_a_folder_that_is_not_ours_to_write_is_refused(tmp_path):
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match=r"is writable by all users.*mode 0777"):

@@ -288,6 +288,11 @@ def test_places_that_cannot_be_are_refused(tmp_path, monkeypatch, path, message)
         check_log_path(path)
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert check_log_path("~/runs/run.jsonl") == tmp_path / "runs" / "run.jsonl"
+
+
 def test_a_place_that_is_not_ours_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(writer.os, "access", lambda *_: False)  # whoever runs the tests may be root
     with pytest.raises(ConfigError, match=r"--log '.*x/run.jsonl' cannot be written by this user; give a path"):

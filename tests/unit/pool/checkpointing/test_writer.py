@@ -16,6 +16,7 @@ from hydra_tune.checkpoint.every import CheckpointInterval, parse_every
 from hydra_tune.checkpoint.folder import CheckpointFolder, generations, load_checkpoint
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError, ConfigError
+from hydra_tune.pool.checkpointing.writer import check_checkpoint_dir
 from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
 from hydra_tune.train.checkpoint.trial_checkpoint import decoded
 from tests.parity.exact import differences
@@ -54,6 +55,11 @@ def test_saving_changes_nothing_and_leaves_the_last_state(tmp_path, options):
         again = finished(pool.submit(described, "again", resume_from=result.checkpoint))
         assert list(differences(dict(result.state_dict()), dict(again.state_dict()))) == []
         assert len(generations(result.checkpoint)) == 1  # one that is over needs no other
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert check_checkpoint_dir("~/saved") == tmp_path / "saved"
 
 
 def test_another_pool_goes_on_from_any_report(tmp_path):
