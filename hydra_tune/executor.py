@@ -548,6 +548,7 @@ class HydraExecutor:
         """
         if self.checkpoint_dir is None:
             raise ConfigError(_NO_CHECKPOINTS)
+        self._check_process()
         # Not `_started()`: a pool that has not started, or is shut down, has no job to save.
         pool, seconds = self._pool, self._stop_seconds if seconds is None else seconds
         if self._isolated is not None:
@@ -628,6 +629,7 @@ class HydraExecutor:
 
     def stats(self) -> PoolStats:
         """Return the pool's figures since its start; also works after `shutdown()`."""
+        self._check_process()
         # Read without `_started()`, which raises after a shutdown: figures may be read after the end.
         pool = self._pool
         return (pool or self._started()).stats()
@@ -831,6 +833,9 @@ class HydraExecutor:
         if self._is_shut_down:
             raise HydraTuneError("the executor is shut down; make a new HydraExecutor")
         self._process = self._process or os.getpid()
+        self._check_process()
+
+    def _check_process(self) -> None:
         if self._is_forked:
             raise HydraTuneError(
                 f"the executor's threads are in process {self._process}, and process {os.getpid()} was forked from that "

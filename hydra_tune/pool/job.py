@@ -5,6 +5,7 @@ events from an `EventStream`.
 """
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hydra_tune.errors import ConfigError
+from hydra_tune.errors import ConfigError, HydraTuneError
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.task import TrainTask
 from hydra_tune.train.explain import explained
@@ -143,6 +144,7 @@ class Job:
         self._paused = False
         self._result: Result | None = None
         self._over = threading.Event()
+        self._process = os.getpid()
 
     @property
     def state(self) -> str:
@@ -223,6 +225,7 @@ class Job:
             FileError: the checkpoint cannot be written.
             TimeoutError: the checkpoint is not on disk in time.
         """
+        self._check_process()
         return self._pool.save(self).result(timeout)
 
     def result(self, timeout: float | None = None) -> Result:
@@ -236,9 +239,10 @@ class Job:
 
         Raises:
             TimeoutError: the job is not over in time.
-            HydraTuneError: a trial's own code waits for a job of the same pool.
+            HydraTuneError: a trial's own code waits for a job of the same pool, or a forked process for one of its parent.
         """
         if self._state not in OVER:
+            self._check_process()
             self._pool.refuse_own_code("run() or result")
         with GATE.left():  # own code of another pool's trial: the job may have to be captured meanwhile
             is_over = self._over.wait(timeout)
@@ -246,6 +250,13 @@ class Job:
             raise TimeoutError(f"job {self.name!r} is still {self._state} after {timeout} s")
         assert self._result is not None
         return self._result
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise HydraTuneError(
+                f"job {self.name!r} trains in process {self._process}, and process {os.getpid()} was forked from that process "
+                "without the pool's threads, and would wait for ever; wait for the job where it was submitted"
+            )
 
     def __repr__(self) -> str:
         return f"<Job {self.name!r} {self._state}>"
