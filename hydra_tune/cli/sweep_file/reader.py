@@ -133,6 +133,8 @@ def _problem(detail: Mapping[str, Any], marked: YamlDocument) -> YamlProblem:
     if kind == "parameter":
         return YamlProblem(marked.mark(path), f"{name}: {detail['msg']}")
     hint = _as_parameter(path[1], detail["input"]) if path[:1] == ("parameters",) and len(path) == _PARAMETER else ""
+    if path == ("metric",) and isinstance(detail["input"], list):
+        hint = "; a file has one metric: for several use create_study(directions=...)"
     # Point at a wrong value itself, not at its key.
     return YamlProblem(marked.value_mark(path), f"{name}: {message(detail)}{hint}")
 

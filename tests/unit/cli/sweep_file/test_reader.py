@@ -255,6 +255,10 @@ def test_a_distribution_without_a_counterpart_is_named_and_so_are_the_others(pro
         (b"metric: {name: val_loss}\n", "1:1: task is missing"),
         (b"task: a:b\nmetric: {goal: minimize}\n", "2:1: metric.name is missing"),
         (b"task: a:b\nmetric: val_loss\n", "2:9: metric: must be a map, not 'val_loss'"),
+        (
+            b"task: a:b\nmetric: [val_loss, val_acc]\n",
+            "2:9: metric: must be a map, not a list; a file has one metric: for several use create_study(directions=...)",
+        ),
         (b"task: a:b\nmetric: {name: x, goal: maximise}\n",
          "2:25: metric.goal: must be one of minimize, maximize, not 'maximise'; did you mean 'maximize'?"),
         (b"task: [a, b]\nmetric: {name: x}\n", "1:7: task: must be text, not a list"),
