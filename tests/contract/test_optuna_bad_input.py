@@ -75,6 +75,18 @@ def test_a_list_of_tasks_is_refused_for_what_it_is(driver):
 
     assert states(study) == ["FAIL"]
     assert "this one returned a list of tasks; return one task" in log[-1]
+    assert "for folds or seeds, train the tasks in the objective with study.executor.run(tasks)" in log[-1]
+
+
+def test_an_objective_trains_its_folds_as_that_refusal_says(driver):
+    study = driver.create_study()
+
+    def objective(trial):
+        return sum(result.metrics["val_loss"] for result in study.executor.run([small_task()] * 2))
+
+    study.optimize(objective, n_trials=1)
+
+    assert states(study) == ["COMPLETE"]
 
 
 HALF_BUILT = {

@@ -82,7 +82,10 @@ def in_words(outcome: object) -> str:
     """Describe an outcome of an objective that is neither a task nor a value."""
     kind = type(outcome).__name__
     if isinstance(outcome, list | tuple) and outcome and all(isinstance(item, TrainTask) for item in outcome):
-        return f"a {kind} of tasks; return one task, with metric= of several names for several objectives"
+        return (
+            f"a {kind} of tasks; return one task, with metric= of several names for several objectives; for folds or seeds, "
+            "train the tasks in the objective with study.executor.run(tasks), and return a number"
+        )
     if isinstance(outcome, type):
         return f"the class {outcome.__name__} itself"
     return kind
