@@ -64,7 +64,8 @@ def test_a_signal_without_a_terminal(project, number):
     assert process.returncode == 128 + number, errors
     assert "Traceback" not in errors
     assert (
-        f"{number.name}: the sweep ends when its running units have ended, in 30 s at most; a second signal" in errors
+        f"{number.name}: the sweep ends when its running units have ended, in 30 s at most; a second signal ends it at once; "
+        "the work of running trials is lost, because there is no checkpoint_dir in hydra:" in errors
     )
     assert len(re.findall(r"^trial \d+  cancelled", printed, re.MULTILINE)) == 4
     assert "no trial completed" in printed

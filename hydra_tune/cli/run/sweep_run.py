@@ -199,10 +199,12 @@ def _saving(spec: SweepSpec) -> dict[str, Any]:
 
 
 def _first_words(spec: SweepSpec, output: SweepOutput, name: str) -> None:
-    saving = "" if spec.checkpoint_dir is None else " and trials are saved"
+    saving, lost = " and trials are saved", ""
+    if spec.checkpoint_dir is None:
+        saving, lost = "", "; the work of running trials is lost, because there is no checkpoint_dir in hydra:"
     output.note(
         f"{name}: the sweep ends when its running units have ended{saving}, in {spec.stop_seconds:g} s at most; a second "
-        "signal ends it at once"
+        f"signal ends it at once{lost}"
     )
 
 

@@ -103,21 +103,22 @@ def check_saving(spec: SweepSpec, *, resume: bool) -> None:
     Raises:
         SweepFileError: a required folder, storage or name is missing.
     """
+    # A study in memory, or without a name, is gone with its process, and the checkpoints of its trials with it.
+    missing = [
+        name for name, value in (("hydra.storage", spec.storage), ("name, or hydra.study", spec.study)) if value is None
+    ]
     if spec.checkpoint_dir is None:
         if spec.checkpoint_every is not None:
             raise SweepFileError(
                 f"{spec.at('hydra.checkpoint_every')}: needs a folder for checkpoints; add checkpoint_dir"
             )
         if resume:
+            also = f"; the study needs {' and '.join(missing)} as well" if missing else ""
             raise SweepFileError(
                 f"--resume: {spec.file} has no checkpoint_dir in hydra:, and trials that were interrupted go on from their "
-                "checkpoints; add it, or give --checkpoint-dir"
+                f"checkpoints; add checkpoint_dir, or give --checkpoint-dir{also}"
             )
         return
-    # A study in memory, or without a name, is gone with its process, and the checkpoints of its trials with it.
-    missing = [
-        name for name, value in (("hydra.storage", spec.storage), ("name, or hydra.study", spec.study)) if value is None
-    ]
     if missing:
         raise SweepFileError(
             f"{spec.at('hydra.checkpoint_dir')}: trials go on from checkpoints under the numbers that a study has noted, "

@@ -75,6 +75,7 @@ def test_what_is_said_of_checkpoints_goes_before_the_file():
     [
         ({"checkpoint_every": 3}, False, "hydra.checkpoint_every: needs a folder for checkpoints; add checkpoint_dir"),
         ({}, True, "--resume: space.yaml has no checkpoint_dir in hydra:"),
+        ({"storage": None}, True, "the study needs hydra.storage and name, or hydra.study as well"),
         ({"checkpoint_dir": "saved"}, False, "add name, or hydra.study"),
         ({"checkpoint_dir": "saved", "storage": None, "study": "first"}, False, "add hydra.storage"),
         ({"checkpoint_dir": "saved", "storage": None}, True, "add hydra.storage and name, or hydra.study"),
