@@ -616,7 +616,9 @@ class HydraExecutor:
             raise
 
     def events(self) -> EventStream:
-        """Open a new stream of events, for one driver.
+        """Open a new stream of events, for one driver, to be given to `submit(task, events=stream)`.
+
+        Jobs submitted without a stream send no events.
 
         Raises:
             HydraTuneError: the executor is shut down.
