@@ -1,0 +1,105 @@
+"""The recipes of docs/training.md train as they stand, in the pool as in the plain loop."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from hydra_tune import HydraExecutor, TrainTask, train_plain
+
+PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
+OPTIMIZER = torch.optim.SGD
+
+
+def snippet(heading):
+    section = PAGE.partition(f"# {heading}\n")[2].partition("\n#")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return code
+
+
+def data(size):
+    generator = torch.Generator().manual_seed(size)
+    points = torch.randn(size, 4, generator=generator)
+    return TensorDataset(points, (points[:, 0] > 0).long())
+
+
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 2))
+
+
+TRAINING = {"train": data(80), "batch_size": 16, "epochs": 3, "loss": torch.nn.functional.cross_entropy}
+
+
+def assert_as_plain(make):
+    """Train a fresh task in the pool and in the plain loop, with the same bits; return the pool's result."""
+    expected = train_plain(make())
+    with HydraExecutor(devices="cpu:2") as pool:
+        (result,) = pool.run([make()])
+    values = [[report[metric] for metric in report if metric != "seconds"] for report in result.history]
+    assert values == [[report[metric] for metric in report if metric != "seconds"] for report in expected.history]
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(result.state_dict()[name], tensor), name
+    return result
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainTask)])
+def test_every_argument_is_named(name):
+    assert f"{name}=" in PAGE or f"`{name}`" in PAGE
+
+
+def test_the_call_with_all_arguments_trains():
+    batches = [dict(zip(("image", "label"), batch, strict=True)) for batch in DataLoader(data(80), batch_size=16)]
+    names = {
+        "torch": torch,
+        "TrainTask": TrainTask,
+        "Net": lambda width: net(),
+        "width": 8,
+        "lr": 0.1,
+        "cross_entropy": torch.nn.functional.cross_entropy,
+        "accuracy": lambda module, batch: (module(batch["image"]).argmax(1) == batch["label"]).double().mean(),
+        "train_set": lambda: batches,
+        "validation_set": lambda: batches,
+    }
+    # Ten epochs of these few batches have no hundredth step.
+    call = (
+        snippet("All arguments")
+        .replace("report_every=100", "report_every=7")
+        .replace("batch_size=64", "batch_size=None")
+    )
+    result = assert_as_plain(lambda: eval(call, dict(names)))
+    assert "val_acc" in result.metrics
+
+
+def test_the_average_in_the_module_is_trained_and_evaluated():
+    names = {"torch": torch, "Net": net, "TrainTask": lambda **given: TrainTask(**given, **TRAINING, validate=data(24))}
+    exec(snippet("Averaged weights").replace(", ...)", ")"), names)
+    result = assert_as_plain(lambda: names["build"](None))
+    weights = result.state_dict()
+    assert weights["average.n_averaged"] == 15  # one for each step
+    assert not torch.equal(weights["average.module.0.weight"], weights["net.0.weight"])
+
+
+def test_a_batch_of_all_batches_gives_the_metric_of_the_whole_set():
+    def share_of_pairs(labels, scores):
+        return float((scores[labels == 1][:, None] > scores[labels == 0]).mean())
+
+    names = {"torch": torch, "roc_auc_score": share_of_pairs, "validation_loader": DataLoader(data(30), batch_size=8)}
+    definition = snippet("Metrics over the whole set").partition("\n\n\n")[0]
+    exec(definition, names)
+    result = assert_as_plain(
+        lambda: TrainTask(
+            model=net,
+            optimizer=lambda parameters: OPTIMIZER(parameters, lr=0.1),
+            validate=lambda: [list(names["validation_loader"])],
+            evaluate=names["evaluate"],
+            metric="val_auc",
+            **TRAINING,
+        )
+    )
+    module, (points, labels) = result.module().eval(), data(30).tensors
+    with torch.no_grad():
+        scores = torch.cat([module(part)[:, 1] for part in points.split(8)])
+    assert result.metrics["val_auc"] == share_of_pairs(labels.numpy(), scores.numpy())
