@@ -71,6 +71,18 @@ class ClosureSnapshot:
         return [change for change in changes if change.variable not in assigned_names]
 
 
+def enclosed_parts(given: object) -> Iterator[tuple[str, object]]:
+    """Iterate over the closure variables of a function, each by name with its value, or with each part of a container."""
+    function = _function(given)
+    if function is None:
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        value = _content(cell)
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for part in tuple(parts):
+            yield name, part
+
+
 def _function(given: object) -> FunctionType | None:
     """Return the Python function beneath partials and bound methods, or None."""
     # Partials and methods may be stacked in any order.

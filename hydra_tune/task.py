@@ -7,7 +7,7 @@ tuners only the hint for a task returned to a tuner without an executor.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from hydra_tune.closures import ClosureSnapshot
+from hydra_tune.closures import ClosureSnapshot, enclosed_parts
 from hydra_tune.errors import ConfigError, MetricError, TaskError, did_you_mean, with_hint
 from hydra_tune.quantities import parse_bytes
 
@@ -185,6 +185,12 @@ class TrainTask(_ClosureSnapshotSlot):
                 change.argument, change.variable, change.before, change.now,
                 change.now, change.variable, change.variable, change.variable,
             )  # fmt: skip
+
+    def enclosed_parts(self) -> Iterator[tuple[str, str, object]]:
+        """Iterate over what the task's functions keep in closures: argument, variable, and the value or a part of it."""
+        for argument in _FUNCTIONS:
+            for variable, part in enclosed_parts(getattr(self, argument)):
+                yield argument, variable, part
 
     @property
     def metrics(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 from hydra_tune import train_plain
@@ -475,6 +476,29 @@ def test_state_that_no_checkpoint_holds_is_named_once(name, caplog):
     assert len(collector.saved) > 1
     (warning,) = [record.getMessage() for record in caplog.records if "in no checkpoint" in record.getMessage()]
     assert warning.startswith(f"attribute 'kept' of the model holds a {name}, ")
+
+
+@pytest.mark.parametrize("kept", ["beside", "inside"])
+def test_an_average_beside_the_model_is_named(kept, caplog):
+    averages = {}
+
+    def groups(module):
+        trained = list(module.parameters())
+        averages["ema"] = AveragedModel(module)
+        if kept == "inside":
+            module.average = averages["ema"].requires_grad_(False)
+        return trained
+
+    def evaluate(module, batch):
+        return {"loss": averages["ema"](batch[0]).mean()}
+
+    given = {"model": lambda: nn.Linear(8, 4), "param_groups": groups}
+    run(task(**given, evaluate=evaluate, validate=TensorDataset(X[:8], Y[:8]), batch_size=8), library(), Collector())
+    warnings = [record.getMessage() for record in caplog.records if "in no checkpoint" in record.getMessage()]
+    assert len(warnings) == (kept == "beside")
+    assert all(
+        "= of a TrainTask reads the variable 'averages', which holds an AveragedModel" in text for text in warnings
+    )
 
 
 def test_constants_that_no_checkpoint_holds_are_not_spoken_of(caplog):

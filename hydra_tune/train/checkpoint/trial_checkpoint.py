@@ -7,6 +7,7 @@ between two steps; and changed attributes of model and optimizer. Classes are no
 task build model and optimizer.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.checkpoint.values import decode, encode
@@ -38,6 +40,7 @@ from hydra_tune.train.checkpoint.compatibility import (
     schedule_of,
 )
 
+_LOGGER = logging.getLogger("hydra_tune.checkpoints")
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 # "step", because a scheduler replaces the method on the instance.
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step"})
@@ -102,6 +105,25 @@ class TrialObjects:
         self._optimizer_attributes = AttributeTracker(
             "optimizer", lambda: [("", optimizer)], _OPTIMIZER_INTERNALS, tied
         )
+        self._warn_of_averages()
+
+    def _warn_of_averages(self) -> None:
+        """Log weights that are averaged beside the module, because no checkpoint holds them."""
+        own = {id(module) for module in self.module.modules()}
+        # Of other modules in closures, such as a frozen teacher, nothing says whether training changes them.
+        averages = {
+            id(part): (argument, variable)
+            for argument, variable, part in self.task.enclosed_parts()
+            if isinstance(part, AveragedModel) and id(part) not in own
+        }
+        for argument, variable in averages.values():
+            _LOGGER.warning(
+                "%s= of a TrainTask reads the variable %r, which holds an AveragedModel, whose state is in no checkpoint: a "
+                "resumed trial averages anew, and so goes on to other numbers; make the average a part of the model "
+                "(docs/training.md, averaged weights)",
+                argument,
+                variable,
+            )
 
     def state(self) -> dict[str, Any]:
         """Return the state of all objects, without parameters and buffers; its tensors are the live tensors.
