@@ -433,7 +433,15 @@ class GroupTrial(Trial):
         if before is None and self.beside is not None:
             before = self.beside.state
         self.state = self._places.state = ModelState(
-            module, optimizer, prepared.plan, self._device, self._host, self._tenant, before
+            module,
+            optimizer,
+            prepared.plan,
+            self._device,
+            self._host,
+            self._tenant,
+            before,
+            # Stand-ins of fewer members than slots cannot be stepped, and batched kernels update by parameter.
+            is_separable=True,
         )
         adopt(self.state, built, [seat.status is None for seat in self.seats], self._device)
         self.num_shards = len(prepared.plan.shards)

@@ -251,6 +251,7 @@ class GroupRound:
             with rules.state.around_step(device):  # rounds run on CPU devices only, so no generator is waited for
                 rules.state.update(rules.shard.trained, gradients, rules.gradients)
             rules.state.adopt_optimizer_state(names, device)
+            rules.state.end_step()
             rules.gradients.next_step()
         return losses
 

@@ -40,6 +40,7 @@ _WAITS |= {"concurrent/futures/thread.py": ("_worker",), "zmq/sugar/poll.py": ("
 _WAITS |= {"multiprocessing/connection.py": ("_recv",)}
 # A pool's own threads call `SimpleQueue.get` there, which has no frame of its own.
 _WAITS |= {"hydra_tune/pool/runtime/worker.py": ("_work",), "hydra_tune/pool/runtime/preparer.py": ("work",)}
+_WAITS |= {"hydra_tune/devices/single_thread.py": ("_work",)}
 # A thread that waits for ever.
 _WAITS |= {"hydra_tune/older_torch.py": ("own",)}
 

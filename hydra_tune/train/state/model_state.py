@@ -64,6 +64,8 @@ class ModelState:
         tenant: the trial, for `host`.
         before: the trial's earlier state, replaced by this state; its number and watcher carry over.
         runs_own_code: whether units run the user's own step on the module; `refresh` then follows the changes.
+        is_separable: whether the optimizer is known to step each parameter by itself; else an optimizer that steps
+            parameters apart is checked.
 
     Attributes:
         number: number of the trial, for its blocks.
@@ -85,6 +87,7 @@ class ModelState:
         before: "ModelState | None" = None,
         *,
         runs_own_code: bool = False,
+        is_separable: bool = False,
     ) -> None:
         self._host = host
         self._runs_own_code = runs_own_code
@@ -114,7 +117,7 @@ class ModelState:
         self._ever_stepped: set[str] = set()
         self._stepped: set[str] = set()
         # A plan of several shards has been checked already.
-        self._is_separable = len(plan.shards) > 1
+        self._is_separable = is_separable or len(plan.shards) > 1
         if not runs_own_code:
             for name in self._optimized:
                 # Zeros that the user's own `zero_grad` has left; a shard's update would step them too.
