@@ -21,6 +21,7 @@ from torch import nn
 from hydra_tune import TrainTask
 from hydra_tune.checkpoint.best import BestWeights, Values, kept_trials, weights_file
 from hydra_tune.errors import ConfigError, WeightsError
+from hydra_tune.paths import absolute_path
 from hydra_tune.train.checkpoint.weights import load_module as load_task_module
 from hydra_tune_optuna import optuna_internals
 
@@ -68,7 +69,7 @@ def check_keeping(
 def _check_dir(path: object) -> None:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"weights_dir must be the path of a folder, not {path!r}")
-    ancestor = _absolute(path)
+    ancestor = absolute_path(path)
     # The folder may be made later: its nearest existing parent must be a writable folder.
     while not ancestor.exists():
         ancestor = ancestor.parent
@@ -78,10 +79,6 @@ def _check_dir(path: object) -> None:
         raise ConfigError(
             f"weights_dir {os.fspath(path)!r} cannot be written by this user; give one that is yours to write"
         )
-
-
-def _absolute(weights_dir: str | os.PathLike[str]) -> Path:
-    return Path(os.path.expanduser(os.fspath(weights_dir))).absolute()  # noqa: PTH111 - leaves the names of nobody as they are
 
 
 class StudyWeights:
@@ -219,7 +216,7 @@ def _dominates(first: Values, second: Values) -> bool:
 
 def _own_folder(study: Study, weights_dir: str | os.PathLike[str]) -> Path:
     """Folder of the study in `weights_dir`; recorded in the storage at first use."""
-    place = _absolute(weights_dir)
+    place = absolute_path(weights_dir)
     # A study searched with several `weights_dir` has a folder in each.
     if not any(folder.parent == place for folder in _folders(study)):
         name = f"{_readable_name(study)}-{uuid.uuid4().hex[:8]}"
@@ -244,7 +241,7 @@ def _folders(study: Study, weights_dir: str | os.PathLike[str] | None = None) ->
         if own.fullmatch(key)
     )
     places = [Path(place) / name for name, place in recorded]
-    moved_places = [] if weights_dir is None else [_absolute(weights_dir) / name for name, _ in recorded]
+    moved_places = [] if weights_dir is None else [absolute_path(weights_dir) / name for name, _ in recorded]
     return list(dict.fromkeys([*places, *moved_places]))
 
 

@@ -250,7 +250,7 @@ class _ObserverCallback(tune.Callback):
         result: dict[str, Any],
         **info: Any,  # noqa: ARG002
     ) -> None:
-        # Ray marks the result after which a scheduler or a stopper ends the trial.
+        """Note a trial that a scheduler or a stopper ends; Ray marks the last result of such a trial."""
         if result.get(DONE) and not result.get("is_last"):
             self._stopped.add(trial.trial_id)
 

@@ -28,6 +28,7 @@ from hydra_tune.errors import ConfigError, HydraTuneError, SweepFileError
 from hydra_tune.executor import HydraExecutor
 from hydra_tune.interrupts import Terminated
 from hydra_tune.observe.live.snapshot import SweepView
+from hydra_tune.paths import absolute_path
 from hydra_tune.pool.checkpointing.writer import check_checkpoint_dir
 from hydra_tune.pool.job import EventStream, Job
 from hydra_tune.supervision.supervisor import RestartContext
@@ -178,7 +179,7 @@ def _own_folder(spec: SweepSpec, *, resume: bool) -> "AbstractContextManager[Swe
     if spec.checkpoint_dir is None:
         return nullcontext()
     assert spec.study is not None, "checked before"
-    if resume and not sweep_path(Path(os.path.expanduser(spec.checkpoint_dir)), spec.study).is_dir():  # noqa: PTH111
+    if resume and not sweep_path(absolute_path(spec.checkpoint_dir), spec.study).is_dir():
         raise SweepFileError(
             f"--resume: there is no sweep {spec.study!r} in {spec.checkpoint_dir!r} to go on with; leave --resume out to begin "
             "one"

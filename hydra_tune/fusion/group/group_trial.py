@@ -440,7 +440,7 @@ class GroupTrial(Trial):
             self._host,
             self._tenant,
             before,
-            # Stand-ins of fewer members than slots cannot be stepped, and batched kernels update by parameter.
+            # Batched kernels update by parameter; the check's small stand-ins have too few members to be stepped.
             is_separable=True,
         )
         adopt(self.state, built, [seat.status is None for seat in self.seats], self._device)

@@ -26,6 +26,7 @@ from typing import Any
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.event_log.line_format import EventLogFormatter
+from hydra_tune.paths import absolute_path
 from hydra_tune.quantities import format_bytes
 
 _MOST_RECORDS = 1 << 16
@@ -61,7 +62,7 @@ def check_log_path(path: object, *, what: str = "event_log") -> Path:
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise ConfigError(f"{what} must be the path of a file, such as 'run.jsonl', not {path!r}")
-    absolute = Path(os.path.expanduser(os.fspath(path))).absolute()  # noqa: PTH111 - leaves the names of nobody as they are
+    absolute = absolute_path(path)
     if absolute.is_dir():
         raise ConfigError(
             f"{what} {str(absolute)!r} is a folder; give a file in it, such as {str(absolute / 'run.jsonl')!r}"

@@ -32,6 +32,7 @@ from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.paths import absolute_path
 from hydra_tune.train.checkpoint.snapshot import SnapshotSource
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
@@ -48,7 +49,7 @@ def check_checkpoint_dir(path: object) -> Path:
     """
     if not isinstance(path, str | os.PathLike) or not str(path):
         raise ConfigError(f"checkpoint_dir must be the path of a folder, not {path!r}")
-    folder = Path(os.path.expanduser(os.fspath(path))).absolute()  # noqa: PTH111 - leaves the names of nobody as they are
+    folder = absolute_path(path)
     try:
         make_private_folder(folder)
         check_private(folder)

@@ -235,6 +235,7 @@ def _wrap(optimizer: Optimizer, copied: Optimizer, made: Callable[[Optimizer], O
     """Give the copy of an optimizer that wraps others (as Lookahead does) copies of these: a step would move the trial's."""
 
     def inner_copy(inner: Any) -> Any:
+        """Return the copy of a wrapped optimizer, made at most once; any other value as it is."""
         if not isinstance(inner, Optimizer):
             return inner
         if id(inner) not in known:
