@@ -4,7 +4,6 @@ The training loop is written once, as a generator that reads like a plain loop a
 """
 
 import itertools
-import math
 import time
 from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hydra_tune.errors import BadLossError, BudgetError, TaskError
+from hydra_tune.errors import BudgetError, TaskError
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.meta_models import is_unbuilt
 from hydra_tune.shard.cost.microbatch_search import divisors
@@ -153,10 +152,10 @@ class SingleTrial(Trial):
                     yield from self._train_part(step, cached_plan, leaves, piece)
                 if step is not None and step.is_full:
                     due_step, step, self._open_step = step, None, None
-                    yield from self._finish(due_step, DataPosition(epoch=epoch, batches=count))
+                    yield from self._finish(due_step, epoch, count)
             if step is not None:
                 due_step, step, self._open_step = step, None, None
-                yield from self._finish(due_step, DataPosition(epoch=epoch, batches=count))
+                yield from self._finish(due_step, epoch, count)
         finally:
             if step is not None and not self.clock.is_abandoned:
                 # An abandoned thread must leave the step alone, because `close` has already closed it on another
@@ -201,10 +200,14 @@ class SingleTrial(Trial):
         )
         self._bursts = BurstRunner(self._program, self._direct, state, self._streams)
         self._bursts.is_asked_to_end = self._is_asked_to_end
+        self._bursts.passes_report = self._passes_report
 
     def _is_asked_to_end(self) -> bool:
         # Looked up at each call, because the pool may replace the callback during a burst.
         return self.is_asked_to_end()
+
+    def _passes_report(self, item: object) -> bool:
+        return isinstance(item, PendingReport) and self.passes_report(item)
 
     def _train_directly(
         self, direct: WholeModelRunner, drawn: Iterator[Any], place: DataPosition
@@ -216,15 +219,16 @@ class SingleTrial(Trial):
         epoch, count, pending = place.epoch, place.batches, 0
         batch, step_start = None, time.perf_counter()
         step_batches: list[Any] = []
-        while (next_batch := _next_of(drawn, count, epoch)) is not _END:
-            batch = next_batch
-            step_start = yield from self._on_device(step_start)
+        for batch in drawn:
+            samples = refuse_empty(batch, "train", count, epoch)
+            if not self._has_device:
+                step_start = yield from self._on_device(step_start)
             count += 1
             if not pending:
                 step_batches, interval = [], self._interval.parts
             step_batches.append(batch)
             try:
-                self._train_batch(direct, batch, is_first=not self.progress.steps and not pending)
+                self._train_batch(direct, batch, samples, is_first=not self.progress.steps and not pending)
             except BudgetError:
                 if not _may_be_cut(batch) or not direct.undo():
                     raise
@@ -237,7 +241,7 @@ class SingleTrial(Trial):
                 continue
             pending = 0
             yield from self._step_directly(direct, batch, step_start)
-            yield from self._after_step(DataPosition(epoch=epoch, batches=count))
+            yield from self._after_step(epoch, count)
             if self._direct is None:
                 return count
             yield BurstMark.STEP
@@ -247,7 +251,7 @@ class SingleTrial(Trial):
         step_start = yield from self._on_device(step_start)
         if pending:
             yield from self._step_directly(direct, batch, step_start)
-            yield from self._after_step(DataPosition(epoch=epoch, batches=count))
+            yield from self._after_step(epoch, count)
         return count
 
     def _on_device(self, begun: float) -> Generator[Said, None, float]:
@@ -271,7 +275,8 @@ class SingleTrial(Trial):
         """
         direct.step()
         self._took(self._train_times, begun)
-        if direct.has_followed():
+        if direct.has_followed:
+            direct.has_followed = False
             yield BurstMark.FOLLOWED
         if not direct.has_shed or direct.always_sheds:
             return
@@ -357,24 +362,17 @@ class SingleTrial(Trial):
             raise no_batch("validate", self.task.validate)
         self.progress.validation_batches = count
 
-    def _train_batch(self, direct: WholeModelRunner, batch: Any, *, is_first: bool) -> None:
+    def _train_batch(self, direct: WholeModelRunner, batch: Any, samples: int, *, is_first: bool) -> None:
         """Run the forward and backward of a batch, in as many pieces as the task asks for."""
         count = self.task.num_pieces
         if count == 1:
-            self._train_piece(direct, batch, 1.0, num_samples(batch))
+            self._interval.add(direct.train(batch, 1.0), samples)
             return
         # Of the first batch alone, as in `train_plain`: later ones may be padded.
         if is_first and self.module is not None:
             self._check_pieces(self.module, batch, count)
         for piece in pieces(batch, count):
-            self._train_piece(direct, piece.batch, piece.share, piece.samples)
-
-    def _train_piece(self, direct: WholeModelRunner, batch: Any, share: float, samples: int) -> None:
-        loss, backward = direct.train(batch, share)
-        if not math.isfinite(loss):
-            raise BadLossError(f"the training loss is {loss}")
-        backward()
-        self._interval.add(loss, samples)
+            self._interval.add(direct.train(piece.batch, piece.share), piece.samples)
 
     def _settle_pieces(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Refuse a task whose batches cannot be split; with "auto", choose the number of pieces from the first batch."""
@@ -495,7 +493,7 @@ class SingleTrial(Trial):
         if self.state is not None:
             self._share.change([self.state.layout.plan, *self._plans.all])
 
-    def _finish(self, step: OptimizerStep, place: DataPosition) -> Generator[Said, None, None]:
+    def _finish(self, step: OptimizerStep, epoch: int, batches: int) -> Generator[Said, None, None]:
         """Finish an optimizer step, and do the work due after the step."""
         try:
             yield from self._together(step, ends=True)
@@ -504,17 +502,18 @@ class SingleTrial(Trial):
             yield from step.finish()
         finally:
             step.close()
-        yield from self._after_step(place)
+        yield from self._after_step(epoch, batches)
 
-    def _after_step(self, place: DataPosition) -> Generator[Said, None, None]:
+    def _after_step(self, epoch: int, batches: int) -> Generator[Said, None, None]:
         """Do the work due after an optimizer step: scheduler, report, checkpoint."""
         task = self.task
         self.progress.steps += 1
         if task.scheduler_interval == "step":
             self._step_scheduler()
         if task.report_every != "epoch" and self.progress.steps % task.report_every == 0:
-            yield from self._report(self.progress.steps, place)
-        self._reached(place)
+            yield from self._report(self.progress.steps, DataPosition(epoch=epoch, batches=batches))
+        if self._keeper is not None:
+            self._reached(DataPosition(epoch=epoch, batches=batches))
 
     def _report(self, step: int, place: DataPosition) -> Generator[Said, None, None]:
         metrics = {"train_loss": self._interval.value()}

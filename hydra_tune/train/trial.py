@@ -43,7 +43,7 @@ from hydra_tune.train.data.data_feed import SkippedBatches, TrialDataFeed
 from hydra_tune.train.data.handles import num_batches
 from hydra_tune.train.data.loader_clock import DrawClock
 from hydra_tune.train.loop.batch_units import PendingUnit
-from hydra_tune.train.loop.burst import BURST, BurstMark, BurstRunner, nobody_asks
+from hydra_tune.train.loop.burst import BURST, BurstMark, BurstRunner, no_report_passes, nobody_asks
 from hydra_tune.train.loop.direct import WholeModelRunner
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.loop.optimizer_step import OptimizerStep
@@ -144,9 +144,8 @@ class Trial:
         self._share = HostMemoryQuota(host, tenant)
         self._plans = TrialPlanCache(task, library, self._streams, device, self._share, times or SharedUnitTimes())
         self._interval = WeightedMean()
-        self._started = time.perf_counter()
         self._train_times, self._evaluation_times = UnitTimes({}), UnitTimes({})
-        self._step_left = 0.0
+        self._step_left, self._started = 0.0, time.perf_counter()
         # Samples of each batch drawn ahead.
         self._ahead: list[int] = []
         # The step whose batches are being drawn.
@@ -160,6 +159,8 @@ class Trial:
         # Batches of an undone step, to run again as shard units.
         self._undone: list[Any] = []
         self.is_asked_to_end: Callable[[], bool] = nobody_asks
+        # Asked at a report within a burst: whether the trial may continue without an answer.
+        self.passes_report: Callable[[PendingReport], bool] = no_report_passes
         self.outcome = "completed"
         self._program = self._run()
 
@@ -320,8 +321,8 @@ class Trial:
         """Release all references to weights: a trial has reference cycles and may live until the garbage collector runs."""
         self.module, self.optimizer, self.state = None, None, None
         self._direct, self._bursts, self._left, self._undone = None, None, None, []
-        # The old callback knows the job, and so would keep its result alive.
-        self.is_asked_to_end = nobody_asks
+        # The old callbacks know the job, and so would keep its result alive.
+        self.is_asked_to_end, self.passes_report = nobody_asks, no_report_passes
         self._scheduler, self._operators, self._helpers = None, SplitOperators(), None
         self._built, self._beginning, self._saved, self._pass_began = None, None, None, {}
 

@@ -186,13 +186,13 @@ class MemberTrial(SingleTrial):
                         self.progress.steps += 1  # only the last step of a round can have more to do (`_batches_alone`)
                 pending = (pending + 1) % self.task.accumulate
                 if not pending:
-                    yield from self._after_step(DataPosition(epoch=place.epoch, batches=count))
+                    yield from self._after_step(place.epoch, count)
                 request = request.part(len(losses))
         if not count:
             raise no_batch("train", self.task.train, place.epoch)
         if pending:
             yield PartialStepRequest()
-            yield from self._after_step(DataPosition(epoch=place.epoch, batches=count))
+            yield from self._after_step(place.epoch, count)
         return count
 
     def _evaluate(self) -> Generator[Any, None, dict[str, WeightedMean]]:

@@ -264,17 +264,22 @@ class JobState:
         assert self.trial is not None
         with self.turn:
             following = self.trial.advance()
-            # A report that needs no answer, or was answered before a restart, does not stop the job.
-            while isinstance(following, PendingReport):
-                if self._log is not None:
-                    step, metrics = following.step, following.metrics
-                    self._log.job(self.key, "report", step=step, metrics=metrics, waits=not report_is_free)
-                if not report_is_free and self.told_of.takes(following):
-                    break
+            while isinstance(following, PendingReport) and self._passes(following, is_free=report_is_free):
                 following = self.trial.advance()
         if isinstance(following, PendingUnit):
             self.pending = following
         return following
+
+    def passes(self, report: PendingReport) -> bool:
+        """Log a report within a burst; return whether the report needs no answer, so that the burst may continue."""
+        # A report that may have to wait is logged once the burst has ended.
+        return self.job.reports_freely and self._passes(report, is_free=True)
+
+    def _passes(self, report: PendingReport, *, is_free: bool) -> bool:
+        """Log a report; return whether it needs no answer, or was answered before a restart."""
+        if self._log is not None:
+            self._log.job(self.key, "report", step=report.step, metrics=report.metrics, waits=not is_free)
+        return is_free or not self.told_of.takes(report)
 
     def leave(self, device: str) -> None:
         """Forget the job's places on a device that has gone; the scheduler has forgotten the places too."""

@@ -104,7 +104,7 @@ class JobPreparer:
                     keeper=keeper,
                 )
                 del beginning  # else a whole checkpoint would stay in memory
-                trial.is_asked_to_end = record.is_asked_to_end
+                trial.is_asked_to_end, trial.passes_report = record.is_asked_to_end, record.passes
                 record.trial = trial
                 unit = record.advance(report_is_free=True)
             if trial.state is not None:

@@ -27,6 +27,9 @@ from hydra_tune.train.data.index_gather import GatherPass, UngatheredBatches, so
 from hydra_tune.train.data.loader_clock import DrawClock
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies
 
+# Iterators that run no code of the user's, so that a draw needs neither the trial's streams nor the clock.
+_WITHOUT_USER_CODE: tuple[type, ...] = (type(iter([])), type(iter(())))
+
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatches:
@@ -124,6 +127,9 @@ class TrialDataFeed:
             return
         with self._drawing(handle, in_process=True):
             iterator = iter(batches)
+        if skip is None and type(iterator) in _WITHOUT_USER_CODE:
+            yield from iterator
+            return
         # With torch's own samplers the indices alone tell the next batches, so skipping need not load samples.
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):

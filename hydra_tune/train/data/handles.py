@@ -94,8 +94,8 @@ def num_samples(batch: Batch) -> int:
     return next((size for size in sizes if size), 0 if sizes else 1)
 
 
-def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None) -> None:
-    """Refuse a batch without samples: such a batch has no mean loss and no weight in averages.
+def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None) -> int:
+    """Refuse a batch without samples: such a batch has no mean loss and no weight in averages. Return the samples.
 
     Args:
         batch: the batch as the data returned it.
@@ -106,8 +106,8 @@ def refuse_empty(batch: Batch, name: str, number: int, epoch: int | None = None)
     Raises:
         TaskError: all tensors of the batch have a first dimension of 0.
     """
-    if num_samples(batch):
-        return
+    if samples := num_samples(batch):
+        return samples
     where = "of the pass" if epoch is None else f"in epoch {epoch}"
     raise TaskError(
         f"{name} yielded a batch of 0 samples (number {number} {where}, counted from 0), and every batch needs at least one; "

@@ -2,7 +2,7 @@
 
 For a small model, a step takes less time than the work around a unit. So a trial with its own code keeps a device for
 about 50 ms: the trial takes a single lease, and the scheduler handles a single unit. A burst ends between two steps, at
-a report, or as soon as its end is requested.
+a report that waits for an answer, or as soon as its end is requested.
 
 Note: loaders. A burst draws batches itself. A slow loader would keep the device from other trials as well, so the
 thread that watches loaders (`pool/faults/loader_watchdog.py`) ends the lease on the burst's behalf (`leave_device`),
@@ -56,6 +56,12 @@ def nobody_asks() -> bool:
     return False
 
 
+def no_report_passes(item: object) -> bool:
+    """Return False: every report ends its burst."""
+    del item
+    return False
+
+
 class BurstRunner:
     """The bursts of a trial.
 
@@ -67,6 +73,8 @@ class BurstRunner:
 
     Attributes:
         is_asked_to_end: returns whether an end of the present burst is requested; called after each step.
+        passes_report: returns whether a value of the program is a report that needs no answer, and notes the report; the
+            burst then continues.
         due: last value of the program, if meant for others.
         has_due: whether `due` holds such a value.
         has_device: whether the burst under way holds its lease.
@@ -77,6 +85,7 @@ class BurstRunner:
         self, program: Iterator[Any], direct: WholeModelRunner, state: ModelState, streams: RandomStreams
     ) -> None:
         self.is_asked_to_end: Callable[[], bool] = nobody_asks
+        self.passes_report: Callable[[object], bool] = no_report_passes
         self.due: Any = None
         self.has_due = False
         self.has_device = False
@@ -178,7 +187,7 @@ class BurstRunner:
                 lease.pause()
             elif item is BurstMark.NO_DEVICE:
                 return
-            else:
+            elif not self.passes_report(item):
                 self.due, self.has_due = item, True
                 return
         self.due, self.has_due = None, True

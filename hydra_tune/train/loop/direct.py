@@ -18,12 +18,12 @@ be a failed trial. A module that changes its own Python state cannot be captured
 
 import datetime as dt
 import enum
+import math
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import TaskError
+from hydra_tune.errors import BadLossError, TaskError
 from hydra_tune.memory.activation_offload import LazySavedTensorSpiller
 from hydra_tune.memory.block import BlockKind
 from hydra_tune.memory.lease import Lease
@@ -68,6 +68,7 @@ class WholeModelRunner:
 
     Attributes:
         workspace_bytes: largest room beside the state needed by the steps so far.
+        has_followed: whether a step was followed; reset by whoever has taken note.
         has_shed: whether a step fit only because its activations went to the host, or the next step will not fit.
         always_sheds: whether activations go to the host in every step, because the model can be cut no finer.
     """
@@ -83,7 +84,7 @@ class WholeModelRunner:
         always_sheds: bool = False,
     ) -> None:
         self.workspace_bytes = 0
-        self.has_shed = False
+        self.has_followed = self.has_shed = False
         self.always_sheds = always_sheds
         self._task = task
         self._module = module
@@ -98,7 +99,6 @@ class WholeModelRunner:
         self._following: _TrackedStep | None = None
         # Kinds of the batches in the followed step.
         self._fresh: list[tuple[Hashable, tuple[int, ...]]] = []
-        self._has_followed = False
         # State before the followed step, if its first batch was followed.
         self._before: _StepBackup | None = None
         self._lease: Lease | None = None
@@ -118,18 +118,16 @@ class WholeModelRunner:
         finally:
             self._lease = self._device = None
 
-    def train(self, batch: Batch, share: float) -> tuple[float, Callable[[], None]]:
-        """Run the forward of a batch or of a piece of a batch.
+    def train(self, batch: Batch, share: float) -> float:
+        """Run the forward and the backward of a batch or of a piece of a batch; return the training loss.
 
         Args:
             batch: the batch as the user's data returned it.
             share: the fraction of the batch's samples in the piece.
 
-        Returns:
-            The training loss, and a function that runs the backward.
-
         Raises:
             TaskError: the loss is not a scalar tensor, or the first batch's step has computed gradients itself.
+            BadLossError: the loss is not finite; no backward has run.
             BudgetError: the step does not fit the device, even with its activations on the host.
         """
         batch = self._placed("train", batch)
@@ -144,31 +142,39 @@ class WholeModelRunner:
             raise backward_called()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TaskError(f"{self._argument}= must return a scalar tensor, not {returned(loss)}")
-        return float(loss.item()), partial(self._backward, loss, share)
-
-    def _backward(self, loss: Tensor, share: float) -> None:
-        tracked_step = self._following
-        with nullcontext() if tracked_step is None else tracked_step.differentiating(self._trained_parameters()):
-            self._gradients.objective(share)(loss).backward()  # type: ignore[no-untyped-call]
+        value = float(loss.item())
+        if not math.isfinite(value):
+            raise BadLossError(f"the training loss is {value}")
+        root = self._gradients.objective(share)(loss)
+        if self._following is None:
+            root.backward()  # type: ignore[no-untyped-call]
+        else:
+            with self._following.differentiating(self._trained_parameters()):
+                root.backward()  # type: ignore[no-untyped-call]
+        return value
 
     def step(self) -> None:
         """Take the optimizer's step, once all batches of the step have run."""
         tracked_step, self._before = self._following, None
-        with nullcontext() if tracked_step is None else tracked_step.updating(self._trained_parameters()):
-            if self._is_plain:
-                self._gradients.clip_plainly(self._optimizer)
-                self._optimizer.step()
-            else:
-                self._scaled_step()
-            self._optimizer.zero_grad()
-        # An optimizer may keep a number of its own among the dicts of the parameters.
-        entries = self._optimizer.state.values()
-        num_entries = sum(len(each) if isinstance(each, dict) else 1 for each in entries)
+        if tracked_step is None:
+            self._update()
+        else:
+            with tracked_step.updating(self._trained_parameters()):
+                self._update()
+        num_entries = _num_entries(self._optimizer)
         if tracked_step is not None:
             self._followed(tracked_step)
         elif num_entries != self._state_entries:
             self._made_state_late()
         self._state_entries = num_entries
+
+    def _update(self) -> None:
+        if self._is_plain:
+            self._gradients.clip_plainly(self._optimizer)
+            self._optimizer.step()
+        else:
+            self._scaled_step()
+        self._optimizer.zero_grad()
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
         """Return the metrics of one validation batch; the caller has switched off training mode and gradients.
@@ -184,11 +190,6 @@ class WholeModelRunner:
         if tracked_step is not None:
             self._followed(tracked_step)
         return values
-
-    def has_followed(self) -> bool:
-        """Whether a step was followed since the last call."""
-        has_followed, self._has_followed = self._has_followed, False
-        return has_followed
 
     def close(self) -> None:
         """Release an unfinished step."""
@@ -278,7 +279,7 @@ class WholeModelRunner:
 
     def _followed(self, following: "_TrackedStep") -> None:
         """Record the needs of a followed step at the end of the step."""
-        self._following, self._has_followed = None, True
+        self._following, self.has_followed = None, True
         self.workspace_bytes = max(self.workspace_bytes, following.workspace_bytes)
         assert self._lease is not None
         following.kept_bytes = max(following.kept_bytes, self._optimizer_bytes() - following.optimizer_bytes)
@@ -295,7 +296,7 @@ class WholeModelRunner:
     def _made_state_late(self) -> None:
         """Account for state created or released by the optimizer in a step that was not followed."""
         # The caller then refreshes the groups, as after a followed step.
-        self._has_followed = True
+        self.has_followed = True
         assert self._lease is not None
         assert self._device is not None
         tensors = optimizer_tensors(self._optimizer, self._device)
@@ -456,6 +457,15 @@ class _TrackedStep:
 
     def _tracked(self) -> Any:
         return self._tracker if self._is_tracked else nullcontext()
+
+
+def _num_entries(optimizer: torch.optim.Optimizer) -> int:
+    entries = optimizer.state.values()
+    try:
+        return sum(map(len, entries))  # counted after every step, and in a third of a loop's time
+    except TypeError:
+        # An optimizer may keep a number of its own among the dicts of the parameters.
+        return sum(len(each) if isinstance(each, dict) else 1 for each in entries)
 
 
 def _quick_key(mode: str, batch: Any) -> Hashable:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 from torch.nn import functional
 
+from hydra_tune import Reported
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.train.loop import burst
 from tests.support.schedule_invariants import eligible_jobs
@@ -180,3 +181,22 @@ def test_a_pause_within_a_burst_takes_effect_at_the_next_step_and_changes_no_bit
         result = job.result(PATIENCE_SECONDS)
     assert steps.order == [*"aaa", *"bb", *"aaaaa"]
     assert against_plain(one, result) == []
+
+
+def test_only_a_report_that_waits_for_an_answer_ends_a_burst(steps, tmp_path):
+    one = steps.task("a", 4, epochs=3, validate=lambda: [(X[8:], Y[8:])])
+    with own(event_log=tmp_path / "free") as pool:
+        free = pool.submit(one).result(PATIENCE_SECONDS)
+    with own(event_log=tmp_path / "asked") as pool:
+        stream = pool.events()
+        pool.submit(one, events=stream)
+        while isinstance(event := stream.get(PATIENCE_SECONDS), Reported):
+            event.job.proceed()
+        asked = event.result
+    assert bursts(tmp_path / "free") == [3 * (4 + 1)]
+    assert bursts(tmp_path / "asked") == [4 + 1] * 3
+    for name, result in (("free", free), ("asked", asked)):
+        reports = [event.more for event in read_log(tmp_path / name).jobs if event.what == "report"]
+        assert [(more["step"], more["waits"]) for more in reports] == [(epoch, name == "asked") for epoch in range(3)]
+        assert [more["metrics"]["val_loss"] for more in reports] == [row["val_loss"] for row in result.history]
+        assert against_plain(one, result) == []
