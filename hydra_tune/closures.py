@@ -3,7 +3,9 @@
 A Python function keeps the variables of its surroundings, not their values. In `for width in widths:
 tasks.append(TrainTask(model=lambda: net(width), ...))` every model is built with the last width, because the models are
 built after the loop. `ClosureSnapshot` notes the values at construction of the task and compares them before the
-functions run. The module knows nothing of tasks.
+functions run. The module knows nothing of tasks. `TrainTask` (`task.py`) takes the snapshot when a task is made, and
+logs the changes when a trial builds its model; `train/checkpoint/trial_checkpoint.py` searches the variables
+(`enclosed_parts`) for weights that no checkpoint holds.
 """
 
 import dis

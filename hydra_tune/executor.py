@@ -2,7 +2,9 @@
 
 The executor checks options, starts the pool at first use, turns each `TrainTask` into a `Job`, and routes every call to
 the fusion layer, to the pool, or to the isolated process that runs the pool. Training itself happens on the pool's
-threads; a caller thread only submits, waits and reads figures.
+threads; a caller thread only submits, waits and reads figures. People import `HydraExecutor` from `hydra_tune`;
+`hydra-tune sweep` (`cli/run/sweep_run.py`) and `hydra-tune plan` (`cli/dry_run/planning.py`) each make an executor at
+the start.
 """
 
 import atexit

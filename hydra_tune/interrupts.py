@@ -2,8 +2,10 @@
 
 Python raises `KeyboardInterrupt` between any two bytecodes of the main thread. An interrupt between asking for a trial
 and noting the trial leaves a trial that seems to run forever; an interrupt inside the scheduler leaves half a decision.
-Critical code holds interrupts back, and opens windows around waits and user code. SIGTERM ends a Python program on the
-spot by default; inside `ends_in_order`, SIGTERM raises `Terminated` and is delayed like Ctrl-C.
+The Optuna driver (`integrations/hydra_tune_optuna/search/driver.py`) holds interrupts back for a whole search, and
+opens windows between events and around user code; `Pool` (`pool/pool.py`) holds interrupts back in each call that
+decides. SIGTERM ends a Python program on the spot by default; inside `ends_in_order`, which a `with` block of
+`HydraExecutor` enters, SIGTERM raises `Terminated` and is delayed like Ctrl-C.
 """
 
 import signal

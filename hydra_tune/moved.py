@@ -1,4 +1,7 @@
-"""Old paths of modules that users may import: each works for one more release, with a warning that names the new path."""
+"""Old paths of modules that users may import: each works for one more release, with a warning that names the new path.
+
+`__init__.py` calls `find_old_paths` when a program first imports `hydra_tune`.
+"""
 
 import sys
 import warnings

@@ -1,6 +1,9 @@
 """Workarounds for bugs in the older supported versions of torch; each is removed with its last affected version.
 
 `pyproject.toml` gives the supported versions, and `make compat` runs the tests with the oldest.
+
+`devices/cpu.py` calls `keep_cuda_guard` when a CPU device opens, and `shard/capture/step_capture.py` calls
+`mend_lstm_shapes` before a capture; rules of `fusion` and `shard` call `is_pointwise` when they classify an operator.
 """
 
 import _thread

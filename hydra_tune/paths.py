@@ -1,4 +1,8 @@
-"""Paths as users give them."""
+"""Paths as users give them.
+
+Checks of options such as `event_log` (`observe/event_log/writer.py`) and `checkpoint_dir`
+(`pool/checkpointing/writer.py`) make the user's path absolute here, before they look at the file system.
+"""
 
 import os
 from pathlib import Path

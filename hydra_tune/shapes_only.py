@@ -1,4 +1,8 @@
-"""Data known only by shape: enough to plan a task, and never trained on."""
+"""Data known only by shape: enough to plan a task, and never trained on.
+
+People import `ShapesOnly` from `hydra_tune` to plan a task without data; `HydraExecutor.submit` (`executor.py`) and
+`train_plain` (`train/loop/reference_loop.py`) refuse such a task before training.
+"""
 
 from typing import Any
 

@@ -1,7 +1,9 @@
 """Optimizers of stacked members: a single step for all members, each with its own rates.
 
 Before each step the rates are read from the members' own optimizers, where the members' schedulers write. Every member
-has its own step count, so members may begin and pause independently.
+has its own step count, so members may begin and pause independently. `GroupTrial` (`fusion/group/group_trial.py`) makes
+the optimizer when members are stacked; plain steps of the group call `step`, planned steps call `note_step`, and
+`fusion/matching/fusion_key.py` asks for `options_key` before trials are grouped.
 
 An optimizer without such a form runs member by member (`PerMemberOptimizer`): each member's own optimizer steps that
 member's part of the parameters and gradients.

@@ -1,5 +1,8 @@
 """Random numbers of stacked members: every member draws from its own generator.
 
+`GroupStreams` (`fusion/group/group_rng.py`) makes the generator of all members for each unit that draws; a stacked
+graph (`fusion/batching/batched_graph.py`) draws node by node, and a traced step (`joint_graph.py`) before its run.
+
 Note: on a GPU. Most operators on a GPU draw from the GPU's default generator and accept no other. Dropout is among them
 and has a kernel of its own (`torch.native_dropout`). While a member draws, the default generator is therefore set to
 the state of the member's stream (`TurnTakingGenerator`). Dropout masks are drawn by the dropout kernel, in separate

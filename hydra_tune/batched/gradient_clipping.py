@@ -1,4 +1,7 @@
-"""Clip by the global norm of each member's gradients, for plain steps (`group_step.py`) and planned steps of groups alike.
+"""Clip by the global norm of each member's gradients, for plain steps and planned steps of groups alike.
+
+`GroupGradients` (`fusion/group/group_step.py`) clips just before the optimizer steps; when a step is planned,
+`planner/trace/grad_clip_graph.py` and `planner/trace/optimizer_graph.py` trace the same functions into its graph.
 
 Note: the norm. As in `train/loop/gradient_rules.py`, each tensor has its own norm, and the norm of these norms is the
 global norm.

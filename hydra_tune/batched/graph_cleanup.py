@@ -1,4 +1,7 @@
-"""Simplify traced graphs: remove identity nodes, and compute products in the wanted orientation and place."""
+"""Simplify traced graphs: remove identity nodes, and compute products in the wanted orientation and place.
+
+`joint_graph.py` applies these passes to each new trace, before the trace runs for the first time.
+"""
 
 import torch
 from torch import Tensor, fx

@@ -1,4 +1,8 @@
-"""`MemberRates`: the members' optimizer options, as floats where all members agree, and as tensors otherwise."""
+"""`MemberRates`: the members' optimizer options, as floats where all members agree, and as tensors otherwise.
+
+`BatchedOptimizer` (`batched_optimizer.py`) reads the options anew before each plain step, and `UpdateTracer`
+(`planner/trace/optimizer_graph.py`) before each planned step; `update_kernels.py` computes with them.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter

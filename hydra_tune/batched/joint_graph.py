@@ -3,7 +3,9 @@
 In small models most of a step's time is overhead: dispatch through `torch.vmap`, and bookkeeping of autograd. The
 overhead is identical in every step, so tracing pays for it once, on fake tensors without memory, and keeps the
 resulting list of operators. Random numbers become arguments of the graph: tracing notes the draws of a shard, and the
-numbers are drawn before each run.
+numbers are drawn before each run. `fusion/compile/batched_plan.py` traces when a group meets a kind of batch for the
+first time, and `planner/trace/step_graph.py` traces each step to be planned; a group's units
+(`fusion/group/multi_step_unit.py`) then run the trace.
 """
 
 import copy

@@ -1,6 +1,8 @@
 """`PerMemberOptimizer`: run the members' own optimizers, each on its part of the stacked parameters.
 
 The fallback for optimizers without stacked arithmetic, such as a user's own optimizer class.
+`fusion/group/stacked_state.py` calls `group_optimizer`, which chooses between this class and `BatchedOptimizer`, when a
+group's members are stacked.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

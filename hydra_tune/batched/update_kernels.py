@@ -3,8 +3,9 @@
 Every update takes parameters that lie contiguously in memory (`StackedParameterUpdate`) with their gradients, which
 the update overwrites. Every rate is either common to all members or separate for each member.
 
-`BatchedOptimizer` runs these functions for a fused group's step, and the planner traces the same functions as nodes of
-a graph. The module must not know groups, trials or schedulers: rates arrive as numbers or tensors.
+`BatchedOptimizer` (`batched_optimizer.py`) runs these functions for each plain step of a fused group, and
+`UpdateTracer` (`planner/trace/optimizer_graph.py`) traces the same functions as nodes of a graph when a step is
+planned. The module must not know groups, trials or schedulers: rates arrive as numbers or tensors.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -2,7 +2,8 @@
 
 The system releases a lock however a process ends, so an existing file without a lock belongs to a dead process. A
 process that ends in order removes the file, unless work is left for another process to continue. The module knows
-nothing of the work.
+nothing of the work. `StudyResumer` (`integrations/hydra_tune_optuna/search/resume_study.py`) makes the file and looks
+for dead processes when a search with a `checkpoint_dir` begins, and closes the file when the search ends.
 """
 
 import contextlib

@@ -1,6 +1,8 @@
 """The weights of a search's best trials: a file for each trial in a folder, written by a separate thread.
 
-The folder's owner decides which trials are best. The module knows no tuner: a trial is a number with values.
+`StudyWeights` (`integrations/hydra_tune_optuna/weights.py`) decides which trials are best, and offers weights as trials
+complete in a search with `keep_best`; `kept_weights` there finds the files later. The module knows no tuner: a trial is
+a number with values.
 
 Note: no index. A file `trial-7.safetensors` holds the weights of trial 7, with the trial's values in its metadata. So
 no kill can separate a file from its description, and several processes may share a folder: after writing a file, each

@@ -1,4 +1,7 @@
-"""Large files written past the page cache: kept files are not read soon, and copying to the cache costs most CPU time."""
+"""Large files written past the page cache: kept files are not read soon, and copying to the cache costs most CPU time.
+
+`save_tensors` (`tensors.py`) writes all tensors through `written_directly`, whenever a checkpoint or weights are saved.
+"""
 
 import contextlib
 import errno

@@ -1,5 +1,8 @@
 """Files to keep: private to the user, and whole or absent whatever happens to the process or the machine.
 
+The modules of this package that keep files call these functions at each write or removal, and
+`pool/checkpointing/writer.py` makes the `checkpoint_dir` with `make_private_folder` when an executor is made.
+
 Note: atomic writes. The content first goes to a file beside the target, with mode 0600 and a unique name. The file is
 flushed to the disk and renamed over the target, and the folder is flushed as well. A reader of the target finds the old
 content or the new content. A killed process leaves a file that `is_temporary` recognizes; `remove_leftovers` removes

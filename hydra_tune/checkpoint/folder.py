@@ -1,5 +1,8 @@
 """A trial's folder of checkpoints: two generations, each complete or absent, and verified when read.
 
+`TrialCheckpointer` (`pool/checkpointing/writer.py`) opens the folder when a trial is prepared and writes at each save;
+a pool that resumes a trial, and `find_checkpoint` (`pool/checkpointing/lookup.py`), call `load_checkpoint`.
+
 Note: generations. A generation is three files: `00000007.safetensors`, `00000007.json`, and `00000007.manifest`. The
 manifest has the sizes and SHA-256 of the contents of the other two files, and is written last. Without a manifest a
 generation does not exist; the next process that opens the folder removes the other files of a killed process. An old

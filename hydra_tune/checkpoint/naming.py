@@ -1,4 +1,8 @@
-"""Folder names for freely chosen names."""
+"""Folder names for freely chosen names.
+
+`PoolCheckpointWriter` (`pool/checkpointing/writer.py`) names the folder of each submitted trial, `HydraExecutor` finds
+that folder again by the name of the trial, and `sweep_folder.py` names the folder of a sweep.
+"""
 
 import hashlib
 import re

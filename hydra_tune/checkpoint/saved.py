@@ -1,4 +1,8 @@
-"""`CheckpointContent`: the content of a checkpoint, in memory."""
+"""`CheckpointContent`: the content of a checkpoint, in memory.
+
+`train/checkpoint/snapshot.py` makes the content between two steps, `CheckpointFolder` (`folder.py`) writes and reads
+the content, and `train/checkpoint/trial_checkpoint.py` decodes the content when a trial resumes.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""`hydra-tune`: the group of commands."""
+"""`hydra-tune`: the group of commands.
+
+The console script `hydra-tune` and `__main__.py` import `main` from `hydra_tune.cli`, and call `main` when the program
+starts.
+"""
 
 import io
 import os

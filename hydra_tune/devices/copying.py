@@ -1,6 +1,8 @@
 """Copy threads of a device: a thread for awaited copies, and threads for background copies.
 
-In addition, a `HostComputeThread` computes on the host while the device computes.
+In addition, a `HostComputeThread` computes on the host while the device computes. `CpuDevice` (`cpu.py`) and
+`CudaDevice` (`cuda.py`) make the threads when a device is opened, and copy on them for the pager before a unit and for
+`memory/prefetch.py` while a unit computes.
 
 Note: background copies. An awaited copy (`AwaitedCopyThread`) never queues behind a copy that nobody waits for:
 background copies have threads of their own, a thread for each direction in which the device can copy at the same time.

@@ -1,5 +1,8 @@
 """`CudaDevice`: a GPU, or a part of a GPU. Several devices may share a GPU, each with its own streams and budget.
 
+`devices/hardware/discovery.py` opens the devices when a pool starts, for the workers and pagers of the pool;
+`cuda_graphs.py` and `planner/profile/profiling_interpreter.py` record or run graphs in the turn of a `CudaGenerator`.
+
 Note: stream order. The worker thread computes on a compute stream. Loads run on a second stream and spills on a third,
 so both overlap with compute. Only events order the streams; no thread waits for the whole GPU. At the request for a
 copy, an event is recorded on the compute stream. The copy thread first makes the copy's stream wait for this event. A

@@ -1,5 +1,8 @@
 """Recording of GPU work as a CUDA graph, independent of the recorded work.
 
+`GroupCaptureCache` (`fusion/compile/cuda_graph_steps.py`) records a group's traced step once the state of the group
+keeps its addresses, and replays the recording at later steps; `GroupTrial` makes the recorder.
+
 Note: stream order. Before the recording, the work runs twice on a stream used for nothing else. In these runs,
 libraries choose their kernels and allocate the workspaces that they keep for the stream; the graph uses the same
 workspaces. The recording stream waits for all work requested on the current stream, and the current stream then waits

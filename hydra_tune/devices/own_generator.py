@@ -3,7 +3,9 @@
 Torch's CPU operators draw from a single default generator, which any thread of the process may draw from, or seed, at
 any time. A trial's random numbers must not depend on other threads, so threads that work for trials never use the
 default generator, neither in the operators they run nor in calls about the generator (`torch.manual_seed`,
-`torch.get_rng_state`).
+`torch.get_rng_state`). `RandomStreams` (`train/rng/rng_streams.py`) and, for a group, `GroupStreams`
+(`fusion/group/group_rng.py`) set the generator of a thread while a unit or the code of a trial runs;
+`shard/verify/step_outcome.py` does so when a plan is checked.
 
 Note: mechanism. Torch's dispatcher passes each operator through several keys before its kernel. At the last key, below
 autograd and all modes that observe operators, a wrapper gives the thread's generator to each operator that accepts a

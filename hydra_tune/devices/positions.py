@@ -1,4 +1,8 @@
-"""Positions in a generator's stream: the distance between two states, and advancing a state."""
+"""Positions in a generator's stream: the distance between two states, and advancing a state.
+
+`SingleTrial` (`train/single_trial.py`) counts the draws of the first batch of a plan, where batches of a step may run
+on several devices; `RandomStreams.skip` then advances the stream past a batch that is drawn ahead.
+"""
 
 import torch
 from torch import Tensor

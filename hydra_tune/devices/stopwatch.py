@@ -1,8 +1,11 @@
 """Stopwatches for device work: the host's clock on CPU devices, events on the compute stream on GPUs.
 
+`run_unit` (`train/loop/batch_units.py`) runs a device's stopwatch around each unit, and `planner/run/runner.py` runs a
+`CudaStopwatch` around each planned graph on a GPU.
+
 Note: a GPU runs behind the host. A request takes the host almost no time, so the host's clock says nothing about the
 GPU, and waiting for the GPU after each piece of work would make the GPU idle. So an event is recorded at either end of
-the work on the compute stream. The events are read when a caller asks for the seconds, at the end of a unit, when the
+the work on the compute stream. The events are read when `run_unit` asks for the seconds, at the end of a unit, when the
 GPU has finished. Also, a thread that has waited for the GPU may get the interpreter lock milliseconds late; the events
 exclude this delay.
 """

@@ -1,12 +1,13 @@
 """`WeightlessDevice`: a stand-in for a device where only sizes count: no copies, and memory allocated by the caller.
 
 Inside torch's `FakeTensorMode`, the allocated memory takes no space, so a step can be rehearsed for a device that does
-not exist.
+not exist. `PoolRehearsal` (`pool/dry_run/executor.py`) runs units on such devices while `HydraExecutor.plan` forecasts
+a pool.
 
-Note: virtual clock. The caller that runs units advances `now` by the units' times. An awaited copy advances `now`
-itself. A background copy is over when the clock has reached the copy's end. Background copies run in sequence. On a
-link shared by all copies, an awaited copy overtakes every copy that has not begun. If the cost of copies is unknown, a
-background copy ends with the unit beside which it began.
+Note: virtual clock. `PoolRehearsal` advances `now` by the units' times. An awaited copy advances `now` itself. A
+background copy is over when the clock has reached the copy's end. Background copies run in sequence. On a link shared
+by all copies, an awaited copy overtakes every copy that has not begun. If the cost of copies is unknown, a background
+copy ends with the unit beside which it began.
 """
 
 from collections import deque

@@ -2,7 +2,8 @@
 
 Messages are tuples with the kind as the first item. The program sends `submit`, `proceed`, `pruned`, `cancelled`,
 `suspend` and `close`. The pool's process answers with `ready` or `broken`, with `placed`, `reported` and `over` for
-jobs, and with `suspended`.
+jobs, and with `suspended`. `IsolatedPoolClient` (`parent.py`) runs an `IsolatedPoolServer` in each process that the
+supervisor starts, until the program sends `close`.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Transfer of objects between the program and the pool's process, a copy of the program.
 
 Both processes have all objects from before the copy: tasks, functions and classes without an importable name are sent
-by memory address, equal in both processes. All other objects are pickled.
+by memory address, equal in both processes. All other objects are pickled. `IsolatedPoolClient` (`parent.py`) packs each
+submitted task, and `IsolatedPoolServer` (`child.py`) packs each job's result.
 """
 
 import gc

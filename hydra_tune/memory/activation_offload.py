@@ -1,8 +1,9 @@
 """Keeps tensors saved by autograd on the host until the backward pass reads them.
 
-Used for units that run the user's own code: such units cannot be cut or recomputed, so their activations are spilled
-instead. `SavedTensorSpiller` registers saved-tensor hooks, copies large saved tensors to the host in `pack`, and loads
-the copies back in `unpack`.
+Units that run the user's own code cannot be cut or recomputed, so their activations are spilled instead: `Lease`
+(`lease.py`) spills in such a unit if the unit's plan says so, and `train/loop/direct.py` spills once a step finds no
+more room. `SavedTensorSpiller` registers saved-tensor hooks, copies large saved tensors to the host in `pack`, and
+loads the copies back in `unpack`.
 
 Note: fidelity to autograd. Without hooks, autograd keeps a saved tensor alive and refuses a tensor overwritten in place
 before the backward pass. Autograd detects the overwrite by a version counter shared by all views of the tensor. With

@@ -1,7 +1,8 @@
 """Dropping blocks, and bringing blocks home to the host from any place.
 
-`HostBlockPin` pins blocks for work on the host, such as an update on the CPU; a device in need of such a block waits
-for the end of the work.
+`HostUpdateQueue` (`train/state/host_optimizer.py`) makes a `HostBlockPin` before each update on the host; a device in
+need of such a block waits for the end of the work. `BlockStore` (`train/state/block_store.py`) drops a value's block
+after the value's last use, and `ModelState` (`train/state/model_state.py`) brings the state home at the end of a trial.
 """
 
 import threading

@@ -3,7 +3,8 @@
 Between units, a trial's blocks are not pinned: workers of other devices and the disk's thread move the blocks to make
 room. A move points the tensors at the new place of the same bytes, but a reader already under way may still use the old
 place. Memory left behind therefore stays alive until the code has ended. No thread waits for the end: the ledger counts
-the room as free at once, and the room becomes free a little later.
+the room as free at once, and the room becomes free a little later. `Trial` (`train/trial.py`) enters `reading` while
+the trial's own code runs between units; `TensorBlock` (`block.py`) moves the tensors through `point`.
 
 Note: tensors in common. An untrained tensor, such as a frozen embedding, may be a single object in several trials. No
 trial moves such a tensor, because another trial may be computing with it.

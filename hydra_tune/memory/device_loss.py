@@ -1,4 +1,8 @@
-"""Blocks on a lost device: finds trials with lost bytes and gives the blocks up, without asking anything of the device."""
+"""Blocks on a lost device: finds trials with lost bytes and gives the blocks up, without asking anything of the device.
+
+`DeviceLossHandler` (`pool/devices/device_failure.py`) calls `dirty_owners` when a worker declares its device lost, and
+calls `give_up` once the affected trials have failed.
+"""
 
 from hydra_tune.memory.pager import Pager
 

@@ -1,8 +1,9 @@
 """`Lease`: device memory held by a unit while the unit runs.
 
-A unit enters a lease before computing: the lease pins the unit's blocks, has the pager bring the blocks to the device,
-and reserves workspace for intermediate tensors. Results become blocks out of the workspace. The end of the lease unpins
-the blocks and gives the rest of the workspace back.
+A unit (`train/loop/batch_units.py`, `train/loop/burst.py`, `fusion/group/multi_step_unit.py`) enters a lease before
+computing: the lease pins the unit's blocks, has the pager bring the blocks to the device, and reserves workspace for
+intermediate tensors. Results become blocks out of the workspace. The end of the lease unpins the blocks and gives the
+rest of the workspace back.
 """
 
 import threading

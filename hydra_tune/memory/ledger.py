@@ -1,4 +1,8 @@
-"""The ledger: counts the taken part of a device's budget. A hard limit: bytes that do not fit are not taken."""
+"""The ledger: counts the taken part of a device's budget. A hard limit: bytes that do not fit are not taken.
+
+`Pager` (`pager.py`) takes bytes before a block or a unit's workspace comes to the device; `HostTier`
+(`memory/host/host_tier.py`) takes bytes of its own ledger before each host copy.
+"""
 
 import threading
 

@@ -1,4 +1,8 @@
-"""Speed of a device's copies: `LinkMeter` measures running pools, `CopyTimes` serves predictions."""
+"""Speed of a device's copies: `LinkMeter` measures running pools, `CopyTimes` serves predictions.
+
+`Pager` (`pager.py`) adds each awaited copy to a `LinkMeter`, and `pool/devices/idle_devices.py` reads the pace when a
+trial asks for further devices; `train/timing/step_timing.py` fills `CopyTimes` while steps are timed for a forecast.
+"""
 
 import statistics
 from collections.abc import Iterable

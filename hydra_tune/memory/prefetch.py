@@ -1,12 +1,13 @@
 """Double buffering: sends the blocks of a device's next units ahead while the present unit computes.
 
-When a unit begins to compute, the prefetcher asks the pool for the next blocks in the order of need. For each block on
-the host, or on another device and not in use there, the worker's thread allocates device memory, and a background copy
-fills the memory. A block from another device comes by the same way as a fetch (`Pager.way_from`); if the way leads over
-the host and the host lacks the bytes, the other device begins a write-back. The prefetcher uses the room left by the
-running unit. The victims are the blocks that the next unit itself would choose. A clean victim is dropped at once. A
-dirty victim is written back in the background and gives its room at the next call, or within a burst of steps when a
-step ends later. Victims for the workspace of the next unit are written back in the same way.
+`Worker` (`pool/runtime/worker.py`) prepares the prefetcher before each unit. When the unit begins to compute, the
+prefetcher asks `NextUnitPredictor` (`pool/devices/next_units.py`) for the next blocks in the order of need. For each
+block on the host, or on another device and not in use there, the worker's thread allocates device memory, and a
+background copy fills the memory. A block from another device comes by the same way as a fetch (`Pager.way_from`); if
+the way leads over the host and the host lacks the bytes, the other device begins a write-back. The prefetcher uses the
+room left by the running unit. The victims are the blocks that the next unit itself would choose. A clean victim is
+dropped at once. A dirty victim is written back in the background and gives its room at the next call, or within a burst
+of steps when a step ends later. Victims for the workspace of the next unit are written back in the same way.
 
 Example: while the forward pass of shard 3 computes, the prefetcher copies shard 4 to the device and writes shard 1
 back, so the copies cost no time as long as they are shorter than the computation.

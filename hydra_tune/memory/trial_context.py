@@ -1,4 +1,8 @@
-"""Owners of the bytes in the memory tiers, so that a disk error ends only the trial with the affected bytes."""
+"""Owners of the bytes in the memory tiers, so that a disk error ends only the trial with the affected bytes.
+
+The pool's threads (`pool/runtime/worker.py`, `pool/runtime/preparer.py`) enter `at_work` while they serve a trial;
+`HostTier` (`memory/host/host_tier.py`) fails the trial's context when the disk refuses the trial's bytes.
+"""
 
 import threading
 from collections.abc import Callable, Iterator

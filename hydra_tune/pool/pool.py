@@ -1,5 +1,8 @@
 """The pool: the interface for drivers, and the assembly of all parts of a running pool.
 
+`ExecutorSettings.open_pool` (`pool/runtime/settings.py`) makes the `Pool` at the first use of an executor;
+`HydraExecutor` (`hydra_tune/executor.py`) and `FusedPool` (`pool/fusion/fused_pool.py`) submit jobs to the pool.
+
 Note: threads. Each device has a worker, and the worker runs units (`pool/runtime/worker.py`). A preparer builds and
 captures models in sequence (`pool/runtime/preparer.py`). Drivers submit and answer from threads of their own. All
 threads hand events to the state machine under a single lock, and pass the resulting commands on

@@ -1,4 +1,8 @@
-"""Statistics of the pool: work done and memory held by each device."""
+"""Statistics of the pool: work done and memory held by each device.
+
+`Pool.stats` (`pool/pool.py`) collects the statistics when a program calls `HydraExecutor.stats`, and whenever a live
+display is drawn.
+"""
 
 from dataclasses import dataclass, field
 

@@ -3,7 +3,8 @@
 `Scheduler` takes events and returns commands; a `Policy` chooses among eligible jobs. The package knows jobs, units and
 devices by name only. Read `units`, `events` and `commands` first, then `machine`, the state machine, with `state`,
 `record` and `transitions`; the `policies` come next. `front` and `levels` order jobs before a policy sees the jobs,
-`estimates` keeps remaining times, `ahead` predicts next jobs, `journal` notes decisions, and `bound` bounds makespans.
+`record` also keeps remaining times, `ahead` predicts next jobs, `journal` notes decisions, and `bound` bounds
+makespans.
 """
 
 from hydra_tune.schedule.ahead import NextJobPredictor

@@ -1,5 +1,8 @@
 """`NextJobPredictor`: prediction of each device's next job, so that the pool prefetches the job's bytes during compute.
 
+`NextUnitPredictor` (`pool/devices/next_units.py`) asks when a unit begins to compute; `simulate/engine/lookahead.py`
+asks at the same moment of the simulator's virtual clock.
+
 Note: double buffering. The scheduler binds a job to a device when the device becomes free, not earlier. While a unit
 runs, `NextJobPredictor` asks a separate selection of the same policy for the device's likely next job, and the pool
 prefetches the job's bytes. The separate selection holds the same views as the scheduler's policy, without the jobs

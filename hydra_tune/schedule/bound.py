@@ -1,4 +1,8 @@
-"""Lower bounds on the makespan, the yardstick for schedules."""
+"""Lower bounds on the makespan, the yardstick for schedules.
+
+`pool/views/eta.py` bounds a running sweep at each forecast, `simulate/engine/simulator.py` a simulated run at the end,
+and `simulate/optimal.py` the best schedule before the search.
+"""
 
 import math
 from collections.abc import Iterable

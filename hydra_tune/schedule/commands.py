@@ -1,6 +1,8 @@
 """Commands of the scheduler.
 
-The driver, a real or simulated pool, carries commands out in order and answers with events.
+After each call of `Scheduler.handle`, the driver carries the commands out in order and answers with events:
+`pool/runtime/dispatcher.py` in a pool, `pool/dry_run/executor.py` in a forecast, `simulate/engine/simulator.py` in a
+simulation.
 """
 
 from dataclasses import dataclass

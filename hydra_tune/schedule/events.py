@@ -1,7 +1,8 @@
 """Events of the scheduler, the only way in which the scheduler learns anything.
 
-Events are facts, and already true when the driver hands them in. Strings name jobs and devices; a job's name is never
-used twice. Remaining times are estimates: they order the jobs, and nothing else depends on them.
+Events are facts, and already true when the driver (`pool/runtime/dispatcher.py`, `pool/dry_run/executor.py` or
+`simulate/engine/simulator.py`) hands the events to `Scheduler.handle`. Strings name jobs and devices; a job's name is
+never used twice. Remaining times are estimates: they order the jobs, and nothing else depends on them.
 """
 
 from dataclasses import dataclass

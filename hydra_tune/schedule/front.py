@@ -1,5 +1,8 @@
 """`AdmissionFront`: the jobs in flight by age, and the jobs that go first under staggered admission.
 
+`SchedulerState` (`state.py`) updates the front whenever a job in flight or a device comes or goes, if the scheduler has
+`admission="staggered"`.
+
 Note: staggered admission. The *front* consists of the oldest jobs in flight, as many as there are devices, by priority
 and then by submission. A device takes a ready unit of the front if there is one, otherwise a unit of another job. So
 the oldest jobs run to their ends, the others fill gaps, and no device idles because of the rule. For jobs of equal

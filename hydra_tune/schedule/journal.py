@@ -1,4 +1,8 @@
-"""`SchedulerDecision`: a call of the scheduler with its time, as plain data for a file, and its replay."""
+"""`SchedulerDecision`: a call of the scheduler with its time, as plain data for a file, and its replay.
+
+`PoolRecorder` (`pool/runtime/recorder.py`) keeps a `SchedulerDecision` of each call while a pool records;
+`simulate/recorded/replay.py` compares the decisions with a new schedule.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass

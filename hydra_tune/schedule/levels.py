@@ -1,4 +1,8 @@
-"""`PriorityLevels`: separates jobs by priority and front, so that policies can ignore both."""
+"""`PriorityLevels`: separates jobs by priority and front, so that policies can ignore both.
+
+`Scheduler` (`machine.py`) asks the highest level for a job for each idle device; `NextJobPredictor` (`ahead.py`) keeps
+separate levels for predictions.
+"""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """`Scheduler`: events in, commands out.
 
-A pure state machine: no threads, no clock, no tensors, no waiting. A driver, a real or simulated pool, reports events
-and carries out the commands; equal events give equal commands.
+A pure state machine: no threads, no clock, no tensors, no waiting. A driver, a real or simulated pool
+(`pool/runtime/dispatcher.py`, `simulate/engine/simulator.py`), calls `handle` as events happen and carries out the
+commands; equal events give equal commands.
 
 Guarantees:
 

@@ -1,7 +1,8 @@
 """`Unit`: a shard unit as the scheduler sees it.
 
 A unit says which kind of work runs on which shard, and about how long. The scheduler never interprets a unit's kind;
-the meaning of a kind is up to the pool.
+the meaning of a kind is up to the pool. `pool/runtime/job_state.py` makes a `Unit` when a unit of a trial becomes due;
+the scheduler hands the `Unit` back in a `Run` (`commands.py`).
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 """The simulator's input: trials, devices and links, as plain numbers.
 
-The module knows units of work and bytes, and nothing of models, tensors or scheduling.
+People import these classes from `hydra_tune.simulate`; for `hydra-tune simulate`, `profile.py` or `workload.py` makes
+the trials and devices before the simulation begins. The module knows units of work and bytes, and nothing of models,
+tensors or scheduling.
 """
 
 import math

@@ -1,4 +1,8 @@
-"""Results of a simulation, as plain data."""
+"""Results of a simulation, as plain data.
+
+`Simulator` (`simulate/engine/simulator.py`) returns a `SimulationResult` when no event is left, and `table.py` and
+`plot.py` show the result for `hydra-tune simulate`.
+"""
 
 from dataclasses import asdict, dataclass
 from typing import Any

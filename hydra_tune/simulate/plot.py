@@ -1,4 +1,7 @@
-"""Plots the timeline of a simulation."""
+"""Plots the timeline of a simulation.
+
+`hydra-tune simulate --plot` (`cli/commands/simulate.py`) calls `plot_timeline` after the simulation.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,8 @@
-"""Profiles: trials and devices of a simulation as JSON, written by hand or measured in a real run."""
+"""Profiles: trials and devices of a simulation as JSON, written by hand or measured in a real run.
+
+`hydra-tune simulate PROFILE` (`cli/commands/simulate.py`) calls `read_profile` before the simulation, and people call
+`recorded_profile` after a recorded run.
+"""
 
 import json
 from collections import Counter

@@ -1,4 +1,8 @@
-"""Prints a simulation's figures as a table."""
+"""Prints a simulation's figures as a table.
+
+`hydra-tune simulate` (`cli/commands/simulate.py`) calls `print_result` or `print_replay` at the end, unless `--json` is
+given.
+"""
 
 from rich.console import Console
 from rich.table import Table

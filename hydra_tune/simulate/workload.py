@@ -1,4 +1,8 @@
-"""Random workloads: trials and devices from a few numbers, reproducible by a seed."""
+"""Random workloads: trials and devices from a few numbers, reproducible by a seed.
+
+`hydra-tune simulate` (`cli/commands/simulate.py`) makes a `RandomWorkload` before the simulation, if no PROFILE is
+given.
+"""
 
 import math
 import random

@@ -1,7 +1,8 @@
 """Marks: the trial of each thread, written to memory shared with a supervisor, so marks survive the process.
 
-A mark is written before the trial's code runs and cleared afterwards, at the cost of two writes to memory. A process
-without a supervisor writes nothing.
+A worker (`pool/runtime/worker.py`) or preparer (`pool/runtime/preparer.py`) enters `at_work` while a trial's code runs,
+at the cost of two writes to memory, and `supervise` (`supervisor.py`) reads the marks once the process has ended. A
+process without a supervisor writes nothing.
 
 Note: blame. The trial to blame for a crash is the trial marked for the faulting thread, if the system has named the
 thread; otherwise the marked trial, if exactly one trial is marked and no other thread is known to be at fault. If

@@ -1,5 +1,8 @@
 """The supervisor: starts a process, waits for the end, and restarts the process after a crash, until an orderly end.
 
+With isolation, `hydra-tune sweep` (`cli/commands/sweep.py`) calls `supervise` before the sweep begins, and
+`IsolatedPoolClient` (`isolation/parent.py`) does so in a copy of the program when an executor's pool starts.
+
 Note: fork. The process is a copy of the supervisor, with the program and all functions. The supervisor only waits, and
 runs no threads, so each copy is as sound as the first. The process's `TrialMarkTable` tells the supervisor which
 trials were at work.

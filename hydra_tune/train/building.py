@@ -1,6 +1,7 @@
 """Calls of a task's factories, with clear errors for common mistakes.
 
-Shared by the pool and the plain loop. Knows nothing of devices.
+`Trial` (`trial.py`) calls the factories through this module when a pool builds the trial, and `train_plain`
+(`train/loop/reference_loop.py`) does so before its first step. The module knows nothing of devices.
 """
 
 from typing import Any

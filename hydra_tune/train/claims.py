@@ -1,7 +1,8 @@
 """Claims of trials on trained objects: two trials training the same object would change each other's numbers.
 
 A trial claims the module, the optimizer, and the memory of the parameters. Untrained memory may be shared, such as the
-frozen vectors of an embedding in a dozen trials.
+frozen vectors of an embedding in a dozen trials. `Trial` (`trial.py`) makes the claim as soon as the module is built,
+and gives the claim up when the trial is closed.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Explanations of torch's own errors for common mistakes of a task, with the argument at fault and a remedy.
 
-Trials and plain runs call `explained` where they end with an error, so all ways of running trials give the same
-messages. The module knows nothing of jobs.
+`Job` (`pool/job.py`) and `train_plain` (`train/loop/reference_loop.py`) call `explained` where they end with an error,
+so all ways of running trials give the same messages. The module knows nothing of jobs.
 """
 
 import re

@@ -1,7 +1,9 @@
 """Hooks on gradients, which neither shards nor groups would honour.
 
 A captured graph does not contain hooks, and the copies on which a step is tried lack the hooks of parameters. Where
-several shards use a parameter, its hooks would get each shard's part of the gradient.
+several shards use a parameter, its hooks would get each shard's part of the gradient. `SingleTrial`
+(`single_trial.py`) refuses a model with such hooks before the model is first cut, and `fusion_key`
+(`fusion/matching/fusion_key.py`) before the trial may join a group.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,8 @@
-"""A mean weighted by samples, in float64."""
+"""A mean weighted by samples, in float64.
+
+`SingleTrial` (`single_trial.py`) and `MemberTrial` (`fusion/group/member.py`) average the training losses between two
+reports, and the metrics of each validation pass.
+"""
 
 
 class WeightedMean:

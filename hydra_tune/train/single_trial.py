@@ -1,6 +1,8 @@
 """`SingleTrial`: a trial that trains one model, by the user's own code or by shard units.
 
 The training loop is written once, as a generator that reads like a plain loop and yields wherever a shard unit is due.
+`JobPreparer` (`pool/runtime/preparer.py`) makes a `SingleTrial` for each admitted job of a pool without fusion; with
+fusion, a job's trial is a `MemberTrial` (`fusion/group/member.py`), a subclass.
 """
 
 import itertools

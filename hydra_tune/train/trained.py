@@ -1,6 +1,7 @@
 """`TrainingOutcome`: a finished run for the user, from the pool or the plain loop.
 
-The module knows nothing of jobs and devices.
+The module knows nothing of jobs and devices. Users get the subclass `Result` (`pool/job.py`) at the end of a job, and
+`PlainResult` (`train/loop/reference_loop.py`) from `train_plain`.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""Errors that only the Optuna integration raises."""
+"""Errors that only the Optuna integration raises.
+
+`OptimizeDriver` (`search/driver.py`) fails a trial with `TrialCancelledError` if another caller has cancelled the
+trial's job; people import the class from `hydra_tune_optuna`.
+"""
 
 from hydra_tune.errors import HydraTuneError
 

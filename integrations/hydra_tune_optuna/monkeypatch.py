@@ -1,7 +1,8 @@
 """`install` and `uninstall`: `executor=` for unchanged programs that write `import optuna`.
 
 Optuna's own `create_study` and `load_study` are replaced in the public modules by functions that pass all other
-arguments on. The module does not know the effect of an executor on a study.
+arguments on. The module does not know the effect of an executor on a study. People import `install` from
+`hydra_tune_optuna` and call the function before such a program imports names from Optuna.
 """
 
 import functools

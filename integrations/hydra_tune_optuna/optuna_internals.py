@@ -3,6 +3,8 @@
 Optuna offers ask and tell. Its logging of trials, `stop()`, progress bar, heartbeat and state of exhaustive samplers
 have no public interface for programs that drive a study themselves. All such access is in this module, so that one
 contract test tells whether a release of Optuna still fits. The module decides nothing about trials or pools.
+`OptimizeDriver` (`search/driver.py`) asks for and tells each trial through this module; the rest of the package reads
+and writes the private state of Optuna's objects here.
 """
 # ruff: noqa: SLF001 - that is what this module is for
 

@@ -1,6 +1,8 @@
 """`PoolStudy`: an Optuna study whose trials run in a hydra-tune pool.
 
-`PoolStudy` checks and translates the arguments of `optimize`; the driver runs the search.
+`PoolStudy` checks and translates the arguments of `optimize`; the driver runs the search. `create_study` and
+`load_study` (`study.py`) return a `PoolStudy` when called with `executor=`; so do Optuna's own after `install`
+(`monkeypatch.py`).
 """
 
 import os

@@ -1,6 +1,7 @@
 """Drop-in for `optuna.study`, with a `create_study` and a `load_study` that take `executor=`.
 
-The module makes studies and knows nothing of how a `PoolStudy` runs.
+The module makes studies and knows nothing of how a `PoolStudy` runs. People import `create_study` and `load_study` from
+`hydra_tune_optuna`; `run_sweep` (`sweep.py`) opens each sweep's study by `create_study`.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Runs the sweeps of the command line with Optuna: the entry point `optuna` of the group `hydra_tune.tuners`.
 
 The module translates a sweep's terms into Optuna's sampler, pruner, storage and suggestions, and reports progress to
-the observer. The module knows neither the form of a sweep file nor its display.
+the observer. The module knows neither the form of a sweep file nor its display. `hydra-tune sweep`
+(`hydra_tune/cli/run/sweep_run.py`) calls `run_sweep` once the pool is made, unless the sweep runs on a Ray cluster.
 """
 
 import os

@@ -1,5 +1,8 @@
 """Keeps the weights of a study's best trials, and loads a trial's trained module.
 
+`OptimizeDriver` (`search/driver.py`) offers each completed trial's weights to `StudyWeights`; after a search, people
+import `load_module` from `hydra_tune_optuna`.
+
 Note: location. Each study has its own folder in `weights_dir`; the study's storage records the folder's name and place.
 So studies of one name never share a folder, and any process that can open the study finds the weights. `weights_dir=`
 finds a folder that was moved.

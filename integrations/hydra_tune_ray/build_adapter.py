@@ -1,4 +1,8 @@
-"""Builds a task from Ray's sample, so that one `build` serves Ray, Optuna and the command line."""
+"""Builds a task from Ray's sample, so that one `build` serves Ray, Optuna and the command line.
+
+`NodePoolRuntime` (`node/pool_runtime.py`) calls `built` in the pool when a trial begins, and `load_module`
+(`weights.py`) when a user loads a trained module.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping

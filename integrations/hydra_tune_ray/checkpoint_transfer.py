@@ -1,4 +1,8 @@
-"""Converts a checkpoint's folder to bytes and back, for transport between nodes through Ray's object store."""
+"""Converts a checkpoint's folder to bytes and back, for transport between nodes through Ray's object store.
+
+`PoolTrainable` (`trainable.py`) reads a checkpoint that Ray restores, `NodePoolRuntime` (`node/pool_runtime.py`) writes
+the files out before the trial resumes, and `TrialClient` (`client.py`) does so when Ray saves a trial of another node.
+"""
 
 from pathlib import Path
 

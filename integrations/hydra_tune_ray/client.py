@@ -1,5 +1,8 @@
 """A trial's connection to its pool: one attempt at the trial, in whichever pool trains the trial.
 
+`PoolTrainable` (`trainable.py`) makes a `TrialClient` at the first step of each attempt, and asks for the next report
+in every step.
+
 Note: waits. A pool answers within seconds, if only with `WaitingOutcome`; a pool silent for a minute is taken for
 dead. So a trial waits for training as long as training takes, and for nothing else.
 """

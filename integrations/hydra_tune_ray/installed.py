@@ -1,4 +1,7 @@
-"""Checks that a tested version of Ray is installed, before any import of Ray."""
+"""Checks that a tested version of Ray is installed, before any import of Ray.
+
+`__init__.py` calls `check_ray` on `import hydra_tune_ray`, and `check_tune` at the first use of each public name.
+"""
 
 import re
 from collections.abc import Iterator

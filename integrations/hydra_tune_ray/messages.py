@@ -1,7 +1,8 @@
 """Messages between trials, pools and the directory.
 
 All messages are plain values, so that a trial's process can read a pool's message without importing torch, and a pool
-needs nothing of Ray Tune.
+needs nothing of Ray Tune. `TrialClient` (`client.py`) and `NodePool` (`node/node_pool.py`) exchange messages at a
+trial's begin, at each report and at the end; `node/heartbeat.py` sends a pool's load.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""Pickles the objects sent to pools, once, and names the culprit where pickling fails."""
+"""Pickles the objects sent to pools, once, and names the culprit where pickling fails.
+
+`trainable` (`trainable.py`) pickles `build` before any pool starts, and `start_pools` (`pools.py`) tries each option of
+the executor.
+"""
 
 import io
 from typing import Any

@@ -1,4 +1,8 @@
-"""`start_pools`: starts a pool on each node of a Ray cluster with devices; `Pools` is the driver's handle."""
+"""`start_pools`: starts a pool on each node of a Ray cluster with devices; `Pools` is the driver's handle.
+
+People import `start_pools` from `hydra_tune_ray` and call the function before a search; `trainable` (`trainable.py`)
+does so unless given `pools=`, and `sweep.py` before each sweep on a cluster.
+"""
 
 import contextlib
 import uuid

@@ -1,7 +1,8 @@
 """Runs the sweeps of the command line on a Ray cluster: the entry point `ray` of the group `hydra_tune.cluster_tuners`.
 
 The module translates a sweep's terms into Ray's search space, scheduler and searcher, and reports progress to the
-observer.
+observer. `hydra-tune sweep --ray` (`hydra_tune/cli/run/cluster.py`) calls `run_sweep` once the sweep file has been
+checked.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Loads the trained module from a result of Ray."""
+"""Loads the trained module from a result of Ray.
+
+People import `load_module` from `hydra_tune_ray` after a search, to use the best trial's model.
+"""
 
 from pathlib import Path
 from typing import Any

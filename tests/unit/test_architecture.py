@@ -1,5 +1,6 @@
 """The architecture page names the modules that are there, in the order that imports keep."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -32,6 +33,15 @@ def test_links_between_pages_lead_somewhere():
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_files_that_docstrings_name_are_there():
+    for package in (ROOT / "hydra_tune", *(ROOT / "integrations").iterdir()):
+        for path in package.rglob("*.py"):
+            docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+            for named in re.findall(r"`([\w/]+\.py)`", docstring):
+                folders = (path.parent, package, ROOT, ROOT / "hydra_tune")
+                assert any((folder / named).exists() for folder in folders), f"{path.relative_to(ROOT)} names {named}"
 
 
 # How code asks whether a device is a GPU; whether a tensor's own device is "meta" is another question.

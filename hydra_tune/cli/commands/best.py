@@ -1,4 +1,8 @@
-"""`hydra-tune best`: the arguments. `hydra_tune.cli.run.export` does the work."""
+"""`hydra-tune best`: the arguments. `hydra_tune.cli.run.export` does the work.
+
+`cli/root.py` adds the command to `hydra-tune`, and users call the command once trials of a sweep with `hydra.keep_best`
+have completed.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,8 @@
-"""`hydra-tune devices`: arguments and output."""
+"""`hydra-tune devices`: arguments and output.
+
+`cli/root.py` adds the command to `hydra-tune`, and users call the command before a sweep; the command alone calls
+`print_survey`.
+"""
 
 import json
 import sys

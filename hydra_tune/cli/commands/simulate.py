@@ -1,7 +1,8 @@
 """`hydra-tune simulate`: a sweep on a virtual clock, on devices that need not exist. Never imports torch.
 
 The command turns flags, a profile or a recording into a scenario, and prints the outcome of `hydra_tune.simulate`. The
-module must not compute schedules of its own.
+module must not compute schedules of its own. `cli/root.py` adds the command to `hydra-tune`, and users call the command
+before a sweep or, with `--replay`, after a recorded sweep.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""`hydra-tune sweep`: the arguments. `hydra_tune.cli.run.sweep_run` does the work."""
+"""`hydra-tune sweep`: the arguments. `hydra_tune.cli.run.sweep_run` does the work.
+
+`cli/root.py` adds the command to `hydra-tune`; `best.py`, `devices.py` and `plan.py` share the exit code `USAGE`, and
+the latter two check `--device-memory` by `check_size` when click reads the options.
+"""
 
 import sys
 import time
@@ -28,7 +32,7 @@ Exit codes:
   0    done
   1    the sweep ended with an error, or no trial completed
   2    the command or FILE makes no sense, or another process runs the sweep;
-       nothing was created
+       no trial has begun
   130  interrupted by Ctrl-C
   143  interrupted by SIGTERM
 """

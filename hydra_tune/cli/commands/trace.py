@@ -1,4 +1,8 @@
-"""`hydra-tune trace`: reports on a run's event log. Never imports torch."""
+"""`hydra-tune trace`: reports on a run's event log. Never imports torch.
+
+`cli/root.py` adds the command to `hydra-tune`, and users call the command on a log that `hydra-tune sweep` or
+`HydraExecutor(event_log=...)` has written.
+"""
 
 import json
 import sys

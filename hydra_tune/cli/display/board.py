@@ -1,7 +1,9 @@
 """`SweepProgressTracker`: the state of a running sweep, and its snapshots.
 
 Two threads use the board: the tuner's thread reports events, and the drawing thread takes snapshots. An ended trial
-leaves only plain values, because its job holds a trained model that must not outlive the trial.
+leaves only plain values, because its job holds a trained model that must not outlive the trial. `cli/run/sweep_run.py`
+and `cli/run/cluster.py` make the board before a sweep, hand the board to the tuner as the observer, and take the last
+snapshot for the summary.
 """
 
 import threading

@@ -1,4 +1,8 @@
-"""Decides whether a sweep runs in a separate process under a supervisor, and reports crashes of the process."""
+"""Decides whether a sweep runs in a separate process under a supervisor, and reports crashes of the process.
+
+`cli/commands/sweep.py` asks `isolates` before a sweep begins, and gives `tell_crash` to the supervisor, for each crash;
+`output.py` shares `TERMINAL_BACK`.
+"""
 
 import os
 import sys

@@ -1,4 +1,8 @@
-"""Chooses the file of a sweep's event log."""
+"""Chooses the file of a sweep's event log.
+
+`cli/commands/sweep.py` calls `log_path` once the sweep file is read and merged with the options, except for a sweep on
+a Ray cluster.
+"""
 
 import os
 import re

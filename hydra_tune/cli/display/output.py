@@ -1,6 +1,8 @@
 """Output of a sweep: a live view, a line for each trial, or one JSON object.
 
 `SweepOutput` chooses among the three, and keeps output of user code out of the live view and the JSON.
+`cli/run/sweep_run.py` and `cli/run/cluster.py` make the output before any user code is imported, and print the summary
+through the same output; `cli/dry_run/planning.py` uses `quiet` alone, while configurations are planned.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""Plain views of a trial: live views while its job runs, and a final view."""
+"""Plain views of a trial: live views while its job runs, and a final view.
+
+`SweepProgressTracker` (`board.py`) makes live views at each snapshot, and the last view of a trial when the tuner
+reports that the trial has ended or is left to a later run.
+"""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,7 @@
-"""Formats the result of `hydra-tune plan --profile` as text: the paper's Figures 3 and 9, for a terminal or a file."""
+"""Formats the result of `hydra-tune plan --profile` as text: the paper's Figures 3 and 9, for a terminal or a file.
+
+`run_plan` (`planning.py`) calls `print_figures` after the tables, unless the output is JSON.
+"""
 
 from collections.abc import Sequence
 from itertools import groupby

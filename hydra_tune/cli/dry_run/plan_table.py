@@ -1,4 +1,8 @@
-"""Formats the result of `hydra-tune plan` as tables and as plain data."""
+"""Formats the result of `hydra-tune plan` as tables and as plain data.
+
+`run_plan` (`planning.py`) makes a `ConfigurationForecast` as each configuration is planned, and prints all of them at
+the end.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Plans configurations of a checked sweep file, each as if alone in the pool."""
+"""Plans configurations of a checked sweep file, each as if alone in the pool.
+
+`cli/commands/plan.py` calls `run_plan` for `hydra-tune plan`, once the sweep file is read and checked.
+"""
 
 import json
 import sys

@@ -1,4 +1,7 @@
-"""Draws points of a sweep's space without a tuner: all of a small grid, or a few points spread evenly."""
+"""Draws points of a sweep's space without a tuner: all of a small grid, or a few points spread evenly.
+
+`run_plan` (`planning.py`) draws all points before the first configuration is planned.
+"""
 
 import itertools
 import math

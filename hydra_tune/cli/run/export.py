@@ -1,4 +1,7 @@
-"""Exports the weights of a sweep's trial to a file."""
+"""Exports the weights of a sweep's trial to a file.
+
+`cli/commands/best.py` calls `export` once the arguments of `hydra-tune best` are checked.
+"""
 
 import json
 import sys

@@ -1,6 +1,8 @@
 """Runs a sweep from a checked sweep file: sets up pool, tuner and display.
 
-Every error of the sweep's configuration is found before the pool, the storage or any folder is created.
+The user's function is imported, and its signature checked, before the pool, the storage or any folder is created.
+`cli/commands/sweep.py` calls `run_sweep` in the process of the sweep; `cluster.py`, `export.py` and
+`cli/dry_run/planning.py` share the exit codes.
 """
 
 import errno

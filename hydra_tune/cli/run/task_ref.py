@@ -1,6 +1,7 @@
 """Finds the function named by a sweep file, and checks its signature against the sweep.
 
 Only this module of the command line runs user code before the sweep: importing the module runs its code.
+`sweep_run.py`, `cluster.py` and `cli/dry_run/planning.py` call `load_task` once, before any pool is opened.
 """
 
 import importlib

@@ -1,6 +1,7 @@
 """Finds the tuner for a sweep, and the finder of its weights, by entry points.
 
-The engine knows no tuning framework: each tuner registers itself as an entry point.
+The engine knows no tuning framework: each tuner registers itself as an entry point. `sweep_run.py` and `cluster.py`
+find the tuner before any pool is opened, and `export.py` finds the finder when weights are exported.
 """
 
 from importlib.metadata import entry_points

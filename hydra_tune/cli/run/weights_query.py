@@ -1,4 +1,8 @@
-"""Request for a sweep's weights; apart from the request of a sweep, whose module imports torch."""
+"""Request for a sweep's weights; apart from the request of a sweep, whose module imports torch.
+
+`cli/commands/best.py` makes a `WeightsQuery` from its arguments, `export.py` hands the query to the finder, and the
+finder (`integrations/hydra_tune_optuna/finding.py`) answers with a `KeptTrial`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

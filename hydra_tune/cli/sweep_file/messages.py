@@ -1,4 +1,8 @@
-"""Converts pydantic's errors to the terms of a sweep file."""
+"""Converts pydantic's errors to the terms of a sweep file.
+
+`reader.py` and `overrides.py` convert an error when pydantic has refused a value, and the models (`sweep_model.py`)
+describe refused values in errors of their own.
+"""
 
 import math
 from collections.abc import Callable, Mapping

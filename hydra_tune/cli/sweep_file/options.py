@@ -1,4 +1,8 @@
-"""Options of the command line, and their merge with the sweep file."""
+"""Options of the command line, and their merge with the sweep file.
+
+`cli/commands/sweep.py` merges the options into the `SweepSpec` right after the file is read; `DisplayOptions` go on to
+the run and its output (`cli/display/output.py`).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,7 +1,8 @@
 """The interface between the command line and tuners.
 
-The command line fills a `SweepRequest`; a tuner, found through the entry points of the group `hydra_tune.tuners`, runs
-the sweep and reports events to a `SweepObserver`. Neither side imports the other.
+`cli/run/sweep_run.py` fills a `SweepRequest` just before the sweep begins, and `cli/run/cluster.py` a `ClusterRequest`;
+a tuner, found through the entry points `hydra_tune.tuners` or `hydra_tune.cluster_tuners`, runs the sweep and reports
+events to a `SweepObserver`. Neither side imports the other.
 """
 
 from collections.abc import Callable, Mapping

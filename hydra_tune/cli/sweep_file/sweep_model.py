@@ -1,9 +1,9 @@
 """Pydantic models of a sweep file: the keys, and the allowed values of each.
 
 The models follow the file of Weights & Biases sweeps where both mean the same, plus one block `hydra:` for this
-package. The module knows no positions and no tuner: `sweep_file` converts pydantic's errors to `file:line:column`, and
-the models to a `SweepSpec`. The field names here are the only list of allowed keys; "did you mean" reads the names from
-the models.
+package. The module knows no positions and no tuner: `reader.py` validates the data of a file by the models, and
+converts pydantic's errors to `file:line:column`, and the models to a `SweepSpec`; `overrides.py` validates the values
+of `--set`. The field names here are the only list of allowed keys; "did you mean" reads the names from the models.
 """
 
 import math

@@ -1,7 +1,8 @@
 """Reads YAML into plain data with the position of each value.
 
 The reader takes one document of maps, lists and scalars, and nothing else: no object tags, no duplicate keys, no
-recursion. The module knows nothing of the meaning of a sweep file; every problem is a position and a text.
+recursion. The module knows nothing of the meaning of a sweep file; every problem is a position and a text. `reader.py`
+reads the whole file, and `overrides.py` each value of `--set`, before pydantic validates the data.
 """
 
 import re

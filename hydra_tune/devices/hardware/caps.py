@@ -1,4 +1,8 @@
-"""Cap of the caching allocator on each GPU: the sum of the open devices' shares, and the user's old cap afterwards."""
+"""Cap of the caching allocator on each GPU: the sum of the open devices' shares, and the user's old cap afterwards.
+
+`discovery.py` raises the cap when a GPU device is opened; `CudaDevice` (`devices/cuda.py`) asks `is_alone` before a
+unit is measured, and lowers the cap when the device is closed.
+"""
 
 import threading
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 
 `"auto"` takes every visible GPU, or one CPU device per core on a machine without GPUs. A GPU named several times
 becomes several devices, each with its own budget, so that code for several GPUs can be tried on a single GPU.
+`pool/runtime/settings.py` opens all devices when a pool starts, `HydraExecutor.add_device` opens a further device, and
+`survey.py` opens devices for `hydra-tune devices`; the pool compares its devices by `device_kind`.
 """
 
 import os

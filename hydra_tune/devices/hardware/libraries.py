@@ -1,5 +1,8 @@
 """GPU memory taken by libraries, measured on real units, and the rest for the ledger.
 
+`discovery.py` sets `LIBRARY_BYTES` aside before any unit has run; `LedgerFitter` (`pool/devices/library_memory.py`)
+measures the first unit of each kind, and fits the ledger of the pager to the `LedgerAllowance`.
+
 Note: memory beside the ledger. cuBLAS and cuDNN allocate workspaces from torch's allocator, unseen by a pilot on the
 host. The workspaces are estimated as the allocator's peak less the ledger's peak in the same time. Kernels loaded at
 first use, and other programs' memory, lie outside the allocator; for these, only the drop in the GPU's free memory is

@@ -1,7 +1,8 @@
 """GPU facts from NVIDIA's management library (NVML), without a CUDA context.
 
 NVML comes with the driver. The library is absent on a machine without NVIDIA GPUs, and may fail on a machine with GPUs,
-so callers have to work without NVML.
+so callers have to work without NVML. `discovery.py` reads the memory of a GPU before its budget is set, and `survey.py`
+reads the version of the driver for `hydra-tune devices`.
 """
 
 from collections.abc import Iterator

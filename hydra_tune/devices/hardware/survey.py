@@ -1,6 +1,7 @@
 """Survey of the machine's devices before training: memory, the pool's budgets, and link speeds.
 
-The survey opens the devices like a pool, and closes them again.
+The survey opens the devices like a pool, and closes them again. The command `hydra-tune devices`
+(`cli/commands/devices.py`) calls `survey`, and prints the result.
 """
 
 import platform

@@ -2,7 +2,8 @@
 
 A view of a tensor that lies in another order is a copy. Stacked members lie otherwise than a member alone: behind a
 convolution the channels of all members are innermost. So `flatten(h).relu_()` changes `h` in a member's own run, and a
-copy of `h` in a group.
+copy of `h` in a group. `StackedGraph` (`batched_graph.py`) makes the search when a graph is stacked, and refuses a
+graph with such a write.
 """
 
 from collections.abc import Iterator, Sequence

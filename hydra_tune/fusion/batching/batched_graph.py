@@ -2,9 +2,10 @@
 
 Every value is either stacked, with the members in front, or shared by all members (derived from constants alone). A
 node with only shared inputs runs unchanged. A node with stacked inputs runs by its own rule (`batching_rules.py` and
-others), by `batched_random.drawn` if the node draws random numbers, or else under `torch.vmap`. An operator without any of
-these forms runs once for each member (`per_member_fallback.py`). Regions such as `torch.no_grad()` also run node by
-node.
+others), by `batched_random.drawn` if the node draws random numbers, or else under `torch.vmap`. An operator without any
+of these forms runs once for each member (`per_member_fallback.py`). Regions such as `torch.no_grad()` also run node by
+node. `stacked_plan` (`fusion/compile/batched_plan.py`) makes a `StackedGraph` of each shard when a group's plan is
+made; `fusion/ragged/multi_head_graph.py` makes a `StackedGraph` of the beginning and of each head.
 """
 
 import operator

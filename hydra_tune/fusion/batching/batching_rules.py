@@ -1,7 +1,8 @@
 """Operators on stacked members that `torch.vmap` handles badly: the same arithmetic in a single call for all members.
 
 Every rule takes the operator's own arguments, with the members in front of every tensor, and returns the result with
-the members in front. A rule returns None for arguments that `torch.vmap` should handle.
+the members in front. A rule returns None for arguments that `torch.vmap` should handle. `StackedGraph`
+(`batched_graph.py`) looks up a node's rule when a graph is stacked, and calls the rule at each run of the node.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,7 @@
-"""`nn.Embedding` and `nn.EmbeddingBag` of stacked members: the members' tables concatenated to a single table."""
+"""`nn.Embedding` and `nn.EmbeddingBag` of stacked members: the members' tables concatenated to a single table.
+
+`StackedGraph` (`batched_graph.py`) calls a rule at each run of an embedding operator on stacked members.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,7 @@
-"""Run an operator without a batched form for each member in turn, and stack the results."""
+"""Run an operator without a batched form for each member in turn, and stack the results.
+
+`StackedGraph` (`batched_graph.py`) calls `apart` at each run of a node for which neither a rule nor `torch.vmap` works.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

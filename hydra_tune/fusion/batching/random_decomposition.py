@@ -2,7 +2,8 @@
 
 A member's numbers must come from the member's own generator, but operators such as dropout accept none. Their
 primitives do. Torch decomposes such operators above autograd, so running the primitives equals running the operator,
-including gradients.
+including gradients. `StackedGraph` (`batched_graph.py`) decomposes the random operators of a graph, except recurrent
+layers, when the graph is stacked.
 """
 
 from collections.abc import Sequence

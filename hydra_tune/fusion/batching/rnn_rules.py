@@ -1,7 +1,8 @@
 """`nn.LSTM`, `nn.GRU` and `nn.RNN` of stacked members: each time step's cell is a batched product for all members.
 
 The arithmetic is that of torch's own cells (`RNN.cpp`). As in torch, a layer's input products are computed for all time
-steps at once. Dropout between layers draws each member's masks from the member's own generator.
+steps at once. Dropout between layers draws each member's masks from the member's own generator. `StackedGraph`
+(`batched_graph.py`) calls a rule at each run of a recurrent layer's operator on stacked members.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,8 @@
-"""Parts of a shard's captured graph: its arguments, its operators, and a subset of operators as a separate graph."""
+"""Parts of a shard's captured graph: its arguments, its operators, and a subset of operators as a separate graph.
+
+`tails_of` (`fusion/ragged/loss_heads.py`) cuts heads out of graphs when plans with different losses are compared;
+`fusion/ragged/multi_head_graph.py` cuts out the common beginning when a group's plan is made.
+"""
 
 from collections.abc import Sequence
 

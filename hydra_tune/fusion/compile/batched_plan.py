@@ -1,4 +1,8 @@
-"""Turn the plan of a single member into the plan of a group: every shard runs on stacked members."""
+"""Turn the plan of a single member into the plan of a group: every shard runs on stacked members.
+
+`GroupPlanFactory` (`batched_plan_cache.py`) stacks a member's plan, and traces the stacked plan, before a group's first
+unit on each kind of batch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

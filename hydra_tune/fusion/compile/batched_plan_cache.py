@@ -1,6 +1,8 @@
 """`GroupPlanFactory`: make, compare, stack and trace the plans of groups.
 
-A member's plan for a kind of batch is stacked and traced once for all groups of the same size in a pool.
+A member's plan for a kind of batch is stacked and traced once for all groups of the same size in a pool. `GroupMatcher`
+(`pool/fusion/group_matcher.py`) compares trials through the pool's factory before a group is formed, and
+`GroupPlanCache` (`group_plan_cache.py`) asks the factory for plans when a group meets a new kind of batch.
 """
 
 import logging

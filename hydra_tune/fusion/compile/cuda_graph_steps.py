@@ -1,5 +1,8 @@
 """Record a group's traced step as a CUDA graph, and replay the graph while the group's state keeps its addresses.
 
+`GroupTrial` (`fusion/group/group_trial.py`) runs traced training steps of a single batch on a GPU through
+`GroupCaptureCache` if the user sets `fusion_compile="cudagraphs"`.
+
 Note: contents of a graph. Forward and backward read parameters and buffers at fixed addresses, and read copies of the
 batch, the constants and the random numbers, which the group refreshes before each replay. Random numbers are drawn in
 advance, as for any traced step, so no generator is part of a graph. The optimizer's step stays outside: rates and step

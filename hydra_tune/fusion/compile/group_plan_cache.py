@@ -1,7 +1,8 @@
 """`GroupPlanCache`: the plans of a group, by the kinds of batches that its members want.
 
-A kind is a mode and a batch signature. `GroupPlanCache` makes a plan when a new kind appears, and finds smaller
-batches that can be padded and computed together with larger batches, such as the last batch of an epoch.
+A kind is a mode and a batch signature. `GroupPlanCache` makes a plan when a new kind appears, and finds smaller batches
+that can be padded and computed together with larger batches, such as the last batch of an epoch. `GroupTrial`
+(`fusion/group/group_trial.py`) asks `GroupPlanCache` whenever the group chooses the members to compute next.
 """
 
 import logging

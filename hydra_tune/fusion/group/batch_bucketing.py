@@ -1,5 +1,7 @@
 """`BucketScheduler`: choose the members computed next, always members with the same kind of batch.
 
+`GroupTrial` (`group_trial.py`) asks `BucketScheduler` before each step, round or evaluated batch of a group.
+
 Members run out of phase: a member at the end of its epoch wants a smaller last batch or its metrics, while the others
 are in the middle of an epoch. Such a batch takes as long for a single member as for all members, so the batch waits for
 others that will soon want the same kind. While the batch waits, the slots of its members compute nothing useful. Both

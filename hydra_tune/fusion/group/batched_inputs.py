@@ -1,4 +1,8 @@
-"""`StackedBatches`: the batches of a group's members as a single batch, with the members in front."""
+"""`StackedBatches`: the batches of a group's members as a single batch, with the members in front.
+
+`GroupExecutor` (`group_executor.py`) stacks the members' next batches before each step, round or evaluated batch, and
+during a round whenever the stacked batches are used up.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

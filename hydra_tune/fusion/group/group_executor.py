@@ -1,4 +1,8 @@
-"""`GroupExecutor`: compute the members' batches together as units on stacked tensors, and hand every member its results."""
+"""`GroupExecutor`: compute the members' batches together as units on stacked tensors, and hand every member its results.
+
+`GroupTrial` (`group_trial.py`) calls `GroupExecutor` for each step, round or evaluated batch, after the choice of the
+members.
+"""
 
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence

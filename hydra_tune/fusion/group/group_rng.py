@@ -1,4 +1,8 @@
-"""`GroupStreams`: the random streams of a group, composed of the members' own streams."""
+"""`GroupStreams`: the random streams of a group, composed of the members' own streams.
+
+`SlotTable` (`slot_table.py`) makes `GroupStreams` when a group begins or changes its size; each unit of the group that
+draws random numbers (`group_step.py`, `multi_step_unit.py`) enters `drawing`.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

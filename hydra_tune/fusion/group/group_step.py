@@ -1,4 +1,8 @@
-"""Units of a group's batches: where a single trial has a number, such as a loss, a group has N."""
+"""Units of a group's batches: where a single trial has a number, such as a loss, a group has N.
+
+`GroupExecutor` (`group_executor.py`) makes a `GroupStep` for each training step and a `GroupEvaluation` for each
+evaluated batch, unless a round (`multi_step_unit.py`) runs the batch.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,8 +1,10 @@
 """`GroupTrial`: several trials that the pool runs as a single trial.
 
 The group advances the members' own training loops (`membership.py`), picks the members whose batches run next
-(`batch_bucketing.py`), and yields a unit that computes all of them on stacked tensors (`group_executor.py`). A sweep
-of 32 small MLPs becomes a single job this way, instead of 32 jobs that compete for the device.
+(`batch_bucketing.py`), and yields a unit that computes all of them on stacked tensors (`group_executor.py`). A sweep of
+32 small MLPs becomes a single job this way, instead of 32 jobs that compete for the device. `GroupJobLauncher`
+(`pool/fusion/group_jobs.py`) makes a `GroupTrial` when a job in preparation has found further members;
+`FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group size.
 """
 
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence

@@ -1,6 +1,8 @@
 """`MemberCoordinator`: advance the members of a group between two steps.
 
-Between steps members continue to their next batch, report and receive answers, end, leave, and join.
+Between steps members continue to their next batch, report and receive answers, end, leave, and join. `GroupTrial`
+(`group_trial.py`) calls `settled` before each step, round or evaluated batch, and `advance` for every computed member
+afterwards.
 
 Note: lock-step. Every member names the batch to compute next, and members with the same kind of batch compute together
 (`batch_bucketing.py`). A member that has reported rests until the answer arrives. The group waits only when all

@@ -1,5 +1,8 @@
 """`GroupRound`: several steps of a group in a single unit, for models whose step is short beside the overhead of a unit.
 
+`GroupExecutor` (`group_executor.py`) makes a `GroupRound` if all members that want a batch take part and `may_go_round`
+allows several batches in a unit.
+
 Note: contents of a round. A single lease holds parameters and optimizer state from the first step to the last. Between
 steps the members take their losses and advance to their next batches. A round ends when a member wants anything other
 than a batch of the same kind (a report, an evaluation, its end), when a member is to be stopped, and after some

@@ -1,4 +1,7 @@
-"""`GroupResizePolicy`: decide how many slots a group has, from step to step."""
+"""`GroupResizePolicy`: decide how many slots a group has, from step to step.
+
+`GroupTrial` (`group_trial.py`) asks `GroupResizePolicy` between two steps, before new members join.
+"""
 
 _PATIENCE_STEPS = 16
 

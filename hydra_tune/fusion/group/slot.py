@@ -1,4 +1,8 @@
-"""`GroupSlot`: a member in its slot, with requests and end; `GroupDelegate`: the interface to the owner of a group."""
+"""`GroupSlot`: a member in its slot, with requests and end; `GroupDelegate`: the interface to the owner of a group.
+
+`FusedJob` (`pool/fusion/fused_job.py`) makes a job's slot for a group; `MemberCoordinator` (`membership.py`) calls the
+delegate, `LiveGroup` (`pool/fusion/live_group.py`), when a member ends, reports or leaves, and when a member may join.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -1,5 +1,8 @@
 """`SlotTable`: the slots of a group, their occupants, and the stacked state.
 
+`MemberCoordinator` (`membership.py`) lets members in and out between two steps; `GroupExecutor` (`group_executor.py`)
+reads the slots to stack batches and to hand out results.
+
 Note: joining and leaving. A group has a number of slots. Between two steps a member that has ended or is paused gives
 its slot to another member (`put_in`). The new member begins or continues its training, at whatever step the others
 are. A vacant slot is masked. A member joins and leaves by copying between the stack and its own module and

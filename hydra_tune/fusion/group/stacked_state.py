@@ -1,7 +1,9 @@
 """Convert between members' own modules and the stacked module of a group.
 
-`StackedModule` and `stacked_optimizer` build the group's state. `hand_out` copies a slot back to a member's own
-module, for example before a checkpoint or when a trial is pruned, and `put_in` copies a joining member into a slot.
+`StackedModule` and `stacked_optimizer` build the group's state. `hand_out` copies a slot back to a member's own module,
+for example before a checkpoint or when a trial is pruned, and `put_in` copies a joining member into a slot.
+`GroupTrial` (`group_trial.py`) builds the state before the first step and after each change of size; `SlotTable`
+(`slot_table.py`) copies slots while no unit of the group runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

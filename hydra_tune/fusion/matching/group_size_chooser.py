@@ -1,4 +1,7 @@
-"""`GroupSizeChooser`: decide for `fusion="auto"` how many fusable trials compute together, by timing real steps."""
+"""`GroupSizeChooser`: decide for `fusion="auto"` how many fusable trials compute together, by timing real steps.
+
+`GroupMatcher` (`pool/fusion/group_matcher.py`) asks `GroupSizeChooser` when a job looks for members of a new group.
+"""
 
 import logging
 import threading

@@ -1,8 +1,11 @@
 """`FusionBenchmark`: time a step alone and stacked, by a few real steps on copies that are then discarded.
 
+`GroupSizeChooser` (`group_size_chooser.py`) times steps before a group is formed, `pool/dry_run/fusion_report.py` for
+`HydraExecutor.plan(probe=True)`, and `pool/fusion/group_jobs.py` when planned steps prove slower than predicted.
+
 Note: isolation. The timed trials are separate, with copies of a model and of a batch and with separate random streams.
-The requesting trial stays unchanged, and the pool's ledgers, times and figures do not see the probe. For the duration
-of the probe its memory comes on top of the ledgers.
+The trial that gave the model and the batch stays unchanged, and the pool's ledgers, times and figures do not see the
+timed steps. While steps are timed, their memory comes on top of the ledgers.
 
 Note: clock. On a CPU device the clock is the CPU time of the calling thread, which excludes time taken by other
 threads. On a GPU the clock runs until the device is done.

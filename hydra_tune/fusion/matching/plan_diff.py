@@ -2,6 +2,8 @@
 
 Trials whose architecture keys differ only in numbers can still have equal graphs, because a dropout probability is just
 an argument of an operator. The comparison walks the captured graphs node by node and ignores the probabilities.
+`GroupPlanFactory` (`fusion/compile/batched_plan_cache.py`) compares plans before a group is formed, and again when a
+group stacks a plan for its present members.
 
 Note: recognized probabilities. The operator's masks must be separable from the operator, and the graph must contain the
 operator in any case: `torch.dropout`, also of whole channels, dropout inside attention, and dropout between recurrent

@@ -1,8 +1,9 @@
 """Different losses and metrics of a model: the model's graph runs for all members, each loss only for its members.
 
 The captured graphs of trials with equal models and different losses begin with the same operators, namely the model's.
-The rest of a graph is the trial's loss head. A stacked graph with heads runs the beginning once for all members, and every
-head on the rows of its members.
+The rest of a graph is the trial's loss head. A stacked graph with heads runs the beginning once for all members, and
+every head on the rows of its members. `likeness` (`fusion/matching/plan_diff.py`) makes the heads when trials with
+different losses are compared, and `multi_head_graph.py` runs the heads in the group's steps.
 
 Note: end of the beginning. The beginning extends as far as the graphs are equal. If a value made by then takes part in
 the gradients of some losses only, the beginning ends before the value. A head uses no parameters, draws no random

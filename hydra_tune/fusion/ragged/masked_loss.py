@@ -1,4 +1,8 @@
-"""Losses over the leading samples of a batch only; the remaining samples are padding and do not count."""
+"""Losses over the leading samples of a batch only; the remaining samples are padding and do not count.
+
+`counted_losses` (`sample_independence.py`) makes the reductions when a group meets a second batch size;
+`fusion/compile/batched_plan.py` writes the reductions into the plan of the padded batch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,8 @@
-"""Run a stacked graph with heads: the beginning for all members, every head on the rows of its members."""
+"""Run a stacked graph with heads: the beginning for all members, every head on the rows of its members.
+
+`stacked_plan` (`fusion/compile/batched_plan.py`) makes such a graph when the members of a group have different losses
+or metrics.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,8 @@
-"""`PairingOffer`: the next steps of a group, offered to a pair that can run them in turn with another group's steps."""
+"""`PairingOffer`: the next steps of a group, offered to a pair that can run them in turn with another group's steps.
+
+`GroupTrial` (`fusion/group/group_trial.py`) of a pair makes an offer before each training step that can run in turn,
+and `PairTrial` (`pair_trial.py`) runs or declines the offer.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""`PairSide`: a group of a pair, with a delegate that forwards to the pair's delegate."""
+"""`PairSide`: a group of a pair, with a delegate that forwards to the pair's delegate.
+
+`PairTrial` (`pair_trial.py`) advances both sides whenever the pool asks the pair for its next unit; a group calls its
+side, as delegate, between two steps.
+"""
 
 import time
 from collections.abc import Sequence

@@ -3,7 +3,8 @@
 Each of the two groups is an ordinary group, with its own slots, state, plans and evaluations; members report, are
 stopped and saved, leave and join there. `PairTrial` advances both groups. When both are about to make training steps on
 the same kind of batch, the steps form a single unit (`paired_unit.py`). All other work runs separately, so every member
-gets the same bits as in its group alone.
+gets the same bits as in its group alone. `GroupJobLauncher` (`pool/fusion/group_jobs.py`) makes a `PairTrial` when the
+members found for a job are to train as two groups in turn.
 
 Note: staying together. A group that is about to train waits while the other has other work to do. While the other waits
 for answers to reports, the group waits no longer than members of a group wait for each other. If the groups want

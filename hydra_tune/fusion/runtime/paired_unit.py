@@ -1,5 +1,7 @@
 """`PairRound`: steps of two groups in turn in a single unit; each backward is merged with the other group's forward.
 
+`PairTrial` (`pair_trial.py`) makes a `PairRound` whenever both groups are about to make steps that can run in turn.
+
 Note: ends of a unit. A unit begins with a lone forward (the prologue) and ends with a lone backward (the epilogue), so
 no step is open between units: members report, are evaluated, saved, stopped, join and leave there. Inside a unit each
 group's members advance to their next batches after their own step, while the other group's step is still open. If a

@@ -1,10 +1,11 @@
 """`StepPlanAutotuner`: measure planned steps during ordinary training, and keep the fastest way to run them.
 
 All ways to run a step compute the same graphs with the same bits, so training can switch between ways at any unit. The
-way with the best prediction runs first and is timed. If the prediction is off by more than `TOLERANCE`, the measurement
-corrects the profiles, the steps are planned again, and the new ways run in turn with the first way; the fastest stays
-(`planner/search/autotune.py`). If even the fastest takes longer than first predicted, the receiver of the measurement
-compares with groups that need no plan (`pool/fusion/live_group.py`).
+way with the best prediction runs first and is timed: `PlannedRound` (`planned_unit.py`) and `PairRound`
+(`paired_unit.py`) report the time of a step after each unit. If the prediction is off by more than `TOLERANCE`, the
+measurement corrects the profiles, the steps are planned again, and the new ways run in turn with the first way; the
+fastest stays (`planner/search/autotune.py`). If even the fastest takes longer than first predicted, `LiveGroup`
+(`pool/fusion/live_group.py`) compares with groups that need no plan, unless `fusion_planner` is "on".
 """
 
 import logging

@@ -1,4 +1,8 @@
-"""`DeviceStepRunner`: run a planned step on the device of the current unit, which may change from unit to unit."""
+"""`DeviceStepRunner`: run a planned step on the device of the current unit, which may change from unit to unit.
+
+`GroupStepRunner` (`planned_unit.py`) and `PairStepRunner` (`paired_unit.py`) run each planned step of a group or a pair
+through `DeviceStepRunner`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

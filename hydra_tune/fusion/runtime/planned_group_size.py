@@ -1,7 +1,9 @@
 """`PlannedSizeChooser`: decide how many trials form a job if a device holds only fewer at once, by planning their steps.
 
 The class compares planned groups, and pairs of groups in turn, with smaller groups that fit unplanned. A planned group
-wins only if the time per trial falls, unless the user insists on large groups.
+wins only if the time per trial falls, unless the user insists on large groups. `GroupMatcher`
+(`pool/fusion/group_matcher.py`) asks `PlannedSizeChooser` before a group is formed, if more trials wait than fit a
+device; `pool/dry_run/fusion_report.py` calls `compared` for `HydraExecutor.plan(probe=True)`.
 """
 
 import logging

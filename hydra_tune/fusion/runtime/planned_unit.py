@@ -1,4 +1,8 @@
-"""Run a group's planned steps: rounds as in `multi_step_unit.py`, with steps that stay within a device's memory."""
+"""Run a group's planned steps: rounds as in `fusion/group/multi_step_unit.py`, with steps that stay within a device's memory.
+
+`GroupTrial` (`fusion/group/group_trial.py`) asks `PlannedStepCache` before each step of a group with a planner;
+`GroupExecutor` (`fusion/group/group_executor.py`) makes a `PlannedRound` where the step is planned.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

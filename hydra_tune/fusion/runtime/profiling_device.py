@@ -1,4 +1,8 @@
-"""`ProfilingDevice`: a device on which the planner profiles steps, representing all devices of its kind."""
+"""`ProfilingDevice`: a device on which the planner profiles steps, representing all devices of its kind.
+
+`DeviceReservations` (`pool/devices/device_reservation.py`) offers a `ProfilingDevice` of each kind; `StepPlanner`
+(`step_planner.py`) borrows the device while a step is laid out or profiled.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

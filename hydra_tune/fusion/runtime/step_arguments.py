@@ -1,5 +1,8 @@
 """`StepStateBinding`: bind a group's state to the arguments of a planned step, and record the step's effects afterwards.
 
+`GroupStepRunner` (`planned_unit.py`) and `PairRound` (`paired_unit.py`) call `begin` before each forward, and enter
+`updating` around each backward.
+
 Note: masks. A planned step updates all members, each parameter as soon as no later operator needs the old value.
 Members that take no step (resting, or without a finite loss) have their parameters and moments saved to the host before
 the backward, and restored afterwards.

@@ -1,6 +1,8 @@
 """Sub-arrays of trials that are all like a given task, traced and profiled from the task's own plan, without training.
 
-A task whose steps cannot be planned is refused here, with the reason.
+A task whose steps cannot be planned is refused here, with the reason. `pool/dry_run/step_profiles.py` makes a
+`TaskProfileCache` for each kind of task that `HydraExecutor.plan(profile=...)` forecasts; `step_planner.py` calls
+`check_plannable` before the steps of a group are planned.
 """
 
 from collections.abc import Sequence

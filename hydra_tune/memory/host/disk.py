@@ -1,5 +1,8 @@
 """Blocks on disk: a flat file per block, read and written in large aligned pieces by a separate thread.
 
+`HostTier` (`host_tier.py`) writes a block here when host memory runs short, and reads the block back before the block's
+next use.
+
 Note: bypassing the page cache. A spilled block is read again only after the cache would long have evicted the pages;
 otherwise the cache would have taken the very memory that spilling was to free. Files are therefore opened with O_DIRECT
 if the file system supports O_DIRECT, and the pieces go through a single aligned buffer, as O_DIRECT requires. On other

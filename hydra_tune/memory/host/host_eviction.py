@@ -1,4 +1,7 @@
-"""Entries of the host tier: knowledge about each host copy, and the rules for the copies that may go and go first."""
+"""Entries of the host tier: knowledge about each host copy, and the rules for the copies that may go and go first.
+
+`HostTier` (`host_tier.py`) keeps an entry for each block, and applies the rules whenever a host copy has to make room.
+"""
 
 from dataclasses import dataclass
 

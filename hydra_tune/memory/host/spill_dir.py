@@ -1,5 +1,8 @@
 """The folder for a pool's spilled blocks: created in `spill_dir`, private, removed at the end, swept after a crash.
 
+`ExecutorSettings` (`pool/runtime/settings.py`) checks `spill_dir` when an executor is made, and creates the folder when
+the pool starts; `SpillDisk` (`disk.py`) opens the files in the folder.
+
 Note: ownership. A pool creates a folder of mode 0700 and holds a lock on the file `lock` in the folder for its whole
 life. The kernel releases the lock at the end of the process, however the process ends. A folder with such a name, of
 this user and with a free lock was therefore left by a crash. Of such a folder, only files with names given by this

@@ -1,4 +1,7 @@
-"""Formats the lines of an event log as JSON. `observe/event_log/reader.py` reads the lines back."""
+"""Formats the lines of an event log as JSON. `observe/event_log/reader.py` reads the lines back.
+
+`EventLog` (`writer.py`) makes the line of each record here, on the log's own thread, just before the line is written.
+"""
 
 import json
 import time

@@ -1,4 +1,8 @@
-"""`RunLog`: reads the file of an `EventLog`, even if the run was killed while writing."""
+"""`RunLog`: reads the file of an `EventLog`, even if the run was killed while writing.
+
+`hydra-tune trace` (`cli/commands/trace.py`) calls `read_log` first, during a run or afterwards; figures, plot and trace
+are made of the `RunLog`.
+"""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -3,6 +3,8 @@
 The pool's threads append tuples to a buffer and continue; a single log thread turns the tuples into lines, a few times
 a second. Lines already written stay readable after any end of the process (`observe/event_log/reader.py`). The log
 takes names, numbers and times, reads a clock only for the pool's own events, and holds no part of the engine.
+`pool/runtime/settings.py` makes an `EventLog` when the pool starts, if a file is given, and `Pool` (`pool/pool.py`)
+closes the log at shutdown.
 
 Note: training goes first. No thread waits for the log. Records are flat tuples of texts and numbers, because every
 nested object makes the garbage collector walk more often through all objects of a run. The buffer is bounded: records

@@ -1,4 +1,8 @@
-"""The live view of a sweep below a notebook's cell, with nothing installed but the kernel."""
+"""The live view of a sweep below a notebook's cell, with nothing installed but the kernel.
+
+`pool/views/live.py` shows a `NotebookView` for the block of `HydraExecutor.live` where the process is a notebook's
+kernel.
+"""
 
 import html
 import sys

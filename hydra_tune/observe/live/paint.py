@@ -1,6 +1,7 @@
 """Paints lines on a terminal's screen, sending only lines that have changed.
 
-Unchanged lines are not sent, so nothing flickers, and painting costs a third of a full redraw through rich.
+Unchanged lines are not sent, so nothing flickers, and painting costs a third of a full redraw through rich. `LiveView`
+(`terminal.py`) opens an `AlternateScreen` when a sweep's view begins, and paints each new picture there.
 """
 
 import threading

@@ -1,4 +1,8 @@
-"""Shows a sweep as plain lines without a terminal: one line for each event, and a regular line of progress."""
+"""Shows a sweep as plain lines without a terminal: one line for each event, and a regular line of progress.
+
+`SweepOutput` (`cli/display/output.py`) shows a command's sweep with a `PlainView` where no live view runs;
+`pool/views/live.py` does so for `HydraExecutor.live` outside terminals and notebooks.
+"""
 
 import logging
 import threading

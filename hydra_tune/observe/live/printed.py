@@ -1,4 +1,7 @@
-"""Captures output printed while a live view has the terminal: shown within the view, and printed again afterwards."""
+"""Captures output printed while a live view has the terminal: shown within the view, and printed again afterwards.
+
+`SweepOutput` (`cli/display/output.py`) and `pool/views/live.py` enter `kept` just before a `LiveView` opens.
+"""
 
 import io
 import logging

@@ -1,4 +1,7 @@
-"""Numbers as a line of small bars: `▁▂▄▆█`."""
+"""Numbers as a line of small bars: `▁▂▄▆█`.
+
+`screen.py` draws a trial's reports so far with `sparkline`, in each picture of a running sweep.
+"""
 
 import math
 from collections.abc import Sequence

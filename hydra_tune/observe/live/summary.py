@@ -1,6 +1,8 @@
 """Reports of a sweep: lines during the run, tables and a JSON object at the end.
 
-The functions read a plain `SweepView`, and print to a given console or return plain data.
+The functions read a plain `SweepView`, and print to a given console or return plain data. `cli/display/board.py`
+formats a line as each trial ends, and `cli/display/output.py` reports the whole sweep at the end; `pool/views/live.py`
+does both for `HydraExecutor.live`, except in notebooks.
 """
 
 from collections import Counter

@@ -1,4 +1,8 @@
-"""Short texts of numbers and parameters, common to the live view, the lines and the tables."""
+"""Short texts of numbers and parameters, common to the live view, the lines and the tables.
+
+`screen.py`, `plain_lines.py` and `summary.py` format values here whenever they show a sweep; writers of JSON, such as
+`observe/event_log/line_format.py`, pass values through `plain` first.
+"""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,8 @@
-"""A thread that calls a function regularly at a small share of the CPU."""
+"""A thread that calls a function regularly at a small share of the CPU.
+
+`LiveView` (`terminal.py`), `NotebookView` (`notebook.py`) and `PlainView` (`plain_lines.py`) refresh themselves with a
+`ViewRefreshTimer` while a sweep is shown.
+"""
 
 import contextvars
 import logging

@@ -1,6 +1,9 @@
 """Events of Chrome's trace format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Source: "Trace Event Format", Google, 2016. Times in the format are microseconds.
+
+`chrome_trace.py` makes events here when `hydra-tune trace` writes a trace; `simulate/recorded/recording.py` does so
+when a recording is written.
 """
 
 from typing import Any, Literal

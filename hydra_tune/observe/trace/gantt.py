@@ -1,4 +1,7 @@
-"""Draws bars over time as a picture. Only this module imports matplotlib, at the first picture."""
+"""Draws bars over time as a picture. Only this module imports matplotlib, at the first picture.
+
+`run_plot.py` calls `draw` for `hydra-tune trace --plot`, and `simulate/plot.py` for `hydra-tune simulate --plot`.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

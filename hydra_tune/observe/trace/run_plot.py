@@ -1,4 +1,8 @@
-"""Plots a run's log: for each device a lane of units, with lanes of loads and spills below."""
+"""Plots a run's log: for each device a lane of units, with lanes of loads and spills below.
+
+`hydra-tune trace` (`cli/commands/trace.py`) calls `plot_run` for `--plot`, after the figures and before the trace is
+written.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,8 @@
-"""Prints a run's figures as tables."""
+"""Prints a run's figures as tables.
+
+`hydra-tune trace` (`cli/commands/trace.py`) calls `print_run` once all files are written, unless the user gives
+`--json`.
+"""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,8 @@
 """Records the memory actions of a worker, action by action, while a run is recorded.
 
-The pool opens a `WorkerTurn` on the worker's thread for each command to run a unit; the pager notes its actions on the
-thread's turn. Without a recording there is no turn, and a note costs a single thread-local lookup.
+`PoolRecorder` (`pool/runtime/recorder.py`) opens a `WorkerTurn` on the worker's thread for each command to run a unit;
+the pager notes its actions on the thread's turn. Without a recording there is no turn, and a note costs a single
+thread-local lookup.
 """
 
 import threading

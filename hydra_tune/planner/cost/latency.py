@@ -4,7 +4,8 @@ The computing thread hands copies over, and makes small copies itself. Both dela
 both count as stalls.
 
 Algorithm C estimates swap overheads to make decisions. The duration of a finished schedule is simulated here, copy by
-copy.
+copy. `planner/search/portfolio.py` times each finished plan with `times_of`, and `planner/passes/swap_recompute.py`
+times each change that would polish a plan.
 """
 
 from collections.abc import Iterable

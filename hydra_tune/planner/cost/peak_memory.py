@@ -1,5 +1,8 @@
 """Algorithm G: the bytes on the device, instruction by instruction.
 
+`planner/passes/swap_recompute.py` simulates all segments here before each decision, and `planner/search/portfolio.py`
+takes the peak of each finished plan.
+
 Differs: the paper adds up five sums over tensors, and counts `static_mem` and, in line 3, swapped and recomputed
 tensors twice. Here every storage is counted once, from the instruction that makes the storage to the instruction that
 frees the storage. A swapped storage is freed where its copy has ended (`planner/ir/lowering.py`), not where the copy

@@ -1,7 +1,8 @@
 """Storages that the nodes of a graph make, read and overwrite, found by a run on tensors without bytes.
 
 The planner keeps, swaps and recomputes whole storages, so every pass has to know which tensors share memory. A run on
-fake tensors shows aliasing that operator schemas do not declare.
+fake tensors shows aliasing that operator schemas do not declare. `planner/trace/step_graph.py` runs graphs here while a
+step is traced, and `planner/profile/output_layouts.py` once more where a device lays results out otherwise.
 """
 
 from collections.abc import Mapping, Sequence

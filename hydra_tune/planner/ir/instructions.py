@@ -1,5 +1,8 @@
 """Instructions of a segment (runs, copies, recomputations, deletions), and prefix sums over consecutive operators.
 
+`lowering.py` lists the instructions of a segment each time `planner/cost` simulates the segment, and when
+`planner/passes/graph_rewrite.py` writes a merged graph.
+
 Note: speed. Planning simulates each segment thousands of times, and between the few operators with a decision, operators
 just follow each other. `InstructionSequence` adds up the time and memory of a sub-array's operators once, and a
 simulation looks up a whole slice of them. A sequence counts time in whole picoseconds, so that a sum does not depend on

@@ -1,5 +1,8 @@
 """Lineage of a feature map: the sources and forward operators that compute the map again (§A.4).
 
+`candidates_of` (`planner/passes/candidates.py`) computes the lineages before the first decision, and
+`planner/passes/recompute_updates.py` asks `holds` before lineages are joined.
+
 The idea follows Capuchin and Spark's lineage. A random operator never runs again. Nor does an operator that overwrites
 storages which others see; running statistics are the exception, because a recomputation leaves them untouched. No map
 is computed from a storage that has been overwritten since the operator read it.

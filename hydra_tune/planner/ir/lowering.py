@@ -1,5 +1,8 @@
 """Lowering of a schedule's segment to a list of instructions: runs, copies, recomputations and deletions, in order.
 
+`planner/cost/peak_memory.py` and `planner/cost/latency.py` have a segment lowered for each simulation, and
+`planner/passes/graph_rewrite.py` has all segments of a plan lowered before the plan runs.
+
 Note: room. A swapped storage is freed when its copy to the host has ended, not when the copy begins (Algorithm G as
 printed frees the storage at once). The end depends on time, so the release is an instruction of its own. The lowering
 puts the release where the copy will have ended. If an operator would find no room before then, the release comes

@@ -1,8 +1,9 @@
 """Placeholders for the nodes of planned graphs that are not operators: draws, copies and deletions.
 
-A merged graph (`planner/passes/graph_rewrite.py`) names each placeholder as a node's target, and
-`planner/run/interpreter.py` maps the name to an action. Calling a placeholder directly raises `AssertionError`. Only
-`view_of` is a function that runs as written.
+Each placeholder is the target of a node: `planner/trace/step_graph.py` writes the draws when a step is traced, and
+`planner/passes/graph_rewrite.py` writes the rest when graphs are merged. `planner/run/interpreter.py` maps each target
+to an action before a merged graph first runs. Calling a placeholder directly raises `AssertionError`. Only `view_of` is
+a function that runs as written.
 """
 
 from typing import Any, NoReturn

@@ -1,6 +1,8 @@
-"""Invariants of all lists of instructions and all merged graphs, checked after each pass.
+"""Invariants of all lists of instructions and all merged graphs.
 
-A failed check is a defect of a pass, and says nothing about the user's model.
+A failed check is a defect of a pass, and says nothing about the user's model. `Planner` (`planner/search/portfolio.py`)
+checks each schedule as soon as a way is planned, and `planner/passes/graph_rewrite.py` checks each merged graph as soon
+as the graph is written.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,8 @@
 """Algorithm F: the candidates, and the effect of a decision on the remaining candidates.
 
+`swap_recompute.py` makes the candidates of each sub-array before the first round, and updates the remaining candidates
+after each decision.
+
 Differs from the algorithm as printed:
 * Not every feature map is a candidate: a map with less than a 512th of the largest map's bytes is kept.
 * A candidate normally replaces a swapped source by the sources of that source. Where those cannot compute the candidate

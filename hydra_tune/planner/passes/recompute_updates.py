@@ -1,5 +1,8 @@
 """Algorithm E: the effect of a new recomputation on the recomputations decided before.
 
+`swap_recompute.py` asks `can_join` before a map may be recomputed, and calls `updated_recomputations` once the map is
+chosen.
+
 Where the newly recomputed map is a source of an earlier recomputation, the map's own sources and operators take the
 map's place, and the map is computed once more for each such recomputation. Differs: a map that is on the device anyway,
 between its first and last use in the backward, stays a source (the question in line 3 of Algorithm F). An operator that

@@ -1,7 +1,9 @@
 """Algorithm B: swap or recompute feature maps, until the bytes on the device are within the limit.
 
 Each round compares two candidates. The candidate that lies idle longest would be swapped, and the candidate that saves
-the most bytes per second would be recomputed. The algorithm takes the choice that delays the step less.
+the most bytes per second would be recomputed. The algorithm takes the choice that delays the step less. `Planner`
+(`planner/search/portfolio.py`) runs the algorithm several times for each pair, each time with other allowed actions;
+`min_cut.py` calls `recomputed` with maps of its own choice.
 
 Differs from the algorithm as printed:
 * Line 17: the recomputing branch takes out the recomputed candidate.

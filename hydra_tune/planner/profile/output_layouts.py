@@ -3,7 +3,9 @@
 On channels-last images, for instance, torch's `hardtanh_backward` keeps the strides when traced without bytes, and
 gives contiguous strides on a CPU. A plan reads bytes that come back from the host by their traced strides, and the
 operators behind are traced on the same strides. So a traced step runs once on the device. Where a result lies
-otherwise, the storages of the step's nodes are found again with the device's layout.
+otherwise, the storages of the step's nodes are found again with the device's layout. `StepPlanner`
+(`fusion/runtime/step_planner.py`) and `TaskProfileCache` (`fusion/runtime/task_profiles.py`) call `as_laid_out` right
+after tracing a step.
 """
 
 from dataclasses import replace

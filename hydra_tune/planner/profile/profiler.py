@@ -1,5 +1,8 @@
 """Algorithm A: the seconds and memory of each node of a step's graph, and the seconds of each feature map's copies.
 
+`StepPlanner` (`fusion/runtime/step_planner.py`) has each step profiled before the first plan of the step;
+`pool/dry_run/step_profiles.py` has steps profiled for `hydra-tune plan --profile`.
+
 The graph runs node by node on made-up numbers, with a single warm-up and three measured runs, of which medians are
 taken. Every feature map goes to the host after its last use in the forward, and comes back before its first use in the
 backward (stages 1 and 3). So a sub-array that does not fit the device can be profiled: only the storages of a single

@@ -1,5 +1,8 @@
 """Copies between a device and the host beside the computation: a thread on a CPU, a stream per direction on a GPU.
 
+`runner.py` makes a `CopyEngine` when a planned step first runs on a device, and `interpreter.py` calls the engine at
+each copy and each wait of a merged graph.
+
 Note: stream order. Device memory is taken and given back in the order of the compute stream alone. So a copy to the
 host waits, by an event, for the computation queued before. The source's memory is given back behind the copy's end on
 the compute stream, not when the copy is queued. A copy to the device also waits for all earlier users of its target's

@@ -1,4 +1,8 @@
-"""Arguments of nodes as places in a list of values: quick to fill in, and alike in all code that runs graphs."""
+"""Arguments of nodes as places in a list of values: quick to fill in, and alike in all code that runs graphs.
+
+`interpreter.py` locates the arguments of a merged graph once and fills in the values at each run;
+`planner/profile/profiling_interpreter.py` does so for profiles.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

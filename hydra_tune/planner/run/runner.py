@@ -4,6 +4,9 @@ A pair begins with the first forward of its first sub-array. From then on the tw
 FW_1]` and `[BW_1, FW_0]`. The last backward of the sub-array that has had its forward ends the run. When a sub-array
 has no more steps to make, its partner goes on alone, forward and backward one after the other, with the partner's own
 swaps and recomputations.
+
+`DeviceStepRunner` (`fusion/runtime/planned_executor.py`) makes a runner when a planned step first runs on a device, and
+closes the runner when a unit comes to another device.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,8 @@
-"""Time of a planned step's graphs where they run: the computing thread's time on a CPU, events on a GPU."""
+"""Time of a planned step's graphs where they run: the computing thread's time on a CPU, events on a GPU.
+
+`MergedGraphRunner` (`runner.py`) times each graph with a `GraphStopwatch`; after each unit `StepPlanAutotuner`
+(`fusion/runtime/plan_autotuner.py`) takes the seconds, to compare plans.
+"""
 
 import time
 from collections.abc import Iterator

@@ -1,9 +1,10 @@
 """Corrects profiles by the measured time of planned steps.
 
 An operator does not take its profiled time in every plan: the machine changes its speed, other data lies in the caches,
-and the computing thread is busy with copies as well. So plans are compared by steps that really run. Where a prediction
-is off by more than a fifth, the measurements correct the arrays, and the trials are planned once more with the
-corrected arrays (§3.2 has no such step).
+and the computing thread is busy with copies as well. So plans are compared by steps that really run. Where
+`StepPlanAutotuner` (`fusion/runtime/plan_autotuner.py`) finds a prediction off by more than a fifth during training,
+`StepPlanner.replanned` (`fusion/runtime/step_planner.py`) corrects the arrays by the measurements, and plans the trials
+once more (§3.2 has no such step).
 """
 
 import statistics

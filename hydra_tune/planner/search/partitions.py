@@ -2,7 +2,8 @@
 
 Source: §3.2 of the paper, step 1. Differs: the paper lists four partitions of eight trials, with pairs of equal size.
 The paper's rule, an even number of sub-arrays, admits twelve. The planner tries all admitted partitions, as far as they
-can beat the best known partition. A single trial is a pair without a partner.
+can beat the best known partition. A single trial is a pair without a partner. `Planner.portfolio` (`portfolio.py`) goes
+through the partitions when all trials of a device are planned at once, for `hydra-tune plan --profile`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

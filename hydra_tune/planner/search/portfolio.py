@@ -12,6 +12,9 @@ of several plans, and the same passes simulate every plan:
 
 Sub-arrays that do not run are not on the device: their static tensors are spilled. The predicted times do not include
 the time to spill and load static tensors.
+
+`StepPlanner` (`fusion/runtime/step_planner.py`) plans the ways of a group, or of two groups in turn, before their
+planned steps run; `figures.py` plans a whole portfolio for `hydra-tune plan --profile`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

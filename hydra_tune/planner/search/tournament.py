@@ -1,8 +1,9 @@
 """Run-off: candidates make steps in turns, and a candidate that is clearly slower leaves.
 
-In turns, each candidate finds the machine in the same state as the others. The run-off is a state without a clock: the
-caller runs the next step and reports the seconds. A step counts relative to the steps of the remaining candidates in
-the same turn, because a machine with other users changes its speed between turns.
+In turns, each candidate finds the machine in the same state as the others. The run-off is a state without a clock:
+while a group trains, `StepPlanAutotuner` (`fusion/runtime/plan_autotuner.py`) asks for the next candidate and reports
+the seconds of a step. A step counts relative to the steps of the remaining candidates in the same turn, because a
+machine with other users changes its speed between turns.
 """
 
 import statistics

@@ -2,6 +2,7 @@
 
 The arithmetic is that of `batched/gradient_clipping.py`, traced. No gradient is overwritten: the factors multiply the
 copy that the parameter's update makes (`optimizer_graph.py`), so all gradients stay in memory until then.
+`step_graph.py` emits the nodes while the graph of a step with clipped gradients is built.
 """
 
 from collections.abc import Sequence

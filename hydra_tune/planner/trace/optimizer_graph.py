@@ -4,7 +4,8 @@ Rates change from step to step, and some depend on the step number. They are num
 derives from the members' options. To ask for the rates of a step, this module runs the arithmetic without tensors, once
 for each parameter group. An option becomes a constant of the graph if no scheduler changes the option and all members
 began with the same value: the unplanned step also computes with a constant then, and constants may round differently
-from tensors.
+from tensors. `step_graph.py` traces the updates while a step's graph is built, and `StepStateBinding`
+(`fusion/runtime/step_arguments.py`) asks for the rates as each planned step begins.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -8,6 +8,9 @@ The graph is traced on tensors without bytes (§3.2, step 3, and appendix B.1.2,
 traced. Random numbers have nodes of their own, placed just before the first use, in the order in which the step draws.
 Differs: the paper has two graphs per sub-array. Here a single graph stores where forward and backward divide, and
 `planner/passes/graph_rewrite.py` merges the halves of two graphs.
+
+`StepPlanner` (`fusion/runtime/step_planner.py`) traces a group's step before the first plan of the step, and
+`fusion/runtime/task_profiles.py` traces steps for `hydra-tune plan --profile`.
 """
 
 from collections.abc import Sequence

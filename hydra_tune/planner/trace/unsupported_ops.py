@@ -1,6 +1,7 @@
 """Reasons why a step cannot be planned: draws that depend on values, failing operators, tensors on several devices.
 
-The error messages name the operator or the tensors, so the user knows what to change in the model.
+The error messages name the operator or the tensors, so the user knows what to change in the model. `step_graph.py`
+checks the devices before tracing a step for a CPU, and looks for the operator to name when tracing fails.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Search for existing checkpoints: the facts that a study needs before it resumes a trial."""
+"""Search for existing checkpoints: the facts that a study needs before it resumes a trial.
+
+`HydraExecutor` (`executor.py`) looks a checkpoint up when a driver asks by name at the beginning of a search, and
+checks the path when a job is submitted with `resume_from`.
+"""
 
 import logging
 from collections.abc import Mapping

@@ -1,5 +1,8 @@
 """Suspension of jobs for a later session: each job is saved after its present step, and then ended.
 
+`HydraExecutor.suspend` (`executor.py`) suspends jobs here when a driver asks, and when Ctrl-C or SIGTERM ends `run` or
+the executor's `with` block.
+
 Note: hanging jobs. A job that hangs, in its data or its model, must not keep other jobs from being saved. So all jobs
 are asked first. A job that has answered is ended at once, and leaves its device to the rest.
 """

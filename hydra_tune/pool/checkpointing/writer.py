@@ -1,5 +1,8 @@
 """Checkpoints beside training: when a trial is saved, where to, and the writer thread.
 
+`pool/pool.py` and `pool/fusion/fused_pool.py` make a `TrialCheckpointer` for each submitted job, and `train/trial.py`
+calls the checkpointer between two steps of the trial.
+
 Note: waiting. Between two steps, the thread that runs a trial copies the trial's state to a host buffer. Training goes
 on, and the writer thread writes the buffer to disk. A pool has a single buffer, so checkpoints take host memory for a
 single trial at a time. While the buffer is in use, another due trial trains on and is saved between two later steps.

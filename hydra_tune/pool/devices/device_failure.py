@@ -2,7 +2,7 @@
 
 Only the device's own worker declares the loss, which guarantees that nothing runs on the device any more. A worker that
 meets the device's errors while it fetches a block asks the device's worker to check the device, and waits for the
-answer.
+answer. Each worker (`pool/runtime/worker.py`) asks `DeviceLossHandler` about the error when a unit fails.
 
 Note: lost state. The host or the disk holds the bytes of every clean block. Trials with only clean blocks on the device
 continue elsewhere from where they are, including a trial whose unit had not begun to compute. No copy of a dirty block

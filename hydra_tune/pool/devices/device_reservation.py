@@ -1,6 +1,7 @@
 """`DeviceReservations`: exclusive use of a device between two units, with all of its memory, for work that is not a unit.
 
-The planner profiles steps on GPUs this way, on whichever thread makes the plan. Without exclusive use, the profile's
+`StepPlanner` (`fusion/runtime/step_planner.py`) borrows a GPU to profile a step, on whichever thread makes the plan,
+and `pool/fusion/group_jobs.py` borrows a GPU to time a group without a plan. Without exclusive use, the profile's
 memory would be missing from the ledger, kernels of unit and profile would alternate, the allocator's peak would include
 both, and either could run out of memory. CPU devices are not borrowed: a profile there reads the thread's own CPU time,
 and uses host memory.

@@ -1,4 +1,8 @@
-"""Admission of a job's state to host memory, and to the disk beyond."""
+"""Admission of a job's state to host memory, and to the disk beyond.
+
+`JobPreparer` (`pool/runtime/preparer.py`) waits for `has_room` once a job's model is built and cut, before the job's
+first unit.
+"""
 
 from collections.abc import Iterable
 

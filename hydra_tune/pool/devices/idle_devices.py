@@ -1,4 +1,8 @@
-"""`PoolDeviceLender`: offers a job other idle devices and host memory, for running batches side by side."""
+"""`PoolDeviceLender`: offers a job other idle devices and host memory, for running batches side by side.
+
+`JobPreparer` (`pool/runtime/preparer.py`) gives each trial a `JobDeviceLender`, and the trial asks for devices before
+each optimizer step (`train/parallel/pool_offers.py`).
+"""
 
 import threading
 from collections import Counter

@@ -1,7 +1,9 @@
 """Prediction of a device's next unit and of the blocks that the unit needs, asked when a unit begins to compute.
 
-The prediction uses the pool's own scheduler and events, and questions are answered under the pool's lock. While no
-device is short of memory, no worker asks, and a decision costs only the note of the jobs concerned.
+The prediction uses the pool's own scheduler and events, and questions are answered under the pool's lock. While
+everything fits and no block comes over a link from another device, no worker asks, and a decision costs only the note
+of the jobs concerned. `Worker` (`pool/runtime/worker.py`) passes the question to a `BlockPrefetcher`, which asks as the
+unit's compute begins; a rehearsal (`pool/dry_run/executor.py`) does likewise.
 """
 
 import threading

@@ -1,10 +1,11 @@
 """Real shortage of device memory under a unit: the worker makes room and repeats the unit.
 
 The ledger had room, or the unit would not have begun. So the device has less memory than configured, or cannot give the
-memory in one piece. The worker evicts every block that the unit does not need, returns the allocator's cache to the
-system, and repeats the unit where a repeat is bitwise equal (`train/loop/unit_rollback.py`). After a successful
-repeat, the device's ledger is lowered. If the repeat fails or is impossible, the unit's trial fails with an error that
-names the trial. Other trials lose only their residency on the device.
+memory in one piece. `Worker` (`pool/runtime/worker.py`) runs every unit through `OutOfMemoryHandler`, which, after a
+shortage, evicts every block that the unit does not need, returns the allocator's cache to the system, and repeats the
+unit where a repeat is bitwise equal (`train/loop/unit_rollback.py`). After a successful repeat, the device's ledger is
+lowered. If the repeat fails or is impossible, the unit's trial fails with an error that names the trial. Other trials
+lose only their residency on the device.
 """
 
 import gc

@@ -1,4 +1,8 @@
-"""Utilization of the devices: over the last seconds during a sweep, and overall at the end of the sweep."""
+"""Utilization of the devices: over the last seconds during a sweep, and overall at the end of the sweep.
+
+`SweepProgressTracker` (`cli/display/board.py`) and `SweepMonitor` (`pool/views/live_snapshot.py`) compute a sweep's
+devices here for each snapshot.
+"""
 
 from collections import deque
 

@@ -2,7 +2,8 @@
 
 Scheduler, pagers, prefetch and steps are the same code as in a run. The devices copy nothing. On a virtual clock, units
 and copies take their measured times (`train/timing/step_timing.py`), so a unit waits for the same copies as in a run.
-Without measured times, a unit takes its pilot's estimate, and a copy beside a unit ends with the unit.
+Without measured times, a unit takes its pilot's estimate, and a copy beside a unit ends with the unit. `report.py` runs
+a `PoolRehearsal` once the plans of all forecast tasks are made.
 """
 
 import heapq

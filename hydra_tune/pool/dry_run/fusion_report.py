@@ -1,4 +1,8 @@
-"""Forecast of fusion before training: which tasks can form a group, and the gain in time per step."""
+"""Forecast of fusion before training: which tasks can form a group, and the gain in time per step.
+
+`report.py` asks the pool's `FusionForecaster` about each task as soon as the task's plan is made;
+`cli/dry_run/plan_table.py` prints the forecasts for `hydra-tune plan`.
+"""
 
 import logging
 from collections.abc import Callable, Hashable

@@ -1,4 +1,8 @@
-"""Errors of tasks that cannot be planned; each error names its task, so that other tasks can still be planned."""
+"""Errors of tasks that cannot be planned; each error names its task, so that other tasks can still be planned.
+
+`report.py` takes an error from here when a task's plan fails; `executor.py` raises `RehearsalError` when a rehearsal
+fails.
+"""
 
 from hydra_tune.errors import ConfigError, HydraTuneError, TaskError
 

@@ -1,4 +1,8 @@
-"""Profiles of tasks for the simulator, from their plans alone and without training."""
+"""Profiles of tasks for the simulator, from their plans alone and without training.
+
+`Pool.profile` (`pool/pool.py`) makes the profile when a program calls `HydraExecutor.profile`; `hydra-tune simulate`
+reads such profiles.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -1,5 +1,7 @@
 """`LoaderWatchdog`: keeps a hanging data loader from blocking other trials.
 
+`Pool` (`pool/pool.py`) runs a `LoaderWatchdog` on a thread of its own, from the pool's start to the shutdown.
+
 Note: three steps. A trial that waits longer than a moment for a batch leaves its device to other trials. The trial's
 thread keeps waiting, and the device gets a new worker (for first batches, the pool gets a new preparer). When the batch
 arrives, the trial continues wherever there is room. After `warning_seconds`, a warning names the loader and the line

@@ -3,6 +3,8 @@
 A lost device, an unreadable or unwritable spill file, and a killed worker process of a data loader say nothing about
 the trial that they hit. The trial continues from its last checkpoint, or begins from scratch without a checkpoint, at
 most `max_retries` times. The results are bitwise equal either way. An error of the trial's own code is never retried.
+`JobDispatcher` (`pool/runtime/dispatcher.py`) asks `FaultRecovery` at the end of each job;
+`pool/fusion/group_completion.py` decides likewise at the end of each carrier or member of a fused group.
 """
 
 import logging

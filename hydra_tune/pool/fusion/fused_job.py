@@ -1,4 +1,8 @@
-"""A job of a `FusedPool`, with its carrier, its trial, and its slot in a fused group."""
+"""A job of a `FusedPool`, with its carrier, its trial, and its slot in a fused group.
+
+`FusedPool.submit` (`fused_pool.py`) makes a `FusedJob` for each task; the other modules here keep the state of the
+job's fusion in the `FusedJob` until the job is over.
+"""
 
 from collections.abc import Callable, Hashable
 from typing import Protocol

@@ -1,8 +1,9 @@
 """Horizontal fusion in a pool: jobs with compatible trials run as a fused group.
 
-`FusedPool` is the interface for drivers and wraps a `Pool`. `group_jobs.py` submits carrier jobs to the pool,
-`group_matcher.py` finds trials for a group, `live_group.py` manages a running group, and `group_completion.py` turns
-the ends of carriers and members into the ends of jobs.
+`FusedPool` wraps a `Pool`: with fusion, `HydraExecutor` (`hydra_tune/executor.py`) submits every job here, and each
+`Job` (`pool/job.py`) passes the driver's later requests on to `FusedPool`. `group_jobs.py` submits carrier jobs to the
+pool, `group_matcher.py` finds trials for a group, `live_group.py` manages a running group, and `group_completion.py`
+turns the ends of carriers and members into the ends of jobs.
 """
 
 from collections.abc import Mapping

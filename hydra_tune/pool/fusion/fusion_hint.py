@@ -1,4 +1,8 @@
-"""`FusionAdvisor`: suggests fusion, once, where trials are short, alike and run one by one."""
+"""`FusionAdvisor`: suggests fusion, once, where trials are short, alike and run one by one.
+
+`Worker` (`pool/runtime/worker.py`) shows a trial to the pool's `FusionAdvisor` after each unit, if the executor has
+`fusion="off"`.
+"""
 
 import logging
 import threading

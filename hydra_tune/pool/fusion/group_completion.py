@@ -1,7 +1,8 @@
 """Ends of carriers and group members, and the consequences for the jobs.
 
 A job ends with its carrier or slot, begins again after a fault of the system, or continues in a smaller group after
-memory has run out.
+memory has run out. A carrier's event stream (`fused_job.py`) calls `GroupEndHandler` at each report and at the
+carrier's end; `LiveGroup` (`live_group.py`) does so when a member ends or leaves.
 """
 
 import logging

@@ -1,5 +1,8 @@
 """Carriers: jobs of the pool that run the jobs of a `FusedPool`, alone or as a group.
 
+`FusedPool` (`fused_pool.py`) asks `GroupJobLauncher` for a carrier at each submission; the preparer
+(`pool/runtime/preparer.py`) calls `make` once the carrier is admitted.
+
 Note: carriers. For each submitted job, `FusedPool` gives the pool a job of its own, the carrier. A carrier in preparation
 collects all waiting jobs with the same fusion key, stops the carriers of those jobs, and runs the group. A carrier that
 finds no other job, or whose trial cannot be fused, runs its own job's trial. The end of a carrier is passed on to the

@@ -1,7 +1,8 @@
 """Builds the trials of waiting jobs, and finds the trials that can form a group.
 
-`GroupJobLauncher` asks which waiting jobs join a carrier's job in a new group, and whether a job may join a running
-group. The module must not run a group: `GroupJobLauncher` makes the group's trial of the jobs found here.
+`GroupJobLauncher` (`group_jobs.py`) asks which waiting jobs join a carrier's job in a new group, when the carrier is
+prepared, and whether a job may join a running group, when a group has room. The module must not run a group:
+`GroupJobLauncher` makes the group's trial of the jobs found here.
 """
 
 import logging

@@ -1,5 +1,8 @@
 """Table of a `FusedPool`: the jobs that are not over, and the running groups.
 
+`FusedPool` (`fused_pool.py`) enters each job at the submission, `GroupJobLauncher` (`group_jobs.py`) enters each group
+that forms, and `GroupEndHandler` (`group_completion.py`) removes jobs and groups that end.
+
 Note: the table uses the pool's lock. Calls into the pool in reaction to an event are made without the lock.
 """
 

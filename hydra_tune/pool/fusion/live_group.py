@@ -1,7 +1,8 @@
 """A running group in a pool: its members, joiners, and leavers.
 
 Drivers' requests arrive on any thread and only mark slots and entries. The group's trial asks its `GroupDelegate`, the
-`LiveGroup`, between two steps for joiners, and reports members that have ended or left.
+`LiveGroup`, between two steps for joiners, and reports members that have ended or left. `GroupJobLauncher`
+(`group_jobs.py`) makes a `LiveGroup` when a carrier in preparation has found the members.
 """
 
 import logging

@@ -1,4 +1,8 @@
-"""The budget for cutting models, from a pool's devices and options."""
+"""The budget for cutting models, from a pool's devices and options.
+
+`ExecutorSettings.open_pool` (`settings.py`) makes the budget when the pool starts; `PlanLibrary`
+(`shard/partition/plan_cache.py`) cuts each model of the pool by the budget.
+"""
 
 import functools
 import math

@@ -1,6 +1,7 @@
 """The dispatcher of a pool: feeds the scheduler with events, carries out the commands, and ends jobs.
 
-Drivers, workers and the preparer hand their events to the state machine under a single lock. The dispatcher passes the
+`Pool` (`pool/pool.py`) hands events to the state machine here at a driver's request, `Worker` (`worker.py`) after a
+unit, and `JobPreparer` (`preparer.py`) when a job is ready, all under a single lock. The dispatcher passes the
 resulting commands on: units go to the workers' inboxes, admitted jobs to the preparer's queue.
 
 The memory of an ended job is given back after the lock is released, because closing a trial copies weights and runs the

@@ -1,4 +1,7 @@
-"""Checks of the options of `HydraExecutor`; every error names the option."""
+"""Checks of the options of `HydraExecutor`; every error names the option.
+
+`ExecutorSettings` (`settings.py`) runs the checks when a `HydraExecutor` is made, before any device is opened.
+"""
 
 import torch
 

@@ -1,7 +1,8 @@
 """The preparer: a thread that builds, captures and cuts the models of admitted jobs, in sequence.
 
 If a job's loader delivers no first batch, the thread stays with the job, and a new preparer takes the following jobs
-(`pool/faults/loader_watchdog.py`).
+(`pool/faults/loader_watchdog.py`). `Pool` (`pool/pool.py`) starts the thread; `JobDispatcher` (`dispatcher.py`) queues
+a job for the thread when the scheduler admits the job.
 """
 
 import threading

@@ -1,4 +1,8 @@
-"""`ExecutorSettings`: the checked options of an executor, and the start of a pool from these options."""
+"""`ExecutorSettings`: the checked options of an executor, and the start of a pool from these options.
+
+`HydraExecutor` (`hydra_tune/executor.py`) makes the settings when the executor is made, and calls `open_pool` at the
+first use.
+"""
 
 import os
 from collections.abc import Callable, Sequence

@@ -3,8 +3,9 @@
 A backward's update runs along with the backward, without a decision of the scheduler. During a unit's compute the
 worker prefetches blocks of the predicted next unit.
 
-The pool starts one `Worker` for each device. The module must not choose units or know how a unit computes: the
-scheduler chooses, and the unit runs itself under the worker's pager.
+`Pool` (`pool/pool.py`) starts one `Worker` for each device, when the pool starts or when the device is added. The
+module must not choose units or know how a unit computes: the scheduler chooses, and the unit runs itself under the
+worker's pager.
 """
 
 import contextlib

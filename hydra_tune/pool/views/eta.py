@@ -1,4 +1,8 @@
-"""Forecast of a sweep's makespan during the run, and a lower bound over all schedules of the same work."""
+"""Forecast of a sweep's makespan during the run, and a lower bound over all schedules of the same work.
+
+`with_outlook` (`job_views.py`) asks a `MakespanForecaster` at each snapshot for a display: of a pool
+(`live_snapshot.py`) and of `hydra-tune sweep` (`cli/display/board.py`).
+"""
 
 from collections import deque
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,8 @@
-"""Plain views of jobs for displays: the conversion from progress and results to `TrialView` and `SweepView`."""
+"""Plain views of jobs for displays: the conversion from progress and results to `TrialView` and `SweepView`.
+
+`SweepMonitor` (`live_snapshot.py`) makes the views of a pool's jobs at each snapshot; `cli/display/trial_views.py` and
+`cli/display/board.py` do so for `hydra-tune sweep`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

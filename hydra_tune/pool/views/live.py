@@ -1,4 +1,8 @@
-"""Live display of a pool's jobs during a `with` block: on a terminal, below a notebook's cell, or as plain lines."""
+"""Live display of a pool's jobs during a `with` block: on a terminal, below a notebook's cell, or as plain lines.
+
+`HydraExecutor.live` (`hydra_tune/executor.py`) enters `shown` at the start of the block, and adds each job of the pool
+to the monitor.
+"""
 
 import sys
 from collections import deque

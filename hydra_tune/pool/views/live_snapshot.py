@@ -1,4 +1,8 @@
-"""`SweepMonitor`: a `SweepView` of a pool's jobs, for drivers in Python."""
+"""`SweepMonitor`: a `SweepView` of a pool's jobs, for drivers in Python.
+
+`shown` (`live.py`) takes a snapshot each time the display is drawn; `HydraExecutor` (`hydra_tune/executor.py`) adds the
+pool's jobs at the start of `HydraExecutor.live`, and each new job after.
+"""
 
 import threading
 import time

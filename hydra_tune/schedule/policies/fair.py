@@ -1,4 +1,8 @@
-"""`Fair`: all jobs advance together."""
+"""`Fair`: all jobs advance together.
+
+`make_policy` (`registry.py`) makes this policy for the name `"fair"`; `PriorityLevels` (`schedule/levels.py`) asks the
+policy's selection for a job for each idle device.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,8 @@
-"""`Fifo`: first submitted, first served. The plain baseline beside Sharded-LRTF."""
+"""`Fifo`: first submitted, first served. The plain baseline beside Sharded-LRTF.
+
+`make_policy` (`registry.py`) makes this policy for the name `"fifo"`; `PriorityLevels` (`schedule/levels.py`) asks the
+policy's selection for a job for each idle device.
+"""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,8 @@
-"""`ViewHeap`: a heap of eligible jobs by a number, with lazy removal."""
+"""`ViewHeap`: a heap of eligible jobs by a number, with lazy removal.
+
+Most policies here, such as `fifo.py` and `lpt.py`, keep the eligible jobs in a `Smallest` or a `ViewHeap`, and take the
+first job when asked about an idle device.
+"""
 
 import itertools
 from collections.abc import Callable

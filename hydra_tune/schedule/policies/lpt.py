@@ -1,4 +1,8 @@
-"""`LPT`: longest processing time first, whole trials without interleaving: the classical way."""
+"""`LPT`: longest processing time first, whole trials without interleaving: the classical way.
+
+`make_policy` (`registry.py`) makes this policy for the name `"lpt"`; `PriorityLevels` (`schedule/levels.py`) asks the
+policy's selection for a job for each idle device.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""`ShardedLRTF`: longest remaining time first; among jobs of nearly equal length, a job with a resident shard."""
+"""`ShardedLRTF`: longest remaining time first; among jobs of nearly equal length, a job with a resident shard.
+
+`make_policy` (`registry.py`) makes this policy for the name `"lrtf"`, the default; `PriorityLevels`
+(`schedule/levels.py`) asks the policy's selection for a job for each idle device.
+"""
 
 import math
 from collections import defaultdict

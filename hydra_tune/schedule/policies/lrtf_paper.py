@@ -1,4 +1,8 @@
-"""`LRTFPaper`: Sharded-LRTF as printed in the paper, for comparison."""
+"""`LRTFPaper`: Sharded-LRTF as printed in the paper, for comparison.
+
+`make_policy` (`registry.py`) makes this policy for the name `"lrtf_paper"`; `PriorityLevels` (`schedule/levels.py`)
+asks the policy's selection for a job for each idle device.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""`RandomChoice`: any eligible job. The baseline that every policy has to beat."""
+"""`RandomChoice`: any eligible job. The baseline that every policy has to beat.
+
+`make_policy` (`registry.py`) makes this policy for the name `"random"`; `PriorityLevels` (`schedule/levels.py`) asks
+the policy's selection for a job for each idle device.
+"""
 
 import random
 from dataclasses import dataclass

@@ -1,4 +1,9 @@
-"""The policies by name, for the executor's `policy=` and the command line."""
+"""The policies by name, for the executor's `policy=` and the command line.
+
+`ExecutorSettings` (`pool/runtime/settings.py`) makes the policy when an executor is made, and
+`simulate/engine/simulator.py` at the start of a simulation; `cli/sweep_file/sweep_model.py` checks the name in a sweep
+file.
+"""
 
 import difflib
 from collections.abc import Callable, Mapping

@@ -1,4 +1,8 @@
-"""`RoundRobin`: every job in turn."""
+"""`RoundRobin`: every job in turn.
+
+`make_policy` (`registry.py`) makes this policy for the name `"round_robin"`; `PriorityLevels` (`schedule/levels.py`)
+asks the policy's selection for a job for each idle device.
+"""
 
 from dataclasses import dataclass
 

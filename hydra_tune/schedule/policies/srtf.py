@@ -1,4 +1,8 @@
-"""`SRTF`: shortest remaining time first, the rule of operating systems for short waits."""
+"""`SRTF`: shortest remaining time first, the rule of operating systems for short waits.
+
+`make_policy` (`registry.py`) makes this policy for the name `"srtf"`; `PriorityLevels` (`schedule/levels.py`) asks the
+policy's selection for a job for each idle device.
+"""
 
 from dataclasses import dataclass
 

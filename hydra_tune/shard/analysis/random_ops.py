@@ -1,4 +1,8 @@
-"""Finds the nodes of a captured graph that draw random numbers."""
+"""Finds the nodes of a captured graph that draw random numbers.
+
+`analyse` (`graph_analysis.py`) asks about each node of a new capture; the modules of `fusion/` ask when graphs of
+trials are compared or stacked, and `planner/trace/step_graph.py` when a step is traced.
+"""
 
 from typing import Any
 

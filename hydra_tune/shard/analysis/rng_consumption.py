@@ -3,7 +3,8 @@
 Batches that run side by side draw from separate streams; each stream begins at the end of the previous batch's stream.
 The distance by which a batch moves the stream must therefore be known beforehand. Dropout moves the stream by the same
 distance at each run; other operators move the stream by their actual draws. The kind of each operator is found while
-the graph runs on fake tensors, from the primitives into which torch decomposes each operator.
+the graph runs on fake tensors, from the primitives into which torch decomposes each operator. `analyse`
+(`graph_analysis.py`) runs each new capture once in a `CountedRandomOpFinder`.
 """
 
 from dataclasses import dataclass, field

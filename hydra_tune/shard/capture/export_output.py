@@ -1,4 +1,8 @@
-"""Silences `torch.export`: its advice is for users of export, and everything relevant here arrives as an error."""
+"""Silences `torch.export`: its advice is for users of export, and everything relevant here arrives as an error.
+
+`capture` (`step_capture.py`) exports each step within `quiet_export`; `batched/joint_graph.py` traces a stacked step
+within `quiet_fakes`.
+"""
 
 import io
 import logging

@@ -2,7 +2,9 @@
 
 Equal keys must mean equal graphs. The key therefore holds everything that a capture could bake in: classes and code by
 identity and value (an edited class is another class), plain attributes, closures and referenced globals, shapes, and
-names with a common tensor. A model with an object that has no key is captured afresh.
+names with a common tensor. A model with an object that has no key is captured afresh. `shard/partition/plan_request.py`
+makes the key at each request for a plan; `fusion/matching/fusion_key.py` makes the key once a trial that may join a
+group is built.
 
 Example: two trials that differ only in the learning rate have the same key. Another hidden size gives another key, and so
 does an edited helper function that the model's forward calls.

@@ -3,7 +3,9 @@
 A capture records the device of each tensor that the step's code creates (`torch.arange(n, device=x.device)`), moves, or
 checks before a conversion. A capture runs on the host, so the recorded device is the CPU, whatever device the code
 asked for. On another device, such nodes mean the other device, because the plain loop keeps its model, its batch and
-all results in a single place, too.
+all results in a single place, too. `cut_shard` (`shard/partition/subgraph.py`) applies `placed` when a shard is cut;
+fused steps (`batched/joint_graph.py`, `fusion/batching/batched_graph.py`) and the interpreters of `planner/` convert
+graphs for the device likewise.
 """
 
 import copy

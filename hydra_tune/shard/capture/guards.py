@@ -4,7 +4,9 @@ Code that asks `mask.all()` takes another path for another batch, but a capture 
 follow from the batch alone, the questions can be asked of every batch beforehand. The recorder notes, during an eager
 run, the operators that lead from the batch to each answer; a `BatchValueGuard` replays the operators on another batch.
 A plan then serves the batches with the same answers, and other batches have another plan. Questions about anything else
-(parameters, random numbers) are not answered here.
+(parameters, random numbers) are not answered here. `run_eager` (`shard/verify/step_outcome.py`) records a guard while a
+new plan is checked; `shard/partition/plan_cache.py` and `train/loop/plan_cache.py` ask the guard before the plan serves
+another batch.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,8 @@
 """Models that are too large to build just for a look: their large tensors have sizes but no bytes.
 
 Small tensors are real, so that a factory can read values computed from small tensors: rates per layer, masks, tables.
+`pool/dry_run/report.py` builds such a model when the real model is too large for a forecast; `PlanLibrary`
+(`shard/partition/plan_cache.py`) then captures the step of a copy without bytes.
 """
 
 import copy

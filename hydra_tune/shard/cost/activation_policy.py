@@ -1,5 +1,8 @@
 """Chooses for each shard whether its activations are kept for the backward (on the device or on the host) or recomputed.
 
+`PlanLibrary` (`shard/partition/plan_cache.py`) chooses when the cut of a new plan is known; `step_estimate.py` chooses
+likewise when a step's cost is predicted.
+
 Note: the rule. Recomputing costs the time of the shard's forward. Keeping costs nothing while nothing else needs the
 room; otherwise the activations go to the host and come back, at the cost of two copies. With `"auto"`, a shard's
 activations are kept if keeping saves more seconds than two copies take, with no copy time hidden behind other work. The

@@ -1,5 +1,8 @@
 """Estimates the time of a plan's units on a core from their arithmetic; decisions made before a run use no clock.
 
+`PlanLibrary` (`shard/partition/plan_cache.py`) estimates a new plan to choose the activations, or where the plan cannot
+be timed; `step_estimate.py` and `shard/partition/partition_planner.py` estimate candidates.
+
 Note: the same core for all. Times measured once, on a machine with other work, err by more than the difference to be
 decided: keeping activations instead of recomputing saves one forward out of three. Besides, the same task should train
 in the same way every time, as planned. The core, like the copies (`devices/hardware/link.py`), is therefore assumed to

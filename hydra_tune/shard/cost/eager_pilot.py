@@ -1,7 +1,8 @@
 """The pilot of a step that cannot be captured: real runs of copies of the model, on the host.
 
 Code that depends on values cannot run on fake tensors. The pilot therefore runs the step in the way of its unit,
-keeping or spilling its activations, while a tracker follows the storages made by the step.
+keeping or spilling its activations, while a tracker follows the storages made by the step. `whole_plan`
+(`shard/execute/eager_plan.py`) calls `EagerPilot` while making the plan of such a step.
 """
 
 import copy

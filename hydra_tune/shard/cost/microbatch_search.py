@@ -3,7 +3,8 @@
 Fewer samples at once need less room for intermediate values, so shards are larger and more of the model stays on the
 device; and a batch that does not fit at all may fit in pieces. The price is more units, and matrix products with fewer
 rows. For each tried number, the step is cut as for training, packed anew with `num_shards="tuned"`
-(`shard/partition/shard_size_search.py`), and simulated (`traffic_model.py`).
+(`shard/partition/shard_size_search.py`), and simulated (`traffic_model.py`). `train/loop/microbatch_choice.py` calls
+`choose_count` on the first batch of a trial with `split_batches="auto"`, unless a similar trial has chosen before.
 
 Note: the rule. The numbers are divisors of the batch size, so that all pieces are equal and share a plan. Batches stay
 whole unless a whole batch does not fit, or a step in pieces is expected to be clearly shorter. Then the number with the

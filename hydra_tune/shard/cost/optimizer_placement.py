@@ -1,4 +1,7 @@
-"""Chooses the place of a trial's updates, on the device or on the host, if the task leaves the choice to the pool.
+"""Chooses the place of a trial's updates, on the device or on the host, if the user leaves the choice to the pool.
+
+`ShardPartitionPlanner` (`shard/partition/partition_planner.py`) calls `choose_placement` if the executor has
+`optimizer_placement="auto"`, when a trial's first training step is cut.
 
 Note: the rule. A step with updates on the device moves parameters, gradients and optimizer state that do not fit beside
 each other. A step with updates on the host moves the gradients down and the parameters up, whatever fits, moves no

@@ -1,4 +1,8 @@
-"""Predicts the cost of a step for `microbatch_search.py`, without a clock, and without running a step that can be cut."""
+"""Predicts the cost of a step for `microbatch_search.py`, without a clock, and without running a step that can be cut.
+
+`PlanLibrary.foresee` (`shard/partition/plan_cache.py`) asks for a prediction for each number of pieces that
+`microbatch_search.py` tries.
+"""
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.shard.cost.activation_policy import chosen, keeping, seconds_of

@@ -1,6 +1,8 @@
 """The pilot of an optimizer update: measures the bytes of optimizer state and temporaries, by stepping stand-ins.
 
-The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well.
+The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well. `PlanLibrary`
+(`shard/partition/plan_cache.py`) makes a pilot for each training step that needs a plan, and the optimizer checks in
+`shard/verify/` step stand-ins made by this module.
 """
 
 import copy

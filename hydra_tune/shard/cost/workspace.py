@@ -2,7 +2,8 @@
 
 The recurrent layers of oneDNN keep a workspace from forward to backward. Only oneDNN knows the size: on fake tensors
 the workspace is empty, and the pilot would count several times too little. The size is therefore measured once per
-geometry, by a run with zeros.
+geometry, by a run with zeros. `StorageTracker` (`pilot.py`) calls `with_workspace` after each operator of a measured
+run.
 """
 
 import functools

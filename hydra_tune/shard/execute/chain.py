@@ -5,7 +5,9 @@ includes the forward. A forward unit puts the values that cross cuts into the st
 activations, the unit also stores the tensors saved by autograd, and the chain holds the graph for the backward unit.
 Otherwise the backward unit computes its shard a second time, with gradients. To reproduce the same values, a forward
 unit first saves the generator's state and the buffers it is about to overwrite. The recompute starts from the saved
-buffers, and its own changes of buffers are thrown away, so BatchNorm counts once.
+buffers, and its own changes of buffers are thrown away, so BatchNorm counts once. `BatchUnits`
+(`train/loop/batch_units.py`) makes a `ShardChain` for each batch that runs as units, and `run_plan`
+(`shard/verify/step_outcome.py`) for each check of a plan.
 
 Note: undo. The inputs of a unit stay unchanged until the unit has all its results (`ChainStore.settle`), except
 storages kept by a graph and freed during the backward. A unit that fails earlier can therefore be run again

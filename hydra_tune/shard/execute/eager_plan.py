@@ -2,6 +2,8 @@
 
 Parameters and buffers still live in blocks and are spilled between units. If the activations do not fit beside the
 parameters and buffers, the unit spills the activations from forward to backward (`memory/activation_offload.py`).
+`PlanLibrary` (`shard/partition/plan_cache.py`) calls `whole_plan` for a step without a graph, and `SingleTrial`
+(`train/single_trial.py`) asks `uncaptured` before the first step whether the user's own code may run unchanged.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Takes tensors saved by autograd out of a forward unit's graph, and keeps the tensors as values until the backward.
 
+`taped_forward` (`compute.py`) makes a `KeptActivations` for each forward unit that keeps its graph.
+
 Note: places of saved tensors. Most saved tensors are views of the unit's operands: parameters, buffers, the batch,
 values of earlier shards. The graph refers to such a tensor by the position of the operand, and reads the operand at its
 place during the backward unit. Nothing is stored twice, and a parameter moved between devices is still found. Storages

@@ -1,4 +1,8 @@
-"""`RehearsalFakeMode`: a world of tensors with sizes but no bytes, in which code that reads values can run as well."""
+"""`RehearsalFakeMode`: a world of tensors with sizes but no bytes, in which code that reads values can run as well.
+
+`pool/dry_run/report.py` makes the rehearsed trials in this mode, and `PoolRehearsal` (`pool/dry_run/executor.py`) runs
+all units of a rehearsal in the same mode.
+"""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

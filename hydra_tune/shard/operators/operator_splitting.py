@@ -1,8 +1,9 @@
 """Splits operators into pieces for `split_operators`, checks the optimizer, and restores the whole model at the end.
 
-Like `train/loop/microbatches.py`, the module is shared by the plain loop and the pool, so that both train the same
-pieces. The model and its parameter groups are made while the model is whole, so the model draws the same numbers and
-keeps its own names. Then the pieces replace the whole parameters, in the modules and in the groups.
+`Trial` (`train/trial.py`) and `train_plain` (`train/loop/reference_loop.py`) split the operators between building the
+model and building the optimizer, so that both train the same pieces. The model and its parameter groups are made while
+the model is whole, so the model draws the same numbers and keeps its own names. Then the pieces replace the whole
+parameters, in the modules and in the groups.
 
 Example: `split_operators={"head": 4}` turns the weight of `head`, of shape `(vocabulary, width)`, into four parameters
 of about `(vocabulary / 4, width)` each, which may lie in different shards.

@@ -1,8 +1,8 @@
 """`nn.Linear` and `nn.Embedding` with their weights in pieces, each piece a separate parameter.
 
 The classes replace an operator that is too large for a device: the captured graph may be cut between two pieces. A
-module changes its class and its parameters but stays the same object, so all references stay valid.
-`operator_splitting.py` cuts the weights and refuses unsuitable modules.
+module changes its class and its parameters but stays the same object, so all references stay valid. `split_operators`
+(`operator_splitting.py`) cuts the weights before the optimizer is built, and refuses unsuitable modules.
 
 Note: exactness. An element of a weight meets the same numbers in the same order as in the whole weight, so its gradient
 is the same. An output element is the same in exact arithmetic; a matrix product rounds according to its kernel, which

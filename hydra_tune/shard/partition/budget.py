@@ -1,4 +1,8 @@
-"""`ShardPlanConstraints`: the constraints of plans."""
+"""`ShardPlanConstraints`: the constraints of plans.
+
+`budget_of` (`pool/runtime/cut_budget.py`) makes the constraints when a pool opens, and `ShardPartitionPlanner`
+(`partition_planner.py`) follows the constraints in each cut.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

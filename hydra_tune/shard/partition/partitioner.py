@@ -3,7 +3,8 @@
 The algorithm is greedy: a shard takes as many nodes as fit the device beside the reserved buffer; the smallest device
 decides for all devices. Differs from the paper: a candidate is measured on fake tensors instead of run until failure;
 among the last cuts that fit, the cut with the fewest crossing bytes is taken, because crossing bytes travel twice per
-step; and a model that fits whole becomes a single shard without a buffer.
+step; and a model that fits whole becomes a single shard without a buffer. `ShardPartitionPlanner`
+(`partition_planner.py`) runs the algorithm on each captured step, by the subclass `QuickPartitioner`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""`ShardPlanRequest`: the question for a plan, and existing knowledge about the step; requests with equal keys share a plan."""
+"""`ShardPlanRequest`: the question for a plan, and existing knowledge about the step; requests with equal keys share a plan.
+
+`PlanLibrary` (`plan_cache.py`) makes a request in each call of `prepare` and `foresee`, and
+`train/loop/microbatch_choice.py` makes a request for the key of an earlier choice.
+"""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field

@@ -2,7 +2,8 @@
 
 A bisection from the middle of the remaining nodes asks mostly about candidates that are far too large and therefore
 slow to measure. `QuickPartitioner` measures candidates from the shortest on, and stops at the first candidate that is
-too large. Like a bisection, the search assumes that a longer shard needs no less memory.
+too large. Like a bisection, the search assumes that a longer shard needs no less memory. `ShardPartitionPlanner`
+(`partition_planner.py`) makes a `QuickPartitioner` for each tried size of the buffer, when a captured step is cut.
 """
 
 from bisect import bisect_left, bisect_right

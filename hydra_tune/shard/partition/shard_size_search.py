@@ -3,7 +3,8 @@
 HYDRA's rule packs as many nodes into a shard as fit the device. But the larger a shard, the more room its units take
 from blocks that could have stayed on the device until their next use. The module therefore packs shards of a series of
 smaller sizes as well, simulates a step of each cut (`shard/cost/traffic_model.py`), and takes the cut that moves the
-fewest bytes.
+fewest bytes. If `num_shards="tuned"`, `ShardPartitionPlanner` (`partition_planner.py`) calls `choose_packing` after
+cutting a training step into the largest shards.
 
 The choice uses only the pilot's knowledge and no clock, so the same task on the same budget is always cut in the same
 places. The time of a step is another matter. More shards mean more units and a smaller last shard, the only shard whose

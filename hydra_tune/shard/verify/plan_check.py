@@ -1,10 +1,11 @@
 """Checks every new plan once against the eager step, bit for bit, before the first use of the plan.
 
 An export bakes Python in: a counter, a branch on a random number, a custom autograd function, or code that asks whether
-gradients are on would give wrong numbers without an error. The first batch therefore runs twice on the host from the
-same state, once eagerly and once as the plan's units. Losses, gradients, buffers and the generator must agree. The
-eager run must not have changed anything outside the reach of a graph (plain attributes, the `random` and numpy
-generators). The run of the units also gives their first times.
+gradients are on would give wrong numbers without an error. The first batch therefore runs on the host from the same
+state, twice eagerly and once as the plan's units. Losses, gradients, buffers and the generator must agree. The eager
+run must not have changed anything outside the reach of a graph (plain attributes, the `random` and numpy generators).
+The run of the units also gives their first times. `PlanLibrary` (`shard/partition/plan_cache.py`) calls `verify` before
+handing out a captured plan; only planning without training leaves out the check, if a step is too large.
 """
 
 import random

@@ -1,4 +1,8 @@
-"""Restores process-wide state after trying code on copies: the random streams, and the number of computing threads."""
+"""Restores process-wide state after trying code on copies: the random streams, and the number of computing threads.
+
+`PlanLibrary` (`shard/partition/plan_cache.py`) enters `preserved_streams` to make a plan, and `intraop_threads` to
+check the plan.
+"""
 
 import random
 import sys

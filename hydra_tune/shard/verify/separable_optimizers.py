@@ -1,7 +1,9 @@
 """Checks whether an optimizer can be stepped shard by shard: the update of a parameter must depend on the parameter alone.
 
 The check steps small stand-ins instead of recognizing optimizers by name, so that the check works for a user's class: a
-global step must give the same bits as a step per parameter.
+global step must give the same bits as a step per parameter. `PlanLibrary` (`shard/partition/plan_cache.py`) runs the
+check for each training plan of several shards, and `ModelState` (`train/state/model_state.py`) before a second update
+within one step of a model in one shard.
 """
 
 import torch

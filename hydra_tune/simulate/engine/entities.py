@@ -1,6 +1,7 @@
 """The state of a simulation: bookkeeping for each trial and each device.
 
-The classes only keep books; `simulator.py` decides what happens.
+The classes only keep books; `Simulator` (`simulator.py`) makes all of the objects before the clock starts, and decides
+what happens at each event.
 """
 
 from collections import OrderedDict

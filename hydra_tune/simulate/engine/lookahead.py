@@ -1,6 +1,7 @@
 """Double buffering on the virtual clock.
 
 While a unit computes, its device prefetches the shard of the next unit, as predicted by `hydra_tune.schedule.ahead`.
+`Simulator` (`simulator.py`) calls `SimulatedPrefetcher.buffer_next` as a unit begins to compute.
 """
 
 from collections.abc import Sequence

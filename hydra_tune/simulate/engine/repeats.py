@@ -1,5 +1,7 @@
 """Skips exact repetitions of a simulation's state.
 
+`Simulator` (`simulator.py`) calls `RepetitionSkipper.look` between two events, unless `skip_repeats` is False.
+
 Note: exactness. The simulation is deterministic between external events: events with a time of their own (an arrival, a
 fault, a late answer to a report), and events that change a trial's course. The state comprises the running units with
 their remaining times, the places and the order of use of shards, the transfers under way, and the policy's inputs. If

@@ -3,8 +3,9 @@
 The simulator plays the pool: hands the same events to the same `Scheduler`, carries out its commands, and lets the time
 of units and loads pass. Simulation and run therefore share one state machine.
 
-`hydra_tune.simulate` and the command line call `simulate` with a `Scenario`. The module must not read a clock, import
-the pool, or choose a unit by itself.
+People import `simulate` from `hydra_tune.simulate`, and `hydra-tune simulate` (`cli/commands/simulate.py`) calls
+`simulate` once a `Scenario` has been made of its options or of a profile. The module must not read a clock, import the
+pool, or choose a unit by itself.
 """
 
 import heapq

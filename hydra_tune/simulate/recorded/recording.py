@@ -1,7 +1,8 @@
 """`Recording`: all events, decisions and actions of a pool, in a file for Perfetto and chrome://tracing.
 
-Viewers show the trace part of the file as a timeline; `hydra_tune.simulate.recorded.replay` reads the complete data
-beside the trace.
+`PoolRecorder` (`pool/runtime/recorder.py`) makes a `Recording` when a program calls `HydraExecutor.recording()`, as
+`hydra-tune sweep --timeline` does after the sweep. Viewers show the trace part of the file as a timeline;
+`hydra_tune.simulate.recorded.replay` reads the complete data beside the trace.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Description of a checkpoint's origin: the task and the objects of its factories, as comparable values.
 
 A checkpoint serves the same task again, and differences are reported by name. Most differences are refused unless the
-caller allows changes; parts that the state itself depends on (parameters, buffers, the optimizer's class) must never
-differ.
+user allows changes; parts that the state itself depends on (parameters, buffers, the optimizer's class) must never
+differ. `TrialObjects` (`trial_checkpoint.py`) describes a trial just after its factories have run, and compares the
+description with a checkpoint's before the trial resumes.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,8 @@
-"""`TrialStateSnapshot`: a trial's state between two steps, in place, and two ways to preserve the present state."""
+"""`TrialStateSnapshot`: a trial's state between two steps, in place, and two ways to preserve the present state.
+
+`TrialCheckpointer` (`pool/checkpointing/writer.py`) asks a trial between two steps for a snapshot, when a checkpoint or
+a copy is due.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

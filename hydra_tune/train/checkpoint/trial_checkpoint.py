@@ -1,5 +1,8 @@
 """A trial's state between two steps: saved as values and tensors, and restored into a newly built trial.
 
+`Trial` (`train/trial.py`) restores a `StartCheckpoint` into its `TrialObjects` before its first step, and encodes its
+state for each snapshot.
+
 Note: contents of a checkpoint. Parameters and buffers, non-persistent buffers included; the optimizer's state and the
 options of its groups, by parameter name; the scheduler; the loss scale; all random streams; the positions of the data's
 samplers and generators, now and at the beginning of the present pass; reports and counts; gradients that are left

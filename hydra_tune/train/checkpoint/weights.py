@@ -1,4 +1,8 @@
-"""A task's model with weights from a file, a checkpoint or another process."""
+"""A task's model with weights from a file, a checkpoint or another process.
+
+People import `load_module` from `hydra_tune`; `isolation/sending.py` calls `with_weights` when a trained module arrives
+that could not be pickled.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

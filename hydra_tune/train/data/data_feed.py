@@ -1,6 +1,7 @@
 """`TrialDataFeed`: the batches of one trial, drawn as a plain loop in its own process would, whatever other trials draw.
 
-This module knows nothing of models, shards or devices.
+`Trial` (`train/trial.py`) draws each training and validation batch through a feed, when the batch is due. This module
+knows nothing of models, shards or devices.
 
 Note: skipping. When a trial was saved during a pass, the resumed trial begins the pass again from the positions that
 all streams and samplers had at its beginning, and draws and drops the batches that the trial has trained on. Where a

@@ -1,7 +1,8 @@
 """Data handles: batches from a task's data, and counts known before drawing.
 
-The plain loop and the pool share this module, so both draw the same batches from the same random streams: iterating
-moves the streams, once per `iter()` and perhaps once per batch. The module knows nothing of models, shards or devices.
+`TrialLoaderCopies` (`loader_copies.py`) calls `make_loader` at the start of each pass, in the plain loop and in the
+pool, so both draw the same batches from the same random streams: iterating moves the streams, once per `iter()` and
+perhaps once per batch. The module knows nothing of models, shards or devices.
 """
 
 import copy

@@ -2,7 +2,8 @@
 
 A `DataLoader`, the sampler and the generator are the user's objects, may belong to several trials, and change with each
 iteration. A trial draws from copies in the state left by the user; the originals never change. The data itself is never
-copied.
+copied. `TrialDataFeed` (`data_feed.py`) and `train_plain` (`train/loop/reference_loop.py`) get the batches of each pass
+from `TrialLoaderCopies`.
 """
 
 import copy

@@ -1,4 +1,8 @@
-"""Positions of a trial's own copies of samplers, generators and datasets, as values for a checkpoint."""
+"""Positions of a trial's own copies of samplers, generators and datasets, as values for a checkpoint.
+
+`TrialLoaderCopies` (`loader_copies.py`) reads the positions for each checkpoint, and sets the copies to saved positions
+when a trial resumes or repeats a draw.
+"""
 
 import random
 from collections.abc import Set as AbstractSet

@@ -1,5 +1,8 @@
 """Process that forks the workers of loaders: a process without threads, with the program's modules loaded.
 
+`loader_workers.py` holds a server in `SERVERS` while an executor needs workers, and takes the server before the workers
+of a pass start.
+
 Note: two ways to begin. `LoaderForkServer.fork` copies this process within milliseconds: the workers then have the
 program's modules, its `__main__`, and classes of a notebook or of a script from standard input. A copy is sound only
 while every other Python thread waits, because a lock held by a busy thread stays locked in the copy for ever. So for a

@@ -2,7 +2,8 @@
 
 For a small model, a step takes less time than the work around a unit. So a trial with its own code keeps a device for
 about 50 ms: the trial takes a single lease, and the scheduler handles a single unit. A burst ends between two steps, at
-a report that waits for an answer, or as soon as its end is requested.
+a report that waits for an answer, or as soon as its end is requested. `Trial.advance` (`train/trial.py`) returns the
+next burst as a unit, and a worker (`pool/runtime/worker.py`) runs the burst.
 
 Note: loaders. A burst draws batches itself. A slow loader would keep the device from other trials as well, so the
 thread that watches loaders (`pool/faults/loader_watchdog.py`) ends the lease on the burst's behalf (`leave_device`),

@@ -1,7 +1,8 @@
 """Steps of a trial that fits its device whole: the user's own module and step, run as in a plain loop.
 
-Nothing is captured, so nothing about the user's code is frozen. This module knows nothing of bursts, of other trials or
-of the schedule.
+Nothing is captured, so nothing about the user's code is frozen. `SingleTrial` (`train/single_trial.py`) calls
+`WholeModelRunner` for each batch and each optimizer step while a burst runs the trial's program. This module knows
+nothing of bursts, of other trials or of the schedule.
 
 Note: memory. The activations of a step are known only once the step has run, so the first step of each kind is
 *followed*: a mode sees each operator of the step and takes room on the device's ledger for the operator's results

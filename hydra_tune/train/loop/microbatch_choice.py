@@ -1,7 +1,8 @@
 """Choice of `split_batches="auto"`: a task's batches are cut into the number of pieces that suits the pool best.
 
 `shard/cost/microbatch_search.py` makes the choice. This module supplies the pieces to be examined, and remembers
-results: similar trials get the same number from a single search.
+results: similar trials get the same number from a single search. `SingleTrial` (`train/single_trial.py`) asks for the
+number when the trial has drawn its first training batch.
 """
 
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """Batches cut into pieces, for `split_batches`: the cutting, and the check that cutting changes no result.
 
-The plain loop and the pool share this module, like `train/data/handles.py`, so that both train on the same pieces.
+The plain loop (`reference_loop.py`) and the pool's `SingleTrial` (`train/single_trial.py`) share this module, like
+`train/data/handles.py`, so that both train on the same pieces: each checks its first batch, and cuts every batch.
 """
 
 import copy

@@ -1,5 +1,8 @@
 """An optimizer step as units: forward and backward of each batch, and the updates.
 
+`SingleTrial` (`train/single_trial.py`) makes an `OptimizerStep` at the first batch of each step that runs as shard
+units; `GroupStep` (`fusion/group/group_step.py`) is the step of a fused group.
+
 Note: several batches. Batches run one after the other by default. Where the host has room for the values of all
 batches, batches run shard by shard (`train/parallel/batch_grouping.py`), so a shard is loaded once for all batches.
 Where other devices are idle, batches run side by side (`train/parallel/parallel_step.py`). The result is the same.

@@ -1,5 +1,7 @@
 """The plans of one trial: a plan for each kind of batch, made when the first batch of the kind arrives.
 
+`SingleTrial` (`train/single_trial.py`) looks up the plan of each batch or piece before the batch runs as shard units.
+
 Note: limits. Each kind of batch needs a capture, and data with ever-new shapes would be captured for ever. So after
 some captures further kinds run whole where the model fits, and only the most recently used plans are kept.
 """

@@ -1,5 +1,8 @@
 """Room on a device's ledger for results of the user's own code, taken before each operator that allocates.
 
+`WholeModelRunner` (`direct.py`) follows the first step of each kind of batch with a `WorkspaceTracker`; `BatchUnits`
+(`batch_units.py`) follows each float32 unit that runs the user's own code.
+
 Note: sizes. The bytes of an operator's results come from running the same operator on tensors without bytes, once for
 each geometry of its arguments. Where only a real run tells (`nonzero`), and for memory that the operator keeps for
 itself, room is taken after the operator has run.

@@ -1,5 +1,8 @@
 """`QueuedParallelStep`: batches side by side with their units in queues; each queue has at most one unit due at a time.
 
+`JobState` (`pool/runtime/job_state.py`) asks the subclasses, in `grouped_data_parallel.py` and `pipeline_parallel.py`,
+for due units whenever a unit of the step has run.
+
 A queue is near the device of its last unit. No unit waits for the near device while another device could take the unit:
 when a unit is due, nothing else of its queue runs, and the near device is either idle and takes the unit, or works for
 another job for an unknown time. Then any free device takes the unit, the unit's blocks follow, and the queue is near

@@ -1,6 +1,8 @@
 """Batches of an optimizer step, drawn before earlier batches have run.
 
-`PredrawnBatch` is the common part, and `ParallelBatch` a batch beside others.
+`PredrawnBatch` is the common part, and `ParallelBatch` a batch beside others. `OptimizerStep`
+(`train/loop/optimizer_step.py`) makes either for each batch drawn ahead, and runs the batches together once enough are
+drawn.
 """
 
 import time

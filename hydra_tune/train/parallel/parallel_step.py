@@ -1,10 +1,11 @@
 """Batches of an optimizer step side by side, on as many devices as offer to run units.
 
-`ParallelStep` is the pool's view, for every way of splitting batches: due units, and the units due after a unit has
-run. `DataParallelStep` is the first way: each batch goes through its units in order, from gradients of zero, on any
-free device. When its backward is over and the gradients of all earlier batches are summed, its own gradients are
-added. So every sum is made in the order of the batches, as in a plain loop, and the result is the same on one device
-and on many. The other way is in `pipeline_parallel.py`.
+`ParallelStep` is the pool's view, for every way of splitting batches: `JobState` (`pool/runtime/job_state.py`) asks for
+the units due at the start, and for the units due after each unit. `DataParallelStep` is the first way: each batch goes
+through its units in order, from gradients of zero, on any free device. When its backward is over and the gradients of
+all earlier batches are summed, its own gradients are added. So every sum is made in the order of the batches, as in a
+plain loop, and the result is the same on one device and on many. The other ways are in `grouped_data_parallel.py` and
+`pipeline_parallel.py`.
 
 The number of batches under way at once is limited, because the values between their units need room on the host.
 """

@@ -1,6 +1,7 @@
 """Requests of a trial to the pool for idle devices.
 
-Before each optimizer step a trial asks for devices to help, and for the number of batches under way at once.
+Before each optimizer step of several batches, `SingleTrial` (`train/single_trial.py`) asks for devices to help, and for
+the number of batches under way at once; `JobDeviceLender` (`pool/devices/idle_devices.py`) answers.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer."""
+"""Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer.
+
+`SingleTrial` (`train/single_trial.py`) calls `arrange` once the first of several batches of a step has been drawn.
+"""
 
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.task import Parallel

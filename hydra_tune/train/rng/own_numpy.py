@@ -1,10 +1,11 @@
 """A thread's own stream of `numpy.random`, in place of the process-wide stream. Imports numpy.
 
 The functions of `numpy.random` are methods of a hidden `RandomState`. The hidden object draws for every thread from its
-present bit generator, inside the bit generator's `lock`. This module gives the hidden object a
-`_BitGeneratorFacade` as bit generator, with a `_StreamSwitchLock` as lock. Entering the lock looks up the thread's own
-stream, or else the process's, and if another stream was drawn from last, switches the `RandomState` to the right bit
-generator. The bit generator stays until another thread draws, so consecutive draws of a thread exchange nothing.
+present bit generator, inside the bit generator's `lock`. This module gives the hidden object a `_BitGeneratorFacade` as
+bit generator, with a `_StreamSwitchLock` as lock. Entering the lock looks up the thread's own stream, or else the
+process's, and if another stream was drawn from last, switches the `RandomState` to the right bit generator. The bit
+generator stays until another thread draws, so consecutive draws of a thread exchange nothing. `RandomStreams`
+(`rng_streams.py`) loads and installs this module when a trial's streams are made, if numpy is installed.
 
 Note: normal numbers come in pairs, and the `RandomState` keeps the second number. The number is lost when the
 `RandomState` gets another bit generator, so an exchange takes the number out first and puts the number back when its

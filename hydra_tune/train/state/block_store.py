@@ -1,4 +1,8 @@
-"""A step's values as blocks: the store of a chain of units in the pool."""
+"""A step's values as blocks: the store of a chain of units in the pool.
+
+`BatchUnits` (`train/loop/batch_units.py`) makes a `BlockStore` for each batch, and the batch's units read and write
+values there.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

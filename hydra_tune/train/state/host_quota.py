@@ -1,4 +1,8 @@
-"""`HostMemoryQuota`: a trial's share of host memory that cannot go to disk, where there is a disk."""
+"""`HostMemoryQuota`: a trial's share of host memory that cannot go to disk, where there is a disk.
+
+`JobPreparer` (`pool/runtime/preparer.py`) reserves the share before a trial's first unit, and `TrialPlanCache`
+(`train/loop/plan_cache.py`) asks for more with each further plan.
+"""
 
 from collections.abc import Iterable
 

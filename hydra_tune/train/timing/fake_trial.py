@@ -1,5 +1,8 @@
 """A trial's steps on tensors with sizes and no bytes: the same units, blocks and updates as in training, without numbers.
 
+`pool/dry_run/report.py` makes a `TrialRehearsal` of each task for a forecast, and `pool/dry_run/executor.py` runs the
+units.
+
 Note: the trial's own parts. Everything that decides the location of bytes is the trial's own: plan, groups, the store
 of values, the order of units, the optimizer's code, and the pager. So a rehearsal counts bytes with the code of a real
 run, and no second accounting can differ from the first. Only the tensors are fakes (as in the pilot), and reading a

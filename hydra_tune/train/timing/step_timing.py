@@ -2,8 +2,9 @@
 
 The time of a unit covers all work of its worker but waits for copies: arithmetic, bookkeeping of blocks, starting
 prefetches, and the trial's own code before the next unit (drawing and collating batches). Copies are timed separately.
-So a rehearsal (`pool/dry_run/executor.py`) can predict a step whose waits for copies fall elsewhere, for example
-beside other trials.
+So a rehearsal (`pool/dry_run/executor.py`) can predict a step whose waits for copies fall elsewhere, for example beside
+other trials. `pool/dry_run/report.py` calls `timed_steps` once a task has been planned and checked, if all devices are
+CPUs.
 
 Note: a separate trial. The steps belong to a new trial of the task, with separate streams and a separate copy of the
 data, so the caller's objects stay unchanged. The trial reports nothing and evaluates nothing.

@@ -2,7 +2,8 @@
 
 A process killed between the tell and the keeping leaves a complete trial with a checkpoint and no weights. The next
 search resumes the checkpoint in the pool to recover the weights; a checkpoint of the trial's final state takes no
-units.
+units. `OptimizeDriver` (`driver.py`) calls `told` after each completed or pruned trial, and `start` for each trial with
+weights to recover.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """The loop between a study and a pool: ask, build, submit; report, prune or proceed; tell.
 
-One thread, the caller's, touches study, sampler, pruner and callbacks; the pool only ever waits for an answer to a
-report. The driver does around a task what Optuna's own `Study.optimize` does around an objective, in the same words and
-order. The module knows nothing of shards and devices.
+`PoolStudy.optimize` (`pool_study.py`) makes and runs an `OptimizeDriver` in each call. One thread, the caller's,
+touches study, sampler, pruner and callbacks; the pool only ever waits for an answer to a report. The driver does around
+a task what Optuna's own `Study.optimize` does around an objective, in the same words and order. The module knows
+nothing of shards and devices.
 """
 
 import copy

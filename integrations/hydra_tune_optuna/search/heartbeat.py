@@ -1,6 +1,7 @@
 """One thread that sends the heartbeats of all running trials of a study, for storages with a heartbeat.
 
 Optuna starts a thread for each trial; a pool runs many trials. The module knows nothing of pools or of training.
+`OptimizeDriver` (`driver.py`) calls `add` when a trial begins, and `discard` when the trial has been told.
 """
 
 import time

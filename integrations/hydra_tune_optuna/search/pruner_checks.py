@@ -2,7 +2,8 @@
 
 Trials that advance together end together. A pruner that compares with *completed* trials has nothing to compare with
 until the first trials end; where all trials of a search advance together, such a pruner never ends any. The module
-counts trials, and drives nothing.
+counts trials, and drives nothing. `PoolStudy.optimize` (`pool_study.py`) asks before each search, and `run_sweep`
+(`sweep.py`) before each sweep of the command line.
 """
 
 from dataclasses import dataclass

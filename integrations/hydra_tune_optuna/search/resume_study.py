@@ -1,6 +1,7 @@
 """Finds trials that a dead process has left running, so that a new search can resume them.
 
-The module does not know how a trial is driven.
+The module does not know how a trial is driven. `OptimizeDriver` (`driver.py`) claims the found trials at the start of
+each search; `resume_sweep.py` lists them before a sweep, without claiming any.
 
 Note: ownership. With a `checkpoint_dir`, each search keeps a locked file there for as long as the search lives. The
 search *claims* a trial by writing the file's name into the trial's storage record, before or as the trial begins to

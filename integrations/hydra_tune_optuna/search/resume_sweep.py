@@ -1,6 +1,7 @@
 """Resumes a sweep in its own folder: finds the trials to resume, and restores the sampler's random streams.
 
-`resume_study` decides the ownership of running trials.
+`resume_study` decides the ownership of running trials. `run_sweep` (`sweep.py`) calls `keep_sampler` and `going_on`
+once the study is open, before the search begins.
 """
 
 from typing import Any

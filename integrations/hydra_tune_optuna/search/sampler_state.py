@@ -2,6 +2,7 @@
 
 The state is saved before a draw is handed out: a process killed at any point has either saved the state after every
 handed-out draw, or handed out nothing of the unsaved draw. All other state of these samplers comes from the study.
+`keep_sampler` (`resume_sweep.py`) restores the saved state, and begins to save, when a sweep opens its study.
 """
 
 import functools

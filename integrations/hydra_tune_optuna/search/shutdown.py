@@ -1,8 +1,9 @@
 """Decides the fate of unfinished trials when a search ends early: give them up, or leave them for a later search.
 
-A left trial with a checkpoint stays running in the storage, where `resume_study` finds the trial. A left trial without a
-checkpoint is put back to waiting, like Optuna's own enqueued trials, with its drawn parameters, and begins anew. Both
-continue under their old numbers.
+A left trial with a checkpoint stays running in the storage, where `resume_study` finds the trial. A left trial without
+a checkpoint is put back to waiting, like Optuna's own enqueued trials, with its drawn parameters, and begins anew. Both
+continue under their old numbers. `OptimizeDriver` (`driver.py`) calls `leave` when Ctrl-C or SIGTERM ends a search with
+a `checkpoint_dir`, and `give_up` at every other early end.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,8 @@
 """Creation and lookup of the package's Ray actors: names, placement, and the entry point of a pool's process.
 
-A pool is an actor with one method, `call`, which forwards to `hydra_tune_ray.node.node_pool.NodePool`. Processes that
-start a pool or talk to a pool therefore import no torch.
+A pool is an actor whose method `call` forwards to `hydra_tune_ray.node.node_pool.NodePool`. Processes that start a pool
+or talk to a pool therefore import no torch. `PoolDirectory` (`pool_directory.py`) calls `start_pool` for each node that
+lacks a pool, and `TrialClient` (`client.py`) finds directory and pool when a trial begins.
 """
 
 import threading

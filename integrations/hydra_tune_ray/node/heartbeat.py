@@ -1,7 +1,8 @@
 """A pool's connection to its directory: reports the pool's load twice a second, and decides when the directory is gone.
 
 A pool without a directory ends all of its trials, so a passing fault must not count as the end: an overloaded or
-suspended machine, a directory that Ray restarts elsewhere, a cluster that once answers late or wrongly.
+suspended machine, a directory that Ray restarts elsewhere, a cluster that once answers late or wrongly. `NodePool`
+(`node_pool.py`) calls `tell` for each report, and ends when `tell` raises a `PoolError`.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """The pool of one node: owns the node's devices, and trains the tasks that trials' clients bring.
 
 The pool runs in a Ray actor. The actor's event loop only routes messages; tasks are built, copied and written in worker
-threads, and the devices compute in the executor's threads.
+threads, and the devices compute in the executor's threads. `PoolActor` (`actors.py`) makes the `NodePool` at the first
+call, and forwards each call of a client or of the directory.
 
 Note: waits. The pool answers each call within `_ANSWER_SECONDS`, if only with `WaitingOutcome`. Calls that build, copy
 or write a trial may take minutes, and their callers allow for that. The heartbeat waits for no trial.

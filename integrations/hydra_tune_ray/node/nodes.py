@@ -1,4 +1,8 @@
-"""Finds the cluster's nodes with devices, and the share of each node that its pool takes."""
+"""Finds the cluster's nodes with devices, and the share of each node that its pool takes.
+
+`start_pools` (`pools.py`) looks for devices before any pool starts, and `PoolDirectory` (`pool_directory.py`) lists the
+nodes anew every two seconds.
+"""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """The actor that manages a set of pools: starts a pool on each node with devices, and assigns trials to pools.
 
 The directory is stateless: every pool sends its load twice a second, so a restarted directory rebuilds its view within
-one heartbeat, on any node. The directory computes nothing and imports no torch.
+one heartbeat, on any node. The directory computes nothing and imports no torch. `start_pools` (`pools.py`) makes the
+actor, `TrialClient` (`client.py`) asks for a pool when a trial begins, and each pool reports through `heartbeat.py`.
 
 Note: lifetimes. The driver owns the directory, and a directory that is not detached ends with the driver. Pools are
 detached and end when no directory answers; a directory that dies alone is restarted by Ray and finds its pools still

@@ -1,4 +1,8 @@
-"""The training side of a pool: the executor of the node's devices, and temporary folders. Every call blocks."""
+"""The training side of a pool: the executor of the node's devices, and temporary folders. Every call blocks.
+
+`NodePool` (`node_pool.py`) makes a `NodePoolRuntime` when the pool opens, and calls the runtime in worker threads when
+a trial begins, is saved, moves or ends.
+"""
 
 import contextlib
 import shutil

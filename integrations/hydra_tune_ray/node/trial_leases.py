@@ -1,7 +1,7 @@
 """Trials held by a pool: each trial's job, last message, and lease.
 
-`LeasedTrialTable` runs in the event loop of the pool's actor and never blocks; the callers move blocking work to other
-threads.
+`LeasedTrialTable` runs in the event loop of the pool's actor and never blocks; `NodePool` (`node_pool.py`) calls the
+table at each message of a client, and moves blocking work to other threads.
 
 Note: leases. A trial's client renews the lease at least every third of `lease_seconds`; the pool cancels a trial after
 a whole lease without renewal. A client that ends in order tells the pool so, and the driver's `PoolCallback` speaks for
