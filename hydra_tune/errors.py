@@ -1,7 +1,7 @@
 """All errors that hydra-tune raises on purpose.
 
 Each message says what failed, then expected against found values (with units), then the remedy. The module knows
-nothing of the rest of the package.
+nothing of the rest of the package. People import `HydraTuneError` and `TrialsFailed` from `hydra_tune`.
 """
 
 import difflib

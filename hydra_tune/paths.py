@@ -1,7 +1,8 @@
 """Paths as users give them.
 
-Checks of options such as `event_log` (`observe/event_log/writer.py`) and `checkpoint_dir`
-(`pool/checkpointing/writer.py`) make the user's path absolute here, before they look at the file system.
+Whoever takes a path from a user makes the path absolute here before any look at the file system: the event log's
+writer (`observe/event_log/writer.py`), the folders of checkpoints and of spilled blocks, `hydra-tune sweep`, and
+`load_module` of a study.
 """
 
 import os

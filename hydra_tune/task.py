@@ -3,7 +3,8 @@
 A task describes a training run with factories and data handles and holds no live objects: a waiting task costs nothing,
 and two tasks can be compared without building their models. Arguments are checked at construction, so that a mistake
 shows where the task was written and not hours later on a worker. The module knows nothing of shards and devices, and of
-tuners only the hint for a task returned to a tuner without an executor.
+tuners only the hint for a task returned to a tuner without an executor. People import `TrainTask` from `hydra_tune`,
+and submit the task to a `HydraExecutor` or return the task from a tuner's objective.
 """
 
 import logging

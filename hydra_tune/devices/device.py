@@ -1,5 +1,8 @@
 """The `Device` protocol: the whole interface between a device and the rest of the package.
 
+`devices/hardware/discovery.py` opens the devices when a pool starts. `Worker` (`pool/runtime/worker.py`) runs each unit
+on a device, and `Pager` (`memory/pager.py`) copies blocks to and from the device.
+
 Note: allocation. A device's worker thread allocates device memory, and its copy thread allocates host memory (through
 `on_host`). On a CPU device both are ordinary memory, and only the thread distinguishes them: everything that the worker
 thread allocates during a unit is device memory, and counts against the device's budget. So the worker allocates the

@@ -4,6 +4,10 @@ A *group* is a block under long-lived tensors (parameters, buffers, optimizer st
 buffer, and moving the group points the tensors at the new place. A *value* is a view of a block that lives for one
 step: an activation at a cut, a gradient, a batch tensor. Moving a whole shard costs one copy per group instead of one
 copy per tensor.
+
+`ModelState` (`train/state/model_state.py`) makes the groups when a trial's tensors are laid out for a plan, and `Lease`
+(`lease.py`) makes the blocks of a unit's results. `Pager` (`pager.py`) moves both when a unit needs the bytes or the
+room.
 """
 
 import contextlib

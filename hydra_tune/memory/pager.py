@@ -5,6 +5,9 @@ To make room, the pager drops a clean block and writes a dirty block back first.
 device. If another device holds a block, the pager copies the block straight from there when the two devices support a
 direct copy and a load from the host would not be as good.
 
+`Pool` (`pool/pool.py`) makes a pager for each of its devices. A unit's `Lease` (`lease.py`) calls the pager before the
+unit computes, and `BlockPrefetcher` (`prefetch.py`) while the unit before computes.
+
 Example: a device of 8 GiB trains a model of 12 GiB. Before each unit, the pager spills the shards with the most distant
 next use and loads the shard of the unit.
 

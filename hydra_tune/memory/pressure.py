@@ -1,7 +1,9 @@
 """Out-of-memory errors outside the ledgers: recognizes the errors and marks code that cannot be repeated afterwards.
 
 The ledgers know only the bytes of the pool. Other processes, fragmentation and the memory of libraries are unknown to
-the ledgers, so an allocation may fail although its bytes are on the ledger.
+the ledgers, so an allocation may fail although its bytes are on the ledger. A unit (`train/loop/training_batch.py`)
+enters `not_repeatable` where the unit begins to change state; `OutOfMemoryHandler` (`pool/devices/oom_retry.py`) looks
+at the error when a unit has failed.
 """
 
 from collections.abc import Iterator

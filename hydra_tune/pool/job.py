@@ -1,7 +1,9 @@
 """Jobs, results, and the events for a driver of the pool.
 
 A driver submits a task, holds the `Job`, and either waits for `Job.result` or reads `Reported`, `Finished` and `Failed`
-events from an `EventStream`.
+events from an `EventStream`. `Pool.submit` (`pool.py`) makes the `Job`, and `JobDispatcher`
+(`pool/runtime/dispatcher.py`) puts each event into the stream at once. People import `Job`, `Result`, `EventStream` and
+the events from `hydra_tune`.
 """
 
 import logging

@@ -4,8 +4,8 @@ A trial is built from its task, restored from a checkpoint, saved between two st
 is a generator that yields wherever a unit is due. The pool runs the unit on a device of its choice and then resumes the
 generator. A trial knows nothing of other trials or of the schedule.
 
-The pool's preparer builds a trial, and workers resume the trial after each unit. `single_trial` has the loop of trials
-that train by themselves and of a fused group's members.
+The pool's preparer (`pool/runtime/preparer.py`) builds a trial, and workers (`pool/runtime/worker.py`) resume the trial
+after each unit. `single_trial` has the loop of trials that train by themselves and of a fused group's members.
 """
 
 import threading

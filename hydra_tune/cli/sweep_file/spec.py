@@ -1,4 +1,8 @@
-"""A sweep in plain values: the sweep file, read and checked. The module knows neither YAML nor any tuner."""
+"""A sweep in plain values: the sweep file, read and checked. The module knows neither YAML nor any tuner.
+
+`read_sweep_file` (`reader.py`) makes the `SweepSpec` at the start of a command. `cli/run/sweep_run.py` then makes the
+pool with the options in the `SweepSpec`, and `integrations/hydra_tune_optuna/sweep.py` the study.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,10 @@
 """`MemberTrial`: a trial inside a fused group; its training loop asks the group to compute every batch.
 
-A member runs the loop of `SingleTrial` with its own data, random streams, schedule, history and reports. The loop yields
-`MemberBatchRequest` requests instead of units. A member outside any group runs like an ordinary trial.
+A member runs the loop of `SingleTrial` with its own data, random streams, schedule, history and reports. The loop
+yields `MemberBatchRequest` requests instead of units. A member outside any group runs like an ordinary trial.
+`GroupMatcher` (`pool/fusion/group_matcher.py`) builds a member when a job of a `FusedPool` is prepared, and
+`FusionBenchmark` (`fusion/matching/group_timing.py`) for timed steps; `GroupTrial` (`group_trial.py`) has the requests
+of its members computed together.
 """
 
 import math

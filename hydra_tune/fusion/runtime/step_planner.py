@@ -1,7 +1,8 @@
 """`StepPlanner`: plan group steps that exceed a device's memory; the planner chooses swap and recompute of activations.
 
-The module knows groups' plans and the geometry of tensors. `planned_unit.py` executes the planned steps. More fused
-CNNs, for example, then train together than fit a plain step.
+The module knows groups' plans and the geometry of tensors. `PlannedSizeChooser` (`planned_group_size.py`) asks for
+plans before a group is formed; `planned_unit.py` asks before each step of a group, and executes the planned step. More
+fused CNNs, for example, then train together than fit a plain step.
 """
 
 import logging

@@ -5,6 +5,10 @@ not counted. To make room, the tier gives up the host copy with the most distant
 device holds the same bytes or the file already has the bytes; otherwise the tier writes the copy to a file first. The
 tier reads a block back before a load to a device, or when a trial is wanted whole.
 
+`ExecutorSettings` (`pool/runtime/settings.py`) makes the tier when a pool with a `spill_dir` starts. Every `Pager`
+(`memory/pager.py`) asks the tier for host memory before writing a block back, and `pool/devices/host_admission.py`
+admits each trial before its first unit.
+
 Example: ten trials of 4 GiB each share a host of 24 GiB. The tier keeps the copies needed soonest in memory, and the
 rest lives in `spill_dir`.
 

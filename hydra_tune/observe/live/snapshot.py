@@ -1,7 +1,8 @@
 """A sweep at one moment, in plain values, for the terminal view, the summary and the JSON report.
 
-The program that runs the sweep makes the snapshots. Neither the snapshots nor their readers hold a job, a task or a
-tensor.
+`SweepProgressTracker` (`cli/display/board.py`) makes a snapshot each time the display of `hydra-tune sweep` is drawn;
+`SweepMonitor` (`pool/views/live_snapshot.py`) does so for `HydraExecutor.live`. Neither the snapshots nor their readers
+hold a job, a task or a tensor.
 """
 
 import math

@@ -2,6 +2,9 @@
 
 A single state covers both segments of a pair, because a decision for a sub-array shows in both: the forward in one
 segment gives a map away, and the backward in the other gets the map back.
+
+`Planner` (`planner/search/portfolio.py`) starts each plan from an undecided `SubArraySchedule`. The passes
+(`planner/passes/swap_recompute.py`) then add decisions, and `lowering.py` turns the decisions into instructions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

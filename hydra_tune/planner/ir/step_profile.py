@@ -1,7 +1,8 @@
 """The planner's model of a sub-array: operators and storages, with times and sizes (Tables A and B of the paper).
 
-The module is pure Python. `planner/profile/profiler.py` builds an `SubArrayProfile` from a step's graph, and tests
-build arrays by hand.
+The module is pure Python. `planner/profile/profiler.py` builds a `SubArrayProfile` from a step's graph, and tests
+build arrays by hand. The planner's passes (`planner/passes/candidates.py`) and `lowering.py` read the profile
+whenever a step is planned.
 """
 
 from collections.abc import Iterable, Mapping

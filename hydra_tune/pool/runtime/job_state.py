@@ -1,8 +1,9 @@
 """The pool's private record of a job until the job is over: trial, due units, outcome and result.
 
-A `JobState` is the counterpart of the public `Job`. The scheduler refers to the job by `JobState.key`. A device's
-worker takes a due unit from the record, runs the unit, and asks `JobState.go_on` for the next step. When the job ends,
-the dispatcher calls `JobState.finish`, and the record frees the trial's memory and returns a `Result`.
+`Pool.submit` (`pool/pool.py`) makes a `JobState` as the counterpart of the public `Job`. The scheduler refers to the
+job by `JobState.key`. A device's worker (`worker.py`) takes a due unit from the record, runs the unit, and asks
+`JobState.go_on` for the next step. When the job ends, the dispatcher (`dispatcher.py`) calls `JobState.finish`, and the
+record frees the trial's memory and returns a `Result`.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """`Policy`: chooses which job an idle device works on next.
 
-The scheduler asks the policy once for every unit, when the device is free and not earlier: bytes may have been
-prefetched, but no choice was made. The policy sees only `JobView` objects, so the same policy can drive a real pool and
-a simulated one.
+The scheduler (`schedule/machine.py`) asks the policy once for every unit, when the device is free and not earlier:
+bytes may have been prefetched, but no choice was made. The policy sees only `JobView` objects, so the same policy can
+drive a real pool and a simulated one.
 
 Note: two ways to write a policy. `Policy` is a single method that receives every eligible job on each call. A single
 method is enough for a few hundred jobs, and states the rule most clearly. `IncrementalPolicy` makes a `Selection`. A

@@ -2,6 +2,10 @@
 
 An exported graph is valid for a single batch structure: shapes, dtypes and every plain Python value of the batch are
 baked into the graph. The signature holds all of these.
+
+`SingleTrial` (`train/single_trial.py`) flattens each batch before looking up a plan, `MemberBatchRequest`
+(`fusion/group/member.py`) each batch of a fused trial, and `PlanLibrary` (`shard/partition/plan_cache.py`) the batch
+for which a plan is made.
 """
 
 import ctypes

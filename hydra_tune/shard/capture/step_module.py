@@ -2,6 +2,9 @@
 
 A capture of both together makes the loss itself (or the metrics) the graph's output, so models that compute their own
 loss, and batches of any structure, need no special treatment.
+
+`capture` (`step_capture.py`) exports the module, `shard/verify/step_outcome.py` runs the module eagerly when a plan is
+checked, and `shard/execute/eager_plan.py` runs the module in each unit of a step that cannot be captured.
 """
 
 from collections.abc import Callable, Mapping

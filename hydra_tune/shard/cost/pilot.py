@@ -5,6 +5,9 @@ made by the functions. Nothing is allocated. Operands of a unit (parameters, val
 the blocks that will hold the operands; all further storages made by the unit count as its workspace. RNN workspaces
 inside a kernel are the known exception: fake kernels do not show such workspaces.
 
+`PlanLibrary` (`shard/partition/plan_cache.py`) makes a `ShardPilot` for each captured step, and the partitioners
+(`shard/partition/partitioner.py`) ask the pilot for the cost of each candidate shard.
+
 Source: HYDRA section 4.1, the pilot runs of Algorithm 1. Differs: in the paper, an out-of-memory error of a real pass
 is the signal.
 """

@@ -10,7 +10,8 @@ live-ins and parameters until the backward unit. The leaves are tensors of the s
 recompute, and hold no memory between the two units. In both cases the backward starts from the same roots in the same
 order and meets the same nodes with the same bits.
 
-The functions run on real tensors and, in the pilot, on fake tensors, and do not know the places of tensors.
+`ShardChain` (`chain.py`) runs the functions on real tensors in each unit, and the pilot (`shard/cost/pilot.py`) on fake
+tensors before a step is cut. The functions do not know the places of tensors.
 """
 
 from collections.abc import Callable, Mapping, Sequence

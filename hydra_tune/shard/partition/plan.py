@@ -1,7 +1,9 @@
 """A plan: a captured step cut into shards, with the needs of each unit and the lifetime of each value.
 
 Plans hold no tensor of any trial, so all trials of an architecture share a plan. Names of values are the graph's node
-names.
+names. `PlanLibrary` (`plan_cache.py`) has a plan built when a trial meets a new kind of batch; `BatchUnits`
+(`train/loop/batch_units.py`) makes the units of each batch by the plan, and `pool/dry_run/report.py` reports the plan
+for `HydraExecutor.plan`.
 """
 
 from collections.abc import Iterable

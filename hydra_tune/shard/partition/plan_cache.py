@@ -3,7 +3,8 @@
 A library serves a single pool, because the devices of the pool decide the budget of every cut. A thousand trials that
 differ only in learning rate therefore pay for a single capture.
 
-A trial asks for a plan when a new kind of batch comes; fused groups and forecasts ask likewise. The module must not
+A trial (`train/loop/plan_cache.py`) asks for a plan when a new kind of batch comes; so do fused groups
+(`fusion/compile/batched_plan_cache.py`) and the trials of a dry run (`pool/dry_run/report.py`). The module must not
 know the course of a trial, the schedule, or the places of blocks.
 """
 

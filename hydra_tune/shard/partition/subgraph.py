@@ -2,7 +2,8 @@
 
 The inputs of a shard are all values used but not made by the shard: state, constants, batch tensors, and values of
 earlier shards. Skips, masks and encoder states need no special treatment. The outputs are the values used by later
-shards or by the step's result.
+shards or by the step's result. `build_plan` (`plan.py`) cuts the shards of a plan with `cut_shard`, and the pilot
+(`shard/cost/pilot.py`) cuts each candidate shard before measuring the candidate.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
 """The state of a simulation: bookkeeping for each trial and each device.
 
-The classes only keep books; `Simulator` (`simulator.py`) makes all of the objects before the clock starts, and decides
-what happens at each event.
+The classes only keep books on the virtual clock, and know no recording and no pool. `Simulator` (`simulator.py`) makes
+all of the objects before the clock starts, and decides what happens at each event; `transfers.py`, `lookahead.py` and
+`repeats.py` read and change the objects for the simulator.
 """
 
 from collections import OrderedDict

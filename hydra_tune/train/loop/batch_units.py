@@ -1,8 +1,8 @@
 """A batch as units for the pool to run in turn on any device: the part common to training and evaluation.
 
-A trial yields the units, and a device's worker runs each unit with the device and pager of the worker's choice. The
-module must not choose units or devices; a unit only names the blocks and the workspace that its computation needs, and
-the units that are expected next.
+A trial (`train/single_trial.py`) yields the units, and a device's worker (`pool/runtime/worker.py`) runs each unit with
+the worker's device and pager. The module must not choose units or devices; a unit only names the blocks and the
+workspace that its computation needs, and the units that are expected next.
 
 `EvaluationBatch`, the evaluation of a batch, is here as well; training is in `training_batch.py`.
 """

@@ -4,6 +4,9 @@ Torch's operators on CPU, the functions of `random` and the functions of `numpy.
 calling thread (`devices/own_generator.py`, `own_python.py`, `own_numpy.py`). So a trial's code draws from the trial's
 streams without any waiting, and no other thread draws from or seeds the streams. Threads started by the code draw from
 the process's streams. Each GPU has a separate generator, used by the device's worker only.
+
+`Trial` (`train/trial.py`) makes the streams from the task's seed and enters the streams around each call of the trial's
+own code; `BatchUnits` (`train/loop/batch_units.py`) enters the streams around each unit that draws.
 """
 
 import copy

@@ -1,5 +1,9 @@
 """A trial's long-lived tensors as groups: parameters, buffers and optimizer state of each shard.
 
+`SingleTrial` (`train/single_trial.py`) makes a `ModelState` for the plan of a trial, and `GroupTrial`
+(`fusion/group/group_trial.py`) for the stacked model of a group. Each unit (`train/loop/batch_units.py`) gets the
+groups of its shard from the `ModelState`.
+
 Note: ownership. A parameter or buffer used by a single shard lies in the group of the shard. A parameter or buffer
 shared by several shards has a separate group, so a unit loads no unneeded tensors. Parameters and buffers lie in
 separate groups: a forward unit overwrites buffers only, so clean parameters need no write-back. Optimizer state is
