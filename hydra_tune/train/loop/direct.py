@@ -162,7 +162,9 @@ class WholeModelRunner:
         else:
             with tracked_step.updating(self._trained_parameters()):
                 self._update()
-        num_entries = _num_entries(self._optimizer)
+        # An optimizer may keep a number of its own among the dicts of the parameters.
+        entries = self._optimizer.state.values()
+        num_entries = sum(len(each) if isinstance(each, dict) else 1 for each in entries)
         if tracked_step is not None:
             self._followed(tracked_step)
         elif num_entries != self._state_entries:
@@ -458,15 +460,6 @@ class _TrackedStep:
 
     def _tracked(self) -> Any:
         return self._tracker if self._is_tracked else nullcontext()
-
-
-def _num_entries(optimizer: torch.optim.Optimizer) -> int:
-    entries = optimizer.state.values()
-    try:
-        return sum(map(len, entries))  # counted after every step, and in a third of a loop's time
-    except TypeError:
-        # An optimizer may keep a number of its own among the dicts of the parameters.
-        return sum(len(each) if isinstance(each, dict) else 1 for each in entries)
 
 
 def _quick_key(mode: str, batch: Any) -> Hashable:
