@@ -300,13 +300,21 @@ def tell(
     Returns:
         The trial's state, its values, and the reason of a failure. The reason replaces Optuna's warning.
     """
-    return _tell_with_warning(
-        study=study,
-        trial=trial,
-        value_or_values=value,  # type: ignore[arg-type]  # an objective may return anything; Optuna judges it
-        state=state,
-        suppress_warning=True,
-    )
+    try:
+        return _tell_with_warning(
+            study=study,
+            trial=trial,
+            value_or_values=value,  # type: ignore[arg-type]  # an objective may return anything; Optuna judges it
+            state=state,
+            suppress_warning=True,
+        )
+    except KeyError as error:
+        # When a trial ends while one point of a grid is left, the sampler asks whether the trial had this point. An
+        # enqueued trial has no point, and the sampler fails, after the trial's state has been stored.
+        told = stored(study, trial)
+        if error.args != ("grid_id",) or "grid_id" in told.system_attrs or not told.state.is_finished():
+            raise
+        return told.state, told.values, f"its value {value!r} is invalid" if told.state == TrialState.FAIL else None
 
 
 def log_completed(study: Study, trial: Trial, values: Sequence[float]) -> None:

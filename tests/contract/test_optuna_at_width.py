@@ -350,10 +350,34 @@ def test_what_a_callback_enqueues_is_run_though_all_points_are_in_flight(exhaust
         if len(study.trials) == 3:
             study.enqueue_trial({"seed": trial.params["seed"]})
 
+    def objective(trial):
+        # The sampler stops the search at the end of the last point, so some are to be in flight long after the first.
+        return small_task(seed=trial.suggest_int("seed", 0, 2), epochs=(4, 100, 400, 4)[trial.number])
+
     study = make_study(pool, sampler=samplers[exhaustive])
-    study.optimize(lambda trial: small_task(seed=trial.suggest_int("seed", 0, 2)), callbacks=[enqueue])
+    study.optimize(objective, callbacks=[enqueue])
 
     assert states(study) == ["COMPLETE"] * 4
+
+
+@pytest.mark.parametrize(("value", "state"), [(0.5, "COMPLETE"), (float("nan"), "FAIL")])
+def test_an_enqueued_trial_may_end_while_one_point_of_a_grid_is_left(kind, value, state):
+    def enqueue(study, trial):
+        if trial.number == 0:
+            study.enqueue_trial({"seed": 7})
+
+    def objective(trial):
+        return metrics_task(0.5, value if trial.suggest_int("seed", 0, 9) == 7 else 0.25)
+
+    with make_pool(kind, 1) as narrow:
+        study = make_study(narrow, sampler=optuna.samplers.GridSampler({"seed": [0, 1]}))
+        study.optimize(objective, callbacks=[enqueue])
+
+    assert [(trial.params["seed"] == 7, trial.state.name) for trial in study.trials] == [
+        (False, "COMPLETE"),
+        (True, state),
+        (False, "COMPLETE"),
+    ]
 
 
 def test_an_exhausted_grid_repeats_one_point_and_stops_as_in_stock_optuna(pool):
