@@ -16,7 +16,7 @@ from hydra_tune.errors import BudgetError, ConfigError, TaskError
 from hydra_tune.shard.execute import compute
 from hydra_tune.train.timing.fake_trial import TrialRehearsal
 from tests.support.forked import forked, run_code
-from tests.unit.pool.tasks import running, task
+from tests.unit.pool.tasks import SAMPLES, running, task
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 
@@ -183,6 +183,13 @@ def test_a_model_that_runs_whole_is_planned_as_well():
     assert trial.step_seconds > 0
     assert trial.units_per_step == 2
     assert result.status == "completed"
+
+
+def test_a_batch_size_may_be_there_for_the_validation_data_alone():
+    one = task(train=lambda: [SAMPLES[:8]], validate=SAMPLES, batch_size=8)
+    with running(num_shards=2) as pool:
+        (trial,) = pool.plan([one]).trials
+    assert trial.num_shards == 2
 
 
 class Masking(Asking):

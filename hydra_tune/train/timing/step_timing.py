@@ -16,6 +16,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from torch.utils.data import Dataset
+
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.hardware.link import LinkCostModel, link_of
 from hydra_tune.memory.link_meter import CopyTimes
@@ -91,7 +93,9 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
     Raises:
         HydraTuneError: a unit cannot be run.
     """
-    task = replace(task, validate=None, evaluate=None, metric="train_loss")
+    # A batch size may be there for the validation data alone.
+    size = task.batch_size if isinstance(task.train, Dataset) else None
+    task = replace(task, validate=None, evaluate=None, metric="train_loss", batch_size=size)
     device = CpuDevice(0, like.budget_bytes, like.bandwidth)
     trial = SingleTrial(task, library, device, _SingleDeviceLender(), may_run_own_code=False)
     try:
