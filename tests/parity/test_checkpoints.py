@@ -181,18 +181,45 @@ def made_anew() -> DataLoader[Any]:
     return DataLoader(SAMPLES, 8, shuffle=True, generator=torch.Generator().manual_seed(4))
 
 
+class Jittered(Dataset[Any]):
+    """A dataset with a generator of numpy, which cannot be referenced weakly."""
+
+    def __init__(self) -> None:
+        self.stream = np.random.default_rng(4)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = SAMPLES[index]
+        return x + torch.from_numpy(self.stream.normal(size=tuple(x.shape))).float(), y
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+
 def by_callables(train: str, validate: str) -> TrainTask:
     """Both loaders are behind callables, and are of different kinds."""
     kept, plain = own_loader(), DataLoader(SAMPLES, 8)
     some = DataLoader(
         SAMPLES, 8, sampler=RandomSampler(SAMPLES, num_samples=16, generator=torch.Generator().manual_seed(3))
     )
-    made = {"kept": lambda: kept, "made anew": made_anew, "plain": lambda: plain, "some": lambda: some}
+    made = {
+        "kept": lambda: kept,
+        "made anew": made_anew,
+        "made anew with numpy": lambda: DataLoader(Jittered(), 8),
+        "plain": lambda: plain,
+        "some": lambda: some,
+    }
     return task(train=made[train], validate=made[validate], epochs=3)
 
 
 @pytest.mark.parametrize(
-    ("train", "validate"), [("kept", "some"), ("made anew", "some"), ("made anew", "plain"), ("plain", "kept")]
+    ("train", "validate"),
+    [
+        ("kept", "some"),
+        ("made anew", "some"),
+        ("made anew", "plain"),
+        ("made anew with numpy", "made anew"),
+        ("plain", "kept"),
+    ],
 )
 def test_loaders_behind_callables_keep_their_own_positions(train, validate):
     assert_goes_on(by_callables(train, validate), every=True)

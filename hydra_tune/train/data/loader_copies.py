@@ -8,6 +8,7 @@ from `TrialLoaderCopies`.
 
 import copy
 import random
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from hydra_tune.train.data.handles import make_loader
 from hydra_tune.train.data.loader_state import give_state, set_back, state_of
 
 _PLAIN = (bool, int, float, str)
+_OWN_REFERENCES = 2
 
 
 @dataclass(slots=True)
@@ -73,6 +75,7 @@ class TrialLoaderCopies:
 
     def states(self) -> dict[str, list[Any]]:
         """Return the positions of the live copies and those still waiting for their copies, for `restore`."""
+        self._forget_unheld()
         # A list, because a garbage collection at any point may call `_forget`.
         copies = [(_resolved(known.original), known) for known in list(self._copies.values())]
         copy_ids = {id(known.own) for _, known in copies}
@@ -95,6 +98,7 @@ class TrialLoaderCopies:
         positions = states if isinstance(states, Mapping) else {"by_handle": [], "of_any_handle": states}
         self._waiting = [deque(waiting) for waiting in positions["by_handle"]]
         self._waiting_for_any = deque(positions["of_any_handle"])
+        self._forget_unheld()
         copies = list(self._copies.values())
         copy_ids = {id(known.own) for known in copies}
         for known in copies:
@@ -113,6 +117,7 @@ class TrialLoaderCopies:
             TaskError: the data cannot be iterated, or a loader cannot be copied.
         """
         self.use(handle)
+        self._forget_unheld()
         if isinstance(handle, Dataset):
             self._take_over_changes()
             return make_loader(self.stream_in(handle), batch_size, shuffle)
@@ -234,6 +239,16 @@ class TrialLoaderCopies:
 
     def _forget(self, key: int) -> None:
         self._copies.pop(key, None)
+
+    def _forget_unheld(self) -> None:
+        """Forget the copies of originals that nobody else holds, among those that cannot be referenced weakly.
+
+        Generators of numpy cannot, nor those of torch 2.11.
+        """
+        for key, known in list(self._copies.items()):
+            # Held by `known`, and as the argument.
+            if not isinstance(known.original, weakref.ref) and sys.getrefcount(known.original) <= _OWN_REFERENCES:
+                self._forget(key)
 
     def _remember(self, original: object, own: Any) -> Any:
         key = id(original)
