@@ -33,10 +33,13 @@ test: .venv/.dev            ## the whole test suite
 # The oldest supported torch; of another one, and another Python: make compat TORCH=2.12.1 PYTHON=python3.13
 TORCH ?= 2.11.*
 COMPAT ?= build/compat/torch-$(subst *,x,$(TORCH))-$(notdir $(PYTHON))
+# In a process of its own: a CUDA build cannot train in a copy of a process that has trained.
+FORKS := tests/integration/test_isolated.py
 compat:                     ## the test suite in an environment of its own, with the oldest torch
 	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
 	$(COMPAT)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[all,dev]' 'torch==$(TORCH)'
-	$(COMPAT)/bin/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/ray
+	$(COMPAT)/bin/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/ray --ignore $(FORKS)
+	$(COMPAT)/bin/python -m pytest -q -m "not slow" $(FORKS)
 
 parity: .venv/.dev          ## the full product of models, cuts and devices
 	$(BIN)/python -m pytest -q -m slow tests/parity -n 2 --dist loadgroup

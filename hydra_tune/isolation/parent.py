@@ -440,8 +440,26 @@ def check_may_copy() -> None:
             "isolate=True needs a process without CUDA in use, because a copy of the process cannot use CUDA; submit the "
             "first task before anything is put on a GPU, or make the HydraExecutor without isolate"
         )
+    if _has_autograd_threads():
+        raise ConfigError(
+            "isolate=True needs a process in which nothing has computed gradients yet: CUDA builds of torch have begun threads "
+            "of autograd for devices, without which a copy of the process cannot train; submit the first task before any other "
+            "training in this program, or run hydra-tune sweep, or make the HydraExecutor without isolate"
+        )
     if not is_quiet() and not _others_sleep():
         raise ConfigError(
             "isolate=True needs a process whose other threads are idle, because a lock held by a busy thread stays locked in a "
             "copy; submit the first task before they start, or shut down other executors, or make this one without isolate"
         )
+
+
+def _has_autograd_threads() -> bool:
+    """Whether autograd has begun its threads for devices: torch refuses every backward in a copy made after that.
+
+    CUDA builds begin them at the first backward where there is a GPU, or once a `FakeTensorMode` has been entered.
+    """
+    for name in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            if name.read_text(errors="replace").startswith("pt_autograd"):
+                return True
+    return False

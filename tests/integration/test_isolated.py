@@ -312,6 +312,26 @@ def crash_in_the_loop(given):
     return torch.optim.SGD(given, lr=0.1)
 
 
+def test_a_process_with_device_threads_of_autograd_is_not_copied():
+    """CUDA builds of torch have such threads after a backward, and refuse every backward in a copy; here one has the name."""
+    named, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        ctypes.CDLL(None).prctl(15, b"pt_autograd_0", 0, 0, 0)  # PR_SET_NAME
+        named.set()
+        over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    named.wait()
+    try:
+        with HydraExecutor(**OPTIONS) as pool, pytest.raises(ConfigError, match="nothing has computed gradients"):
+            pool.submit(task_of(0))
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_a_crash_while_a_trial_is_prepared_is_that_trials(plain):
     bad = replace(task_of(2), optimizer=crash_in_the_loop)
     with HydraExecutor(**OPTIONS) as pool:

@@ -45,7 +45,7 @@ _WAITS |= {"multiprocessing/connection.py": ("_recv",)}
 _WAITS |= {"hydra_tune/pool/runtime/worker.py": ("_work",), "hydra_tune/pool/runtime/preparer.py": ("work",)}
 _WAITS |= {"hydra_tune/devices/single_thread.py": ("_work",)}
 # A thread that waits for ever.
-_WAITS |= {"hydra_tune/older_torch.py": ("own",)}
+_WAITS |= {"hydra_tune/older_torch.py": ("hold_guard",)}
 
 _PATIENCE_SECONDS = 0.25
 _NEVER_IMPORTED = ("__main__", "__mp_main__")
