@@ -163,7 +163,7 @@ def main() -> int:
     missed = []
     with tempfile.TemporaryDirectory() as folder:
         scratch, output = Path(folder) / "copy", Path(folder) / "output"
-        shutil.copytree(ROOT, scratch, ignore=shutil.ignore_patterns(".git", ".venv", "*cache*"))
+        shutil.copytree(ROOT, scratch, ignore=shutil.ignore_patterns(".*", "__pycache__", "build"))
         for tests in {tests_of(one) for one in found}:
             if noticed(scratch, output, tests, options.seconds):
                 print(output.read_text(errors="replace"))
