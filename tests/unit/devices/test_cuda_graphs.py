@@ -36,6 +36,7 @@ class Graph:
     def capture_begin(self, pool, capture_error_mode):
         assert capture_error_mode == "thread_local"
         assert self.gpu.current.priority < 0, "a stream of its own"
+        self.gpu.tell()
         self.pool, self.gpu.capturing = pool, "recorded"
         self.gpu.underway.add(pool)
         self.gpu.generator_captures = True
@@ -66,6 +67,7 @@ class Gpu:
         self.compute = self.current = Stream(self)
         self.capturing, self.underway, self.generator_captures = None, set(), False
         self.pools, self.released, self.notes = 0, [], []
+        self.error = None  # of work that it has been asked for
         self.device, self.Tensor = torch.device, torch.Tensor
         self._C = SimpleNamespace(_cuda_endAllocateToPool=self.end_allocating, _cuda_releasePool=self.release)
         self.cuda = SimpleNamespace(
@@ -74,7 +76,7 @@ class Gpu:
             current_device=lambda: 0,
             current_stream=lambda _device: self.current,
             stream=self.stream,
-            synchronize=lambda _device: self.at_once(),
+            synchronize=self.synchronize,
             empty_cache=self.at_once,
             memory_reserved=lambda _device: 100 * self.pools,
             graph_pool_handle=self.pool,
@@ -90,6 +92,15 @@ class Gpu:
 
     def at_once(self):
         assert not self.underway, "captures_underway.empty() INTERNAL ASSERT FAILED"
+
+    def synchronize(self, _device):
+        self.at_once()
+        self.tell()
+
+    def tell(self):
+        """It tells of an error when it is waited for, or asked for more."""
+        if self.error is not None:
+            raise self.error
 
     def pool(self):
         self.pools += 1
@@ -211,6 +222,20 @@ def test_a_step_that_fails_before_it_is_recorded_leaves_the_stream_alone(gpu):
         cuda_graphs.CudaRecorder().record(lambda: (_ for _ in ()).throw(RuntimeError("no memory")))
     assert_as_before(gpu)
     assert not gpu.pools
+
+
+def test_an_error_that_the_gpu_tells_of_late_is_raised_before_anything_is_recorded(gpu):
+    """What fails while it is recorded is kept for ever."""
+
+    def run():
+        gpu.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+        return []
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        cuda_graphs.CudaRecorder().record(run)
+    assert_as_before(gpu)
+    assert not gpu.pools
+    assert not cuda_graphs._FAILED
 
 
 def test_meanwhile_nobody_else_empties_the_allocator_or_draws(gpu):

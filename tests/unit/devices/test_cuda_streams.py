@@ -1,5 +1,7 @@
 """The order of copies and computing on a GPU, on streams that run as early or late as they may (`tests/support/streams.py`)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -122,6 +124,22 @@ def test_a_spill_and_a_load_of_one_place_follow_each_other(device, gpus):
         data.add_(torch.zeros(SIZE, dtype=torch.uint8))
     gpus.finish()
     assert all_are(data, 5)
+
+
+def test_pinned_memory_goes_back_to_the_system_when_what_was_asked_for_has_been_copied(device, gpus, monkeypatch):
+    """Torch's allocator would keep memory whose copy is queued; here, whoever has the memory next writes to it."""
+    there, seen = host(device), []
+    there.copy_(on(device, 3), non_blocking=True)
+
+    def empty():
+        seen.append(there.tolist())
+        there.fill_(9)
+
+    monkeypatch.setattr(gpus, "_C", SimpleNamespace(_host_emptyCache=empty))
+    assert device.reclaim() > 0
+    assert seen == [[3] * SIZE]
+    gpus.finish()
+    assert all_are(there, 9)
 
 
 def test_whoever_leaves_a_device_leaves_nothing_undone(opened):

@@ -100,6 +100,18 @@ def test_small_copies_are_made_by_the_computing_thread_at_once(copies):
     held.let_go()
 
 
+def test_what_nobody_comes_for_is_over_when_they_are_given_up(copies, monkeypatch):
+    held, wait = Held(copies), _ThreadCopyHandle.wait
+    leaving, coming = copies.offload(tensor(1.0, 2.0), "a"), copies.prefetch(torch.zeros(8, dtype=torch.uint8))
+    # Not before somebody waits.
+    monkeypatch.setattr(_ThreadCopyHandle, "wait", lambda handle: (held.let_go(), wait(handle))[1])
+    copies.give_up()
+    are_over = [one.is_done.is_set() for one in (leaving, coming)]
+    held.let_go()  # in any case, for they are closed next
+    assert are_over == [True, True]
+    assert numbers(copies.release(copies.offload(tensor(3.0, 4.0), "a"))) == [3.0, 4.0]  # they go on
+
+
 def test_all_of_a_storage_is_copied_where_a_value_is_a_view_of_it(copies):
     """The first row of two, transposed: the other one comes back with it."""
     value = tensor(1.0, 2.0).view(1, 2)[:, :1].t()

@@ -17,8 +17,12 @@ from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import run_figures
 from hydra_tune.observe.trace.chrome_trace import trace_events
 from hydra_tune.shard.execute import compute
+from hydra_tune.train.loop.batch_units import run_unit
+from hydra_tune.train.single_trial import SingleTrial
+from hydra_tune.train.state import model_state
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
 from hydra_tune.train.state.model_state import ModelState
+from tests.support.checkpointed import library
 from tests.unit.pool.tasks import against_plain, mlp, running, task
 
 PATIENCE_SECONDS = 60.0
@@ -176,6 +180,47 @@ def test_gradients_of_units_beside_an_update_are_not_the_parameters_own(monkeypa
     assert len(left) >= 18
     assert not any(left)
     assert against_plain(task(), result) == []
+
+
+class Held(torch.optim.SGD):
+    """Its updates on the host do not end before they may."""
+
+    def __init__(self, params, may_end, ended, **options):
+        super().__init__(params, **options)
+        self.may_end, self.ended = may_end, ended
+
+    def step(self, closure=None):
+        if not threading.current_thread().name.startswith("hydra-host"):
+            return super().step(closure)
+        assert self.may_end.wait(PATIENCE_SECONDS)
+        loss = super().step(closure)
+        self.ended.append(True)
+        return loss
+
+
+def test_a_trial_that_is_given_up_keeps_its_state_until_its_updates_are_over(device, monkeypatch):
+    """Its memory is free then, and another trial may train the module."""
+    may_end, ended, seen = threading.Event(), [], []
+    described = task(optimizer=partial(Held, may_end=may_end, ended=ended, lr=0.1))
+    trial = SingleTrial(described, library(num_shards=3, optimizer_placement="host"), device)
+    pager, dropped, wait = Pager(device), model_state.drop, HostUpdateQueue.wait_quietly
+
+    def drop(block):
+        seen.append(bool(ended))
+        dropped(block)
+
+    with device.worker():
+        while (unit := trial.advance()).kind != "update":
+            trial.finished(unit, run_unit(unit, device, pager, None))
+        run_unit(unit, device, pager, None)
+        assert not ended
+        # Not before somebody waits.
+        monkeypatch.setattr(HostUpdateQueue, "wait_quietly", lambda updates: (may_end.set(), wait(updates))[1])
+        monkeypatch.setattr(model_state, "drop", drop)
+        trial.close(keep=False)
+        may_end.set()  # in any case, for the device is closed next
+    assert seen
+    assert all(seen)
 
 
 def test_an_optimizer_that_fails_on_the_host_fails_its_trial_alone():
