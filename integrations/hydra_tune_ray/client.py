@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from hydra_tune.errors import message_line
 from hydra_tune_ray.checkpoint_transfer import write_files
@@ -46,6 +53,8 @@ _REMEDY = (
     "Ray tries the trial again, from its last checkpoint, with tune.FailureConfig(max_failures=...); have it checkpoints with "
     "tune.CheckpointConfig(checkpoint_frequency=1)"
 )
+_LOST = (ValueError, RayActorError, ActorUnschedulableError)
+"""Causes of the `PoolError` of a pool that is gone: no actor has its name, the actor has died, or so has the actor's node."""
 
 
 class TrialClient:
@@ -79,15 +88,9 @@ class TrialClient:
             TrialError: the task cannot be built.
             PoolError: there is no pool.
         """
-        if ticket is not None:
-            # The pool may be gone since; the trial then begins from its files elsewhere.
-            with contextlib.suppress(ValueError):
-                self._pool_name, self._pool = ticket.pool, find_actor(ticket.pool)
-        if self._pool is None:
-            self._go_to(self._placed())
-        threading.Thread(target=self._renew, name="hydra-lease", daemon=True).start()
         # Renewals run already: building the task may take longer than the lease.
-        self._begin(ticket)
+        threading.Thread(target=self._renew, name="hydra-lease", daemon=True).start()
+        self._begin_in(None if ticket is None else ticket.pool, ticket)
 
     def next_report(self) -> ReportOutcome | EndOutcome:
         """Answer the last report, and wait for the next.
@@ -107,8 +110,7 @@ class TrialClient:
             if isinstance(outcome, MoveOutcome):
                 # The new pool counts reports on from here.
                 self._request = replace(self._request, files=outcome.files, number=self._number)
-                self._go_to(outcome.pool)
-                self._begin(None)
+                self._begin_in(outcome.pool, None)
                 continue
             if isinstance(outcome, EndOutcome):
                 self._check(outcome)
@@ -150,14 +152,42 @@ class TrialClient:
         with contextlib.suppress(RayError):  # a dead pool has dropped the trial already
             ray.get(self._pool.call.remote("end", self._request.key, parks=parks), timeout=_LEAVE_SECONDS)
 
+    def _begin_in(self, pool: str | None, ticket: TrialTicket | None) -> None:
+        """Begin in a pool; in another one if that pool is lost, for it has not trained anything of this attempt yet.
+
+        Ray learns only after a while that a node has died, and answers for that node's pools until then. With a failure
+        instead, the death of a node would cost a trial two of Ray's retries.
+
+        Args:
+            pool: the name of the pool; None: the directory chooses.
+            ticket: as of `begin`.
+        """
+        until = time.monotonic() + _LOST_SECONDS + _PLACE_SECONDS
+        while True:
+            name = pool or self._placed()
+            try:
+                self._go_to(name)
+                self._begin(ticket)
+            except PoolError as error:
+                if not isinstance(error.__cause__, _LOST) or time.monotonic() > until:
+                    raise
+                pool = None
+                time.sleep(_POLL_SECONDS)  # the directory, too, learns only after a while
+            else:
+                return
+
     def _placed(self) -> str:
+        until = time.monotonic() + _PLACE_SECONDS
         try:
-            directory = find_actor(self._directory)
-            # Before any other message, which another version could not read.
-            check_directory(directory, self._directory.removeprefix("pools-"))
-            node_id = ray.get_runtime_context().get_node_id()
-            call = directory.place.remote(self._request.key, node_id, _PLACE_SECONDS)
-            name = str(ray.get(call, timeout=_PLACE_SECONDS + _ANSWER_SECONDS))
+            while True:
+                try:
+                    name = self._chosen(find_actor(self._directory))
+                    break
+                except ActorUnavailableError:
+                    # Ray restarts the directory, on another node if its own has died: it is waited for like a pool.
+                    if time.monotonic() > until:
+                        raise
+                    time.sleep(_POLL_SECONDS)
         except (ValueError, RayError) as error:
             raise PoolError(
                 f"the pools of this trial are gone ({message_line(error)}): they end with the program that has started them, "
@@ -169,6 +199,14 @@ class TrialClient:
                 "answer; see `ray status`"
             )
         return name
+
+    def _chosen(self, directory: Any) -> str:
+        """Return the name of the pool that the directory chooses; empty without any pool."""
+        # Before any other message, which another version could not read.
+        check_directory(directory, self._directory.removeprefix("pools-"))
+        node_id = ray.get_runtime_context().get_node_id()
+        call = directory.place.remote(self._request.key, node_id, _PLACE_SECONDS)
+        return str(ray.get(call, timeout=_PLACE_SECONDS + _ANSWER_SECONDS))
 
     def _go_to(self, pool: str) -> None:
         try:
@@ -235,12 +273,14 @@ class TrialClient:
             raise PoolError(f"the pool of {name} has not answered for {seconds:g} s; {_REMEDY}") from error
         except RayTaskError as error:
             raise TrialError(f"{name}: {message_line(error.cause)}") from error
-        except RayActorError as error:
+        except (RayActorError, ActorUnschedulableError) as error:
             raise PoolError(f"the pool of {name} has died: {message_line(error)}; {_REMEDY}") from error
 
     def _renew(self) -> None:
         """Renew the lease until the client has left."""
         while not self._left.wait(self._request.lease_seconds / _BEATS):
+            if self._pool is None:
+                continue
             with contextlib.suppress(RayError):
                 # Without waiting for the answer: a slow pool must not delay the next renewal.
                 self._pool.call.remote("renew", (self._request.key,))

@@ -185,6 +185,8 @@ def _directory(plan: DirectoryOptions, *, detached: bool) -> Any:
         get_if_exists=True,
         lifetime="detached" if detached else None,
         num_cpus=0,
+        # One byte of Ray's account: Ray takes any node for an actor that needs nothing, whatever node the strategy prefers.
+        memory=1,
         max_concurrency=_ABREAST,
         max_restarts=-1,
         scheduling_strategy=beside_driver,
