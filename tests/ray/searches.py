@@ -3,6 +3,7 @@
 import time
 from functools import partial
 
+import ray
 import torch
 from ray import tune
 from ray.tune.experiment import Trial
@@ -134,6 +135,11 @@ def cloned_after(number, rate, changed, **config):
         good.cancel()
         result = job.result(60)
     return [report["train_loss"] for report in result.history][number:], result.state_dict()
+
+
+def in_actor(actor, function):
+    """What a function of an actor's own object returns in the actor's process."""
+    return ray.get(actor.__ray_call__.remote(function))
 
 
 def empty_pools(trained, *, seconds=60.0):

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 
 pytest.importorskip("ray")
@@ -15,7 +14,7 @@ import hydra_tune_ray
 from hydra_tune_ray.node.actors import NodePoolSpec, find_actor, start_pool
 from hydra_tune_ray.node.nodes import device_nodes
 from hydra_tune_ray.pools import pools_of
-from tests.ray.searches import DEVICES, EACH, RATES, build, empty_pools, same, searched, trained_by_itself
+from tests.ray.searches import DEVICES, EACH, RATES, build, empty_pools, in_actor, same, searched, trained_by_itself
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(250)]
 EPOCHS = 30
@@ -114,19 +113,11 @@ class Stopping(tune.Callback):
             os.kill(self.pid, signal.SIGCONT)
 
 
-def directories():
-    """The ids of this Ray's processes with a directory."""
-    ours = psutil.Process().children(recursive=True)
-    return {process.pid for process in ours if (process.cmdline() or [""])[0].startswith("ray::Directory")}
-
-
 def test_a_directory_that_does_not_answer(ray_cluster, tmp_path):
     """As on a machine that has no time for it: the pool goes on with all trials, and nothing is tried again."""
-    others = directories()
     made = hydra_tune_ray.trainable(build, **DEVICES)
-    (own,) = directories() - others
     (before,) = pools_of(made).figures()
-    stopping = Stopping(own)
+    stopping = Stopping(in_actor(pools_of(made).directory, lambda directory: os.getpid()))
     last = tune.CheckpointConfig(checkpoint_at_end=True)
     check(searched(made, tmp_path, space=SPACE, checkpoints=last, callbacks=[stopping]))
     assert stopping.has_stopped

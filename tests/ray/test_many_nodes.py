@@ -1,7 +1,7 @@
 """Several nodes, each with a pool: work is spread by what is left of it, and follows nodes that join and leave."""
 
-import threading
 import time
+from collections import Counter
 
 import pytest
 
@@ -14,8 +14,10 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 import hydra_tune_ray
-from hydra_tune_ray.pools import pools_of
-from tests.ray.searches import EACH, build, empty_pools, expected, same, searched, trained_by_itself
+from hydra_tune_ray.node.actors import find_actor
+from hydra_tune_ray.node.pool_directory import DirectoryOptions
+from hydra_tune_ray.pools import _directory, pools_of
+from tests.ray.searches import EACH, build, empty_pools, expected, in_actor, same, searched, trained_by_itself
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ONE_DEVICE = {"devices": "cpu:1", "device_memory": "64MiB"}
@@ -25,7 +27,7 @@ BATCHES = 240
 EPOCHS = [4, 4, 6, 6, 8, 8, 12, 12, 20, 20, 30, 30]
 CONFIGS = [{"lr": 0.001 * (number + 1), "epochs": epochs, "batches": BATCHES} for number, epochs in enumerate(EPOCHS)]
 
-TOTAL_UNITS = 2 * BATCHES * sum(EPOCHS)  # each step is two
+TOTAL_UNITS = BATCHES * sum(EPOCHS)  # each step is one, as these trials fit as they are
 
 
 class Nodes:
@@ -75,6 +77,22 @@ def check(results):
         assert result.metrics["training_iteration"] == len(mine)
 
 
+def until(is_so):
+    """Wait for what other processes do, however long they take: the time limit of the test ends the wait."""
+    while not is_so():
+        time.sleep(0.1)
+
+
+def test_the_directory_is_beside_the_driver(nodes):
+    nodes.add()
+    home = ray.get_runtime_context().get_node_id()
+    for number in range(8):  # on any of the nodes, all of them would be on this one once in 256 times
+        plan = DirectoryOptions(name=f"beside-{number}", options={}, start_seconds=1.0, idle_seconds=None)
+        directory = _directory(plan, detached=False)
+        assert in_actor(directory, lambda directory: ray.get_runtime_context().get_node_id()) == home
+        ray.kill(directory)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_work_is_spread(nodes, tmp_path, count):
     for _ in range(count - 1):
@@ -91,23 +109,37 @@ def test_work_is_spread(nodes, tmp_path, count):
     pools_of(trained).close()
 
 
-class Join(tune.Callback):
-    """Adds a node once there has been some work; from the main thread, which Ray asks for."""
+class Midway(tune.Callback):
+    """Does something once there has been enough work; from the main thread, which Ray asks for.
 
-    def __init__(self, nodes, trained):
-        self.nodes, self.trained = nodes, trained
+    No trial goes on from its next report meanwhile, so that there is work left afterwards, however long it takes.
+    """
+
+    def __init__(self, trained, is_enough, act):
+        self.trained, self.is_enough, self.act = trained, is_enough, act
+        self.has_acted = False
 
     def __reduce__(self):
         return tune.Callback, ()  # Ray stores callbacks with the search
 
     def on_trial_result(self, iteration, trials, trial, result, **info):
-        if not self.nodes.others and sum(pool.units_run for pool in pools_of(self.trained).figures()) > TOTAL_UNITS / 4:
-            self.nodes.add()
+        if not self.has_acted and self.is_enough(pools_of(self.trained).figures()):
+            self.has_acted = True
+            self.act()
+
+
+def is_a_quarter(figures):
+    return sum(pool.units_run for pool in figures) > TOTAL_UNITS / 4
 
 
 def test_a_node_that_joins_takes_work(nodes, tmp_path):
     trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)
-    check(run(trained, tmp_path, callbacks=[Join(nodes, trained)]))
+
+    def join():
+        nodes.add()
+        until(lambda: len(pools_of(trained).figures()) == 2)
+
+    check(run(trained, tmp_path, callbacks=[Midway(trained, is_a_quarter, join)]))
     assert nodes.others
     first, second = sorted(empty_pools(trained), key=lambda pool: pool.moved, reverse=True)
     assert first.moved >= 1
@@ -115,58 +147,72 @@ def test_a_node_that_joins_takes_work(nodes, tmp_path):
     pools_of(trained).close()
 
 
+class Draining(Midway):
+    """Drains a node, and removes it once all trials have come to the other one."""
+
+    def __init__(self, trained, nodes):
+        super().__init__(
+            trained, lambda figures: is_a_quarter(figures) and all(pool.trials for pool in figures), self.drain
+        )
+        self.nodes = nodes
+        self.reports = Counter()
+        self.gone = None
+
+    def drain(self):
+        other = self.other()
+        at = int((time.time() + 3600) * 1000)
+        reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+        assert global_worker.gcs_client.drain_node(other.node_id, reason, "a test", at)[0]
+        # Trials that the directory has not sent off yet could end there.
+        actor = find_actor(other.name)
+        until(lambda: in_actor(actor, lambda pool: not pool._pool._trials.load(pool._place.node).trials))
+
+    def other(self):
+        head = ray.get_runtime_context().get_node_id()
+        (other,) = (pool for pool in pools_of(self.trained).figures() if pool.node_id != head)
+        return other
+
+    def on_trial_result(self, iteration, trials, trial, result, **info):
+        if not self.has_acted:
+            super().on_trial_result(iteration, trials, trial, result, **info)
+        elif self.gone is None:
+            # A trial's first report may be one that it has made before it left; with the second it has its state elsewhere.
+            self.reports[trial.trial_id] += 1
+            if all(each.last_result.get("done") or self.reports[each.trial_id] >= 2 for each in trials):
+                self.gone = self.other()
+                self.nodes.remove_one(is_killed=True)
+
+
 def test_a_node_that_drains_gives_its_trials_away(nodes, tmp_path):
     """Without retries or checkpoints of Ray's: what has been computed there is not lost, and nothing fails."""
     nodes.add()
     trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)
-    pools = pools_of(trained)
-    head = ray.get_runtime_context().get_node_id()
-    drained = []
-
-    def drain():
-        while sum(pool.units_run for pool in pools.figures()) < TOTAL_UNITS / 4:
-            time.sleep(0.1)
-        (other,) = (pool for pool in pools.figures() if pool.node_id != head)
-        at = int((time.time() + 3600) * 1000)
-        reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
-        assert global_worker.gcs_client.drain_node(other.node_id, reason, "a test", at)[0]
-        while any(pool.trials for pool in pools.figures() if pool.node_id == other.node_id):
-            time.sleep(0.1)
-        drained.extend(pool for pool in pools.figures() if pool.node_id == other.node_id)
-        nodes.remove_one(is_killed=True)
-
-    thread = threading.Thread(target=drain)
-    thread.start()
+    draining = Draining(trained, nodes)
     # The trials' own processes are not on the node that goes: Ray begins such again by itself.
     on_head = tune.with_resources(trained, {"cpu": 0.01, "node:__internal_head__": 0.001})
-    check(run(on_head, tmp_path))
-    thread.join()
-    (gone,) = drained
-    assert gone.moved >= 1
+    check(run(on_head, tmp_path, callbacks=[draining]))
+    assert not nodes.others
+    assert draining.gone.moved >= 1
     (left,) = empty_pools(trained)
-    assert left.units_run + gone.units_run == TOTAL_UNITS
-    pools.close()
+    assert left.units_run + draining.gone.units_run == TOTAL_UNITS
+    pools_of(trained).close()
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_node_that_leaves_loses_nothing(nodes, tmp_path, is_killed):
     nodes.add()
     trained = hydra_tune_ray.trainable(build_numbered, **ONE_DEVICE)
-    pools = pools_of(trained)
 
-    def remove():
-        while len(found := pools.figures()) < 2 or not all(pool.units_run > 1500 for pool in found):
-            time.sleep(0.1)
-        nodes.remove_one(is_killed=is_killed)
+    def have_both_begun(figures):
+        return len(figures) == 2 and all(pool.units_run > 1500 for pool in figures)
 
-    thread = threading.Thread(target=remove)
-    thread.start()
-    results = run(trained, tmp_path, checkpoints=EACH, failures=4)
-    thread.join()
+    leaving = Midway(trained, have_both_begun, lambda: nodes.remove_one(is_killed=is_killed))
+    results = run(trained, tmp_path, checkpoints=EACH, failures=4, callbacks=[leaving])
+    assert not nodes.others
     assert results.num_errors == 0
     wanted = trained_by_itself(CONFIGS)
     for result in results:
         found = hydra_tune_ray.load_module(build_numbered, result)
         assert same(found.state_dict(), wanted[result.config["number"]])
     assert len(empty_pools(trained)) == 1
-    pools.close()
+    pools_of(trained).close()
