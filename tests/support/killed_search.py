@@ -4,12 +4,14 @@ import random
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from optuna.samplers import BaseSampler
 
 import hydra_tune_optuna as optuna
 from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune_optuna.search.checkpoint_gc import StudyCheckpointCollector
 from tests.support.killed import described
 
 NUM_TRIALS = 8
@@ -66,3 +68,18 @@ def search(folder: Path, devices: str) -> None:
         )
         asked = sum(trial.state != optuna.trial.TrialState.WAITING for trial in study.trials)
         study.optimize(build, n_trials=NUM_TRIALS - asked)
+
+
+def search_in_step(folder: Path, devices: str) -> None:
+    """The same where the search waits, at each trial that is told, for the threads that keep weights and remove checkpoints.
+
+    Killed in a removal, it has told no trial after that one, however late the threads come to it.
+    """
+    settle = StudyCheckpointCollector.settle
+
+    def settle_whole(self: StudyCheckpointCollector, *, waits: bool = False) -> None:
+        settle(self, waits=True)
+        self._pool.find_checkpoint("of no trial")  # looks only when the pool has written and removed all that it was to
+
+    with mock.patch.object(StudyCheckpointCollector, "settle", settle_whole):
+        search(folder, devices)
