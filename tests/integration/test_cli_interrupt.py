@@ -101,7 +101,7 @@ def test_code_that_hangs_does_not_keep_the_process(project, saves, ends):
 
 
 class Terminal:
-    """A pseudo-terminal with a process in it."""
+    """A pseudo-terminal with a process in it, which lives no longer than the block."""
 
     def __init__(self, project):
         self.pid, self.file = pty.fork()
@@ -110,7 +110,24 @@ class Terminal:
             command = project.command()
             os.execve(command[0], command, project.environment(TERM="xterm-256color"))
         self.seen = ""
+        self.has_ended = False
         self.resize(24, 80)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        # Where the test fails: the sweep would go on for hours, and later tests would take it for a process of theirs.
+        if not self.has_ended:
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self.file)
+
+    def status(self):
+        """Wait for the process; returns its exit code."""
+        _, status = os.waitpid(self.pid, 0)
+        self.has_ended = True
+        return os.waitstatus_to_exitcode(status)
 
     def resize(self, lines, columns):
         fcntl.ioctl(self.file, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
@@ -136,20 +153,19 @@ class Terminal:
 
 @pytest.mark.slow
 def test_the_live_view_survives_a_resize_and_gives_the_terminal_back(project):
-    terminal = Terminal(project)
-    terminal.read(lambda seen: "running" in seen and "cpu:1" in seen)
-    assert "\x1b[?1049h" in terminal.seen
-    terminal.resize(10, 44)
-    at = len(terminal.seen)
-    terminal.read(lambda seen: seen.count(HOME, at) > 4)
-    lines = terminal.lines_since(at)
-    assert "running" in " ".join(lines.values())
-    assert max(number for number, text in lines.items() if text) <= 10
-    assert max(map(len, lines.values())) <= 44
-    os.write(terminal.file, b"\x03")
-    terminal.read(lambda _: False)
-    status = os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1])
-    assert status == 130, terminal.seen[-2000:]
+    with Terminal(project) as terminal:
+        terminal.read(lambda seen: "running" in seen and "cpu:1" in seen)
+        assert "\x1b[?1049h" in terminal.seen
+        terminal.resize(10, 44)
+        at = len(terminal.seen)
+        terminal.read(lambda seen: seen.count(HOME, at) > 4)
+        lines = terminal.lines_since(at)
+        assert "running" in " ".join(lines.values())
+        assert max(number for number, text in lines.items() if text) <= 10
+        assert max(map(len, lines.values())) <= 44
+        os.write(terminal.file, b"\x03")
+        terminal.read(lambda _: False)
+        assert terminal.status() == 130, terminal.seen[-2000:]
     assert terminal.seen.count("\x1b[?1049h") == terminal.seen.count("\x1b[?1049l") == 1
     assert terminal.seen.rfind("\x1b[?25h") > terminal.seen.rfind("\x1b[?25l")
     after = terminal.seen.rpartition("\x1b[?1049l")[2]
@@ -162,13 +178,13 @@ def test_the_live_view_survives_a_resize_and_gives_the_terminal_back(project):
 @pytest.mark.slow
 def test_a_process_that_is_ended_at_once_gives_the_terminal_back(project):
     project.write(HANGING.replace("values: [0.01, 1.0]", "values: [1.0]"))
-    terminal = Terminal(project)
-    terminal.read(lambda seen: "hanging" in seen)
-    os.write(terminal.file, b"\x03")
-    terminal.read(lambda seen: "stopping as soon as" in seen)
-    os.write(terminal.file, b"\x03")
-    terminal.read(lambda _: False)
-    assert os.waitstatus_to_exitcode(os.waitpid(terminal.pid, 0)[1]) == 130
+    with Terminal(project) as terminal:
+        terminal.read(lambda seen: "hanging" in seen)
+        os.write(terminal.file, b"\x03")
+        terminal.read(lambda seen: "stopping as soon as" in seen)
+        os.write(terminal.file, b"\x03")
+        terminal.read(lambda _: False)
+        assert terminal.status() == 130
     assert terminal.seen.rfind("\x1b[?25h") > terminal.seen.rfind("\x1b[?25l")
     assert "ended at once by SIGINT, the second signal" in terminal.seen.rpartition("\x1b[?1049l")[2]
     assert_all_told(project.folder)
