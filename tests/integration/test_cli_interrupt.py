@@ -9,6 +9,7 @@ import signal
 import struct
 import termios
 import time
+from itertools import dropwhile
 
 import optuna
 import pytest
@@ -144,11 +145,23 @@ class Terminal:
             except OSError:  # Linux says so when the other end is closed
                 return
 
-    def lines_since(self, at):
-        """The lines that were shown last, by number, of all pictures but the first: that may have been under way."""
-        pieces = re.split(r"\x1b\[([0-9]+);1H", self.seen[self.seen.index(HOME, self.seen.index(HOME, at) + 1) :])
-        texts = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) for text in pieces[2::2]]
-        return dict(zip(map(int, pieces[1::2]), texts, strict=True))
+    def pictures_since(self, at):
+        """The pictures that were seen whole since then: of each, the numbers and texts of the lines that it has sent."""
+        pictures = []
+        for picture in self.seen[at:].split(HOME)[1:-1]:
+            pieces = re.split(r"\x1b\[([0-9]+);1H", HOME + picture)
+            texts = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) for text in pieces[2::2]]
+            pictures.append(list(zip(map(int, pieces[1::2]), texts, strict=True)))
+        return pictures
+
+
+def fits(picture, lines, columns):
+    return all(number <= lines and len(text) <= columns for number, text in picture)
+
+
+def is_full(picture, lines):
+    """Whether a picture sends all lines, and not only those that differ from the picture before."""
+    return [number for number, _ in picture][:lines] == list(range(1, lines + 1))
 
 
 @pytest.mark.slow
@@ -158,11 +171,20 @@ def test_the_live_view_survives_a_resize_and_gives_the_terminal_back(project):
         assert "\x1b[?1049h" in terminal.seen
         terminal.resize(10, 44)
         at = len(terminal.seen)
-        terminal.read(lambda seen: seen.count(HOME, at) > 4)
-        lines = terminal.lines_since(at)
-        assert "running" in " ".join(lines.values())
-        assert max(number for number, text in lines.items() if text) <= 10
-        assert max(map(len, lines.values())) <= 44
+
+        def resized():
+            """All pictures from the first on that fills the new size: others may have been on their way before."""
+            found = terminal.pictures_since(at)
+            return list(dropwhile(lambda picture: not (is_full(picture, 9) and fits(picture, 10, 44)), found))
+
+        def goes_on():
+            """Whether the view shows what is new, and sooner or later a trial that does not wait for its turn or an answer."""
+            pictures = resized()
+            return len(pictures) > 4 and any("running" in text for picture in pictures for _, text in picture)
+
+        terminal.read(lambda _: goes_on())
+        assert goes_on()
+        assert all(fits(picture, 10, 44) for picture in resized())
         os.write(terminal.file, b"\x03")
         terminal.read(lambda _: False)
         assert terminal.status() == 130, terminal.seen[-2000:]
