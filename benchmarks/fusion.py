@@ -93,7 +93,9 @@ def stacked(build, optimizer, count, x, y, *, backend=None):
     arguments = {"model": build, "optimizer": optimizer, "train": lambda: [(x, y)], "loss": functional.cross_entropy}
     members = [MemberTrial(TrainTask(**arguments, seed=seed), library, device) for seed in range(count)]
     built = [member.built() for member in members]
-    plans, wanted = GroupPlanFactory(library, backend), members[0].peek()["train"]
+    plans = GroupPlanFactory(library, backend)
+    with members[0].peek() as first_batches:
+        wanted = first_batches["train"]
     plan = plans.stacked(plans.of_member(members[0], wanted), count)
     module = StackedModule([module for module, _ in built])
     stepped = stacked_optimizer([one for _, one in built], built[0][0], module)

@@ -121,7 +121,9 @@ class Stack:
         rates = [partial(AdamW, lr=1e-4 / (index + 1)) for index in range(count)]
         members = [MemberTrial(TrainTask(**arguments, optimizer=o, seed=i), library, host) for i, o in enumerate(rates)]
         built = [member.built() for member in members]
-        plans, wanted = GroupPlanFactory(library), members[0].peek()["train"]
+        plans = GroupPlanFactory(library)
+        with members[0].peek() as first_batches:
+            wanted = first_batches["train"]
         plan = plans.stacked(plans.of_member(members[0], wanted), count).plan
         host.close()
         module = StackedModule([own for own, _ in built])

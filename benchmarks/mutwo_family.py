@@ -38,7 +38,8 @@ class Family:
         library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 40, buffer_fraction=0.0, alignment=host.alignment))
         task = TrainTask(model=made.build, train=lambda: [batch], optimizer=OPTIMIZERS[optimizer], loss=made.loss)
         member = MemberTrial(task, library, host)
-        wanted = member.peek()["train"]
+        with member.peek() as first_batches:
+            wanted = first_batches["train"]
         prepared = GroupPlanFactory(library).of_member(member, wanted)
         self._profiles = SubArrayProfiler()
         self._arrays = TaskProfileCache(task, member.built(), prepared, wanted.leaves, library, self._profiles, device)

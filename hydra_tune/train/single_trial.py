@@ -150,6 +150,7 @@ class SingleTrial(Trial):
                 for piece in pieces(batch, self.task.num_pieces):
                     leaves = batches.flatten(piece.batch)
                     cached_plan = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
+                    self._plans.check_fresh(cached_plan, piece.batch, drawn)
                     self._open_step = step = step or self._new_step(cached_plan)
                     yield from self._train_part(step, cached_plan, leaves, piece)
                 if step is not None and step.is_full:
@@ -573,6 +574,7 @@ class SingleTrial(Trial):
             refuse_empty(batch, "validate", count)
             leaves = batches.flatten(batch)
             cached_plan = self._plans.find(module, optimizer, self.state, batch, leaves, "evaluate")
+            self._plans.check_fresh(cached_plan, batch, drawn)
             self._evaluation_times, self._step_left = cached_plan.times, cached_plan.times.total
             step = EvaluationBatch(cached_plan.plan, cached_plan.times, self.state, leaves, self._streams, self._device)
             try:

@@ -56,16 +56,17 @@ class Net(nn.Module):
 
     def __init__(self, *, whole: bool) -> None:
         super().__init__()
-        self.whole, self.first, self.last = whole, nn.Linear(8, 16), nn.Linear(16, 4)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.meddle = meddle if whole else None  # a captured step that reads the event would be captured again
         meddle()
         self.last.bias.data += noise()
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.dropout(self.first(x), 0.3, training=self.training)
-        if self.whole:
-            meddle()
+        if self.meddle is not None:
+            self.meddle()
             x = (x if x.sum() > 0 else -x) + noise()
-            meddle()
+            self.meddle()
         return self.last(torch.native_dropout(x, 0.3, self.training)[0])
 
 

@@ -1407,3 +1407,53 @@ def a_function_cached_by_its_arguments() -> Program:
         return error(module, batch) * scale(len(batch[0]))
 
     return Program(task=task(train=train, step=step), seen=lambda: calls)
+
+
+@program
+def a_parameter_of_the_loss_trained_by_the_data() -> Program:
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(()))
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return torch.exp(-self.scale) * functional.cross_entropy(outputs, targets) + self.scale
+
+    loss = Weighted()
+    optimizer = torch.optim.SGD(loss.parameters(), lr=0.05)
+
+    def train() -> list[Any]:
+        if loss.scale.grad is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        return batches()
+
+    return Program(task=task(loss=loss, train=train), seen=lambda: (loss.scale.detach(), loss.scale.grad))
+
+
+@program
+def a_seed_set_in_the_step() -> Program:
+    count = {"passes": 0}
+
+    def train() -> list[Any]:
+        count["passes"] += 1
+        return batches()
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        torch.manual_seed(7)
+        inputs, targets = batch
+        return functional.cross_entropy(module(inputs + 0.1 * torch.randn_like(inputs)), targets)
+
+    return Program(task=task(step=step, train=train), seen=lambda: count)
+
+
+@program
+def a_batch_that_loses_an_item() -> Program:
+    """The data give the same lists in each pass."""
+    given = [[inputs, targets, [1.0, 2.0, 3.0]] for inputs, targets in batches()]
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        inputs, targets, weights = batch
+        return functional.cross_entropy(module(inputs), targets) * weights.pop()
+
+    return Program(task=task(step=step, train=lambda: given), seen=lambda: [len(batch[2]) for batch in given])

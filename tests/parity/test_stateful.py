@@ -75,12 +75,12 @@ def by_hand(made: Program) -> dict[str, Any]:
         history.append({"step": epoch, "epoch": epoch, "train_loss": total / samples, **_evaluated(task, module)})
         if scheduler is not None and task.scheduler_interval == "epoch":
             scheduler.step()
-    return _outcome(made, history, module.state_dict())
+    return outcome(made, history, module.state_dict())
 
 
 def by_train_plain(made: Program) -> dict[str, Any]:
     result = train_plain(made.task)
-    return _outcome(made, without_seconds(result.history), result.module().state_dict())
+    return outcome(made, without_seconds(result.history), result.module().state_dict())
 
 
 def by_pool(made: Program) -> dict[str, Any]:
@@ -88,10 +88,10 @@ def by_pool(made: Program) -> dict[str, Any]:
         (result,) = pool.run([made.task])
     if result.error is not None:
         raise result.error
-    return _outcome(made, without_seconds(result.history), result.state_dict())
+    return outcome(made, without_seconds(result.history), result.state_dict())
 
 
-def _outcome(made: Program, history: list[dict[str, float]], state: Any) -> dict[str, Any]:
+def outcome(made: Program, history: list[dict[str, float]], state: Any) -> dict[str, Any]:
     return {"history": history, "state": dict(state), "seen": made.seen()}
 
 

@@ -74,6 +74,8 @@ class GroupPlanFactory:
         # Capturing an evaluation leaves the module in evaluation mode.
         module.train()
         check_updates(prepared)
+        if prepared.effects.changes_batch:
+            raise UnfusableError("its step changes its batch, which a step of a group does not")
         return prepared
 
     def of_members(
@@ -154,10 +156,12 @@ class GroupPlanFactory:
 
     def _check_plans(self, first: MemberTrial, other: MemberTrial) -> None:
         like: TrialStateLayout | None = None
-        for request in _compared(first, other):  # training first: its plan decides how the state is cut
-            prepared, differences = self.of_members([first, other], request, like)
-            self.stacked(prepared, 2, slots=differences.drops, rows=differences.rows)
-            like = like or layout_of(prepared)
+        with first.peek() as first_batches, other.peek() as other_batches:
+            # Training first: its plan decides how the state is cut.
+            for request in _compared(first, other, other_batches | first_batches):
+                prepared, differences = self.of_members([first, other], request, like)
+                self.stacked(prepared, 2, slots=differences.drops, rows=differences.rows)
+                like = like or layout_of(prepared)
 
     def stacked(
         self,
@@ -244,12 +248,13 @@ class GroupPlanFactory:
             _LOGGER.warning("%s", why)
 
 
-def _compared(first: MemberTrial, other: MemberTrial) -> list[MemberBatchRequest]:
-    """Return the batches on which two trials are compared.
+def _compared(
+    first: MemberTrial, other: MemberTrial, requests: dict[str, MemberBatchRequest]
+) -> list[MemberBatchRequest]:
+    """Return the batches on which two trials are compared, chosen from their first batches.
 
     If metrics may differ, an evaluation is included even where neither trial validates, because a later member may.
     """
-    requests = other.peek() | first.peek()
     requests = {"train": requests.pop("train"), **requests}
     if (first.task.loss, first.task.evaluate) != (other.task.loss, other.task.evaluate):
         requests.setdefault("evaluate", replace(requests["train"], mode="evaluate"))

@@ -68,14 +68,22 @@ class GroupPlanCache:
         request = wanted_of(seat)
         try:
             if self.first is None:
-                begins = request if request.mode == "train" else seat.member.peek()["train"]
-                self.first = self._made(member, begins)
+                if request.mode == "train":
+                    self.first = self._made(member, request)
+                else:
+                    with seat.member.peek() as first_batches:
+                        self.first = self._made(member, first_batches["train"])
                 # Later plans are cut alike, because all of them run on the state that this plan cuts.
                 self._layout = layout_of(self.first)
             plan = self.found(request)
             return self._made(member, request) if plan is None else plan
         except UnfusableError as error:
             raise _not_together(error) from error
+
+    def forget(self) -> None:
+        """Forget all plans but the cut of the group's state: the members' Python state has changed."""
+        self._known.clear()
+        self._pairs.clear()
 
     def likeness(self, own: PreparedPlan, members: Sequence[MemberTrial]) -> MemberDifferences:
         """Return the differences between the members for a plan.

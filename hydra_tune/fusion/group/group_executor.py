@@ -128,6 +128,9 @@ class GroupExecutor:
                 seat.is_ahead = True
             if not all(any(_wants_alike(seat, request) for request in first_requests) for seat in bucket):
                 return None
+            # Their own code may have changed what the round's plan has baked in.
+            if any(seat.member.changed_state(part.plan.mode) is not None for seat in bucket):
+                return None
             for seat in bucket:
                 seat.is_ahead = False
             return self.batches_of(bucket, like)

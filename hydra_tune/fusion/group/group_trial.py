@@ -7,11 +7,13 @@ The group advances the members' own training loops (`membership.py`), picks the 
 `FusionBenchmark` (`fusion/matching/group_timing.py`) makes a `GroupTrial` to time a group size.
 """
 
+import logging
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 
 from hydra_tune.batched.batched_optimizer import StackedOptimizer
 from hydra_tune.devices.cuda_graphs import CudaRecorder
 from hydra_tune.devices.device import Device
+from hydra_tune.errors import GroupBatchError, UnfusableError
 from hydra_tune.fusion.compile.batched_plan import is_traced
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
 from hydra_tune.fusion.compile.cuda_graph_steps import GroupCaptureCache
@@ -40,7 +42,9 @@ from hydra_tune.train.state.model_state import ModelState
 from hydra_tune.train.timing.shared_times import SharedUnitTimes
 from hydra_tune.train.trial import PendingReport, Trial
 
+_LOGGER = logging.getLogger("hydra_tune.fusion")
 _MAX_STACKED = 64  # stacked plans that a group remembers
+_MAX_STATES = 8  # of a member's Python, for each of which the step is captured; then the members go on alone
 
 
 class GroupTrial(Trial):
@@ -101,6 +105,7 @@ class GroupTrial(Trial):
         self.records = plans.records and device.torch_device.type == "cuda"
         self._planned = None if planner is None else PlannedStepCache(planner, device, desk.measured)
         self._units_done = 0  # of the current step
+        self._architectures = {seat.member.architecture for seat in seats}
         for seat in seats:
             self._places.welcome(seat)
 
@@ -233,6 +238,7 @@ class GroupTrial(Trial):
 
         The choice is made among members that want a batch.
         """
+        self._follow_state(wanting)
         for seat in self._kinds.lacking(wanting):
             self._made(seat)
         bucket = choose(self._kinds.of(wanting, [seat.member for seat in self.seats]))
@@ -243,6 +249,34 @@ class GroupTrial(Trial):
             # members whose batches pass the guard stay in the bucket.
             bucket = self._kinds.served(plan, bucket)
         return bucket, plan
+
+    def _follow_state(self, wanting: Sequence[GroupSlot]) -> None:
+        """Forget the plans if the members' own code has changed what the plans have baked in.
+
+        Raises:
+            GroupBatchError: the state changes too often, or in the middle of a step, or cannot be compared.
+        """
+        changes = [(seat, seat.member.changed_state(wanted_of(seat).mode)) for seat in wanting]
+        changed_seats = [(seat, change) for seat, change in changes if change is not None]
+        if not changed_seats:
+            return
+        change = changed_seats[0][1]
+        if self._units_done:
+            raise GroupBatchError(f"{change} has changed within a step")
+        _LOGGER.info("%s has changed, so the step of a group is captured again", change)
+        for seat, _ in changed_seats:
+            try:
+                seat.member.identify()
+            except UnfusableError as error:
+                raise GroupBatchError(f"{change} has changed: {error}") from error
+        self._architectures |= {seat.member.architecture for seat, _ in changed_seats}
+        if len(self._architectures) > _MAX_STATES * len(self.seats):
+            raise GroupBatchError(f"{change} has had {_MAX_STATES} values, and a group's step is captured for each")
+        self._kinds.forget()
+        self._places.stacked.clear()
+        self.captures.close()
+        if self._planned is not None:
+            self._planned.clear()
 
     def _next_of_step(self, going: Sequence[GroupSlot]) -> tuple[Sequence[GroupSlot], BatchPart, Collection[int]]:
         """Prepare the next batch of an accumulated step; as of `GroupExecutor.accumulated`."""

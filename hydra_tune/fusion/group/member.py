@@ -8,17 +8,20 @@ of its members computed together.
 """
 
 import math
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.errors import BadLossError
+from hydra_tune.errors import BadLossError, CaptureError, TaskError, UnfusableError
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.fingerprint import architecture_key
+from hydra_tune.shard.python_state.state_guard import DataStateGuard, PythonStateGuard, reached
 from hydra_tune.task import Batch
 from hydra_tune.train.building import in_training_mode
 from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
@@ -89,7 +92,7 @@ class MemberTrial(SingleTrial):
 
     Attributes:
         is_fused: whether a group computes the batches; otherwise the member runs as a `SingleTrial`.
-        architecture: identifies trials that share a plan; None until a caller sets the attribute.
+        architecture: identifies trials that share a plan; None until `identify`.
         results: losses or metrics of the computed batches, for a leading part of the request.
         fetch: copies the member's part of the group's state to the member's own module and optimizer; None outside a
             group.
@@ -99,6 +102,45 @@ class MemberTrial(SingleTrial):
     architecture: Hashable | None = None
     results: Sequence[Any] = ()
     fetch: Callable[[], None] | None = None
+    _python_states: Mapping[str, PythonStateGuard] = MappingProxyType({})
+    _looked_at: tuple[str, int] | None = None
+
+    def identify(self) -> None:
+        """Note the architecture, and the Python state of the steps that plans of this architecture repeat.
+
+        Raises:
+            UnfusableError: the model or the step has no architecture key, or holds too much state.
+        """
+        module, optimizer = self.built()
+        self._check_reach(module, optimizer)
+        self.architecture = architecture_key(self.task, module)
+        if self.architecture is None:
+            raise UnfusableError("its model or step holds a value that cannot be compared with those of other trials")
+        modes = ("train",) if self.task.validate is None else ("train", "evaluate")
+        try:
+            self._python_states = {mode: PythonStateGuard(self.task, module, mode) for mode in modes}
+            digests = tuple(state.digest for state in self._python_states.values())
+            self.architecture = (self.architecture, digests)
+        except (CaptureError, TaskError) as error:
+            raise UnfusableError(str(error)) from error
+
+    def _check_reach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse functions that hold the model or the optimizer: a group stacks the members' tensors elsewhere."""
+        task = self.task
+        around = {"train=": task.train, "validate=": task.validate, "scheduler=": task.scheduler}
+        steps = {"loss=": task.loss, "step=": task.step, "evaluate=": task.evaluate}
+        optimizing = [optimizer, optimizer.param_groups, optimizer.state]
+        name = reached(around, [*module.modules(), *module.parameters(), *optimizing]) or reached(steps, optimizing)
+        if name is not None:
+            raise UnfusableError(f"its {name} holds the model or the optimizer, whose tensors a group keeps elsewhere")
+
+    def changed_state(self, mode: str) -> str | None:
+        """Name a value that the step of a mode reads and that has changed since `identify`; None if there is none."""
+        state = self._python_states.get(mode)
+        # The member's own data and scheduler do not reach the model (`identify`), so between two reports nothing does.
+        moment = (mode, len(self.history))
+        is_same_moment, self._looked_at = moment == self._looked_at, moment
+        return None if state is None else state.change(beside_model=is_same_moment)
 
     def go_on(self) -> MemberBatchRequest | PartialStepRequest | PendingReport | None:
         """Run the trial's own code up to its next request; return None at its end."""
@@ -122,12 +164,26 @@ class MemberTrial(SingleTrial):
             self.fetch()
         return super().snapshot()
 
-    def peek(self) -> dict[str, MemberBatchRequest]:
-        """Return the first training batch, and the first validation batch if any, without advancing the data."""
-        requests = {"train": self._peeked("train", self.task.train, shuffle=True)}
-        if self.task.validate is not None:
-            requests["evaluate"] = self._peeked("evaluate", self.task.validate, shuffle=False)
-        return requests
+    @contextmanager
+    def peek(self) -> Iterator[dict[str, MemberBatchRequest]]:
+        """Context with the first training batch, and the first validation batch if any, without advancing the data.
+
+        What the data count in Python is put back at the end of the context, because a step inside may read that state.
+
+        Raises:
+            UnfusableError: the data may come from an iterator, which would be advanced.
+        """
+        try:
+            python_state = DataStateGuard(self.task.train, self.task.validate)
+        except TaskError as error:
+            raise UnfusableError(str(error)) from error
+        try:
+            requests = {"train": self._peeked("train", self.task.train, shuffle=True)}
+            if self.task.validate is not None:
+                requests["evaluate"] = self._peeked("evaluate", self.task.validate, shuffle=False)
+            yield requests
+        finally:
+            python_state.restore()
 
     @property
     def streams(self) -> RandomStreams:

@@ -162,11 +162,12 @@ class PlannedSizeChooser:
 
     def _most_evaluated(self, member: MemberTrial, own: PreparedPlan) -> int:
         """Return how many trials fit an evaluation, which is never planned."""
-        request = member.peek().get("evaluate")
-        if request is None:
-            # Without a validation nothing else limits the size.
-            return 1 << 30
-        evaluation_plan = self._plans.of_member(member, request, layout_of(own))
+        with member.peek() as first_batches:
+            request = first_batches.get("evaluate")
+            if request is None:
+                # Without a validation nothing else limits the size.
+                return 1 << 30
+            evaluation_plan = self._plans.of_member(member, request, layout_of(own))
         return self._planner.budget_bytes // evaluation_plan.plan.peak_bytes
 
 

@@ -8,10 +8,11 @@ prepared, and whether a job may join a running group, when a group has room. The
 import logging
 import time
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import UnfusableError
+from hydra_tune.errors import TaskError, UnfusableError
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, room_for
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.matching.fusion_key import fusion_key
@@ -23,6 +24,7 @@ from hydra_tune.pool.fusion.fused_job import FusedJob
 from hydra_tune.pool.fusion.job_table import FusedJobTable
 from hydra_tune.pool.views.job_logging import log_fusion, log_plan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.shard.python_state.state_guard import check_kept
 from hydra_tune.train.data.loader_clock import LoaderInterrupt
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
@@ -72,8 +74,9 @@ class GroupMatcher:
             keeper.goes_on_from(beginning.saved.path)
         member = MemberTrial(entry.job.task, self._library, device, *beside, beginning=beginning, keeper=keeper)
         try:
-            entry.key = key = fusion_key(entry.job.task, *member.built())
-            member.architecture = key.architecture
+            key = fusion_key(entry.job.task, *member.built())
+            member.identify()
+            entry.key = replace(key, architecture=member.architecture)
         # In place of a key: equal to no key, and raised once the job asks for a group (`fusable`).
         except UnfusableError as error:
             entry.key = error
@@ -97,17 +100,23 @@ class GroupMatcher:
         """
         if isinstance(entry.key, UnfusableError):
             raise entry.key
-        first_batches = member.peek()
-        prepared = self._plans.of_member(member, first_batches["train"])
-        self._plans.stacked(prepared, self._most)
-        budget_bytes = self._table.pool.budget_bytes
-        # Planned steps may compute more members than fit, so with a planner room for a single trial is enough.
-        most = room_for(prepared, budget_bytes, self._most_of(entry.key), 2 if self._sizes is None else 1)
-        # A group also evaluates its members: this step has to be stackable as well.
-        if "evaluate" in first_batches:
-            evaluated = self._plans.of_member(member, first_batches["evaluate"], layout_of(prepared))
-            self._plans.stacked(evaluated, self._most)
-        return most, first_batches["train"]
+        with member.peek() as first_batches:
+            prepared = self._plans.of_member(member, first_batches["train"])
+            self._plans.stacked(prepared, self._most)
+            budget_bytes = self._table.pool.budget_bytes
+            # Planned steps may compute more members than fit, so with a planner room for a single trial is enough.
+            most = room_for(prepared, budget_bytes, self._most_of(entry.key), 2 if self._sizes is None else 1)
+            # A group also evaluates its members: this step has to be stackable as well.
+            kept_names = {"train": prepared.effects.kept_names}
+            if "evaluate" in first_batches:
+                evaluated = self._plans.of_member(member, first_batches["evaluate"], layout_of(prepared))
+                self._plans.stacked(evaluated, self._most)
+                kept_names["evaluate"] = evaluated.effects.kept_names
+            try:
+                check_kept(member.task, member.built()[0], kept_names)
+            except TaskError as error:
+                raise UnfusableError(str(error)) from error
+            return most, first_batches["train"]
 
     def _most_of(self, key: Hashable | None) -> int:
         """Return the largest number of members in a group, lowered where memory has run out before."""

@@ -116,6 +116,21 @@ def copied(batch: Any) -> Any:
     return leaves.rebuild(tuple(tensor.clone() for tensor in leaves.tensors))
 
 
+def structure(batch: Any) -> tuple[str, list[Any]]:
+    """Return the containers of a batch in words, and the leaves themselves."""
+    leaves, spec = pytree.tree_flatten(plain_mappings(batch))
+    return str(spec), leaves
+
+
+def containers(batch: Any) -> set[int]:
+    """Return the identities of the mappings and lists of a batch, which a step may change."""
+    if isinstance(batch, Mapping):
+        return {id(batch)}.union(*map(containers, batch.values()))
+    if isinstance(batch, list):
+        return {id(batch)}.union(*map(containers, batch))
+    return set().union(*map(containers, batch)) if isinstance(batch, tuple) else set()
+
+
 def flatten(batch: Any) -> BatchLeaves:
     """Take a batch apart.
 

@@ -10,11 +10,11 @@ Example: two trials that differ only in the learning rate have the same key. Ano
 does an edited helper function that the model's forward calls.
 """
 
-import dis
+import collections
 import enum
 import functools
 import hashlib
-import sys
+import os
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from hydra_tune.shard.python_state.code_names import global_names, is_installed, mentioned_names
 from hydra_tune.task import TrainTask
 
 _MAX_DEPTH = 12
 _MAX_TENSOR_BYTES = 1 << 20
-_LIBRARIES = {"torch", "transformers", "numpy", "builtins", "collections", "functools", "math", "typing"}
 _SKIPPED = {"_parameters", "_buffers", "_modules", "training", "_is_full_backward_hook", "_version"}
 # Hooks for saving and loading weights, with numbers that count the hooks of the process.
 _SKIPPED |= {f"_{kind}_{when}hooks" for kind in ("state_dict", "load_state_dict") for when in ("", "pre_", "post_")}
@@ -52,7 +52,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
             task.precision,
             task.compile,
         )
-    except UnkeyableError:
+    except Exception:  # noqa: BLE001 - besides `UnkeyableError`: objects may do anything where they are looked at
         return None
 
 
@@ -97,7 +97,9 @@ def _module(module: nn.Module, seen: dict[int, int], depth: int, *, contents: bo
         for name, child in module._modules.items()  # noqa: SLF001
         if child is not None
     )
-    return (_kind(module), _class_code(type(module), seen, depth + 1), tensors, attributes, children)
+    # The forward by identity, because a program may replace the forward of a library's class.
+    code = (type(module).forward, _class_code(type(module), seen, depth + 1))
+    return (_kind(module), code, tensors, attributes, children)
 
 
 def _kind(module: nn.Module) -> Hashable:
@@ -123,7 +125,7 @@ def _class_code(kind: type, seen: dict[int, int], depth: int) -> Hashable:
     members = (
         (base, name, member)
         for base in kind.__mro__
-        if not _installed(base.__module__)
+        if not is_installed(base.__module__)
         for name, member in vars(base).items()
         if not (name.startswith("__") and not callable(member))
     )
@@ -137,12 +139,6 @@ def _member(member: Any, seen: dict[int, int], depth: int) -> Hashable:
     return _value(getattr(member, "__func__", member), seen, depth)
 
 
-def _installed(module: str | None) -> bool:
-    """Whether code comes from a library, which does not change during a study."""
-    top = (module or "").partition(".")[0]
-    return top in _LIBRARIES or top in sys.stdlib_module_names
-
-
 def _geometry(tensor: Tensor) -> Hashable:
     return (type(tensor), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)
 
@@ -154,8 +150,9 @@ def _value(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     if value is None or isinstance(
         value, bool | int | float | complex | str | bytes | torch.dtype | torch.device | enum.Enum
     ):
-        # With the class, because 1, 1.0 and True are equal.
-        return (type(value), value)
+        # With the class, because 1, 1.0 and True are equal; floats by their bits, because 0.0 and -0.0 are equal, and NaN
+        # is not equal to itself.
+        return (type(value), value.hex() if isinstance(value, float) else value)
     for kinds, make in _BY_TYPE:
         if isinstance(value, kinds):
             return make(value, seen, depth + 1)
@@ -196,28 +193,41 @@ def _method(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    """Code, defaults, closure, and the globals named by the code, nested functions included."""
+    """Code, defaults, attributes, closure, and the globals named by the code, nested functions included."""
     if depth > _MAX_DEPTH:
         raise UnkeyableError("nested too deeply")
-    if _installed(value.__module__):
+    if is_installed(value.__module__):
         return ("function", value.__module__, value.__qualname__, value.__code__)
     if id(value) in seen:
         return ("seen", seen[id(value)])
     # Before the closure and the globals, which may lead back to the function.
     seen[id(value)] = len(seen)
     cells = tuple(_value(cell.cell_contents, seen, depth) for cell in value.__closure__ or () if _filled(cell))
-    named = ((name, value.__globals__[name]) for name in _names(value.__code__) if name in value.__globals__)
-    plain = tuple((name, _value(referenced, seen, depth)) for name, referenced in named)
+    named = ((name, value.__globals__[name]) for name in global_names(value.__code__) if name in value.__globals__)
+    plain = tuple(
+        (
+            name,
+            _python_module(referenced, value.__code__, seen, depth)
+            if isinstance(referenced, types.ModuleType)
+            else _value(referenced, seen, depth),
+        )
+        for name, referenced in named
+    )
     defaults = _value((value.__defaults__ or (), value.__kwdefaults__ or {}), seen, depth)
-    return ("function", value.__code__, value.__module__, cells, plain, defaults)
+    attributes = tuple((name, _value(item, seen, depth)) for name, item in sorted(vars(value).items()))
+    return ("function", value.__code__, value.__module__, cells, plain, defaults, attributes)
 
 
-@functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Globals read by code; `co_names` would mix globals with attributes."""
-    nested = (name for constant in code.co_consts if isinstance(constant, types.CodeType) for name in _names(constant))
-    direct = (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return tuple(sorted({*direct, *nested}))
+def _python_module(module: types.ModuleType, code: types.CodeType, seen: dict[int, int], depth: int) -> Hashable:
+    """A module named by code: of the user's own, with the values that the code names there."""
+    names = mentioned_names(code)
+    if module is os and not names.isdisjoint({"environ", "getenv"}):
+        return ("module", "os", frozenset(os.environ.items()))
+    if is_installed(module.__name__):
+        return ("module", module.__name__)
+    content = vars(module)
+    named = tuple((name, _value(content[name], seen, depth)) for name in sorted(names) if name in content)
+    return ("module", module.__name__, named)
 
 
 def _filled(cell: types.CellType) -> bool:
@@ -232,12 +242,25 @@ def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     """An object of a plain class: class and attributes. Objects with state elsewhere have no key."""
     if id(value) in seen:
         return ("seen", seen[id(value)])
+    if type(value).__module__ == "numpy" and getattr(value, "nbytes", _MAX_TENSOR_BYTES + 1) <= _MAX_TENSOR_BYTES:
+        return _numpy(value)
     attributes = getattr(value, "__dict__", None)
     if attributes is None or isinstance(value, torch.Generator | types.ModuleType):
         raise UnkeyableError(f"no key for {type(value).__name__}")
     # Before the attributes, which may lead back to the object.
     seen[id(value)] = len(seen)
-    return (type(value), tuple((name, _value(item, seen, depth)) for name, item in sorted(attributes.items())))
+    return (
+        type(value),
+        _class_code(type(value), seen, depth + 1),
+        tuple((name, _value(item, seen, depth)) for name, item in sorted(attributes.items())),
+    )
+
+
+def _numpy(value: Any) -> Hashable:
+    """A number or an array of numpy."""
+    if value.dtype.hasobject:
+        raise UnkeyableError("an array of Python objects")
+    return (type(value), value.shape, value.dtype.str, hashlib.sha256(value.tobytes()).hexdigest())
 
 
 def _reference(value: Any, seen: dict[int, int], depth: int) -> Hashable:
@@ -246,8 +269,13 @@ def _reference(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 
 
 def _builtin(value: Any, seen: dict[int, int], depth: int) -> Hashable:
-    del seen, depth
-    return ("builtin", getattr(value, "__module__", None), value.__qualname__)
+    """A function written in C, with the object whose method it is."""
+    return ("builtin", getattr(value, "__module__", None), value.__qualname__, _value(_owner(value), seen, depth))
+
+
+def _owner(value: Any) -> Any:
+    owner = getattr(value, "__self__", None)
+    return None if isinstance(owner, types.ModuleType) else owner
 
 
 def _constant_module(value: nn.Module, seen: dict[int, int], depth: int) -> Hashable:
@@ -265,7 +293,7 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...]
     ((types.ModuleType,), _library),
     ((Tensor,), _tensor),
     ((nn.Module,), _constant_module),
-    ((tuple, list, range), _sequence),
+    ((tuple, list, range, collections.deque), _sequence),
     ((set, frozenset), _set),
     ((weakref.ref,), _reference),
     ((Mapping,), _mapping),

@@ -236,7 +236,8 @@ def _constant(tensor: Tensor) -> Tensor:
             "the step uses a tensor that requires gradients and is not a parameter of the model; "
             "register it as a parameter of the module that model= builds"
         )
-    return tensor.detach()
+    # A copy: other trials use the plan, too, and the trial's own tensor may change.
+    return tensor.detach().clone()
 
 
 def _output_name(node: object) -> str:

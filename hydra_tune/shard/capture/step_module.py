@@ -186,5 +186,11 @@ def step_module(task: TrainTask, model: nn.Module, mode: str, *, sets_mode: bool
     """
     wrapper: TrainStep | EvaluateStep = TrainStep(model, task) if mode == "train" else EvaluateStep(model, task)
     if sets_mode:
-        model.train(mode == "train")
+        set_mode(model, mode)
     return wrapper
+
+
+def set_mode(model: nn.Module, mode: str) -> None:
+    """Switch a model to the mode of a step; a model in that mode keeps the modes that code has given its parts since."""
+    if model.training != (mode == "train"):
+        model.train(mode == "train")

@@ -12,8 +12,8 @@ import copy
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from hydra_tune.shard.capture.guards import BatchValueGuard
 from hydra_tune.shard.capture.meta_models import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
 from hydra_tune.shard.capture.precision import autocast, share_casts
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec, capture, describe, state_specs
+from hydra_tune.shard.capture.step_module import set_mode
 from hydra_tune.shard.capture.value_replay import Answer, answering, ask
 from hydra_tune.shard.cost.activation_policy import chosen, keeping, seconds_of
 from hydra_tune.shard.cost.compute_estimate import estimated_seconds
@@ -43,11 +44,12 @@ from hydra_tune.shard.partition.partition_planner import ShardPartitionPlanner
 from hydra_tune.shard.partition.plan import ShardPlan, build_plan
 from hydra_tune.shard.partition.plan_request import CapturedStep, ShardPlanRequest, TrialStateLayout, key_of
 from hydra_tune.shard.partition.shard_size_search import CHOICES
-from hydra_tune.shard.verify.plan_check import verify, verify_close
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard, check_own_copy
+from hydra_tune.shard.verify.plan_check import changed_state, verify, verify_close
 from hydra_tune.shard.verify.process_state import intraop_threads, preserved_streams
 from hydra_tune.shard.verify.sample_check import SampledStep, sample_of
 from hydra_tune.shard.verify.separable_optimizers import check_separable
-from hydra_tune.shard.verify.step_outcome import UnitSeconds
+from hydra_tune.shard.verify.step_outcome import StepEffects, UnitSeconds
 from hydra_tune.task import TrainTask
 
 _MAX_PLANS = 128  # kept for future trials; running trials hold their own plans
@@ -63,6 +65,7 @@ class PreparedPlan:
         seconds: seconds of each unit; None for an eager plan, which was not run in units.
         guard: questions of the step's Python about the batch's values; None if there are none.
         smallest_budget: finds the smallest device memory in bytes that still allows a cut, to a per mille.
+        effects: what the eager step does and the plan does not.
         is_checked: whether the plan's numbers were compared with the eager step; otherwise `seconds` are estimates.
         why: reason for the cut, if there was a choice; else None.
         placement_why: reason for the place of the updates, if there was a choice; else None.
@@ -72,6 +75,7 @@ class PreparedPlan:
     seconds: UnitSeconds | None
     guard: BatchValueGuard | None = None
     smallest_budget: Callable[[], int]
+    effects: StepEffects = field(default_factory=StepEffects)
     is_checked: bool = True
     why: str | None = None
     placement_why: str | None = None
@@ -337,6 +341,7 @@ class PlanLibrary:
             seconds=seconds,
             guard=request.guard,
             smallest_budget=smallest,
+            effects=request.effects,
             is_checked=is_checked,
             why=partition.why,
             placement_why=partition.placement_why,
@@ -389,7 +394,8 @@ class PlanLibrary:
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
         distinct_kept = None if kept is plan else kept
         with GATE.shared(), intraop_threads(self.budget.host_threads):
-            return verify(request.task, _twin(request.model), plan, batch, request.guards, distinct_kept)
+            twin = _twin(request.model, request.mode)
+            return verify(request.task, twin, plan, batch, request.guards, distinct_kept, request.effects)
 
     def _sample(
         self,
@@ -432,11 +438,13 @@ class PlanLibrary:
 
     def _whole_for(self, request: ShardPlanRequest, reason: CaptureError, *, updates_on_host: bool) -> PreparedPlan:
         specs = state_specs(request.model)
-        with GATE.shared():
+        twin = _twin(request.model, request.mode)
+        # The memory of a whole step is measured by running the step.
+        with GATE.exclusive(), _restored(request, twin):
             plan = whole_plan(
                 request.task,
                 request.model,
-                _twin(request.model),
+                twin,
                 request.leaves,
                 request.mode,
                 specs=specs,
@@ -455,11 +463,18 @@ class PlanLibrary:
         return optimizer_pilot(request.optimizer, parameters, specs, alignment=self.budget.alignment)
 
 
-def _twin(model: nn.Module) -> nn.Module:
+def _twin(model: nn.Module, mode: str | None = None) -> nn.Module:
+    """Return a copy of a model, in the mode of a step if given."""
+    # Tensors that code has computed, as the weight of `torch.nn.utils.weight_norm`, have no copy in torch.
+    computed = [value for part in model.modules() for value in vars(part).values() if isinstance(value, Tensor)]
+    known = {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf}
     try:
-        return copy.deepcopy(model)
+        twin = copy.deepcopy(model, known)
     except Exception as error:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
+    if mode is not None:
+        set_mode(twin, mode)
+    return twin
 
 
 def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> CapturedStepGraph:
@@ -467,8 +482,10 @@ def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> C
     if is_unbuilt(request.model):
         return _captured_unbuilt(request, batch)
     # Copied outside the gate, so that computations wait for the capture alone.
-    twin = _twin(request.model)
-    with GATE.exclusive(), autocast(request.task.precision):
+    check_own_copy(request.task, request.model, request.mode)
+    twin = _twin(request.model, request.mode)
+    # The check then starts from the streams before the capture: a step that seeds them would agree with the graph by luck.
+    with GATE.exclusive(), autocast(request.task.precision), _unchanged(request, twin), preserved_streams():
         captured = capture(request.task, twin, batch, request.mode, answering(answers))
     share_casts(captured, state_specs(request.model), captured.precision)
     return captured
@@ -479,8 +496,9 @@ def _captured_unbuilt(request: ShardPlanRequest, batch: Any) -> CapturedStepGrap
     mode = export_mode()
     with mode:
         twin = bodiless_twin(request.model)[0]
+    set_mode(twin, request.mode)
     fakes = without_bytes(mode, batches.plain_mappings(batch))
-    with GATE.exclusive(), autocast(request.task.precision):
+    with GATE.exclusive(), autocast(request.task.precision), _unchanged(request, twin):
         captured = capture(request.task, twin, fakes, request.mode)
     share_casts(captured, state_specs(request.model), captured.precision)
     return replace(captured, constants={name: solid(tensor) for name, tensor in captured.constants.items()})
@@ -488,9 +506,45 @@ def _captured_unbuilt(request: ShardPlanRequest, batch: Any) -> CapturedStepGrap
 
 def _answers(request: ShardPlanRequest) -> list[Answer]:
     """Answers to the questions of the step's Python about this batch; empty if answers do not help."""
-    with GATE.shared(), suppress(Exception):  # an error in the user's code appears again when the model runs whole
-        return ask(request.task, _twin(request.model), request.mode, batches.copied(request.batch))
+    twin = _twin(request.model, request.mode)
+    # Exclusive, so that nothing else changes what is put back. An error in the user's code appears again when the model
+    # runs whole.
+    with suppress(Exception), GATE.exclusive(), _unchanged(request, twin), preserved_streams():
+        return ask(request.task, twin, request.mode, batches.copied(request.batch))
     return []
+
+
+@contextmanager
+def _unchanged(request: ShardPlanRequest, twin: nn.Module) -> Iterator[None]:
+    """Refuse a step that changes its Python state, and put the state back: the trial's own steps are still to come.
+
+    Entered inside `GATE.exclusive`, so that nobody else changes the state meanwhile.
+
+    Raises:
+        CaptureError: the step inside the context has changed a value.
+    """
+    state = PythonStateGuard(request.task, twin, request.mode, keeps_tensors=True)
+    try:
+        yield
+        changed = state.change(by_step=True)
+    finally:
+        state.restore()
+    if changed is not None:
+        raise changed_state(changed)
+
+
+@contextmanager
+def _restored(request: ShardPlanRequest, twin: nn.Module) -> Iterator[None]:
+    """Put the step's Python state back afterwards, as far as the state can be followed; inside `GATE.exclusive`."""
+    try:
+        state = PythonStateGuard(request.task, twin, request.mode, keeps_tensors=True)
+    except CaptureError:
+        state = PythonStateGuard(request.task, twin, request.mode, keeps_tensors=True, is_lenient=True)
+    try:
+        yield
+    finally:
+        if state is not None:
+            state.restore()
 
 
 def _check_gradients(captured: CapturedStepGraph, analysis: GraphAnalysis) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hydra_tune.errors import CaptureError
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.fingerprint import architecture_key, optimizer_key
@@ -20,6 +21,8 @@ from hydra_tune.shard.capture.value_replay import Answer
 from hydra_tune.shard.cost.pilot import ShardPilot
 from hydra_tune.shard.partition.gradient_rules import GradientRules
 from hydra_tune.shard.partition.plan import ShardPlan, operators
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard
+from hydra_tune.shard.verify.step_outcome import StepEffects
 from hydra_tune.task import TrainTask
 
 
@@ -68,6 +71,7 @@ class ShardPlanRequest:
     only_asks: bool = False  # only a prediction is wanted; no user reads a refusal
     foreseen: CapturedStep | None = None  # the measured step, if measured before
     guards: list[BatchValueGuard] = field(default_factory=list)
+    effects: StepEffects = field(default_factory=StepEffects)  # of the eager step; filled by the check
 
     @property
     def guard(self) -> BatchValueGuard | None:
@@ -80,6 +84,11 @@ def key_of(request: ShardPlanRequest) -> Hashable | None:
     task, like = request.task, request.like
     architecture = architecture_key(task, request.model)
     if architecture is None:
+        return None
+    try:
+        # What a guard of the step sees and the key does not.
+        architecture = (architecture, PythonStateGuard(task, request.model, request.mode).digest)
+    except CaptureError:
         return None
     tail = None
     # An evaluation uses no optimizer and no gradients, so trials that differ only in these share its plan.

@@ -21,7 +21,8 @@ from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.guards import BatchValueGuard
 from hydra_tune.shard.capture.step_capture import describe
 from hydra_tune.shard.partition.plan import ShardPlan
-from hydra_tune.shard.verify.step_outcome import StepOutcome, UnitSeconds, run_eager, run_plan
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard
+from hydra_tune.shard.verify.step_outcome import StepEffects, StepOutcome, UnitSeconds, run_eager, run_plan
 from hydra_tune.task import TrainTask
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.05  # for a compiled plan, relative to a tensor's largest value
@@ -37,6 +38,7 @@ def verify(
     batch: Any,
     guards: list[BatchValueGuard] | None = None,
     kept: ShardPlan | None = None,
+    effects: StepEffects | None = None,
 ) -> tuple[UnitSeconds, UnitSeconds | None]:
     """Compare a plan with the eager step, on the host, and time its units.
 
@@ -48,6 +50,7 @@ def verify(
         guards: receives the questions of the step's Python about the batch, if any, even if the plan is refused: a
             refusal holds for batches with the same answers.
         kept: the same plan with activations kept, to be checked as well.
+        effects: receives what the eager step does and the plan does not.
 
     Returns:
         Seconds of the units of `plan`, and of `kept`, or None if the numbers of `kept` differ from the eager step.
@@ -57,15 +60,19 @@ def verify(
     """
     buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
     random_state = torch.get_rng_state()
+    state = PythonStateGuard(task, twin, plan.mode, keeps_tensors=True)
 
     def rewind() -> None:
         _restore(twin, buffers)
         torch.set_rng_state(random_state)
 
     try:
-        eager = _watched(
-            twin, lambda: run_eager(task, twin, plan.mode, batches.copied(batch), [] if guards is None else guards)
-        )
+        eager_batch = batches.copied(batch)
+        structure = batches.structure(eager_batch)
+        eager = _watched(state, lambda: run_eager(task, twin, plan.mode, eager_batch, [] if guards is None else guards))
+        if effects is not None:
+            effects.kept_names |= state.kept()
+            effects.changes_batch |= _differ(structure, batches.structure(eager_batch))
         rewind()
         # A step with hidden state may agree with the graph once by luck; the second run shows the state, and whether the
         # step has left modules in a mode that changes the numbers of the next step.
@@ -77,6 +84,12 @@ def verify(
         return seconds, None if kept is None else _kept_seconds(eager, twin, kept, batch)
     finally:
         torch.set_rng_state(random_state)
+        # The capture has put back all that Python code changes; but it runs in-place operators on stand-ins.
+        state.restore(only_tensors=True)
+
+
+def _differ(before: tuple[str, list[Any]], after: tuple[str, list[Any]]) -> bool:
+    return before[0] != after[0] or any(a is not b for a, b in zip(before[1], after[1], strict=True))
 
 
 def _check(eager: StepOutcome, again: StepOutcome, ours: StepOutcome, guards: list[BatchValueGuard] | None) -> None:
@@ -159,9 +172,9 @@ def _same_outcome(message: str, expected: "StepOutcome", found: "StepOutcome") -
         raise CaptureError(message.format(what="random numbers"))
 
 
-def _watched(twin: nn.Module, run: Callable[[], StepOutcome]) -> StepOutcome:
-    """Run the eager step and refuse a model that changes state outside the reach of a graph."""
-    attributes, python_state, numpy_state = plain_attributes(twin), random.getstate(), _numpy_state()
+def _watched(state: PythonStateGuard, run: Callable[[], StepOutcome]) -> StepOutcome:
+    """Run the eager step and refuse a step that changes state outside the reach of a graph."""
+    python_state, numpy_state = random.getstate(), _numpy_state()
     outcome = run()
     if random.getstate() != python_state:
         random.setstate(python_state)
@@ -170,20 +183,14 @@ def _watched(twin: nn.Module, run: Callable[[], StepOutcome]) -> StepOutcome:
         )
     if numpy_state is not None and _numpy_state() != numpy_state:
         raise CaptureError("the model draws from numpy.random in its forward; a graph would repeat one draw for ever")
-    for name, value in plain_attributes(twin).items():
-        if name not in attributes or attributes[name] != value:
-            raise CaptureError(f"the model's forward changes its attribute {name!r}, which a graph would not")
+    if (changed := state.change(by_step=True)) is not None:
+        raise changed_state(changed)
     return outcome
 
 
-def plain_attributes(twin: nn.Module) -> dict[str, Any]:
-    """Attributes of all submodules with plain values, and containers of plain values: a graph would bake these in."""
-    return {
-        f"{path}.{name}".lstrip("."): _plain(value)
-        for path, module in twin.named_modules()
-        for name, value in vars(module).items()
-        if name not in _MODULE_INTERNALS
-    }
+def changed_state(name: str) -> CaptureError:
+    """Return the error for a step that changes a value."""
+    return CaptureError(f"the step changes {name}, which a graph would not")
 
 
 def tensor_attributes(model: nn.Module) -> dict[str, Tensor]:
@@ -205,20 +212,6 @@ def _tensors(value: object) -> Iterator[tuple[str, Tensor]]:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             yield from ((f"[{key!r}]{inner_key}", tensor) for inner_key, tensor in _tensors(item))
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, float):
-        return value.hex()  # so that NaN equals NaN
-    if isinstance(value, int | str | None):
-        return value
-    if isinstance(value, dict):
-        return tuple((key, _plain(item)) for key, item in value.items())
-    if isinstance(value, set | frozenset):
-        return frozenset(_plain(item) for item in value)  # equal sets may iterate in different orders
-    if isinstance(value, list | tuple):
-        return tuple(_plain(item) for item in value)
-    return value.getstate() if isinstance(value, random.Random) else None
 
 
 def _numpy_state() -> Any:

@@ -8,7 +8,7 @@ and compares the two.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -67,6 +67,19 @@ _NO_ARITHMETIC = {
         "tril",
     ]
 }
+
+
+@dataclass(slots=True, kw_only=True)
+class StepEffects:
+    """Effects of the eager step that its plan does not have.
+
+    Attributes:
+        kept_names: attributes of the model in which the step keeps tensors.
+        changes_batch: whether the step changes containers of its batch: takes an item out of a dictionary, for example.
+    """
+
+    kept_names: set[str] = field(default_factory=set)
+    changes_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

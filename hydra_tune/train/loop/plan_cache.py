@@ -6,21 +6,24 @@ Note: limits. Each kind of batch needs a capture, and data with ever-new shapes 
 some captures further kinds run whole where the model fits, and only the most recently used plans are kept.
 """
 
+import logging
 from collections import Counter, OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hydra_tune.devices.device import Device
-from hydra_tune.shard.capture.batch import BatchLeaves, same_bits
+from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.analysis.module_mutation import check_state
+from hydra_tune.shard.capture.batch import BatchLeaves, containers
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import is_unbuilt
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
-from hydra_tune.shard.verify.plan_check import plain_attributes, tensor_attributes
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard, check_kept
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.host_quota import HostMemoryQuota
@@ -28,39 +31,35 @@ from hydra_tune.train.state.model_state import ModelState
 from hydra_tune.train.timing.shared_times import SharedUnitTimes
 from hydra_tune.train.timing.unit_times import UnitTimes
 
+_LOGGER = logging.getLogger(__name__)
+
 # Kinds of batches that are captured in a trial; further kinds run whole where the model fits.
 _MAX_CAPTURES = 8
 _MAX_PLANS = 128
+_MAX_STATES = 8  # noted values that the Python no longer reads, and may read again
 
 
 @dataclass(slots=True, kw_only=True)
 class CachedPlan:
-    """A plan, the times of its units, and the model's attributes when the plan was made.
+    """A plan, the times of its units, and the Python state that the plan was made from.
 
-    `constants` has the plan's constant for each tensor among the attributes whose values the plan may have taken.
     `draws` is the number of draws by which a batch moves the torch stream; None if unknown. The number is determined
-    once. `ways` lists the ways in which batches of the plan may run together; None until first needed.
+    once. `is_looked_at` tells whether the Python state was looked at after the first use of a plan that runs the user's own
+    code. `ways` lists the ways in which batches of the plan may run together; None until first needed.
     """
 
     prepared: PreparedPlan
     times: UnitTimes
-    attributes: dict[str, Any]
-    constants: dict[str, Tensor]
+    python_state: PythonStateGuard | None
     draws: int | None = None
     is_counted: bool = False
+    is_looked_at: bool = False
     ways: list[str] | None = None
 
     @property
     def plan(self) -> ShardPlan:
         """Cut of the step."""
         return self.prepared.plan
-
-    def is_of(self, attributes: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
-        """Whether the plan serves a model with these attributes, which code between the steps may have changed."""
-        return self.plan.eager or (
-            self.attributes == attributes
-            and all(name in tensors and same_bits(tensors[name], constant) for name, constant in self.constants.items())
-        )
 
 
 class TrialPlanCache:
@@ -93,6 +92,10 @@ class TrialPlanCache:
         # Least recently used first.
         self._kept: OrderedDict[Any, list[CachedPlan]] = OrderedDict()
         self._captures: Counter[str] = Counter()
+        # By mode: a pass over the data, and its first batch, if the step changes its batches.
+        self._changed_batches: dict[str, tuple[object, Batch]] = {}
+        # By mode, the latest last.
+        self._python_states: dict[str, list[PythonStateGuard]] = {}
 
     def find(
         self,
@@ -119,23 +122,82 @@ class TrialPlanCache:
         key = (mode, leaves.signature)
         plans = self._kept.setdefault(key, [])
         self._kept.move_to_end(key)
-        # A graph bakes in the model's attributes, which code between the steps may change (a schedule of a temperature).
-        attributes = plain_attributes(module) if plans else {}
-        tensors = tensor_attributes(module) if any(cached_plan.constants for cached_plan in plans) else {}
-        plans[:] = [cached_plan for cached_plan in plans if cached_plan.is_of(attributes, tensors)]
-        # A guard computes on the batch, and whatever computes passes the capture gate.
-        asks = any(cached_plan.prepared.guard is not None for cached_plan in plans)
-        with GATE.shared() if asks else nullcontext():
-            serving_plan = next(
-                (cached_plan for cached_plan in plans if cached_plan.prepared.serves(leaves.tensors)), None
-            )
+        serving_plan = self._serving([cached_plan for cached_plan in plans if cached_plan.plan.eager], leaves)
+        if serving_plan is not None:
+            # The user's own code reads what it likes. Looked at after its first step: the step may have kept another name
+            # for a parameter's memory.
+            if not serving_plan.is_looked_at:
+                serving_plan.is_looked_at = True
+                _guard_of(self.task, module, mode)
+            return serving_plan
+        python_state = self._python_state(module, mode, state)
+        serving_plan = self._serving(
+            [cached_plan for cached_plan in plans if cached_plan.python_state is python_state], leaves
+        )
         if serving_plan is None:
-            serving_plan = self._make(module, optimizer, state, batch, mode)
+            serving_plan = self._make(module, optimizer, state, batch, mode, python_state)
             plans.append(serving_plan)
             del plans[:-_MAX_PLANS]
             while len(self._kept) > _MAX_PLANS:
                 self._kept.popitem(last=False)
         return serving_plan
+
+    def check_fresh(self, cached_plan: CachedPlan, batch: Batch, drawn: object) -> None:
+        """Refuse data that give a changed batch again: a plan changes no batch, and the step of a plain loop does.
+
+        Args:
+            cached_plan: the plan that serves the batch.
+            batch: the batch.
+            drawn: the pass over the data from which the batch comes; identity counts.
+
+        Raises:
+            TaskError: a batch of an earlier pass is given again.
+        """
+        if not cached_plan.prepared.effects.changes_batch:
+            return
+        earlier, first_batch = self._changed_batches.setdefault(cached_plan.plan.mode, (drawn, batch))
+        if earlier is not drawn and not containers(first_batch).isdisjoint(containers(batch)):
+            raise TaskError(
+                f"the step ({cached_plan.plan.mode}) changes its batch (takes an item out, for example), and the data give the "
+                "same batch again; a model that is cut changes no batch: let the step copy what it changes, or let the "
+                "data make new batches"
+            )
+
+    @staticmethod
+    def _serving(plans: list[CachedPlan], leaves: BatchLeaves) -> CachedPlan | None:
+        """Return the plan among some that serves a batch, or None."""
+        # A guard computes on the batch, and whatever computes passes the capture gate.
+        asks = any(cached_plan.prepared.guard is not None for cached_plan in plans)
+        with GATE.shared() if asks else nullcontext():
+            return next((cached_plan for cached_plan in plans if cached_plan.prepared.serves(leaves.tensors)), None)
+
+    def _python_state(self, module: nn.Module, mode: str, state: ModelState | None) -> PythonStateGuard | None:
+        """Return the guard of what the step's Python would read now, which code between the steps may have changed.
+
+        A graph bakes these values in (a schedule of a temperature). Values that come back have their guard, and so their
+        plans, again.
+        """
+        guards = self._python_states.setdefault(mode, [])
+        latest_change = None
+        for guard in reversed(guards):
+            if (change := guard.change()) is None:
+                return guard
+            latest_change = latest_change or change
+        if latest_change is not None:
+            _LOGGER.info("%s has changed, so the step is captured again", latest_change)
+            if state is not None:
+                check_state(state.tensors, module)
+        new_guard = _guard_of(self.task, module, mode)
+        if new_guard is not None:
+            guards.append(new_guard)
+        for guard in guards[:-_MAX_STATES]:
+            self._forget(guard)
+        del guards[:-_MAX_STATES]
+        return new_guard
+
+    def _forget(self, guard: PythonStateGuard) -> None:
+        for plans in self._kept.values():
+            plans[:] = [cached_plan for cached_plan in plans if cached_plan.python_state is not guard]
 
     @property
     def all(self) -> list[ShardPlan]:
@@ -143,11 +205,19 @@ class TrialPlanCache:
         return [cached_plan.plan for plans in self._kept.values() for cached_plan in plans]
 
     def clear(self) -> None:
-        """Forget all plans."""
+        """Forget all plans, and what they were made from."""
         self._kept.clear()
+        self._python_states.clear()
+        self._changed_batches.clear()
 
     def _make(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, state: ModelState | None, batch: Batch, mode: str
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        state: ModelState | None,
+        batch: Batch,
+        mode: str,
+        python_state: PythonStateGuard | None,
     ) -> CachedPlan:
         task = self.task
         self._captures[mode] += 1
@@ -162,25 +232,31 @@ class TrialPlanCache:
                 None if state is None else state.layout,
                 prefer_whole=self._captures[mode] > _MAX_CAPTURES,
             )
+        if any(cached_plan.prepared is prepared for plans in self._kept.values() for cached_plan in plans):
+            self._captures[mode] -= 1  # equal values in new objects: nothing was captured
+        kept_names = {mode: prepared.effects.kept_names}
+        for (kept_mode, _), plans in self._kept.items():
+            names = set().union(*(cached_plan.prepared.effects.kept_names for cached_plan in plans))
+            kept_names[kept_mode] = kept_names.get(kept_mode, set()) | names
+        check_kept(task, module, kept_names)
         if state is not None:
             self._share.require([state.layout.plan, *self.all], prepared.plan)
             state.adopt_state(list(prepared.plan.used_state()), self._device)
         times = self._times.of(prepared, task.accumulate * task.num_pieces if mode == "train" else 1)
         # The draws of a stochastic plan are counted when the plan first runs.
         draws = None if prepared.plan.is_stochastic else 0
-        # By value, because the plan may have been captured from the equal model of another trial.
-        tensors = {} if is_unbuilt(module) else tensor_attributes(module)
-        constants = {
-            name: constant
-            for constant in prepared.plan.constants.values()
-            for name, tensor in tensors.items()
-            if same_bits(tensor, constant)
-        }
         return CachedPlan(
             prepared=prepared,
             times=times,
-            attributes=plain_attributes(module),
-            constants=constants,
+            python_state=python_state,
             draws=draws,
             is_counted=draws == 0,
         )
+
+
+def _guard_of(task: TrainTask, module: nn.Module, mode: str) -> PythonStateGuard | None:
+    """Return the guard of a trial's step; None where the capture will refuse the step for the guard's reason."""
+    try:
+        return None if is_unbuilt(module) else PythonStateGuard(task, module, mode)
+    except CaptureError:
+        return None

@@ -113,9 +113,9 @@ class ModelState:
             if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         }
         self._names = names = {id(tensor): name for name, tensor in self.tensors.items()}
-        in_order = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        self._in_order = _in_order(optimizer)
         # Lazy parameters have no name yet.
-        self._optimized = tuple(names[key] for key in in_order if key in names)
+        self._optimized = tuple(names[key] for key in self._in_order if key in names)
         self._keeps_gradients = not runs_own_code and keeps_gradients(optimizer)
         # Parameters of the optimizer that have had a gradient, and those that have one in the present step.
         self._ever_stepped: set[str] = set()
@@ -187,12 +187,17 @@ class ModelState:
         self.check_frozen()
 
     def check_frozen(self) -> None:
-        """Refuse a step if a frozen parameter has become trainable.
+        """Refuse a step if a frozen parameter has become trainable, or if the optimizer has other parameters.
 
         Raises:
-            TaskError: the step would train a parameter frozen at the beginning of the trial.
+            TaskError: the step would train a parameter that was not trained at the beginning of the trial.
         """
         check_still_frozen(self._frozen)
+        if _in_order(self.optimizer) != self._in_order:
+            raise TaskError(
+                "the optimizer got other parameters after the trial began, which the memory plan cannot follow; give all "
+                "parameters to the optimizer when optimizer= returns, with a rate of 0 for those that train later"
+            )
 
     def update(self, names: tuple[str, ...], gradients: dict[str, Tensor], rules: GradientProcessor) -> None:
         """Take one optimizer step for some parameters; the optimizer skips all others, which have no gradient.
@@ -670,6 +675,11 @@ def _check_storages(tensors: dict[str, Tensor], *, may_share: bool) -> None:
                 f"{owner!r} and {name!r} of the model share memory but are different tensors; to tie them, let both names "
                 "hold the same Parameter, otherwise .clone() one"
             )
+
+
+def _in_order(optimizer: Optimizer) -> list[int]:
+    """Return the identities of an optimizer's parameters."""
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_optimizer(optimizer: Optimizer, module: nn.Module) -> None:

@@ -76,8 +76,8 @@ class Run:
         self.pager = Pager(self.device, None)
         members = [MemberTrial(task, library, self.device) for task in tasks]
         self.keys = [fusion_key(member.task, *member.built()) for member in members]
-        for member, key in zip(members, self.keys, strict=True):
-            member.architecture = key.architecture
+        for member in members:
+            member.identify()
         self.seats = seats or [GroupSlot(member, waits=waits) for member in members]
         self.waits = waits
         self.later = list(later)

@@ -58,7 +58,8 @@ class Asking:
         self.library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=64))
         self.member = MemberTrial(described, self.library, self.device)
         self.module, self.optimizer = self.member.built()
-        self.wanted = self.member.peek()["train"]
+        with self.member.peek() as first_batches:
+            self.wanted = first_batches["train"]
 
     def __enter__(self):
         self._threads = torch.get_num_threads()

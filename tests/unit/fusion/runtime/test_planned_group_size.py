@@ -1,6 +1,7 @@
 """How many trials are one job is asked once for those that wait, and not again for what is left of them."""
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,9 @@ WANTED = SimpleNamespace(leaves=SimpleNamespace(tensors=()))
 
 
 def member(loss="one"):
-    return SimpleNamespace(task=SimpleNamespace(max_grad_norm=None), loss=loss, built=lambda: None, peek=dict)
+    return SimpleNamespace(
+        task=SimpleNamespace(max_grad_norm=None), loss=loss, built=lambda: None, peek=lambda: nullcontext({})
+    )
 
 
 class Plans:

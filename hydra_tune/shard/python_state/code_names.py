@@ -1,0 +1,167 @@
+"""Names that a function's code can read or write, and whether code belongs to an installed package.
+
+`shard/capture/fingerprint.py` and `reachable_values.py` follow the user's code from function to function by these names.
+"""
+
+import dis
+import functools
+import site
+import sys
+import sysconfig
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from types import CodeType
+
+_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+_WHOLE_NAMESPACES = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple"})
+# Also where a package lies in a working folder, as with PYTHONPATH.
+_ALWAYS = frozenset(
+    {"torch", "numpy", "transformers", "hydra_tune", "hydra_tune_optuna", "hydra_tune_ray"}
+    | set(sys.stdlib_module_names)
+)
+
+
+def is_installed(module: str | None) -> bool:
+    """Whether a module belongs to an installed package, whose code does not change during a study."""
+    return module is not None and _is_top_installed(module.partition(".")[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_top_installed(top: str) -> bool:
+    if top in _ALWAYS:
+        return True
+    module = sys.modules.get(top)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    return file is not None and any(folder in Path(file).parents for folder in _folders())
+
+
+@functools.cache
+def _folders() -> frozenset[Path]:
+    """Folders of installed packages."""
+    paths = sysconfig.get_paths()
+    return frozenset(
+        map(Path, (paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages()))
+    )
+
+
+_IS_IMMUTABLE_TYPE = 1 << 8  # a flag of classes that no Python code has made
+_WITHOUT_STATE = frozenset(
+    {
+        "builtins",
+        "_thread",
+        "torch",
+        "numpy",
+        "types",
+        "functools",
+        "collections",
+        "operator",
+        "weakref",
+        "re",
+        "datetime",
+    }
+    | {"decimal", "typing", "_abc", "abc", "enum", "pathlib", "itertools"}
+)
+"""Modules whose classes written in C keep nothing that a step reads as a number, or are followed by their kind."""
+
+
+@functools.lru_cache(maxsize=4096)
+def is_extension(kind: type) -> bool:
+    """Whether objects of a class may keep state where Python code cannot look: in an extension module.
+
+    Locks, and objects of torch and numpy, keep nothing that a step reads as a number.
+    """
+    bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _WITHOUT_STATE]
+    return issubclass(kind, bytearray | memoryview) or any(
+        base.__flags__ & _IS_IMMUTABLE_TYPE or _is_extension_module(base.__module__) for base in bases
+    )
+
+
+def _is_extension_module(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name in sys.builtin_module_names or (file is not None and file.endswith(tuple(EXTENSION_SUFFIXES)))
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: CodeType) -> tuple[str, ...]:
+    """Globals read or set by code; `co_names` would mix globals with attributes."""
+    direct = (i.argval for i in dis.get_instructions(code) if i.opname in _GLOBALS)
+    return tuple(sorted(set(direct).union(*map(global_names, _nested(code)))))
+
+
+@functools.lru_cache(maxsize=4096)
+def mentioned_names(code: CodeType) -> frozenset[str]:
+    """All names in code, also those in strings, as `getattr` takes them: attributes that the code may read."""
+    return frozenset(code.co_names).union(_words(code), *map(mentioned_names, _nested(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def stored_names(code: CodeType) -> frozenset[str]:
+    """Attributes that code sets or deletes, and attributes that code may ask for although they need not exist."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_ATTR", "DELETE_ATTR")}
+    if not {"getattr", "hasattr", "setattr"}.isdisjoint(code.co_names):
+        names |= _words(code)
+    return frozenset(names).union(*map(stored_names, _nested(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def loaded_names(code: CodeType) -> frozenset[str]:
+    """Attributes that code reads, also by `getattr`."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    if "getattr" in code.co_names:
+        names |= _words(code)
+    return frozenset(names).union(*map(loaded_names, _nested(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def imported_names(code: CodeType) -> frozenset[str]:
+    """Modules that code imports as it runs."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
+    return frozenset(names).union(*map(imported_names, _nested(code)))
+
+
+@functools.lru_cache(maxsize=4096)
+def makes_up_names(code: CodeType) -> bool:
+    """Whether code may read attributes whose names do not stand in the code: `vars(it)`, `getattr(it, name)`."""
+    if not _WHOLE_NAMESPACES.isdisjoint(code.co_names):
+        return True
+    instructions = list(dis.get_instructions(code))
+    loads = [
+        number for number, one in enumerate(instructions) if one.opname.startswith("LOAD") and one.argval == "getattr"
+    ]
+    if any(not _has_written_name(instructions[number + 1 :]) for number in loads):
+        return True
+    return any(map(makes_up_names, _nested(code)))
+
+
+def _has_written_name(instructions: list[dis.Instruction]) -> bool:
+    """Whether `getattr` is called next, with a text that stands in the code as its second argument.
+
+    Args:
+        instructions: what follows after `getattr` was loaded. Where they branch, the answer is no.
+    """
+    depth, second = 0, None  # values on the stack above `getattr`, and the instruction that has left the second
+    for instruction in instructions:
+        if instruction.opname in ("PRECALL", "CALL") and instruction.arg == depth:
+            return depth > 1 and second is not None and second.opname == "LOAD_CONST" and isinstance(second.argval, str)
+        if instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs:
+            return False
+        depth += dis.stack_effect(instruction.opcode, instruction.arg)
+        if depth < 0:
+            return False
+        if depth == 2:  # noqa: PLR2004
+            second = instruction
+    return False
+
+
+def _nested(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _words(code: CodeType) -> set[str]:
+    """Strings in code that may be names, also in its tuples and sets."""
+    parts = (part for constant in code.co_consts for part in _flat(constant))
+    return {part for part in parts if isinstance(part, str) and part.isidentifier()}
+
+
+def _flat(constant: object) -> tuple[object, ...]:
+    return tuple(constant) if isinstance(constant, tuple | frozenset) else (constant,)

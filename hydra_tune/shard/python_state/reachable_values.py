@@ -1,0 +1,784 @@
+"""`ReachableValues`: walks from functions and from a model through the Python values that their code may read.
+
+The walk follows the user's functions, classes and modules, and no installed package. Of an object it notes the attributes
+that the walked code names; of a module or a configuration of an installed package, all attributes. Each place that can
+hold another value later becomes a `ValueHolder`. `walked` walks until no further code comes in; `PythonStateGuard`,
+`DataStateGuard` and `reached` (`state_guard.py`) use the result. The module knows nothing of tasks.
+
+Example: for `lambda module, batch: loss(module(batch)) * settings.weight`, the holders are the function's variable
+`settings`, the attribute `weight` of the object there, and each part of the model.
+"""
+
+import builtins
+import collections
+import contextvars
+import enum
+import functools
+import gc
+import io
+import itertools
+import multiprocessing.connection
+import operator
+import os
+import random
+import socket
+import sys
+import threading
+import types
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
+
+from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.python_state.code_names import (
+    global_names,
+    imported_names,
+    is_extension,
+    is_installed,
+    loaded_names,
+    makes_up_names,
+    mentioned_names,
+    stored_names,
+)
+from hydra_tune.shard.python_state.value_holder import (
+    EXACT,
+    MISSING,
+    PLAIN,
+    ValueHolder,
+    Values,
+    bytes_of,
+    content_of,
+    pickled,
+    write_bytes,
+    write_class,
+    write_function,
+    write_mapping,
+    write_names,
+    write_sequence,
+    write_set,
+    write_slots,
+)
+
+_ALL_MISSING = itertools.repeat(MISSING)
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+_MAX_DEPTH = 40
+_MAX_ITEMS = 4096  # of a container with objects that have to be followed
+_MAX_HOLDERS = 20_000
+_MAX_LIBRARY_DEPTH = 3  # below an object of an installed package
+_MAX_ARRAY_BYTES = 4 << 20
+_MAX_COMPARED_BYTES = 1 << 20  # of all tensors whose contents are compared; of others the version counts
+_MAX_KEPT_BYTES = 64 << 20  # of a tensor whose contents are put back
+_MAX_DATA_BYTES = 64 << 10  # of a tensor or array of data: larger ones are samples, and no counters
+_MAX_PICKLED_BYTES = 64 << 10
+_NOT_FOLLOWED = frozenset({"types", "argparse", "builtins", "logging", "threading", "optuna", "ray", "hydra_tune"})
+"""Packages whose objects count by the attributes that the walked code names; of others' objects, all attributes count."""
+_WITHOUT_ATTRIBUTES = frozenset({"builtins", "abc", "typing", "collections", "contextlib", "enum"})
+"""Packages whose classes read no attributes of their own from objects of derived classes."""
+_OF_PROCESS = random.random.__self__  # type: ignore[attr-defined]
+"""The stream of the process, which all trials and threads draw from. `plan_check.py` refuses a step that draws from it."""
+_INTERNALS = frozenset(vars(nn.Module()))
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class ReachableValues:
+    """Walks through the values and makes their holders.
+
+    Args:
+        model: the step's model, whose parameters and buffers are no Python state.
+        names: attributes that the code may read, from an earlier walk.
+        stored: attributes that the code may set, from an earlier walk.
+        takes_all: whether the code may read attributes by any name, from an earlier walk.
+        keeps_tensors: whether holders keep copies of tensors.
+        is_lenient: whether to pass over what cannot be followed, instead of raising.
+
+    Attributes:
+        holders: the places found.
+        caches: functions with a cache of results without state, and the number of results computed so far.
+        iterators: iterators that a lenient walk has passed over, in words.
+        self_references: variables of functions that are the model, a part of the model, or one of its tensors, in words.
+        aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
+        names, stored, makes_up_names: as the arguments, for the code found by this walk.
+        loaded: attributes that the code reads.
+        seen: the values found, by identity; kept alive, because identities of freed objects are given again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        names: frozenset[str],
+        stored: frozenset[str],
+        *,
+        takes_all: bool,
+        keeps_tensors: bool,
+        is_lenient: bool,
+    ) -> None:
+        self.holders: list[ValueHolder] = []
+        self.caches: list[tuple[Any, int]] = []
+        self.iterators: list[str] = []
+        self.aliases: list[str] = []
+        self.self_references: list[str] = []
+        self.names, self.stored = names, stored
+        self.loaded: frozenset[str] = frozenset()
+        self.makes_up_names = self._takes_all = takes_all
+        self.seen: dict[int, object] = {}
+        self._model, self._keeps_tensors, self._is_lenient = model, keeps_tensors, is_lenient
+        self._classes: set[tuple[type, bool]] = set()
+        parts = () if model is None else tuple(model.modules())
+        self._parts = {id(part) for part in parts}
+        own = [] if model is None else [*model.parameters(), *model.buffers()]
+        self._own = {id(tensor) for tensor in own}
+        self._memory = [_memory_of(tensor) for tensor in own]
+        self._is_in_model = self._has_environment = False
+        self._bytes_compared = 0
+
+    def visit_model(self) -> None:
+        """Follow the model, if there is one."""
+        if self._model is None:
+            return
+        self._is_in_model = True
+        self.visit(self._model, "module")
+        self._is_in_model = False
+        registries = list(map(vars(torch.nn.modules.module).__getitem__, _GLOBAL_HOOKS))
+        self._hold(
+            ["the default dtype", "whether algorithms are deterministic"],
+            lambda: [torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()],
+        )
+        self._hold(
+            ["the hooks of all modules"], lambda: [hook for registry in registries for hook in registry.values()]
+        )
+        if not self._is_lenient and any(registries):
+            raise CaptureError(
+                "a hook of all modules (register_module_forward_hook) would see more than the trial's modules"
+            )
+
+    def visit(self, value: Any, label: str, depth: int = 0, library: int = 0) -> None:
+        """Follow a value.
+
+        Args:
+            value: any value.
+            label: the value in words.
+            depth: number of values on the way here.
+            library: number of objects of installed packages on the way here, in a row.
+        """
+        if id(value) in self._parts and not self._is_in_model:
+            self.self_references.append(label)
+        if type(value) in EXACT or id(value) in self.seen or id(value) in self._own:
+            return
+        if library > _MAX_LIBRARY_DEPTH or (library and len(self.holders) > _MAX_HOLDERS):
+            return
+        if depth > _MAX_DEPTH or len(self.holders) > _MAX_HOLDERS:
+            if self._is_lenient:
+                return
+            raise CaptureError(f"its Python holds more values than can be followed, from {label} on")
+        self.seen[id(value)] = value
+        if value is os.environ or value is os.getenv:
+            self._environment()
+            return
+        if (follow_code := _BY_CODE.get(type(value))) is not None:
+            follow_code(self, value, label, depth + 1, library)
+            return
+        try:
+            follow = next((follow for kinds, follow in _BY_TYPE if isinstance(value, kinds)), ReachableValues._object)
+            follow(self, value, label, depth + 1, library)
+        except (CaptureError, TaskError):
+            raise
+        except Exception:  # noqa: BLE001 - objects may do anything where they are looked at; then only the identity counts
+            return
+
+    def _hold(
+        self,
+        labels: Sequence[str],
+        read: Callable[[], Values],
+        write: Callable[[Values], None] | None = None,
+        *,
+        is_of_model: bool = False,
+        is_tensor: bool = False,
+        is_filled_by_step: bool = False,
+    ) -> ValueHolder:
+        holder = ValueHolder(
+            labels, read, write, is_of_model=is_of_model, is_tensor=is_tensor, is_filled_by_step=is_filled_by_step
+        )
+        self.holders.append(holder)
+        return holder
+
+    def _named(
+        self,
+        mapping: Any,
+        names: Sequence[str],
+        label: str,
+        depth: int,
+        library: int,
+        write: Any = None,
+    ) -> None:
+        """Hold some values of a namespace, and follow them."""
+        if not names:
+            return
+        holder = self._hold(
+            [f"{label}.{name}" for name in names],
+            lambda: list(map(mapping.get, names, _ALL_MISSING)),
+            (lambda values: write_names(mapping, names, values)) if write is None else write,
+        )
+        for name, value in zip(names, holder.noted, strict=True):
+            self.visit(value, f"{label}.{name}", depth, library)
+
+    def _module(self, module: nn.Module, label: str, depth: int, library: int) -> None:
+        attributes = vars(module)
+        kind = type(module)
+        foreign = [base for base in kind.__mro__ if is_installed(base.__module__)]
+        # A user's class made of a library's, as of `PreTrainedModel`, has attributes that the library's code reads.
+        is_of_library = is_installed(kind.__module__) or any(
+            base.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing") for base in foreign
+        )
+        # All attributes, because code may make up their names: `getattr(self, f"scale{i}")`.
+        present = [name for name in attributes if name not in _INTERNALS]
+        names = list(dict.fromkeys([*present, *self._known(attributes, kind), "forward"]))
+        parameters, buffers, parts = module._parameters, module._buffers, module._modules  # noqa: SLF001
+        hooks = [getattr(module, name) for name in _HOOKS]
+        trained = [parameter for parameter in parameters.values() if parameter is not None]
+        is_of_model = id(module) in self._parts
+        was_in_model, self._is_in_model = self._is_in_model, self._is_in_model or is_of_model
+        registries = [(registry, dict(registry)) for registry in (parameters, buffers, parts, *hooks)]
+        mode = module.training
+
+        def write(values: Values) -> None:
+            write_names(attributes, names, values[: len(names)])
+            if not is_of_model:  # a copy of the model is thrown away
+                attributes["training"] = mode
+                for registry, content in registries:
+                    registry.clear()
+                    registry.update(content)
+
+        holder = self._hold(
+            [
+                *(f"{label}.{name}" for name in names),
+                f"the mode of {label}",
+                f"the forward of {label}",
+                f"a submodule, parameter or hook of {label}",
+            ],
+            lambda: [
+                *map(attributes.get, names, _ALL_MISSING),
+                module.training,
+                getattr(type(module), "forward", None),  # a ScriptModule's class has none
+                *parts.values(),
+                *buffers.values(),
+                *parameters.values(),
+                *map(_REQUIRES_GRAD, trained),
+                *itertools.chain.from_iterable(map(dict.values, hooks)),
+            ],
+            write,
+            is_of_model=is_of_model,
+        )
+        for name, value in zip(names, holder.noted, strict=False):
+            self.visit(value, f"{label}.{name}", depth, library + is_of_library)
+        for name, tensor in (*parameters.items(), *buffers.items()):
+            self.visit(tensor, f"{label}.{name}", depth, 0)
+        for name, child in module._modules.items():  # noqa: SLF001
+            self.visit(child, f"{label}.{name}", depth, 0)
+        for hook in [hook for registry in hooks for hook in registry.values()]:
+            self.visit(hook, f"a hook of {label}", depth, 0)
+        self._class(kind, kind.__name__, depth, 0)
+        self._is_in_model = was_in_model
+
+    def _known(self, attributes: Iterable[str], kind: type | None = None) -> list[str]:
+        """Attributes that the walked code may read, or may set although they are not there yet.
+
+        Args:
+            attributes: names of the present attributes.
+            kind: class of the object, whose members an attribute of the object would hide.
+        """
+        present = [name for name in attributes if name in self.names or self._takes_all]
+        bases = () if kind is None else [base for base in kind.__mro__ if not is_installed(base.__module__)]
+        members = [name for base in bases for name in vars(base) if name in self.names and not name.startswith("__")]
+        names = dict.fromkeys([*present, *members, *sorted(self.stored)])
+        return [name for name in names if name not in _INTERNALS]
+
+    def _may_run(self, name: str, kind: type, *, is_called: bool) -> bool:
+        """Whether walked code, or the code of an installed base, may call a method by this name.
+
+        Args:
+            name: name of the method.
+            kind: class of a present object, or a class that walked code names.
+            is_called: whether walked code names the class, and so may make objects.
+        """
+        if name in ("__init__", "__new__", "__post_init__"):
+            return is_called
+        is_known = name in self.names or (name.startswith("__") and name.endswith("__"))
+        return is_known or any(hasattr(base, name) for base in kind.__mro__ if is_installed(base.__module__))
+
+    def _named_class(self, kind: type, label: str, depth: int, library: int) -> None:
+        """A class that walked code names."""
+        self._class(kind, label, depth, library, is_called=True)
+
+    def _class(self, kind: type, label: str, depth: int, library: int, *, is_called: bool = False) -> None:
+        del label  # a class is named by itself
+        if not is_installed(type(kind).__module__):
+            self._class(type(kind), type(kind).__name__, depth, library)
+        for base in kind.__mro__:
+            if (base, is_called) in self._classes or is_installed(base.__module__):
+                continue
+            self._classes.add((base, is_called))
+            functions = [(name, member) for name, member in vars(base).items() if _is_code(member)]
+            for name, member in functions:
+                if not self._may_run(name, kind, is_called=is_called):
+                    continue
+                for part in _parts_of_code(member):
+                    self.visit(part, f"{base.__name__}.{name}", depth, library)
+            # Also names that the class gets later, and that hide those of its bases from then on.
+            names = [name for name in self._known(vars(base), base) if not name.startswith("__")]
+            self._named(vars(base), names, base.__name__, depth, library, functools.partial(write_class, base, names))
+
+    def _function(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
+        if is_installed(function.__module__):
+            return
+        code = function.__code__
+        self.names |= mentioned_names(code)
+        self.stored |= stored_names(code)
+        self.loaded |= loaded_names(code)
+        self.makes_up_names = self.makes_up_names or makes_up_names(code)
+        if "globals" in code.co_names and not self._is_lenient:
+            raise CaptureError(f"{label} calls globals(), whose values cannot be followed")
+        cells = function.__closure__ or ()
+        space = function.__globals__
+        names = [name for name in global_names(code) if not hasattr(builtins, name) or name in space]
+        holder = self._hold(
+            [
+                *(f"the variable {name!r} of {label}" for name in code.co_freevars),
+                *(f"the global {name!r}" for name in names),
+                f"the code of {label}",
+            ],
+            lambda: [
+                *map(content_of, cells),
+                *(space.get(name, MISSING) for name in names),
+                function.__code__,
+                function.__defaults__,
+                function.__kwdefaults__,
+            ],
+            lambda values: write_function(cells, space, names, values),
+        )
+        # A copy of the model shares its functions, and all that they hold, with the model.
+        was_in_model, self._is_in_model = self._is_in_model, False
+        for name, value in zip(holder.labels, holder.noted, strict=False):
+            if id(value) in self._own:
+                self.self_references.append(name)
+            self.visit(value, name, depth, library)
+        for name in imported_names(code):
+            self.visit(sys.modules.get(name), name, depth, library)
+        defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
+        self.visit(defaults, f"the defaults of {label}", depth, library)
+        self.visit(vars(function), label, depth, library)
+        self._is_in_model = was_in_model
+
+    def _python_module(self, module: types.ModuleType, label: str, depth: int, library: int) -> None:
+        """A module named by code: the user's own settings, or the environment."""
+        del label, library
+        if module is os and not self.names.isdisjoint({"environ", "getenv"}):
+            self._environment()
+        if not is_installed(module.__name__):
+            content = vars(module)
+            self._named(content, sorted(name for name in self.names if name in content), module.__name__, depth, 0)
+
+    def _environment(self) -> None:
+        if not self._has_environment:
+            self._has_environment = True
+            self._hold(["the environment"], lambda: [hash(frozenset(os.environ.items()))])
+
+    def _of_thread(self, value: Any, label: str, depth: int, library: int) -> None:
+        """A `threading.local` or a `ContextVar`."""
+        del depth
+        if not self._is_lenient and not library:
+            raise TaskError(
+                f"{label} is a {type(value).__name__}, which holds a value for each thread: a model that is cut or "
+                "fused is prepared by one thread and computed by another; use a plain attribute"
+            )
+
+    def _method(self, method: types.MethodType, label: str, depth: int, library: int) -> None:
+        self.visit(method.__func__, label, depth, library)
+        self.visit(method.__self__, label, depth, library)
+
+    def _proxy(self, proxy: Any, label: str, depth: int, library: int) -> None:
+        del proxy, depth, library
+        if not self._is_lenient:
+            raise CaptureError(f"{label} is a weakref.proxy, whose object cannot be followed")
+
+    def _getter(self, getter: Any, label: str, depth: int, library: int) -> None:
+        """An `attrgetter` or a `methodcaller`: its names may be read; its further arguments are values."""
+        _, arguments = getter.__reduce__()[:2]
+        names = {part for argument in arguments if isinstance(argument, str) for part in argument.split(".")}
+        self.names |= names
+        self.loaded |= names
+        self.visit(arguments, label, depth, library)
+
+    def _partial(self, partial: functools.partial[Any], label: str, depth: int, library: int) -> None:
+        for part in (partial.func, partial.args, partial.keywords):
+            self.visit(part, label, depth, library)
+
+    def _tensor(self, tensor: Tensor, label: str, depth: int, library: int) -> None:
+        if is_lazy(tensor) or tensor.is_inference() or tensor.layout is not torch.strided:
+            return
+        if tensor.is_meta or isinstance(tensor, FakeTensor):
+            return
+        if self._model is None and tensor.nbytes > _MAX_DATA_BYTES:
+            return
+        self._note_alias(_memory_of(tensor), f"the tensor {label}")
+        gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
+        write = None
+        if self._keeps_tensors and tensor.nbytes <= _MAX_KEPT_BYTES:
+            before = tensor.detach().clone()
+            gradient_before = None if gradient is None else gradient.detach().clone()
+
+            def write(_: Values) -> None:
+                with torch.no_grad():
+                    tensor.copy_(before)
+                if tensor.grad is not gradient:
+                    tensor.grad = gradient
+                if gradient is not None and gradient_before is not None:
+                    gradient.detach().copy_(gradient_before)
+
+        by_contents = tensor.is_cpu and self._bytes_compared + tensor.nbytes <= _MAX_COMPARED_BYTES
+        self._bytes_compared += tensor.nbytes if by_contents else 0
+        # The first value is left out of keys.
+        self._hold(
+            [f"the tensor {label}"],
+            lambda: [tensor.data_ptr(), *_facts_of(tensor, by_contents=by_contents)],
+            write,
+            is_tensor=True,
+        )
+        if attributes := vars(tensor):
+            self._named(attributes, list(attributes), label, depth, library)
+
+    def _iterator(self, iterator: Iterator[Any], label: str, depth: int, library: int) -> None:
+        if self._is_lenient:
+            self.iterators.append(label)
+            return
+        if not is_installed(type(iterator).__module__):
+            self._object(iterator, label, depth, library)
+            return
+        raise TaskError(
+            f"{label} is an iterator: a model that is cut or fused has its step tried before the first real step, which would "
+            "draw from the iterator; give the values with the batches, or keep a position in a variable and read from a list"
+        )
+
+    def _file(self, file: Any, label: str, depth: int, library: int) -> None:
+        del depth, library
+        if file.closed or not (file.readable() or file.seekable()):
+            return
+        try:
+            self._hold([label], lambda: [file.tell()], lambda values: file.seek(values[0]))
+        except OSError as error:  # a pipe, or a text file in the middle of a loop over its lines
+            if not self._is_lenient:
+                raise CaptureError(f"the position of the file {label} cannot be compared") from error
+            self.iterators.append(label)
+
+    def _loader(self, loader: DataLoader[Any], label: str, depth: int, library: int) -> None:
+        for name in ("dataset", "sampler", "batch_sampler", "collate_fn"):
+            self.visit(getattr(loader, name), f"{label}.{name}", depth, library)
+
+    def _mapping(self, mapping: Mapping[Any, Any], label: str, depth: int, library: int) -> None:
+        write = (lambda values: write_mapping(mapping, values)) if isinstance(mapping, dict) else None
+        read = lambda: [*mapping.keys(), *mapping.values()]  # noqa: E731
+        self._hold([label], read, write, is_of_model=self._is_in_model)
+        if self._may_follow(mapping, mapping.values(), label):
+            for key, value in list(mapping.items()):
+                self.visit(value, f"{label}[{key!r}]"[:200], depth, library)
+        self._attributes(mapping, label, depth, library)
+
+    def _sequence(self, sequence: Any, label: str, depth: int, library: int) -> None:
+        if not isinstance(sequence, tuple):
+            write = lambda values: write_sequence(sequence, values)  # noqa: E731
+            self._hold([label], lambda: list(sequence), write, is_of_model=self._is_in_model)
+        if self._may_follow(sequence, sequence, label):
+            for number, value in enumerate(list(sequence)):
+                self.visit(value, f"{label}[{number}]", depth, library)
+        self._attributes(sequence, label, depth, library)
+
+    def _set(self, members: Any, label: str, depth: int, library: int) -> None:
+        write = (lambda values: write_set(members, values)) if isinstance(members, set) else None
+        self._hold([label], lambda: [frozenset(members)], write)
+        if self._may_follow(members, members, label):
+            for value in list(members):
+                self.visit(value, label, depth, library)
+
+    def _may_follow(self, container: Any, values: Iterable[Any], label: str) -> bool:
+        """Whether to visit the values of a container; large containers of plain values need no visit."""
+        if len(container) <= _MAX_ITEMS:
+            return True
+        if self._is_lenient or all(isinstance(value, PLAIN) for value in values):
+            return False
+        raise CaptureError(f"{label} holds {len(container)} objects, more than can be followed")
+
+    def _random(self, generator: random.Random, label: str, depth: int, library: int) -> None:
+        del depth, library
+        if generator is _OF_PROCESS:
+            return
+        self._hold([label], lambda: [generator.getstate()], lambda values: generator.setstate(values[0]))
+
+    def _generator(self, generator: torch.Generator, label: str, depth: int, library: int) -> None:
+        del depth, library
+        before = generator.get_state()
+
+        def write(_: Values) -> None:
+            generator.set_state(before)
+
+        self._hold([label], lambda: [generator.get_state().numpy().tobytes()], write)
+
+    def _reference(self, reference: weakref.ref[Any], label: str, depth: int, library: int) -> None:
+        self.visit(reference(), label, depth, library)
+
+    def _wrapped(self, wrapper: Any, label: str, depth: int, library: int) -> None:
+        # The results that it keeps, which may be objects with state.
+        label = f"a result of {label}"
+        holder = self._hold([label], lambda: _results(wrapper), is_filled_by_step=True)
+        if all(isinstance(result, (*PLAIN, Tensor)) for result in holder.noted):
+            self.caches.append((wrapper, wrapper.cache_info().misses))
+        for result in holder.noted:
+            self.visit(result, label, depth, library)
+        self.visit(wrapper.__wrapped__, label, depth, library)
+
+    def _builtin(self, function: Any, label: str, depth: int, library: int) -> None:
+        """A function written in C, which may be a method of an object."""
+        self.visit(getattr(function, "__self__", None), label, depth, library)
+
+    def _plain(self, value: Any, label: str, depth: int, library: int) -> None:
+        """A member of an enum, or a number or text of a class of its own."""
+        if isinstance(value, enum.Enum):
+            self.visit(value.value, label, depth, library)
+        if type(value) not in EXACT:
+            self._attributes(value, label, depth, library)
+
+    def _nothing(self, value: Any, label: str, depth: int, library: int) -> None:
+        """Only the identity counts."""
+
+    def _object(self, value: Any, label: str, depth: int, library: int) -> None:
+        numpy, kind = sys.modules.get("numpy"), type(value)
+        if numpy is not None and isinstance(value, numpy.ndarray):
+            self._array(value, label)
+        elif numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState):
+            if value is numpy.random.mtrand._rand:  # noqa: SLF001 - numpy's stream of the process; its functions may be replaced
+                return
+            bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator  # noqa: SLF001
+            before = bits.state
+            self._hold([label], lambda: [repr(bits.state)], lambda _: setattr(bits, "state", before))
+        elif is_extension(kind):  # type: ignore[arg-type]
+            self._opaque(value, label, library)
+        else:
+            self._attributes(value, label, depth, library)
+
+    def _opaque(self, value: Any, label: str, library: int) -> None:
+        """An object of an extension module: its bytes where it shows them, else its pickled form."""
+        if hasattr(value, "_get_value"):  # a semaphore of multiprocessing
+            self._hold([label], lambda: [value._get_value()])  # noqa: SLF001
+            return
+        if (before := bytes_of(value)) is not None:
+            if len(before) > _MAX_ARRAY_BYTES:
+                raise CaptureError(f"{label} is too large to be compared at each step; use a tensor")
+            self._hold([label], lambda: [bytes_of(value)], lambda _: write_bytes(value, before))
+            return
+        content = pickled(value)
+        if content is not None and len(content) <= _MAX_PICKLED_BYTES:
+            self._hold([label], lambda: [pickled(value)])
+        elif self._is_lenient:
+            self.iterators.append(label)
+        elif not library:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise CaptureError(
+                f"{label} is a {kind}, an object of an extension module, whose contents cannot be compared"
+            )
+
+    def _view(self, view: Any, label: str, depth: int, library: int) -> None:
+        """A view of a dictionary."""
+        for mapping in gc.get_referents(view):
+            self.visit(mapping, label, depth, library)
+
+    def _synchronized(self, value: Any, label: str, depth: int, library: int) -> None:
+        """An event or a semaphore: its state, and nothing of the threads that wait."""
+        del depth, library
+        attributes = vars(value)
+        names = [name for name, item in attributes.items() if isinstance(item, PLAIN)]
+        self._hold(
+            [label], lambda: list(map(attributes.get, names)), lambda values: write_names(attributes, names, values)
+        )
+
+    def _array(self, array: Any, label: str) -> None:
+        if self._model is None and array.nbytes > _MAX_DATA_BYTES:
+            return
+        if array.nbytes > _MAX_ARRAY_BYTES:
+            if self._is_lenient:
+                return
+            raise CaptureError(f"{label} is an array too large to be compared at each step; use a tensor")
+        address = array.__array_interface__["data"][0]
+        self._note_alias((address, address + array.nbytes), f"the array {label}")
+        before = array.copy()
+
+        def write(_: Values) -> None:
+            array[...] = before
+
+        self._hold([label], lambda: [(array.shape, array.dtype.str, zlib.crc32(array.tobytes()))], write)
+
+    def _note_alias(self, memory: tuple[int, int], label: str) -> None:
+        """Note a tensor or an array outside of the model that shares memory with the model's tensors."""
+        begin, end = memory
+        if not self._is_in_model and any(begin < other_end and other < end for other, other_end in self._memory):
+            self.aliases.append(label)
+
+    def _attributes(self, value: Any, label: str, depth: int, library: int) -> None:
+        """Hold and follow the attributes of an object."""
+        kind = type(value)
+        if not is_installed(kind.__module__):
+            self._class(kind, kind.__name__, depth, library)
+            library = 0
+        elif kind.__module__.partition(".")[0] not in _NOT_FOLLOWED:
+            library += 1
+        # The code of an installed base reads attributes that no walked code names.
+        takes_all = library > 0 or any(_reads_attributes(base) for base in kind.__mro__)
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            names = list(dict.fromkeys([*(attributes if takes_all else ()), *self._known(attributes, kind)]))
+            holder = self._hold(
+                [*(f"{label}.{name}" for name in names), f"the class of {label}"],
+                lambda: [*map(value.__dict__.get, names, _ALL_MISSING), type(value)],
+                lambda values: write_names(value.__dict__, names, values[:-1]),
+                is_filled_by_step=self._is_in_model and library > 1,  # of a module of a library
+            )
+            for name, item in zip(names, holder.noted, strict=False):
+                self.visit(item, f"{label}.{name}", depth, library)
+        slots = [name for base in kind.__mro__ for name in _slots(base) if takes_all or name in self.names]
+        if slots:
+            holder = self._hold(
+                [f"{label}.{name}" for name in slots],
+                lambda: [getattr(value, name, MISSING) for name in slots],
+                lambda values: write_slots(value, slots, values),
+            )
+            for name, item in zip(slots, holder.noted, strict=True):
+                self.visit(item, f"{label}.{name}", depth, library)
+
+
+_BY_CODE: dict[type, Callable[..., None]] = {
+    types.FunctionType: ReachableValues._function,  # noqa: SLF001
+    types.MethodType: ReachableValues._method,  # noqa: SLF001
+}
+_BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
+    (weakref.ProxyTypes, ReachableValues._proxy),  # noqa: SLF001 - asked for its class, a proxy answers for another object
+    (nn.Module, ReachableValues._module),  # noqa: SLF001
+    (Tensor, ReachableValues._tensor),  # noqa: SLF001
+    (functools.partial, ReachableValues._partial),  # noqa: SLF001
+    ((operator.attrgetter, operator.methodcaller), ReachableValues._getter),  # noqa: SLF001
+    (type, ReachableValues._named_class),  # noqa: SLF001
+    (PLAIN, ReachableValues._plain),  # noqa: SLF001
+    (types.ModuleType, ReachableValues._python_module),  # noqa: SLF001
+    (DataLoader, ReachableValues._loader),  # noqa: SLF001
+    ((contextvars.ContextVar, threading.local), ReachableValues._of_thread),  # noqa: SLF001
+    (dict, ReachableValues._mapping),  # noqa: SLF001
+    ((*map(type, ({}.keys(), {}.values(), {}.items())), types.MappingProxyType), ReachableValues._view),  # noqa: SLF001
+    ((list, tuple, collections.deque), ReachableValues._sequence),  # noqa: SLF001
+    ((set, frozenset), ReachableValues._set),  # noqa: SLF001
+    (random.Random, ReachableValues._random),  # noqa: SLF001
+    (torch.Generator, ReachableValues._generator),  # noqa: SLF001
+    (weakref.ref, ReachableValues._reference),  # noqa: SLF001
+    (type(functools.lru_cache(int)), ReachableValues._wrapped),  # noqa: SLF001
+    ((types.BuiltinFunctionType, types.MethodWrapperType), ReachableValues._builtin),  # noqa: SLF001
+    (threading.Thread, ReachableValues._nothing),  # noqa: SLF001
+    ((multiprocessing.connection.Connection, socket.socket), ReachableValues._iterator),  # noqa: SLF001
+    ((threading.Event, threading.Semaphore, threading.Condition), ReachableValues._synchronized),  # noqa: SLF001
+    (io.IOBase, ReachableValues._file),  # noqa: SLF001
+    (Iterator, ReachableValues._iterator),  # noqa: SLF001
+)
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's storage, from the first byte to behind the last; (0, 0) if there is none."""
+    if tensor.layout is not torch.strided or tensor.is_meta or isinstance(tensor, FakeTensor) or is_lazy(tensor):
+        return (0, 0)
+    storage = tensor.untyped_storage()
+    return (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def _facts_of(tensor: Tensor, *, by_contents: bool) -> list[Any]:
+    """Return the contents of a tensor and of its gradient, as small values, and the facts that code may ask for."""
+    gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
+    return [
+        _digest_of(tensor, by_contents=by_contents),
+        None if gradient is None else _digest_of(gradient, by_contents=by_contents),
+        (*tensor.shape, *tensor.stride(), tensor.requires_grad),
+        tensor.dtype,
+    ]
+
+
+def _digest_of(tensor: Tensor, *, by_contents: bool) -> int | tuple[int, int]:
+    """Return a checksum of the contents, or the version and the address."""
+    if not by_contents:
+        return tensor._version, tensor.data_ptr()  # noqa: SLF001 - the address shows an assignment to `.data`
+    # By contents: numpy and `.data` change a tensor without a new version.
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(plain.flatten().view(torch.uint8).numpy().data)
+
+
+def _results(wrapper: Any) -> list[Any]:
+    """Return the results that a function with a cache keeps; of a limited cache, that of a function without arguments."""
+    if wrapper.cache_parameters()["maxsize"] is None:
+        tables = [one for one in gc.get_referents(wrapper) if type(one) is dict and one is not vars(wrapper)]
+        return [result for table in tables for result in table.values()]
+    code = getattr(wrapper.__wrapped__, "__code__", None)
+    has_arguments = code is None or code.co_argcount + code.co_kwonlyargcount > 0
+    return [] if has_arguments or not wrapper.cache_info().currsize else [wrapper()]
+
+
+def _is_code(member: object) -> bool:
+    return isinstance(
+        member, types.FunctionType | staticmethod | classmethod | property | functools.cached_property | type
+    )
+
+
+def _parts_of_code(member: Any) -> Iterable[Any]:
+    if isinstance(member, property):
+        return member.fget, member.fset
+    if isinstance(member, functools.cached_property):
+        return (member.func,)
+    return (getattr(member, "__func__", member),)
+
+
+def _slots(base: type) -> tuple[str, ...]:
+    slots = vars(base).get("__slots__", ())
+    names = [
+        name for name in ((slots,) if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")
+    ]
+    hidden = f"_{base.__name__.lstrip('_')}"  # as the compiler names private attributes
+    return tuple(f"{hidden}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names)
+
+
+def _reads_attributes(base: type) -> bool:
+    """Whether a class of an installed package may read attributes of its objects."""
+    top = base.__module__.partition(".")[0]
+    return is_installed(top) and top not in _NOT_FOLLOWED and top not in _WITHOUT_ATTRIBUTES
+
+
+def walked(
+    roots: Mapping[str, object], module: nn.Module | None, *, keeps_tensors: bool, is_lenient: bool = False
+) -> ReachableValues:
+    """Walk from some functions, and from a model, through all values that their code may read."""
+    names: frozenset[str] = frozenset()
+    stored: frozenset[str] = frozenset()
+    takes_all = False
+    while True:
+        walk = ReachableValues(
+            module, names, stored, takes_all=takes_all, keeps_tensors=keeps_tensors, is_lenient=is_lenient
+        )
+        for name, root in roots.items():
+            walk.visit(root, name)
+        walk.visit_model()
+        # Attributes bring further code, which names further attributes.
+        if walk.names <= names and walk.stored <= stored and walk.makes_up_names == takes_all:
+            return walk
+        names, stored, takes_all = names | walk.names, stored | walk.stored, walk.makes_up_names

@@ -1,0 +1,201 @@
+"""`PythonStateGuard`: the Python values that a step may read besides its batch, its parameters and its buffers.
+
+A capture runs the step's Python once, so a graph repeats for ever what the Python has read: a weight in a closure, a
+global, an attribute of the model or of a loss object. The guard finds such values by a walk from the step's functions
+and from the model through everything that their code can name (`reachable_values.py`). `change` later names the first
+value that differs; a plan that was made before the change serves no more. `restore` puts values back after a step that
+was only tried.
+
+`PlanLibrary` (`shard/partition/plan_cache.py`) sets a guard around each capture, and `shard/verify/plan_check.py` around
+the first eager step. `train/loop/plan_cache.py` and `fusion/group/member.py` ask a guard before a plan serves again.
+
+Note: what no guard sees. Code can read files, clocks, and the inside of objects of extension modules. The check of a new
+plan runs the step twice, and refuses a step that gives other numbers the second time.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from hydra_tune.errors import TaskError
+from hydra_tune.shard.python_state.reachable_values import walked
+from hydra_tune.task import TrainTask
+
+
+class PythonStateGuard:
+    """Notes the values that a step may read.
+
+    Args:
+        task: the task of the step.
+        module: the trial's model, or the copy on which the step will run.
+        mode: "train" or "evaluate".
+        keeps_tensors: whether `restore` puts the contents of tensors back as well, which are copied for that.
+        is_lenient: whether to pass over what cannot be followed, instead of raising.
+
+    Raises:
+        CaptureError: the step may read more values than can be followed.
+        TaskError: the step may draw from an iterator, which can be neither compared nor put back, reads a value of a thread,
+            or holds another name for the memory of a parameter.
+    """
+
+    __slots__ = ("_caches", "_holders", "_mode_of_model")
+
+    def __init__(
+        self,
+        task: TrainTask,
+        module: nn.Module,
+        mode: str,
+        *,
+        keeps_tensors: bool = False,
+        is_lenient: bool = False,
+    ) -> None:
+        walk = walked(step_functions(task, mode), module, keeps_tensors=keeps_tensors, is_lenient=is_lenient)
+        if walk.aliases:
+            raise TaskError(
+                f"{walk.aliases[0]} shares the memory of a parameter or buffer of the model, which moves as a model that is "
+                "cut or fused trains; read the parameter from the module in each step instead"
+            )
+        self._holders, self._caches = walk.holders, walk.caches
+        is_training = mode == "train"
+        # A model in the other mode is switched before its step, and then all its parts have the mode.
+        self._mode_of_model = None if module.training == is_training else is_training
+
+    @property
+    def digest(self) -> str:
+        """Digest of the plain values noted and of the contents of tensors; equal for steps of trials that read the same."""
+        parts = [(holder.labels, holder.plain_parts(self._mode_of_model)) for holder in self._holders]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def change(self, *, by_step: bool = False, beside_model: bool = False) -> str | None:
+        """Name the first value that has changed since the guard was made, or None.
+
+        Args:
+            beside_model: leave out attributes of the model.
+            by_step: whether the step alone has run since. A tensor, or None, in the place of another tensor is then no change
+                of an attribute of the model, and results that cached functions have kept are none.
+        """
+        for holder in self._holders:
+            if not (beside_model and holder.is_of_model) and (name := holder.change(by_step=by_step)) is not None:
+                return name
+        return None
+
+    def kept(self) -> set[str]:
+        """Return the names of the model's attributes in which the step that has run since keeps other tensors."""
+        return set().union(*(holder.kept() for holder in self._holders))
+
+    def restore(self, *, only_tensors: bool = False) -> None:
+        """Put the noted values back where values have changed.
+
+        Args:
+            only_tensors: put back only the contents of tensors.
+        """
+        holders = [holder for holder in self._holders if holder.is_tensor or not only_tensors]
+        changed = [holder for holder in holders if holder.change() is not None]
+        for holder in changed:
+            if holder.write is not None:
+                holder.write(holder.noted)
+        for function, misses in self._caches if not only_tensors else ():
+            # The results may depend on values that were put back, or be stand-ins for tensors.
+            if function.cache_info().misses != misses:
+                function.cache_clear()
+
+
+class DataStateGuard:
+    """Notes what a task's data keep in Python: counters of datasets, samplers and collate functions, variables of callables.
+
+    Large containers and tensors, of samples, are not followed.
+
+    Args:
+        handles: data of a task, as given.
+
+    Raises:
+        TaskError: the data may come from an iterator, which cannot be put back.
+    """
+
+    __slots__ = ("_holders",)
+
+    def __init__(self, *handles: object) -> None:
+        roots = {f"data {number}": handle for number, handle in enumerate(handles)}
+        walk = walked(roots, None, keeps_tensors=True, is_lenient=True)
+        if walk.iterators:
+            raise TaskError(
+                f"{walk.iterators[0]} is an iterator, which cannot be put back after a look at the first batch"
+            )
+        self._holders = walk.holders
+
+    def restore(self) -> None:
+        """Put the noted values back where values have changed."""
+        for holder in self._holders:
+            if holder.write is not None and holder.change() is not None:
+                holder.write(holder.noted)
+
+
+def check_own_copy(task: TrainTask, module: nn.Module, mode: str) -> None:
+    """Refuse a step that reaches the model by other ways than its argument: a step on a copy would use the original.
+
+    Args:
+        task: the task of the step.
+        module: the trial's model.
+        mode: "train" or "evaluate".
+
+    Raises:
+        TaskError: a function of the step, or of the model, holds the model or a part of it; or as of `PythonStateGuard`.
+    """
+    walk = walked(step_functions(task, mode), module, keeps_tensors=False)
+    if walk.self_references:
+        raise TaskError(
+            f"{walk.self_references[0]} is the model or a part of it: a model that is cut or fused has its step tried on a "
+            "copy, which this function would not use; let the function read the module that it receives, or bind it as a "
+            "method (types.MethodType)"
+        )
+
+
+def check_kept(task: TrainTask, module: nn.Module, kept_names: Mapping[str, set[str]]) -> None:
+    """Refuse a step that keeps tensors in attributes of the model which code outside of the step reads.
+
+    Args:
+        task: the task of the steps.
+        module: the trial's model.
+        kept_names: mode -> attributes in which the steps of captured plans of that mode would keep tensors.
+
+    Raises:
+        TaskError: code of the data, of the scheduler, or of a step of the other mode reads such an attribute.
+    """
+    around = {"train=": task.train, "validate=": task.validate, "scheduler=": task.scheduler}
+    for mode, names in kept_names.items():
+        if not names:
+            continue
+        other = "evaluate" if mode == "train" else "train"
+        read = walked(around, None, keeps_tensors=False, is_lenient=True).loaded & names
+        if other in kept_names:  # a step that keeps the tensor, too, reads its own
+            step = walked(step_functions(task, other), module, keeps_tensors=False, is_lenient=True)
+            read |= (step.loaded & names) - kept_names[other]
+        if read:
+            raise TaskError(
+                f"a step ({mode}) keeps a tensor in the model's attribute {min(read)!r}, which other code reads; a model that "
+                "is cut or fused does not keep such a tensor. Write the tensor into a buffer (register_buffer), or compute it "
+                "where it is read"
+            )
+
+
+def step_functions(task: TrainTask, mode: str) -> dict[str, object]:
+    """Return the user's functions that a step calls, by the task's argument."""
+    if mode == "evaluate" and task.evaluate is not None:
+        return {"evaluate=": task.evaluate}
+    return {"loss=": task.loss, "step=": task.step}
+
+
+def reached(functions: Mapping[str, object], targets: Iterable[object]) -> str | None:
+    """Name a function from which the walk comes to one of some objects, or None.
+
+    Args:
+        functions: functions by the task's argument.
+        targets: objects; identity counts.
+    """
+    wanted = {id(target) for target in targets}
+    for name, function in functions.items():
+        walk = walked({name: function}, None, keeps_tensors=False, is_lenient=True)
+        if not wanted.isdisjoint(walk.seen):
+            return name
+    return None

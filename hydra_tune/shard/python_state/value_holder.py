@@ -1,0 +1,256 @@
+"""`ValueHolder`: a place that can hold other Python values later, how the values are compared, and how they are put back."""
+
+import array
+import collections
+import contextlib
+import ctypes
+import enum
+import operator
+import pickle
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MISSING = object()
+"""Stands for the value of a name that is not there."""
+PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, range, slice)
+"""Classes of values that never change."""
+EXACT = frozenset(PLAIN) - {enum.Enum}
+"""Those without classes derived from them, which may add attributes."""
+
+Values = Sequence[Any]
+
+
+class ValueHolder:
+    """A place that holds values.
+
+    Args:
+        labels: the values in words, one for each value, or one for all.
+        read: returns the values.
+        write: puts values back; None if the place cannot be written.
+        is_of_model: whether the place is an attribute of the step's model.
+        is_tensor: whether the place is a tensor, and the values its contents.
+        is_filled_by_step: whether a step may set the values and still be captured: results that a function keeps, and what a
+            library's model writes into its configuration once.
+    """
+
+    __slots__ = ("is_filled_by_step", "is_of_model", "is_tensor", "labels", "noted", "read", "write")
+
+    def __init__(
+        self,
+        labels: Sequence[str],
+        read: Callable[[], Values],
+        write: Callable[[Values], None] | None = None,
+        *,
+        is_of_model: bool = False,
+        is_tensor: bool = False,
+        is_filled_by_step: bool = False,
+    ) -> None:
+        self.labels, self.read, self.write = labels, read, write
+        self.is_of_model, self.is_tensor, self.is_filled_by_step = is_of_model, is_tensor, is_filled_by_step
+        self.noted = read()
+
+    def kept(self) -> set[str]:
+        """Names of the model's attributes that are other objects than those noted, although `change(by_step=True)` is None."""
+        values = self.read() if self.is_of_model else ()
+        places = [
+            self.labels[min(number, len(self.labels) - 1)]
+            for number, (value, known) in enumerate(zip(values, self.noted, strict=False))
+            if value is not known and not _is_same(value, known)
+        ]
+        return {place.partition("[")[0].rpartition(".")[2] for place in places}
+
+    def plain_parts(self, mode_of_model: bool | None) -> list[object]:
+        """Return the noted values as something comparable between trials.
+
+        Args:
+            mode_of_model: the mode to which a step will switch all parts of its model; None: each part keeps its mode.
+        """
+        values = list(self.noted[1:] if self.is_tensor else self.noted)
+        if mode_of_model is not None and self.is_of_model:
+            for number, label in enumerate(self.labels):
+                if label.startswith("the mode of "):
+                    values[number] = mode_of_model
+        return list(map(_plain_parts, values))
+
+    def change(self, *, by_step: bool = False) -> str | None:
+        """Name the first value that differs from the noted value, or None; as of `PythonStateGuard.change`."""
+        if by_step and self.is_filled_by_step:
+            return None
+        ignores_tensors = by_step and self.is_of_model
+        try:
+            values, noted = self.read(), self.noted
+        except Exception:  # noqa: BLE001 - what could be read once, and no longer can, is another value
+            return self.labels[-1]
+        if len(values) != len(noted):
+            return self.labels[-1]
+        if all(map(operator.is_, values, noted)):
+            return None
+        for number, (value, known) in enumerate(zip(values, noted, strict=True)):
+            if value is known or _is_same(value, known):
+                continue
+            if not (ignores_tensors and _is_alike(value, known)):
+                return self.labels[min(number, len(self.labels) - 1)]
+        if not ignores_tensors:
+            self.noted = values  # equal values in new objects: noted, so that the next look is quick
+        return None
+
+
+def _plain_parts(value: object) -> object:
+    """Return a value as something comparable between trials: plain values as they are, of others the kind."""
+    if isinstance(value, PLAIN) or _is_number_of_numpy(value):
+        return (type(value).__qualname__, repr(value))
+    if isinstance(value, tuple | list | frozenset):
+        return (
+            type(value).__qualname__,
+            tuple(map(_plain_parts, sorted(value, key=repr) if isinstance(value, frozenset) else value)),
+        )
+    return type(value).__qualname__
+
+
+def bytes_of(value: Any) -> bytes | None:
+    """Return the bytes of an object with a buffer, as an array of the standard library; None if there is no buffer."""
+    try:
+        return memoryview(value).tobytes()
+    except TypeError:
+        return None
+
+
+def write_bytes(value: Any, before: bytes) -> None:
+    """Put the bytes of an object with a buffer back."""
+    if isinstance(value, bytearray):
+        value[:] = before
+    elif isinstance(value, array.array):
+        value[:] = array.array(value.typecode, before)
+    elif hasattr(value, "_b_base_"):  # of ctypes
+        ctypes.memmove(ctypes.addressof(value), before, len(before))
+    elif not (view := memoryview(value)).readonly:
+        view.cast("B")[:] = before
+
+
+def pickled(value: object) -> bytes | None:
+    """Return the pickled form; None if there is none."""
+    try:
+        return pickle.dumps(value)
+    except Exception:  # noqa: BLE001 - as objects please
+        return None
+
+
+def _is_same(value: object, known: object) -> bool:
+    """Whether code behaves equally with two values that are different objects."""
+    if type(value) is not type(known):
+        return False
+    if type(value) in (str, bytes):
+        return value == known
+    if isinstance(value, tuple):
+        assert isinstance(known, tuple)
+        return len(value) == len(known) and all(v is k or _is_same(v, k) for v, k in zip(value, known, strict=True))
+    if isinstance(value, types.MethodType):
+        return value == known
+    if isinstance(value, PLAIN) or _is_number_of_numpy(value):
+        # By representation, because NaN equals NaN here, and 0.0 differs from -0.0.
+        same_attributes = type(value) in EXACT or getattr(value, "__dict__", 0) == getattr(known, "__dict__", 0)
+        return same_attributes and repr(value) == repr(known)
+    return isinstance(value, frozenset) and value == known
+
+
+def _is_number_of_numpy(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+def _is_alike(value: object, known: object) -> bool:
+    """Whether two values of a model's attribute differ in nothing that a step does by itself.
+
+    A step may keep a tensor for others to look at. `torch.export` puts copies in the place of containers; what a step has
+    changed in a container shows in the original.
+    """
+    if isinstance(value, Tensor | None) and isinstance(known, Tensor | None):
+        return True
+    if isinstance(value, dict) and isinstance(known, dict):
+        return list(value) == list(known) and all(map(_is_alike, value.values(), known.values()))
+    if isinstance(value, list | tuple) and isinstance(known, list | tuple):
+        return type(value) is type(known) and len(value) == len(known) and all(map(_is_alike, value, known))
+    return value is known or _is_same(value, known)
+
+
+def content_of(cell: types.CellType) -> Any:
+    """Return the value of a variable of a function, or `MISSING`."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned yet
+        return MISSING
+
+
+def write_names(mapping: Any, names: Sequence[str], values: Values) -> None:
+    """Put values of a namespace back."""
+    for name, value in zip(names, values, strict=True):
+        if value is not MISSING:
+            mapping[name] = value
+        else:
+            mapping.pop(name, None)
+
+
+def write_class(kind: type, names: Sequence[str], values: Values) -> None:
+    """Put attributes of a class back."""
+    for name, value in zip(names, values, strict=True):
+        if vars(kind).get(name, MISSING) is value:
+            continue
+        if value is MISSING:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, value)
+
+
+def write_slots(owner: object, names: Sequence[str], values: Values) -> None:
+    """Put attributes of an object back."""
+    for name, value in zip(names, values, strict=True):
+        if getattr(owner, name, MISSING) is value:
+            continue
+        if value is MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+def write_function(
+    cells: Sequence[types.CellType], space: dict[str, Any], names: Sequence[str], values: Values
+) -> None:
+    """Put variables and globals of a function back."""
+    for cell, value in zip(cells, values, strict=False):
+        if value is MISSING:
+            with contextlib.suppress(ValueError):  # empty still
+                del cell.cell_contents
+        elif content_of(cell) is not value:
+            cell.cell_contents = value
+    for name, value in zip(names, values[len(cells) :], strict=False):
+        if value is MISSING:
+            space.pop(name, None)
+        elif space.get(name, MISSING) is not value:
+            space[name] = value
+
+
+def write_mapping(mapping: dict[Any, Any], values: Values) -> None:
+    """Put all items of a dictionary back, past what its class does as items are set."""
+    half = len(values) // 2
+    base = collections.OrderedDict if isinstance(mapping, collections.OrderedDict) else dict
+    base.clear(mapping)
+    for key, value in zip(values[:half], values[half:], strict=True):
+        base.__setitem__(mapping, key, value)
+
+
+def write_sequence(sequence: Any, values: Values) -> None:
+    """Put all items of a list or deque back."""
+    base = collections.deque if isinstance(sequence, collections.deque) else list
+    base.clear(sequence)
+    base.extend(sequence, values)
+
+
+def write_set(members: set[Any], values: Values) -> None:
+    """Put all members of a set back."""
+    members.clear()
+    members |= values[0]

@@ -1,0 +1,404 @@
+"""What a step may read is found, compared and put back."""
+
+import array
+import collections
+import contextvars
+import copy
+import ctypes
+import functools
+import hashlib
+import itertools
+import multiprocessing
+import os
+import queue
+import random
+import re
+import sys
+import threading
+import types
+from datetime import UTC, datetime
+from os import getenv
+from random import random as draw
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.python_state.state_guard import DataStateGuard, PythonStateGuard, check_own_copy, reached
+from tests.unit.shard.bench import task_of
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+
+
+Bytes = ctypes.c_uint8 * 2
+NOT_COPIED = (types.MappingProxyType, type(multiprocessing.Value("d")), threading.Event, threading.Semaphore)
+
+
+def guard_of(step: Any, module: nn.Module | None = None, **options: Any) -> PythonStateGuard:
+    module = net() if module is None else module
+    return PythonStateGuard(task_of(module, step=step), module, "train", **options)
+
+
+def reading(value: Any) -> Any:
+    """A step that holds a value."""
+    return lambda module, batch: (module(batch), value)
+
+
+def test_nothing_has_changed_at_first():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LSTM(4, 4), nn.MultiheadAttention(4, 2))
+    guard = guard_of(reading([{"a": {1, 2}}, np.ones(2), torch.ones(2)]), module)
+    assert guard.change() is None
+    guard.restore()
+    assert guard.change() is None
+
+
+def test_what_training_itself_changes_does_not_count():
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    guard = guard_of(reading(None), module)
+    module(torch.randn(3, 4)).sum().backward()
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    assert guard.change() is None
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([1, 2], lambda v: v.append(3)),
+        ([1, [2]], lambda v: v[1].clear()),
+        ({"a": 1}, lambda v: v.update(a=2)),
+        ({"a": 1}, lambda v: v.update(b=1)),
+        ({"a": 1, "b": 2}, lambda v: v.update(a=v.pop("a"))),  # another order
+        ({1, 2}, lambda v: v.add(3)),
+        (collections.deque([1], maxlen=2), lambda v: v.extend([2, 3])),
+        (collections.OrderedDict(a=[1]), lambda v: v["a"].append(2)),
+        (np.ones(3), lambda v: v.__setitem__(1, 2)),
+        (torch.ones(3), lambda v: v.mul_(2)),
+        (torch.ones(100), lambda v: v.mul_(2)),
+        (torch.ones(3), lambda v: v.numpy().fill(2)),
+        (random.Random(1), lambda v: v.random()),
+        (np.random.default_rng(1), lambda v: v.random()),
+        (functools.partial(max, [1]), lambda v: v.args[0].append(2)),
+        (types.MappingProxyType({"a": [1]}), lambda v: v["a"].append(2)),
+        (array.array("d", [1.0]), lambda v: v.append(2.0)),
+        (bytearray(b"ab"), lambda v: v.__setitem__(0, 0)),
+        (Bytes(1, 2), lambda v: v.__setitem__(0, 0)),
+        (multiprocessing.Value("d", 1.0), lambda v: setattr(v, "value", 2.0)),
+        (threading.Event(), lambda v: v.set()),
+        (threading.Semaphore(2), lambda v: v.acquire()),
+    ],
+    ids=lambda part: type(part).__name__,
+)
+def test_a_change_is_seen_and_put_back(value, change):
+    before = copy.deepcopy(value) if type(value) not in NOT_COPIED else None
+    guard = guard_of(reading(value), keeps_tensors=True)
+    change(value)
+    assert "'value'" in guard.change()
+    guard.restore()
+    assert guard.change() is None
+    if isinstance(value, np.random.Generator | functools.partial) or before is None:
+        return
+    if isinstance(value, Bytes):
+        assert list(value) == list(before)
+    elif isinstance(value, random.Random):
+        assert value.getstate() == before.getstate()
+    else:
+        assert str(value) == str(before)
+
+
+def test_a_value_for_each_thread_is_refused_by_name():
+    for value in (contextvars.ContextVar("variable", default=1), threading.local()):
+        with pytest.raises(TaskError, match=r"'value'.* holds a value for each thread"):
+            guard_of(reading(value))
+
+
+def test_an_attribute_of_a_class_that_hides_the_one_of_its_base():
+    class Base:
+        weight = 1.0
+
+    class Derived(Base):
+        pass
+
+    guard = guard_of(lambda module, batch: module(batch).sum() * Derived.weight)
+    Derived.weight = 2.0
+    assert guard.change() == "Derived.weight"
+    guard.restore()
+    assert "weight" not in vars(Derived)
+
+
+def test_the_environment(monkeypatch):
+    for step in (
+        lambda module, batch: module(batch).sum() * len(os.environ),
+        lambda module, batch: module(batch).sum() * bool(getenv("PYTHON_STATE")),
+    ):
+        guard = guard_of(step)
+        monkeypatch.setenv("PYTHON_STATE", "1")
+        assert guard.change() == "the environment"
+        monkeypatch.delenv("PYTHON_STATE")
+        assert guard.change() is None
+
+
+def test_an_attribute_whose_name_is_made_up_counts():
+    module = net()
+    module[0].scale1 = 1.0
+    guard = guard_of(lambda module, batch: getattr(module[0], f"scale{len(batch)}"), module)
+    module[0].scale1 = 2.0
+    assert guard.change() == "module.0.scale1"
+
+
+def test_equal_values_in_new_objects_are_no_change():
+    state = {"rate": 1000.5, "name": "x" * 3, "shape": (1, 2.5)}
+    guard = guard_of(reading(state))
+    state.update(rate=float("1000.5"), name="".join(["x"] * 3), shape=tuple([1, 2.5]))  # noqa: C409
+    assert guard.change() is None
+
+
+@pytest.mark.parametrize(("before", "now"), [(1, True), (1, 1.0), (0.0, -0.0)])
+def test_equal_values_that_code_tells_apart_are_a_change(before, now):
+    state = [before]
+    guard = guard_of(reading(state))
+    state[0] = now
+    assert guard.change() is not None
+
+
+def test_not_a_number_stays_the_same():
+    state = [float("nan")]
+    guard = guard_of(reading(state))
+    state[0] = float("nan")
+    assert guard.change() is None
+
+
+class Settings:
+    used, unused, shared = 1.0, 1.0, 1.0
+
+    @property
+    def doubled(self) -> float:
+        return 2 * self.used
+
+
+def test_of_an_object_only_what_the_code_names_counts():
+    settings = Settings()
+    guard = guard_of(lambda module, batch: module(batch).sum() * settings.doubled)
+    settings.unused = 2.0
+    assert guard.change() is None
+    settings.used = 2.0
+    assert guard.change().endswith(".used")
+    guard.restore()
+    assert settings.used == 1.0
+    assert guard.change() is None
+
+
+def test_an_attribute_that_the_step_sets_is_taken_away_again():
+    settings = Settings()
+
+    def step(module: nn.Module, batch: Any) -> Any:
+        settings.calls = getattr(settings, "calls", 0) + 1
+        return module(batch).sum()
+
+    guard = guard_of(step)
+    step(net(), torch.ones(2, 4))
+    assert guard.change().endswith(".calls")
+    guard.restore()
+    assert not hasattr(settings, "calls")
+
+
+def test_attributes_of_a_class_are_put_back():
+    def step(module: nn.Module, batch: Any) -> Any:
+        Settings.shared += 1
+        return module(batch).sum()
+
+    guard = guard_of(step)
+    step(net(), torch.ones(2, 4))
+    assert guard.change() == "Settings.shared"
+    guard.restore()
+    assert Settings.shared == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda m: setattr(m[1], "p", 0.5), "module.1.p"),
+        (lambda m: m[1].eval(), "the mode of module.1"),
+        (lambda m: m[0].requires_grad_(False), "of module.0"),
+        (lambda m: m.__setitem__(1, nn.Tanh()), "of module"),
+        (lambda m: m[0].register_forward_hook(lambda *_: None), "of module.0"),
+        (lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(4, 4))), "of module.0"),
+        (lambda m: setattr(m[0], "forward", m[0].forward), "module.0.forward"),
+    ],
+)
+def test_changes_of_the_model(change, name):
+    module = net()
+    guard = guard_of(reading(None), module)
+    change(module)
+    assert guard.change(beside_model=True) is None
+    assert guard.change().endswith(name)
+
+
+def test_a_tensor_that_the_model_keeps_for_others_is_no_change_by_the_step():
+    module = net()
+    module.last = None
+    guard = guard_of(reading(None), module)
+    module.last = torch.ones(2)
+    assert guard.change(by_step=True) is None
+
+
+def test_a_tensor_that_a_closure_keeps_is_a_change_by_the_step():
+    kept: dict[str, Any] = {"last": None}
+    guard = guard_of(reading(kept))
+    kept["last"] = torch.ones(2)
+    assert guard.change(by_step=True) is not None
+
+
+@pytest.mark.parametrize("iterator", [itertools.count(), iter([1, 2]), zip([1], [2], strict=True), (i for i in "ab")])
+def test_an_iterator_is_refused_by_name(iterator):
+    with pytest.raises(TaskError, match=r"'value'.* is an iterator"):
+        guard_of(reading(iterator))
+
+
+def test_another_name_for_a_parameters_memory_is_refused_by_name():
+    module = net()
+    for value in (module[0].weight.detach(), module[0].weight.detach().numpy(), [module[0].weight.data[1]]):
+        with pytest.raises(TaskError, match="shares the memory of a parameter"):
+            guard_of(reading(value), module)
+
+
+def test_a_step_that_holds_the_model_is_refused_by_name():
+    module = net()
+    guard_of(reading(module), module)  # to look at the state is fine
+    with pytest.raises(TaskError, match=r"'value'.* is the model or a part of it"):
+        check_own_copy(task_of(module, step=reading(module[0])), module, "train")
+
+
+def test_many_objects_are_refused_and_many_numbers_are_not():
+    guard = guard_of(reading(list(range(100_000))))
+    assert guard.change() is None
+    with pytest.raises(CaptureError, match="5000 objects"):
+        guard_of(reading([[] for _ in range(5000)]))
+
+
+def test_a_function_with_a_cache_computes_anew_what_a_tried_step_has_computed():
+    seen: list[int] = []
+
+    @functools.lru_cache
+    def scale(size: int) -> int:
+        seen.append(size)
+        return len(seen)
+
+    def step(module: nn.Module, batch: Any) -> Any:
+        return module(batch).sum() * scale(len(batch))
+
+    guard = guard_of(step)
+    step(net(), torch.ones(2, 4))
+    guard.restore()
+    assert seen == []
+    assert scale(2) == 1
+
+
+def test_a_function_with_a_cache_keeps_an_object_that_others_use():
+    @functools.lru_cache
+    def settings() -> types.SimpleNamespace:
+        return types.SimpleNamespace(weight=1.0)
+
+    def step(module: nn.Module, batch: Any) -> Any:
+        return module(batch).sum() * settings().weight
+
+    first, guard = settings(), guard_of(step)
+    step(net(), torch.ones(2, 4))
+    guard.restore()
+    assert settings() is first
+    first.weight = 2.0
+    assert guard.change() is not None
+
+
+def test_an_object_of_an_extension_module_is_refused_by_name():
+    for value in (queue.SimpleQueue(), hashlib.sha256()):
+        with pytest.raises(CaptureError, match=r"'value'.* an object of an extension module"):
+            guard_of(reading(value))
+    for value in (
+        threading.Lock(),
+        re.compile("a"),
+        torch.float32,
+        np.dtype("float32"),
+        np.add,
+        datetime.now(UTC),
+        object(),
+    ):
+        assert guard_of(reading(value)).change() is None
+
+
+def test_the_random_streams_of_the_process_do_not_count():
+    guard = guard_of(lambda module, batch: module(batch).sum() * (random.gauss(0, 1) + np.random.random() + draw()))  # noqa: NPY002
+    random.random(), np.random.random()  # noqa: NPY002
+    assert guard.change() is None
+
+
+def test_a_hook_of_all_modules_is_refused():
+    before = guard_of(reading(None))
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None)
+    try:
+        assert before.change() == "the hooks of all modules"
+        with pytest.raises(CaptureError, match="a hook of all modules"):
+            guard_of(reading(None))
+    finally:
+        handle.remove()
+    assert guard_of(reading(None)).change() is None
+
+
+def test_the_position_of_a_file(tmp_path):
+    path = tmp_path / "data.txt"
+    path.write_text("1\n2\n3\n")
+    with path.open() as file:
+        guard = DataStateGuard(lambda: [file.readline()])
+        assert file.readline() == "1\n"
+        guard.restore()
+        assert file.readline() == "1\n"
+        next(file)  # within a loop over lines a text file does not tell its position
+        with pytest.raises(TaskError, match="is an iterator"):
+            DataStateGuard(lambda: [file.readline()])
+    assert guard_of(reading(sys.stdout)).change() is None
+
+
+def test_attributes_in_which_a_step_keeps_tensors():
+    module = net()
+    module.last, module.features, module.count = None, {"a": torch.ones(1)}, torch.ones(1)
+    guard = guard_of(reading(None), module)
+    assert guard.kept() == set()
+    module.last = torch.ones(2)
+    module.features["a"] = torch.ones(2)
+    assert guard.kept() == {"last", "features"}
+
+
+def test_what_data_count_is_put_back():
+    class Counting(TensorDataset):
+        drawn = 0
+
+        def __getitem__(self, index: int) -> Any:
+            self.drawn += 1
+            return super().__getitem__(index)
+
+    data = Counting(torch.ones(8, 4))
+    for handle in (data, DataLoader(data), lambda: DataLoader(data)):
+        guard = DataStateGuard(handle)
+        assert data[0] is not None
+        guard.restore()
+        assert data.drawn == 0
+    endless = itertools.count()
+    with pytest.raises(TaskError, match="is an iterator"):
+        DataStateGuard(lambda: [next(endless)])
+
+
+def test_functions_that_hold_the_model_are_found():
+    module, held = net(), []
+
+    def train() -> Any:
+        return [held[0](torch.ones(2, 4))]
+
+    assert reached({"train=": train}, module.modules()) is None
+    held.append(module)
+    assert reached({"scheduler=": None, "train=": train}, module.modules()) == "train="
