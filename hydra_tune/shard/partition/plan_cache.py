@@ -543,8 +543,7 @@ def _restored(request: ShardPlanRequest, twin: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if state is not None:
-            state.restore()
+        state.restore()
 
 
 def _check_gradients(captured: CapturedStepGraph, analysis: GraphAnalysis) -> None:

@@ -189,28 +189,31 @@ class ReachableValues:
             return
         if (follow_code := _BY_CODE.get(type(value))) is not None:
             follow_code(self, value, label, depth + 1, library)
-            return
+        else:
+            self._look_at(value, label, depth, library)
+
+    def _look_at(self, value: Any, label: str, depth: int, library: int) -> None:
+        """Follow an object, which may do anything where it is looked at."""
         try:
             follow = next((follow for kinds, follow in _BY_TYPE if isinstance(value, kinds)), ReachableValues._object)
             follow(self, value, label, depth + 1, library)
         except (CaptureError, TaskError):
             raise
-        except Exception:  # noqa: BLE001 - objects may do anything where they are looked at; then only the identity counts
-            return
+        except Exception as error:
+            if self._is_lenient or library:
+                return
+            # Unseen, the object could change without a word.
+            raise CaptureError(f"{label} cannot be looked at ({type(error).__name__}: {error})") from error
 
     def _hold(
         self,
         labels: Sequence[str],
         read: Callable[[], Values],
         write: Callable[[Values], None] | None = None,
-        *,
-        is_of_model: bool = False,
-        is_tensor: bool = False,
-        is_filled_by_step: bool = False,
+        **kinds: bool,
     ) -> ValueHolder:
-        holder = ValueHolder(
-            labels, read, write, is_of_model=is_of_model, is_tensor=is_tensor, is_filled_by_step=is_filled_by_step
-        )
+        """Add a holder; arguments as of `ValueHolder`."""
+        holder = ValueHolder(labels, read, write, **kinds)
         self.holders.append(holder)
         return holder
 
@@ -426,22 +429,25 @@ class ReachableValues:
             self.visit(part, label, depth, library)
 
     def _tensor(self, tensor: Tensor, label: str, depth: int, library: int) -> None:
-        if is_lazy(tensor) or tensor.is_inference() or tensor.layout is not torch.strided:
+        if is_lazy(tensor) or tensor.is_inference() or tensor.is_meta or isinstance(tensor, FakeTensor):
             return
-        if tensor.is_meta or isinstance(tensor, FakeTensor):
+        if tensor.layout is not torch.strided:
+            self._hold([f"the tensor {label}"], lambda: [tensor._version])  # noqa: SLF001 - the contents have no one order
             return
         if self._model is None and tensor.nbytes > _MAX_DATA_BYTES:
             return
         self._note_alias(_memory_of(tensor), f"the tensor {label}")
         gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
         write = None
-        if self._keeps_tensors and tensor.nbytes <= _MAX_KEPT_BYTES:
-            before = tensor.detach().clone()
-            gradient_before = None if gradient is None else gradient.detach().clone()
+        if self._keeps_tensors:
+            is_small = tensor.nbytes <= _MAX_KEPT_BYTES
+            before = tensor.detach().clone() if is_small else None
+            gradient_before = gradient.detach().clone() if is_small and gradient is not None else None
 
             def write(_: Values) -> None:
-                with torch.no_grad():
-                    tensor.copy_(before)
+                if before is not None:
+                    with torch.no_grad():
+                        tensor.copy_(before)
                 if tensor.grad is not gradient:
                     tensor.grad = gradient
                 if gradient is not None and gradient_before is not None:

@@ -81,11 +81,13 @@ class ValueHolder:
         """Name the first value that differs from the noted value, or None; as of `PythonStateGuard.change`."""
         if by_step and self.is_filled_by_step:
             return None
-        ignores_tensors = by_step and self.is_of_model
         try:
-            values, noted = self.read(), self.noted
-        except Exception:  # noqa: BLE001 - what could be read once, and no longer can, is another value
+            return self._changed(ignores_tensors=by_step and self.is_of_model)
+        except Exception:  # noqa: BLE001 - what could be read or compared once, and no longer can, is another value
             return self.labels[-1]
+
+    def _changed(self, *, ignores_tensors: bool) -> str | None:
+        values, noted = self.read(), self.noted
         if len(values) != len(noted):
             return self.labels[-1]
         if all(map(operator.is_, values, noted)):
