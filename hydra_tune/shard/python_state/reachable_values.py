@@ -346,6 +346,12 @@ class ReachableValues:
     def _function(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
         if is_installed(function.__module__):
             return
+        if is_installed(function.__globals__.get("__name__")):
+            # A library's wrapper, as of `torch.no_grad()` or `torch.compile`, with the module's name of the user's function.
+            inner = vars(function).get("__wrapped__")
+            for part in [inner] if inner is not None else map(content_of, function.__closure__ or ()):
+                self.visit(part, label, depth, library)
+            return
         code = function.__code__
         self.names |= mentioned_names(code)
         self.stored |= stored_names(code)
