@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from hydra_tune import Failed, Reported
 from hydra_tune.errors import ConfigError, LoaderTimeoutError
 from hydra_tune.pool.faults import loader_watchdog
+from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER
 from tests.support.hanging import hanging, have_others_not_age
 from tests.support.parallel import PARALLEL
@@ -386,6 +387,33 @@ def test_one_that_hangs_before_anybody_is_fused_with_it_does_not_keep_others_fro
         assert {other.result(PATIENCE_SECONDS).status for other in others} == {"completed"}
         gate.opened.set()
     assert not gate.after
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_trials_whose_first_batches_come_slowly_are_one_group(workers, monkeypatch):
+    """Each trial leaves the preparer to the next trial, so that several trials are in preparation at once."""
+    sizes, form = [], GroupJobLauncher._formed
+
+    def counted(launcher, entry, others, *arguments):
+        sizes.append(1 + len(others))
+        return form(launcher, entry, others, *arguments)
+
+    monkeypatch.setattr(GroupJobLauncher, "_formed", counted)
+    loader = DataLoader(SlowSamples(), batch_size=8, num_workers=workers)
+    with fused() as pool:
+        pool.run([task(seed=seed, train=loader, epochs=1) for seed in range(4)])
+    assert sizes == [4]
+
+
+class SlowSamples(Dataset):
+    def __getitem__(self, index):
+        if index == 0:
+            with hanging():
+                time.sleep(0.8)
+        return X[index], Y[index]
+
+    def __len__(self):
+        return 24
 
 
 def test_a_joiner_that_is_cancelled_waits_for_its_loader_no_longer_than_until_its_warning():

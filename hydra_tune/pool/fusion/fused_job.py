@@ -36,6 +36,7 @@ class FusedJob:
         is_taken: whether another job's carrier has taken, or is about to take, the job.
         is_building: whether the trial is being built for a group with room.
         is_forming: whether the job's carrier is looking for other members.
+        is_offered: whether this carrier waits, and another carrier may take the job.
         most: how many jobs of the same kind may form a group, or a pair of groups that take turns; 0: not determined
             yet.
         each: members of the larger group of such a pair; 0: as many as `most`.
@@ -81,21 +82,26 @@ class FusedJob:
         self.is_taken = False
         self.is_building = False
         self.is_forming = False
+        self.is_offered = False
 
     @property
     def is_free(self) -> bool:
         """Whether a group may take the job."""
         return (
             not self.is_taken
-            and not self.is_forming
+            and (self.is_offered or not self.is_forming)
             and not self.is_building
             and self.carrier is not None
             # Not begun, or outside a group after a pause. A trial without a slot runs alone, and goes on alone.
-            and (self.trial is None or (self.seat is not None and not self.is_seated))
+            and (self.trial is None or self.is_offered or (self.seat is not None and not self.is_seated))
             and self.stop is None
             and self.job.state not in OVER
             and not self.job.paused
         )
+
+    def may_be_followed_by(self, other: "FusedJob") -> bool:
+        """Whether another job of this kind, as far as is known, will be ready for a group soon."""
+        return other is not self and other.is_forming and not other.is_offered and other.key in (None, self.key)
 
     def sit(self) -> GroupSlot:
         """Return the job's slot, made if necessary, with the driver's present requests."""

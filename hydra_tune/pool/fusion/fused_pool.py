@@ -124,6 +124,7 @@ class FusedPool:
                 entry.seat.stop = entry.stop
             group, carrier = self._table.group_of(entry), entry.carrier
             runs_alone = not (entry.is_seated or entry.is_taken or entry.is_forming)
+            self._pool.changed.notify_all()  # a carrier that waits for others of the kind waits no longer
         if group is not None:
             # A waiting group runs no code that could notice the request, so its carrier is resumed.
             if group.carrier.state == "waiting":

@@ -15,7 +15,7 @@ beside the group, on the preparer's thread or a thread of `FusedJobTable`, and j
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ from hydra_tune.train.timing.shared_times import SharedUnitTimes
 from hydra_tune.train.trial import Trial
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
+_PATIENCE_SECONDS = 10.0  # until a carrier no longer waits for another carrier that forms a group
 
 
 class _AbsorbedTrial(Trial):
@@ -84,6 +85,7 @@ class GroupJobLauncher:
         self._library = library
         self._plans = GroupPlanFactory(library, backend)
         self._planner: StepPlanner | None = None
+        self._former: FusedJob | None = None  # job whose carrier forms a group now
         sizes = None
         if plans_steps != "off":
             self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment, lambda: table.pool.stands)
@@ -133,37 +135,90 @@ class GroupJobLauncher:
                 return _AbsorbedTrial(task, library, device)
             entry.is_forming = True
             entry.job.enter("preparing")
-        taken_jobs: list[FusedJob] = []
-        has_joined = False
+        try:
+            taken_jobs = self._found(
+                entry, ticket, device, lambda: self._finder.build(entry, device, helpers, host, tenant, times)
+            )
+            if taken_jobs is None:
+                return _AbsorbedTrial(task, library, device)
+            assert entry.trial is not None
+            if entry.seat is None and not taken_jobs:
+                return self._alone(entry, entry.trial)
+            try:
+                return self._formed(entry, taken_jobs, device, host, tenant, times)
+            except BaseException as error:
+                # The error ends only this job's carrier; the other jobs would never hear of the error.
+                self._not_formed(taken_jobs, error)
+                raise
+        finally:
+            with self._table.pool.changed:
+                if self._former is entry:
+                    self._former = None
+                self._table.pool.changed.notify_all()
+
+    def _found(
+        self, entry: FusedJob, ticket: object, device: Device, build: Callable[[], MemberTrial]
+    ) -> list[FusedJob] | None:
+        """Take other members for a job's group; return None if the job itself has joined another group."""
+        began = time.monotonic()
         try:
             if entry.trial is None:
-                entry.trial = self._finder.build(entry, device, helpers, host, tenant, times)
+                entry.trial = build()
             first_batch = None
             # Known already for a job that has been in a group, and lowered there if memory ran out.
             if not entry.most:
                 entry.most, first_batch = self._finder.fusable(entry, entry.trial)
-            has_joined = self._joins(entry)
-            if not has_joined:
-                taken_jobs = self._finder.others(entry, first_batch, device)
+            if not self._takes_turn(entry, ticket, time.monotonic() - began) or self._joins(entry):
+                return None
+            return self._finder.others(entry, first_batch, device)
         except UnfusableError as error:
             _LOGGER.info("%s is not fused: %s", entry.job.name, error)
+            return []
         except BaseException:
             self._finder.forget(entry)
             raise
         finally:
             with self._table.pool.changed:
-                entry.is_forming = False
-        if has_joined:
-            return _AbsorbedTrial(task, library, device)
-        assert entry.trial is not None
-        if entry.seat is None and not taken_jobs:
-            return self._alone(entry, entry.trial)
-        try:
-            return self._formed(entry, taken_jobs, device, host, tenant, times)
-        except BaseException as error:
-            # The error ends only this job's carrier; the other jobs would never hear of the error.
-            self._not_formed(taken_jobs, error)
-            raise
+                entry.is_forming = entry.is_offered = False
+                self._table.pool.changed.notify_all()
+
+    def _takes_turn(self, entry: FusedJob, ticket: object, patience: float) -> bool:
+        """Wait until a job may form a group; return False if meanwhile another carrier has taken the job.
+
+        Slow data loaders bring several jobs into preparation at once. The jobs form groups one after the other, and each
+        waits for others of its kind whose first batch is still to come. Otherwise each job would find no other job to take.
+
+        Args:
+            entry: a job that can be fused.
+            ticket: the ticket of its carrier.
+            patience: longest wait in seconds for the first batches of others.
+        """
+        changed = self._table.pool.changed
+
+        def is_gone() -> bool:
+            return entry.is_taken or entry.ticket is not ticket
+
+        def is_first() -> bool:
+            is_busy = self._former is not None and self._former.job.key in self._table.entries
+            return not is_busy and not entry.is_building
+
+        def may_form() -> bool:
+            waits_no_longer = is_gone() or entry.stop is not None
+            return is_first() and (waits_no_longer or not any(map(entry.may_be_followed_by, entries)))
+
+        with changed:
+            entries = self._table.entries.values()
+            entry.is_offered = True
+            changed.notify_all()
+            changed.wait_for(may_form, patience)
+            # A carrier that has taken the job, or compares the job, decides first. Other carriers may hang in a user's code.
+            while not changed.wait_for(is_first, _PATIENCE_SECONDS) and (is_gone() or entry.is_building):
+                pass
+            entry.is_offered = False
+            if is_gone():
+                return False
+            self._former = entry
+            return True
 
     def _not_formed(self, others: Sequence[FusedJob], error: BaseException) -> None:
         for other in others:

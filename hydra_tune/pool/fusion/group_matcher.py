@@ -270,8 +270,8 @@ class GroupMatcher:
             with self._table.pool.changed:
                 entry.is_taken = False
                 stop, carrier = entry.stop, entry.carrier
-                has_begun = entry.seat is not None
-            if not has_begun:
+                keeps_trial = entry.is_offered or entry.seat is not None
+            if not keeps_trial:
                 self.forget(entry)
             # A stop request that came while the job was taken did not reach the pool (`FusedPool.stop`).
             if stop is not None and carrier is not None:
