@@ -101,11 +101,13 @@ def test_work_is_spread(nodes, tmp_path, count):
     check(run(trained, tmp_path))
     pools = empty_pools(trained)
     assert len(pools) == count
-    # Of seconds that devices computed, which is what pools even out: two cores run three nodes at uneven speeds.
+    # Of seconds that devices computed, which is what pools even out: two cores run three nodes at uneven speeds. A list
+    # schedule (Graham) exceeds the mean by no more than this share of the longest trial, at any speeds of the nodes.
     equal = sum(pool.busy_seconds for pool in pools) / count
-    assert max(pool.busy_seconds for pool in pools) <= 1.1 * equal, [
-        (pool.busy_seconds / equal, pool.units_run, pool.moved) for pool in pools
-    ]
+    bound = 1 + (1 - 1 / count) * max(EPOCHS) * count / sum(EPOCHS)
+    figures = [(pool.busy_seconds / equal, pool.units_run, pool.moved) for pool in pools]
+    assert max(pool.busy_seconds for pool in pools) <= bound * equal, figures
+    assert any(pool.moved for pool in pools), figures
     pools_of(trained).close()
 
 
