@@ -447,6 +447,8 @@ class SingleTrial(Trial):
         return self.task.accumulate * self.task.num_pieces
 
     def _new_step(self, kept: CachedPlan) -> OptimizerStep:
+        if self.state is not None:
+            self._plans.settle(kept, self.state)
         strategy = None if self.state is None else self._arrange(kept, self.state)
         if self.state is not None:
             self.state.check_frozen()

@@ -19,6 +19,7 @@ from hydra_tune.devices.hardware import discovery
 from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.block_release import bring_home
 from hydra_tune.memory.pager import Pager
+from hydra_tune.shard.cost import activation_policy
 from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
 from hydra_tune.train.parallel.cost_model import DATA_PARALLEL, GROUPED, PIPELINED
 from hydra_tune.train.timing.unit_times import UnitTimes
@@ -169,6 +170,20 @@ def test_one_trial_on_any_cut_gives_the_plain_numbers(num_shards):
     with HydraExecutor(devices="cuda:0", device_memory="1GiB", num_shards=num_shards) as pool:
         (result,) = pool.run([task()])
     assert losses_of(result) == losses
+
+
+@pytest.mark.parametrize("model", [Net, Noisy])
+def test_activations_that_measured_times_choose_change_no_number(model, monkeypatch):
+    """After two of the five steps the trial goes over to another plan, with whatever the GPU's times make of that plan."""
+    monkeypatch.setattr(activation_policy, "_never_moves", lambda shards, room: False)
+    found = []
+    for activations in ("recompute", "auto"):
+        with HydraExecutor(devices="cuda:0", device_memory="1GiB", num_shards=3) as pool:
+            (result,) = pool.run([task(model=model, activations=activations)])
+        found.append((losses_of(result), {name: tensor.cpu() for name, tensor in result.state_dict().items()}))
+        print(f"{activations}: {result.activations}")
+    assert found[0][0] == found[1][0]
+    assert all(tensor.equal(found[1][1][name]) for name, tensor in found[0][1].items())
 
 
 def test_masks_are_drawn_again_by_the_recompute_and_do_not_depend_on_other_trials():

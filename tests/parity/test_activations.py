@@ -8,6 +8,9 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hydra_tune import HydraExecutor, train_plain
+from hydra_tune.devices.hardware.link import LinkCostModel
+from hydra_tune.pool.runtime import cut_budget
+from hydra_tune.shard.cost import activation_policy
 from tests.parity.models import NUM_STEPS
 from tests.parity.test_parity import assert_same, task_of
 from tests.parity.test_splitting import SPLIT
@@ -100,6 +103,32 @@ def test_what_is_kept_is_not_computed_again(work):
 def test_what_is_spilled_goes_to_the_host_and_comes_back_and_what_fits_stays(work):
     assert work["keep"][1:] == work["recompute"][1:] == (0, 0), "everything fits the device"
     assert work["spill"][1] == work["spill"][2] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "link", "expected"),
+    [
+        ("mlp", LinkCostModel(bytes_per_second=1e15), "keep"),
+        ("mlp", LinkCostModel(bytes_per_second=1.0), "recompute"),
+        pytest.param("gpt2", LinkCostModel(bytes_per_second=1e15), "keep", marks=pytest.mark.slow),
+        pytest.param("cnn_dropout", LinkCostModel(bytes_per_second=1e15), "keep", marks=pytest.mark.slow),
+    ],
+)
+def test_where_copies_cannot_be_foreseen_measured_times_decide(references, monkeypatch, name, link, expected):
+    """As on GPUs. A second trial of the kind begins with the plan that the first trial has gone over to."""
+    monkeypatch.setattr(cut_budget, "link_of", lambda device: None)
+    monkeypatch.setattr(cut_budget, "measured_link", lambda device: link)
+    monkeypatch.setattr(activation_policy, "_never_moves", lambda shards, room: False)
+    work, computed = Work(), [0]
+    with HydraExecutor(devices="cpu:1", num_shards=3, instrument=work) as pool:
+        for _ in range(2):
+            (result,) = pool.run([task_of(f"{name}:5")])
+            assert_same(result, references[f"{name}:5"])
+            assert set(result.activations) == {expected}
+            computed.append(work.calls["aten::addmm"])
+    _, first, both = computed
+    if name == "mlp":
+        assert (both - first < first) == (expected == "keep"), "the second trial has no step that computes again"
 
 
 @pytest.mark.slow  # in every run the bytes of kept activations that are spilled are counted by test_forecast.py

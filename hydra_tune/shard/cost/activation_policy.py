@@ -14,11 +14,13 @@ room.
 Source: the choice between swap and recompute of mu-TWO (section 4.3), for shards instead of tensors. Differs: idle
 times are not weighed, because the pager spills the kept activations with the most distant next use first.
 
-Differs, on GPUs: the times of units and copies on the GPU are unknown when the plan is made on the host, so `"auto"`
-recomputes.
+Differs, on GPUs: the host does not know the GPU's seconds when a plan is made. The plan recomputes, but keeps activations
+that never move. Once all units of the plan have run, `MeasuredActivationChoice` weighs the measured seconds of the forwards
+against the measured speed of copies, and `TrialPlanCache` (`train/loop/plan_cache.py`) goes on with the chosen plan. All
+choices give the same bits.
 
-Note: no clock. The weighed seconds are estimates (`shard/cost/compute_estimate.py`, `devices/hardware/link.py`), equal
-on each run.
+Note: no clock on CPU devices. The weighed seconds are estimates (`shard/cost/compute_estimate.py`,
+`devices/hardware/link.py`), equal on each run.
 """
 
 import math
@@ -84,12 +86,10 @@ def chosen(
         kept: plan that keeps everything that can be kept.
         seconds: estimated seconds of the units of `plan`.
         kept_seconds: estimated seconds of the units of `kept`.
-        link: estimated speed of copies; None if the units' seconds are not seconds of the devices, so that a comparison
-            is impossible.
+        link: estimated speed of copies; None if the units' seconds are not seconds of the devices, so that no copy can be
+            weighed.
         room: available room.
     """
-    if link is None:
-        return plan
     shards = list(plan.shards)
     spare = _spare_host_bytes(plan, room)
     gains = {
@@ -98,7 +98,9 @@ def chosen(
         if shard.keeps_activations
     }
     last_first = sorted((index for index, gain in gains.items() if gain > 0), reverse=True)
-    paying = [index for index in last_first if gains[index] > _copied_seconds(kept.shards[index], link)]
+    paying = [
+        index for index in last_first if link is not None and gains[index] > _copied_seconds(kept.shards[index], link)
+    ]
     # Shards that pay for their copies choose first; the others are kept only in room that nothing else needs.
     for index in (*paying, *(index for index in last_first if index not in paying)):
         candidate_shards = [*shards[:index], kept.shards[index], *shards[index + 1 :]]
@@ -106,6 +108,37 @@ def chosen(
         if has_room and (index in paying or _never_moves(candidate_shards, room)):
             shards = candidate_shards
     return replace(plan, shards=tuple(shards))
+
+
+class MeasuredActivationChoice:
+    """A choice that waits for measurements: made once for all trials that run a plan.
+
+    Args:
+        plan: plan that recomputes everywhere.
+        kept: plan that keeps everything that can be kept.
+        link: measured speed of copies.
+        room: available room.
+    """
+
+    def __init__(self, plan: ShardPlan, kept: ShardPlan, link: LinkCostModel, room: ActivationBudget) -> None:
+        self._plan, self._kept, self._link, self._room = plan, kept, link, room
+
+    def made(self, running: ShardPlan, seconds: UnitSeconds) -> tuple[ShardPlan, UnitSeconds]:
+        """Return the chosen plan, and the expected seconds of its units.
+
+        Args:
+            running: the plan whose units were measured.
+            seconds: measured seconds of the units of `running`.
+        """
+        forward, backward = seconds.forward, seconds.backward
+        kept_flags = [shard.keeps_activations for shard in running.shards]
+        # A backward unit that recomputes runs the forward of its shard once more.
+        computed = [b + f if is_kept else b for f, b, is_kept in zip(forward, backward, kept_flags, strict=True)]
+        saved = [max(0.0, b - f) for f, b in zip(forward, computed, strict=True)]
+        recomputing = UnitSeconds(forward=forward, backward=tuple(computed))
+        keeping_all = UnitSeconds(forward=forward, backward=tuple(saved))
+        plan = chosen(self._plan, self._kept, recomputing, keeping_all, self._link, self._room)
+        return plan, seconds_of(plan, recomputing, keeping_all)
 
 
 def seconds_of(plan: ShardPlan, seconds: UnitSeconds, kept_seconds: UnitSeconds) -> UnitSeconds:

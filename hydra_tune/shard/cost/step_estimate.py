@@ -31,14 +31,13 @@ def foreseen(packer: ShardPartitionPlanner, request: ShardPlanRequest, step: Cap
     plan = build_plan(step.captured, step.analysis, partition.pilot, partition.edges)
     room, link = budget.room(partition.buffer_bytes), budget.link()
     kept = plan if task.compile else keeping(plan, partition.pilot, task.activations, room)
-    estimates = None if link is None else estimated_seconds(partition.pilot, plan, kept)
-    # Without comparable copies "auto" recomputes, as in `chosen`.
+    estimates = estimated_seconds(partition.pilot, plan, kept)
     if task.activations == "auto":
-        kept = plan if estimates is None else chosen(plan, kept, *estimates, link, room)
+        kept = chosen(plan, kept, *estimates, link, room)
     habits = packer.habits(task, kept)
     traffic = step_traffic([shard.cost for shard in kept.shards], budget.budget_bytes, habits)
     seconds = None
-    if estimates is not None and link is not None:
+    if link is not None:
         units = seconds_of(kept, *estimates)
         computing = habits.num_batches * (sum(units.forward[:-1]) + sum(units.backward))
         copying = link.seconds(traffic.nbytes, traffic.copies)

@@ -31,7 +31,7 @@ from hydra_tune.shard.capture.precision import autocast, share_casts
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec, capture, describe, state_specs
 from hydra_tune.shard.capture.step_module import set_mode
 from hydra_tune.shard.capture.value_replay import Answer, answering, ask
-from hydra_tune.shard.cost.activation_policy import chosen, keeping, seconds_of
+from hydra_tune.shard.cost.activation_policy import MeasuredActivationChoice, chosen, keeping, seconds_of
 from hydra_tune.shard.cost.compute_estimate import estimated_seconds
 from hydra_tune.shard.cost.microbatch_search import PieceCountChoice, StepCostEstimate
 from hydra_tune.shard.cost.pilot import ShardCost, ShardPilot, UpdatePilot
@@ -69,6 +69,7 @@ class PreparedPlan:
         is_checked: whether the plan's numbers were compared with the eager step; otherwise `seconds` are estimates.
         why: reason for the cut, if there was a choice; else None.
         placement_why: reason for the place of the updates, if there was a choice; else None.
+        activation_choice: choice to be made once the units have been measured; None if the plan is final.
     """
 
     plan: ShardPlan
@@ -79,6 +80,7 @@ class PreparedPlan:
     is_checked: bool = True
     why: str | None = None
     placement_why: str | None = None
+    activation_choice: MeasuredActivationChoice | None = None
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the plan serves a batch with these tensors; the batch must have the prepared signature."""
@@ -325,9 +327,13 @@ class PlanLibrary:
             seconds, kept_seconds = self._verified(request, captured, answers, plan, kept)
         else:
             seconds, kept_seconds = estimates()
+        activation_choice = None
         if kept_seconds is not None:
             if request.task.activations == "auto":
-                kept = chosen(plan, kept, *estimates(), self.budget.link(), room)
+                link = self.budget.link()
+                if link is None and self.budget.speeds is not None:
+                    activation_choice = MeasuredActivationChoice(plan, kept, self.budget.speeds().link, room)
+                kept = chosen(plan, kept, *estimates(), link, room)
             plan, seconds = kept, seconds_of(kept, seconds, kept_seconds)
         if request.task.compile is not None:
             # Bits are compared without the compiler only; the compiled plan is compared up to rounding.
@@ -345,6 +351,7 @@ class PlanLibrary:
             is_checked=is_checked,
             why=partition.why,
             placement_why=partition.placement_why,
+            activation_choice=activation_choice,
         )
 
     def _may_check(self, request: ShardPlanRequest, whole: ShardCost) -> bool:

@@ -9,7 +9,7 @@ some captures further kinds run whole where the model fits, and only the most re
 import logging
 from collections import Counter, OrderedDict
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import is_unbuilt
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
+from hydra_tune.shard.partition.shard_size_search import CHOICES
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard, check_kept
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.rng.rng_streams import RandomStreams
@@ -142,6 +143,33 @@ class TrialPlanCache:
                 self._kept.popitem(last=False)
         return serving_plan
 
+    def settle(self, cached_plan: CachedPlan, state: ModelState) -> None:
+        """Let a plan keep the activations that are worth keeping by its measured times; between two steps only.
+
+        Args:
+            cached_plan: the plan of the next batch.
+            state: tensors of module and optimizer.
+        """
+        prepared = cached_plan.prepared
+        if prepared.activation_choice is None:
+            return
+        settled = self._times.settled(prepared, self._batches_per_step)
+        if settled is prepared:
+            return
+        plans = [plan for plan in self.all if plan is not prepared.plan]
+        if not self._share.change([*plans, settled.plan]):
+            return  # no room on the host for kept activations
+        if state.layout.plan is prepared.plan:
+            state.layout = replace(state.layout, plan=settled.plan)
+        cached_plan.prepared, cached_plan.ways = settled, None
+        cached_plan.times = self._times.of(settled, self._batches_per_step)
+        count = sum(shard.keeps_activations for shard in settled.plan.shards)
+        CHOICES.info("activations of %d of %d shards are kept, by measured times", count, len(settled.plan.shards))
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self.task.accumulate * self.task.num_pieces
+
     def check_fresh(self, cached_plan: CachedPlan, batch: Batch, drawn: object) -> None:
         """Refuse data that give a changed batch again: a plan changes no batch, and the step of a plain loop does.
 
@@ -232,6 +260,8 @@ class TrialPlanCache:
                 None if state is None else state.layout,
                 prefer_whole=self._captures[mode] > _MAX_CAPTURES,
             )
+        if mode == "train":
+            prepared = self._times.settled(prepared, self._batches_per_step)
         if any(cached_plan.prepared is prepared for plans in self._kept.values() for cached_plan in plans):
             self._captures[mode] -= 1  # equal values in new objects: nothing was captured
         kept_names = {mode: prepared.effects.kept_names}
@@ -242,7 +272,7 @@ class TrialPlanCache:
         if state is not None:
             self._share.require([state.layout.plan, *self.all], prepared.plan)
             state.adopt_state(list(prepared.plan.used_state()), self._device)
-        times = self._times.of(prepared, task.accumulate * task.num_pieces if mode == "train" else 1)
+        times = self._times.of(prepared, self._batches_per_step if mode == "train" else 1)
         # The draws of a stochastic plan are counted when the plan first runs.
         draws = None if prepared.plan.is_stochastic else 0
         return CachedPlan(

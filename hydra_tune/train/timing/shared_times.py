@@ -11,9 +11,11 @@ together, only their numbers of finished steps differ.
 
 import itertools
 import threading
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from hydra_tune.shard.partition.plan_cache import PreparedPlan
+from hydra_tune.shard.verify.step_outcome import UnitSeconds
 from hydra_tune.train.loop.batch_units import unit_times
 from hydra_tune.train.timing.unit_times import UnitTimes
 
@@ -26,6 +28,30 @@ class SharedUnitTimes:
         self._numbers = itertools.count()
         # By plan, then by batches of a step.
         self._times: WeakKeyDictionary[PreparedPlan, dict[int, UnitTimes]] = WeakKeyDictionary()
+        # By the plan with which its trials begin.
+        self._settled: WeakKeyDictionary[PreparedPlan, PreparedPlan] = WeakKeyDictionary()
+
+    def settled(self, prepared: PreparedPlan, accumulate: int) -> PreparedPlan:
+        """Return a training plan with the activations chosen by measured times; the same plan while a time is missing.
+
+        Args:
+            prepared: as of `of`.
+            accumulate: as of `of`.
+        """
+        choice, plan = prepared.activation_choice, prepared.plan
+        if choice is None:
+            return prepared
+        times = self.of(prepared, accumulate)
+        indices = range(len(plan.shards))
+        with self._lock:
+            if prepared not in self._settled and times.are_measured(("forward", "backward")):
+                seconds = UnitSeconds(
+                    forward=tuple(times.of(("forward", index)) for index in indices),
+                    backward=tuple(times.of(("backward", index)) for index in indices),
+                )
+                chosen, seconds = choice.made(plan, seconds)
+                self._settled[prepared] = replace(prepared, plan=chosen, seconds=seconds, activation_choice=None)
+            return self._settled.get(prepared, prepared)
 
     def of(self, prepared: PreparedPlan, accumulate: int = 1) -> UnitTimes:
         """Return the unit times of a plan in a step of `accumulate` batches: measured times, or first estimates.

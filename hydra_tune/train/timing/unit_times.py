@@ -5,7 +5,7 @@ each unit here, and a worker (`pool/runtime/worker.py`) tells the scheduler the 
 """
 
 import threading
-from collections.abc import Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 # Weight of a new measurement against the present estimate.
 _WEIGHT = 0.1
@@ -44,6 +44,11 @@ class UnitTimes:
     def of(self, unit: Hashable) -> float:
         """Return the seconds that a unit is expected to take."""
         return self._seconds.get(unit, 0.0)
+
+    def are_measured(self, kinds: Collection[str]) -> bool:
+        """Whether all units of some kinds have been measured without the one-time costs of a first run."""
+        units = [unit for unit in self._seconds if isinstance(unit, tuple) and unit[0] in kinds]
+        return all(self._num_measured.get(unit, 0) > 1 for unit in units)
 
     def measured(self, unit: Hashable, seconds: float) -> None:
         """Record a measurement of a unit; a unit outside the regular step, or without any seconds, does not count.

@@ -6,7 +6,13 @@ from functools import cache
 import pytest
 
 from hydra_tune.devices.hardware.link import LinkCostModel
-from hydra_tune.shard.cost.activation_policy import ActivationBudget, chosen, keeping, seconds_of
+from hydra_tune.shard.cost.activation_policy import (
+    ActivationBudget,
+    MeasuredActivationChoice,
+    chosen,
+    keeping,
+    seconds_of,
+)
 from hydra_tune.shard.verify.step_outcome import UnitSeconds
 from tests.unit.shard.bench import parity_bench
 
@@ -103,8 +109,21 @@ def test_what_saves_no_time_is_not_kept():
     assert not any(choice(FAST, room(budget_bytes=ENDLESS), computed=PLAYED))
 
 
-def test_where_nothing_is_known_of_copies_all_is_recomputed():
-    assert not any(choice(None, room(budget_bytes=ENDLESS)))
+def test_where_nothing_is_known_of_copies_only_what_never_moves_is_kept():
+    assert choice(None, room(budget_bytes=ENDLESS)) == [True] * 3 + [False]
+    assert not any(choice(None, room()))
+
+
+@pytest.mark.parametrize("is_running_kept", [False, True])
+def test_measured_seconds_choose_as_estimates_do(is_running_kept):
+    """A backward unit that keeps activations is measured without the forward, which a recomputing unit would add."""
+    plan, kept = plans()
+    sizes = [shard.cost.kept_bytes for shard in kept.shards[:-1]]
+    exact = LinkCostModel(bytes_per_second=2 * max(sizes) * 0.999)
+    running, seconds = (kept, PLAYED) if is_running_kept else (plan, COMPUTED)
+    found, expected = MeasuredActivationChoice(plan, kept, exact, room()).made(running, seconds)
+    assert [shard.keeps_activations for shard in found.shards] == [size < max(sizes) for size in sizes] + [False]
+    assert expected == seconds_of(found, COMPUTED, PLAYED)
 
 
 @pytest.mark.parametrize("there_is", [room(), room(host_bytes=0)])
