@@ -37,7 +37,7 @@ DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
 # Arguments that the pool calls later, when their variables may have changed.
 _FUNCTIONS = (
-    "model", "optimizer", "param_groups", "loss", "step", "evaluate", "scheduler", "train", "validate"
+    "model", "optimizer", "param_groups", "loss", "step", "evaluate", "finish", "scheduler", "train", "validate"
 )  # fmt: skip
 
 
@@ -70,6 +70,10 @@ class TrainTask(_ClosureSnapshotSlot):
         validate: validation data, in the forms of `train`; a `Dataset` is read in order.
         evaluate: `(module, batch) -> {name: scalar}`, of tensors or plain numbers, averaged over samples and reported
             as `val_<name>`, or unchanged for a name that begins with `val_`; default: the training loss, as `val_loss`.
+            With `finish`, tensors of any shape, whose first dimension counts samples.
+        finish: `(collected) -> {name: number}`, for metrics that are no means of batches (AUC, F1): called once after the
+            last validation batch, in place of the average. `collected` has each value of `evaluate` for the whole pass,
+            concatenated along the first dimension, as a tensor on the host; numbers are one element each.
         metric: metric reported to the tuner: a name, or several names for several objectives; default `val_loss`, or
             `train_loss` without `validate`.
         epochs: passes over `train`.
@@ -122,6 +126,7 @@ class TrainTask(_ClosureSnapshotSlot):
     step: Callable[[nn.Module, Batch], Tensor] | None = None
     validate: DataHandle | None = None
     evaluate: Callable[[nn.Module, Batch], Mapping[str, Any]] | None = None
+    finish: Callable[[dict[str, Tensor]], Mapping[str, Any]] | None = None
     metric: str | tuple[str, ...] | None = None
     epochs: int = 1
     batch_size: int | None = None
@@ -145,6 +150,10 @@ class TrainTask(_ClosureSnapshotSlot):
         if (self.loss is None) == (self.step is None):
             arguments = "neither" if self.loss is None else "both"
             raise TaskError(f"TrainTask needs exactly one of loss= and step=, got {arguments}")
+        if self.finish is not None and self.evaluate is None:
+            raise TaskError(
+                "finish= computes metrics from the values of evaluate=, and there is no evaluate=; give both"
+            )
         _check_positive("epochs", self.epochs)
         _check_positive("accumulate", self.accumulate)
         if self.split_batches != "auto":
@@ -393,18 +402,59 @@ def backward_called() -> TaskError:
     )
 
 
-def not_metrics(value: object) -> MetricError:
-    """Make the error for an `evaluate` that returned no mapping."""
+def not_metrics(value: object, argument: str = "evaluate") -> MetricError:
+    """Make the error for an `evaluate` or a `finish` that returned no mapping."""
     kind = "a tensor" if isinstance(value, Tensor) else type(value).__name__
-    return MetricError(f"evaluate= must return {{name: scalar}}, not {kind}; name the value, as in {{'acc': value}}")
+    return MetricError(f"{argument}= must return {{name: scalar}}, not {kind}; name the value, as in {{'acc': value}}")
 
 
 def not_a_metric(name: str, value: object) -> MetricError:
     """Make the error for an `evaluate` with a value that is no scalar."""
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     return MetricError(
-        f"evaluate= returned {name!r} as {kind}, not as a scalar; reduce it over the batch, e.g. with .mean()"
+        f"evaluate= returned {name!r} as {kind}, not as a scalar; reduce it over the batch, e.g. with .mean(), or give finish= "
+        "to compute metrics from the values of all batches"
     )
+
+
+def not_collectable(name: str, value: object) -> MetricError:
+    """Make the error for a value of `evaluate` that `finish` cannot be given."""
+    return MetricError(
+        f"evaluate= returned {name!r} as {type(value).__name__}; with finish=, values are tensors or plain numbers"
+    )
+
+
+def finished(task: "TrainTask", collected: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+    """Compute metrics by `finish` from the values of all batches.
+
+    Args:
+        task: a task with `finish`.
+        collected: the tensors of each batch by name, on the host.
+
+    Raises:
+        MetricError: the tensors of a name do not fit together, or `finish` returned anything but names and numbers.
+    """
+    joined = {}
+    for name, values in collected.items():
+        try:
+            joined[name] = torch.cat([value.reshape(1) if value.ndim == 0 else value for value in values])
+        except RuntimeError as error:
+            shapes = ", ".join(dict.fromkeys(str(tuple(value.shape)) for value in values))
+            raise MetricError(
+                f"evaluate= returned {name!r} in shapes that cannot be concatenated for finish= along the first dimension: "
+                f"{shapes}; pad the values, or flatten them"
+            ) from error
+    assert task.finish is not None
+    metrics = task.finish(joined)
+    if not isinstance(metrics, Mapping):
+        raise not_metrics(metrics, "finish")
+    numbers = {}
+    for name, value in metrics.items():
+        number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else number_of(value)
+        if number is None:
+            raise MetricError(f"finish= must return {{name: number}}, and {name!r} is {type(value).__name__}")
+        numbers[str(name)] = float(number)
+    return numbers
 
 
 def _check_metric(task: TrainTask) -> None:

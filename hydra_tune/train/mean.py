@@ -1,8 +1,15 @@
-"""A mean weighted by samples, in float64.
+"""A mean weighted by samples, in float64, and the values of a validation pass.
 
 `SingleTrial` (`single_trial.py`) and `MemberTrial` (`fusion/group/member.py`) average the training losses between two
 reports, and the metrics of each validation pass.
 """
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hydra_tune.task import TrainTask, finished, reported_names
 
 
 class WeightedMean:
@@ -30,3 +37,40 @@ class WeightedMean:
     def value(self) -> float:
         """Return the mean of the added values."""
         return self._total / self._weight
+
+
+class EvaluationResults:
+    """Gathers the values of a validation pass: means over samples, or all values for `finish=`.
+
+    Args:
+        task: the task, which decides what becomes of the values.
+
+    Attributes:
+        nbytes: host memory of the tensors gathered, in bytes.
+    """
+
+    def __init__(self, task: TrainTask) -> None:
+        self._task = task
+        self._means: dict[str, WeightedMean] = {}
+        self._collected: dict[str, list[Tensor]] = {}
+        self.nbytes = 0
+
+    def add(self, values: Mapping[str, Any], samples: int) -> None:
+        """Add the values of a batch: numbers, or tensors on the host for `finish=`."""
+        if self._task.finish is None:
+            for name, value in values.items():
+                self._means.setdefault(name, WeightedMean()).add(value, samples)
+            return
+        for name, value in values.items():
+            self._collected.setdefault(name, []).append(value)
+            self.nbytes += value.numel() * value.element_size()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the pass by reported name; runs the user's `finish=`.
+
+        Raises:
+            MetricError: as of `finished` and `reported_names`.
+        """
+        if self._task.finish is not None:
+            return reported_names(finished(self._task, self._collected))
+        return reported_names({name: mean.value() for name, mean in self._means.items()})

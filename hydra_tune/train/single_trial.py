@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from hydra_tune.errors import BudgetError, TaskError
+from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.meta_models import is_unbuilt
 from hydra_tune.shard.cost.microbatch_search import divisors
 from hydra_tune.shard.execute.eager_plan import uncaptured
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.shard_size_search import CHOICES
-from hydra_tune.task import check_reported, reported_names
+from hydra_tune.task import check_reported
 from hydra_tune.train.building import in_training_mode, refuse_lazy
 from hydra_tune.train.checkpoint.trial_checkpoint import (
     DataPosition,
@@ -38,7 +39,7 @@ from hydra_tune.train.loop.microbatches import MicroBatch, check_pieces, pieces,
 from hydra_tune.train.loop.optimizer_step import OptimizerStep
 from hydra_tune.train.loop.plan_cache import CachedPlan
 from hydra_tune.train.loop.training_batch import BatchPart
-from hydra_tune.train.mean import WeightedMean
+from hydra_tune.train.mean import EvaluationResults, WeightedMean
 from hydra_tune.train.parallel.parallel_step import ParallelStep
 from hydra_tune.train.parallel.pool_offers import StepStrategy, drawn_bytes
 from hydra_tune.train.parallel.step_strategy import arrange
@@ -320,11 +321,10 @@ class SingleTrial(Trial):
         times.measured(_STEP, time.perf_counter() - begun)
         self.units_run += 1
 
-    def _evaluate_directly(self, direct: WholeModelRunner) -> Generator[Said, None, dict[str, WeightedMean]]:
+    def _evaluate_directly(self, direct: WholeModelRunner) -> Generator[Said, None, EvaluationResults]:
         """Do the work of `_evaluate` with the user's own code, as long as the batches fit."""
         assert self.module is not None
-        means: dict[str, WeightedMean] = {}
-        count = 0
+        evaluated, count = EvaluationResults(self.task), 0
         self._set_mode(self.module, training=False)
         drawn_batches = self._draw(self.task.validate, shuffle=False)
         while True:
@@ -347,16 +347,31 @@ class SingleTrial(Trial):
                 # The shard units evaluate the batch again, and must draw the same numbers.
                 self._streams.go_back(streams_mark)
                 yield from self._leave_own_code(direct, "a validation batch does not fit beside its state")
-                return (yield from self._evaluate_rest(itertools.chain([batch], drawn_batches), means, count))
-            for name, value in values.items():
-                means.setdefault(name, WeightedMean()).add(value, num_samples(batch))
+                return (yield from self._evaluate_rest(itertools.chain([batch], drawn_batches), evaluated, count))
+            evaluated.add(values, num_samples(batch))
+            self._reserve(evaluated)
             count += 1
             self.progress.evaluated_batches += 1
             self._took(self._evaluation_times, start)
             yield BurstMark.STEP
         self._set_mode(self.module, training=True)
         self._evaluated(count)
-        return means
+        return evaluated
+
+    def _reserve(self, evaluated: EvaluationResults) -> None:
+        """Reserve host memory for the values collected for `finish=`.
+
+        Raises:
+            BudgetError: there is no room.
+        """
+        if not evaluated.nbytes or self.state is None:
+            return
+        if not self._share.change([self.state.layout.plan, *self._plans.all], evaluated.nbytes):
+            raise BudgetError(
+                f"the values that evaluate= returns for finish= take {format_bytes(evaluated.nbytes)} of host memory so far, "
+                "which is not free beside what other trials keep there; return less from evaluate= (a class number in place "
+                "of logits), raise host_memory, or run fewer trials at a time (max_concurrent)"
+            )
 
     def _evaluated(self, count: int) -> None:
         """Record the number of evaluated batches; refuse a pass without any."""
@@ -526,9 +541,12 @@ class SingleTrial(Trial):
         if self.task.validate is not None:
             # Whether a pass may be skipped is asked about the training pass, not about the validation pass within.
             may_skip = self._feed.may_skip
-            means = yield from self._evaluate()
+            evaluated = yield from self._evaluate()
             self._feed.may_skip = may_skip
-            metrics |= reported_names({name: mean.value() for name, mean in means.items()})
+            with self._own_code() if self.task.finish is not None else nullcontext():
+                metrics |= evaluated.metrics()
+            if evaluated.nbytes and self.state is not None:
+                self._share.change([self.state.layout.plan, *self._plans.all])
         check_reported(self.task.metrics, metrics)
         self.metrics = metrics
         seconds = time.perf_counter() - self._started
@@ -554,15 +572,16 @@ class SingleTrial(Trial):
         # The batch was drawn only to make the plan; the next training pass must draw from the same position again.
         self._restore_data(data_state)
 
-    def _evaluate(self) -> Generator[Said, None, dict[str, WeightedMean]]:
+    def _evaluate(self) -> Generator[Said, None, EvaluationResults]:
         if self._direct is not None:
             return (yield from self._evaluate_directly(self._direct))
         self._set_mode(self._objects[0], training=False)
-        return (yield from self._evaluate_rest(self._draw(self.task.validate, shuffle=False), {}, 0))
+        results = EvaluationResults(self.task)
+        return (yield from self._evaluate_rest(self._draw(self.task.validate, shuffle=False), results, 0))
 
     def _evaluate_rest(
-        self, drawn: Iterator[Any], means: dict[str, WeightedMean], count: int
-    ) -> Generator[PendingUnit, None, dict[str, WeightedMean]]:
+        self, drawn: Iterator[Any], evaluated: EvaluationResults, count: int
+    ) -> Generator[PendingUnit, None, EvaluationResults]:
         """Evaluate the remaining batches of a pass by shard units."""
         if self.state is None:
             self._make_state()
@@ -579,17 +598,18 @@ class SingleTrial(Trial):
             self._plans.check_fresh(cached_plan, batch, drawn)
             self._evaluation_times, self._step_left = cached_plan.times, cached_plan.times.total
             step = EvaluationBatch(cached_plan.plan, cached_plan.times, self.state, leaves, self._streams, self._device)
+            step.collects = self.task.finish is not None
             try:
                 yield from step.units()
             finally:
                 step.close()
-            for name, value in step.metrics.items():
-                means.setdefault(name, WeightedMean()).add(value, num_samples(batch))
+            evaluated.add(step.metrics, num_samples(batch))
+            self._reserve(evaluated)
             count += 1
             self.progress.evaluated_batches += 1
         self._evaluated(count)
         self._set_mode(module, training=True)
-        return means
+        return evaluated
 
 
 def _may_be_cut(batch: Any) -> bool:

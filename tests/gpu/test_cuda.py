@@ -181,7 +181,6 @@ def test_activations_that_measured_times_choose_change_no_number(model, monkeypa
         with HydraExecutor(devices="cuda:0", device_memory="1GiB", num_shards=3) as pool:
             (result,) = pool.run([task(model=model, activations=activations)])
         found.append((losses_of(result), {name: tensor.cpu() for name, tensor in result.state_dict().items()}))
-        print(f"{activations}: {result.activations}")
     assert found[0][0] == found[1][0]
     assert all(tensor.equal(found[1][1][name]) for name, tensor in found[0][1].items())
 

@@ -82,24 +82,25 @@ def test_the_average_in_the_module_is_trained_and_evaluated():
     assert not torch.equal(weights["average.module.0.weight"], weights["net.0.weight"])
 
 
-def test_a_batch_of_all_batches_gives_the_metric_of_the_whole_set():
+def test_collected_values_give_the_metric_of_the_whole_set():
     def share_of_pairs(labels, scores):
         return float((scores[labels == 1][:, None] > scores[labels == 0]).mean())
 
-    names = {"torch": torch, "roc_auc_score": share_of_pairs, "validation_loader": DataLoader(data(30), batch_size=8)}
-    definition = snippet("Metrics over the whole set").partition("\n\n\n")[0]
+    names = {"roc_auc_score": share_of_pairs}
+    definition = snippet("Metrics over the whole set").partition("\n\n\nTrainTask")[0]
     exec(definition, names)
     result = assert_as_plain(
         lambda: TrainTask(
             model=net,
             optimizer=lambda parameters: OPTIMIZER(parameters, lr=0.1),
-            validate=lambda: [list(names["validation_loader"])],
+            validate=data(30),
             evaluate=names["evaluate"],
+            finish=names["finish"],
             metric="val_auc",
             **TRAINING,
         )
     )
     module, (points, labels) = result.module().eval(), data(30).tensors
     with torch.no_grad():
-        scores = torch.cat([module(part)[:, 1] for part in points.split(8)])
+        scores = torch.cat([module(part)[:, 1] for part in points.split(16)])
     assert result.metrics["val_auc"] == share_of_pairs(labels.numpy(), scores.numpy())

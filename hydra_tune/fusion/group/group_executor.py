@@ -113,6 +113,7 @@ class GroupExecutor:
             streams=self._places.streams,
             gradients=self._places.gradients,
             resting=resting,
+            collects=self._collects,
         )
 
         def next_batches() -> StackedBatches | None:
@@ -218,19 +219,24 @@ class GroupExecutor:
     ) -> Generator[PendingUnit, None, None]:
         """Evaluate a batch of every active member."""
         evaluation = GroupEvaluation(part.plan, part.times, state, part.leaves, self._places.streams, self._device)
-        evaluation.resting = tuple(resting)
+        evaluation.resting, evaluation.collects = tuple(resting), self._collects
         try:
             yield from evaluation.units()
         finally:
             evaluation.close()
         self._take_values([evaluation.values], resting)
 
+    @property
+    def _collects(self) -> bool:
+        """Whether the members' evaluations return tensors for `finish=`; a group's members are alike in this."""
+        return any(seat.member.task.finish is not None for seat in self._places.seats)
+
     def _take_losses(self, steps: Sequence[Sequence[float]], resting: Collection[int]) -> None:
         for index, losses in enumerate(zip(*steps, strict=True)):
             if index not in resting:
                 self._places.seats[index].member.results = losses
 
-    def _take_values(self, steps: Sequence[Mapping[str, Sequence[float]]], resting: Collection[int]) -> None:
+    def _take_values(self, steps: Sequence[Mapping[str, Sequence[Any]]], resting: Collection[int]) -> None:
         for index, seat in enumerate(self._places.seats):
             if index not in resting:
                 names = None if self.rows is None else self.rows.names(index)

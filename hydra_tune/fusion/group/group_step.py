@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from hydra_tune.batched.gradient_clipping import clip_, factors_of, norms_of
 from hydra_tune.devices.device import Device, RandomGenerator
 from hydra_tune.fusion.compile.cuda_graph_steps import CapturedPlanExecutor
 from hydra_tune.fusion.group.group_rng import GroupStreams
-from hydra_tune.shard.capture.step_module import Objective, objective
+from hydra_tune.shard.capture.step_module import Objective, objective, on_host
 from hydra_tune.shard.execute.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.partition.plan import Shard
 from hydra_tune.task import TrainTask
@@ -172,13 +173,18 @@ class GroupBatch(_MaskedBatchUnits, TrainingBatch):
         leave_out_bad(self._state.optimizer, self.losses)
 
 
+def member_values(value: Tensor, *, collects: bool) -> Sequence[Any]:
+    """Return a stacked value of a metric for each member: a number, or a tensor on the host for `finish=`."""
+    return on_host(value).unbind() if collects else value.tolist()
+
+
 class GroupEvaluation(_MaskedBatchUnits, EvaluationBatch):
     """An evaluated batch of each member. After the units have run, `values` holds the members' values by metric."""
 
     def _take_metric(self, metric: str, value: Tensor) -> None:
         if not hasattr(self, "values"):
-            self.values: dict[str, list[float]] = {}
-        self.values[metric] = value.tolist()
+            self.values: dict[str, Sequence[Any]] = {}
+        self.values[metric] = member_values(value, collects=self.collects)
 
 
 class GroupStep(OptimizerStep):

@@ -28,7 +28,7 @@ from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
 from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition
 from hydra_tune.train.data.handles import no_batch, num_samples, refuse_empty
 from hydra_tune.train.data.index_gather import UngatheredBatches
-from hydra_tune.train.mean import WeightedMean
+from hydra_tune.train.mean import EvaluationResults
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.timing.unit_times import UnitTimes
@@ -127,7 +127,12 @@ class MemberTrial(SingleTrial):
     def _check_reach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Refuse functions that hold the model or the optimizer: a group stacks the members' tensors elsewhere."""
         task = self.task
-        around = {"train=": task.train, "validate=": task.validate, "scheduler=": task.scheduler}
+        around = {
+            "train=": task.train,
+            "validate=": task.validate,
+            "scheduler=": task.scheduler,
+            "finish=": task.finish,
+        }
         steps = {"loss=": task.loss, "step=": task.step, "evaluate=": task.evaluate}
         optimizing = [optimizer, optimizer.param_groups, optimizer.state]
         name = reached(around, [*module.modules(), *module.parameters(), *optimizing]) or reached(steps, optimizing)
@@ -254,11 +259,10 @@ class MemberTrial(SingleTrial):
             yield from self._after_step(place.epoch, count)
         return count
 
-    def _evaluate(self) -> Generator[Any, None, dict[str, WeightedMean]]:
+    def _evaluate(self) -> Generator[Any, None, EvaluationResults]:
         if not self.is_fused:
             return (yield from super()._evaluate())
-        means: dict[str, WeightedMean] = {}
-        count = 0
+        evaluated, count = EvaluationResults(self.task), 0
         self._feed.gives_picks = True
         for drawn in self._draw(self.task.validate, shuffle=False):
             _refuse_empty(drawn, "validate", count)
@@ -267,13 +271,12 @@ class MemberTrial(SingleTrial):
                 yield request
                 samples = request.num_samples
                 for values in self.results:
-                    for name, value in values.items():
-                        means.setdefault(name, WeightedMean()).add(value, samples)
+                    evaluated.add(values, samples)
                 count += len(self.results)
                 self.progress.evaluated_batches += len(self.results)
                 request = request.part(len(self.results))
         self._evaluated(count)
-        return means
+        return evaluated
 
     @property
     def _batches_alone(self) -> int | None:

@@ -27,7 +27,7 @@ from hydra_tune.batched.joint_graph import JointTrace
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor
 from hydra_tune.fusion.group.batched_inputs import StackedBatches
-from hydra_tune.fusion.group.group_step import leave_out_bad
+from hydra_tune.fusion.group.group_step import leave_out_bad, member_values
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
@@ -56,6 +56,7 @@ class RoundContext:
         streams: the members' random streams.
         gradients: the group's gradient rules.
         resting: slots of members that take no part.
+        collects: as of `EvaluationBatch`.
     """
 
     plan: ShardPlan
@@ -64,6 +65,7 @@ class RoundContext:
     streams: RandomStreams
     gradients: GradientProcessor
     resting: Collection[int]
+    collects: bool = False
 
     @property
     def shard(self) -> Shard:
@@ -231,7 +233,7 @@ class GroupRound:
             with self._buffers_kept():
                 outputs = rules.plan.computing.forward(graph, operands)
             named = zip(rules.plan.names, rules.plan.outputs, strict=True)
-            return {metric: outputs[name].tolist() for metric, name in named}
+            return {metric: member_values(outputs[name], collects=rules.collects) for metric, name in named}
 
     def _trained(self, operands: ShardOperands, device: Device) -> list[float]:
         """Run a training step; return the members' losses."""

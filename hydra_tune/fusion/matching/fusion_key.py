@@ -76,6 +76,8 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
     groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     family = (
         _without_numbers(_without_losses(architecture)),
+        # Metrics may differ between members where each is a number for each member.
+        None if task.finish is None else _evaluation(architecture),
         options_key(optimizer),
         groups,
         task.activations,
@@ -108,6 +110,12 @@ def _without_losses(key: Any) -> Any:
     """Return an architecture key that keeps only `step=` of the functions called on the model."""
     model, (_loss, step, _evaluate), *other_parts = key
     return (model, step, *other_parts)
+
+
+def _evaluation(key: Any) -> Any:
+    """Return the part of an architecture key that describes `evaluate=`."""
+    _model, (_loss, _step, evaluate), *_others = key
+    return evaluate
 
 
 def _without_numbers(key: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.errors import CaptureError, TaskError
-from hydra_tune.task import TrainTask, backward_called, not_a_metric, not_metrics, number_of, returned
+from hydra_tune.task import TrainTask, backward_called, not_a_metric, not_collectable, not_metrics, number_of, returned
 
 MODEL_PREFIX = "model."
 
@@ -125,13 +125,14 @@ class TrainStep(nn.Module):
 
 
 class EvaluateStep(nn.Module):
-    """`forward(batch)` returns the metrics of a batch, each a scalar tensor."""
+    """`forward(batch)` returns the metrics of a batch, each a scalar tensor; with `finish=`, tensors of any shape."""
 
     def __init__(self, model: nn.Module, task: TrainTask) -> None:
         super().__init__()
         self.model = model
         loss = training_loss(task)
         self._evaluate = task.evaluate or (lambda module, batch: {"loss": loss(module, batch)})
+        self._collects = task.finish is not None
 
     def forward(self, batch: Any) -> dict[str, Tensor]:
         """Return the metrics of a batch by name.
@@ -144,11 +145,14 @@ class EvaluateStep(nn.Module):
         settle_buffers(buffers)
         if not isinstance(metrics, Mapping):
             raise not_metrics(metrics)
+        if self._collects:
+            # Copied, because a value may be a batch's own tensor, which is no result of an operator.
+            return {str(name): _collected(name, value).clone() for name, value in metrics.items()}
         return {str(name): _scalar(name, value) for name, value in metrics.items()}
 
 
-def evaluation_metrics(task: TrainTask, model: nn.Module, batch: Any) -> dict[str, float]:
-    """Return the metrics of a batch by name, from the user's own code without changes.
+def evaluation_metrics(task: TrainTask, model: nn.Module, batch: Any) -> dict[str, Any]:
+    """Return the metrics of a batch by name, from the user's own code without changes; with `finish=`, tensors on the host.
 
     Raises:
         MetricError: the result is not a mapping of names to scalars.
@@ -159,19 +163,38 @@ def evaluation_metrics(task: TrainTask, model: nn.Module, batch: Any) -> dict[st
         metrics = task.evaluate(model, batch)
     if not isinstance(metrics, Mapping):
         raise not_metrics(metrics)
+    if task.finish is not None:
+        return {str(name): on_host(_collected(name, value)) for name, value in metrics.items()}
     return {str(name): float(_scalar(name, value).item()) for name, value in metrics.items()}
 
 
+def on_host(value: Tensor) -> Tensor:
+    """Return a copy of a value for `finish=`."""
+    return value.detach().to("cpu", copy=True)
+
+
 def _scalar(name: str, value: object) -> Tensor:
+    tensor = _tensor(name, value)
+    if tensor is None or tensor.numel() != 1:
+        raise not_a_metric(name, value)
+    return tensor
+
+
+def _collected(name: str, value: object) -> Tensor:
+    tensor = _tensor(name, value)
+    if tensor is None:
+        raise not_collectable(name, value)
+    return tensor
+
+
+def _tensor(name: str, value: object) -> Tensor | None:
     if isinstance(value, torch.SymFloat | torch.SymInt | torch.SymBool):  # while the step is captured
         raise CaptureError(f"evaluate= returns {name!r} as a plain number, which a graph does not know")
+    if isinstance(value, Tensor):
+        return value
     number = number_of(value)
-    if number is not None:
-        # As exact as the Python float of the user's code.
-        return torch.tensor(number, dtype=torch.float64)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise not_a_metric(name, value)
-    return value
+    # As exact as the Python float of the user's code.
+    return None if number is None else torch.tensor(number, dtype=torch.float64)
 
 
 def step_module(task: TrainTask, model: nn.Module, mode: str, *, sets_mode: bool = True) -> TrainStep | EvaluateStep:

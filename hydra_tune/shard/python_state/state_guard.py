@@ -162,7 +162,7 @@ def check_kept(task: TrainTask, module: nn.Module, kept_names: Mapping[str, set[
     Raises:
         TaskError: code of the data, of the scheduler, or of a step of the other mode reads such an attribute.
     """
-    around = {"train=": task.train, "validate=": task.validate, "scheduler=": task.scheduler}
+    around = {"train=": task.train, "validate=": task.validate, "scheduler=": task.scheduler, "finish=": task.finish}
     for mode, names in kept_names.items():
         if not names:
             continue

@@ -24,7 +24,7 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.shard.capture.capture_lock import GATE
-from hydra_tune.shard.capture.step_module import Objective, loss_itself
+from hydra_tune.shard.capture.step_module import Objective, loss_itself, on_host
 from hydra_tune.shard.cost.pilot import ShardCost
 from hydra_tune.shard.execute.chain import ShardChain
 from hydra_tune.shard.execute.eager_plan import EagerStep
@@ -330,9 +330,15 @@ class BatchUnits:
 
 
 class EvaluationBatch(BatchUnits):
-    """An evaluated batch; after the units have run, `metrics` holds the values."""
+    """An evaluated batch; after the units have run, `metrics` holds the values.
 
-    metrics: dict[str, float]
+    Attributes:
+        metrics: the values by name: numbers, or tensors on the host.
+        collects: whether the values are tensors, for `finish=`.
+    """
+
+    metrics: dict[str, Any]
+    collects = False
 
     def units(self) -> Iterator[PendingUnit]:
         """Yield a forward-only unit for each shard."""
@@ -358,7 +364,7 @@ class EvaluationBatch(BatchUnits):
                 self._store.drop(name)
 
     def _take_metric(self, metric: str, value: Tensor) -> None:
-        self.metrics[metric] = float(value.item())
+        self.metrics[metric] = on_host(value) if self.collects else float(value.item())
 
 
 def run_unit(

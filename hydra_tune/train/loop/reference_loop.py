@@ -29,7 +29,9 @@ from hydra_tune.task import (
     TrainTask,
     backward_called,
     check_reported,
+    finished,
     not_a_metric,
+    not_collectable,
     not_metrics,
     number_of,
     reported_names,
@@ -268,6 +270,7 @@ class _PlainRun:
         if self.task.validate is None:
             return {}
         means: dict[str, _SampleWeightedMean] = {}
+        collected: dict[str, list[Tensor]] = {}
         batches = 0
         self.module.eval()
         with torch.no_grad():
@@ -275,12 +278,18 @@ class _PlainRun:
                 refuse_empty(batch, "validate", batches)
                 batches += 1
                 with GATE.shared(), _autocast(self.task, self.device):
-                    values = dict(_scalars(self.task, self.module, self._placed(batch)))
+                    values = dict(_metrics(self.task, self.module, self._placed(batch)))
                 for name, value in values.items():
+                    if isinstance(value, Tensor):
+                        collected.setdefault(name, []).append(value)
+                        continue
                     means.setdefault(name, _SampleWeightedMean()).add(value, num_samples(batch))
         self.module.train()
         if not batches:
             raise no_batch("validate", self.task.validate)
+        if self.task.finish is not None:
+            with GATE.shared():
+                return reported_names(finished(self.task, collected))
         return reported_names({name: mean.value() for name, mean in means.items()})
 
 
@@ -313,12 +322,22 @@ def _loss(task: TrainTask, module: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def _scalars(task: TrainTask, module: nn.Module, batch: Batch) -> Iterator[tuple[str, float]]:
+def _metrics(task: TrainTask, module: nn.Module, batch: Batch) -> Iterator[tuple[str, float | Tensor]]:
     values: object = {"loss": _loss(task, module, batch)} if task.evaluate is None else task.evaluate(module, batch)
     if not isinstance(values, Mapping):
         raise not_metrics(values)
     for name, value in values.items():
+        if task.finish is not None:
+            yield name, value.detach().cpu().clone() if isinstance(value, Tensor) else _one_element(name, value)
+            continue
         number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else number_of(value)
         if number is None:
             raise not_a_metric(name, value)
         yield name, float(number)
+
+
+def _one_element(name: str, value: object) -> Tensor:
+    number = number_of(value)
+    if number is None:
+        raise not_collectable(name, value)
+    return torch.tensor(number, dtype=torch.float64)
