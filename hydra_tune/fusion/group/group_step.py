@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import Optimizer
 
 from hydra_tune.batched.batched_optimizer import StackedOptimizer
@@ -126,7 +127,8 @@ class _MaskedBatchUnits(BatchUnits):
         saved_rows = [tensor.detach()[rows.to(tensor.device)] for tensor in tensors]
         # Without `finally`: the undo of a failed unit restores all rows (`unit_rollback.py`).
         yield
-        with torch.no_grad():
+        # No overwrite for autograd: a graph that is kept until the backward reads nothing of resting members.
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
             for tensor, rows_before in zip(tensors, saved_rows, strict=True):
                 tensor[rows.to(tensor.device)] = rows_before
 
