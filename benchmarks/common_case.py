@@ -16,6 +16,10 @@ The plain loop seeds, loads and steps by itself and shares nothing with hydra_tu
     wide           eight MLPs of 512 on cpu:2, against the same pool on cpu:1
     loader0, loader2   a user's Dataset that augments by random numbers, with 0 and 2 workers
     optuna         a search of 16 trials, against stock Optuna
+    fused_list, fused_dataset, fused_loader
+                   sixteen of these MLPs fused, from a callable, a TensorDataset, and a Dataset with a DataLoader
+    fused_list_again, fused_dataset_again
+                   the same in a process that has fused such trials before
     bert, llama    until the first step of BERT-base, and of a Llama of 8 layers with LoRA, is over
 """
 
@@ -40,6 +44,11 @@ ROWS = {
     "loader0": (((1, 200), (8, 200), (1, 3000)), "wall", 1.10),
     "loader2": (((1, 200), (8, 200), (1, 3000)), "wall", 1.20),
     "optuna": (((16, 320),), "cpu", 1.10),
+    "fused_list": (((16, 200), (16, 2000)), "cpu", 1 / 6),
+    "fused_dataset": (((16, 200), (16, 2000)), "cpu", 1 / 10),
+    "fused_loader": (((16, 200), (16, 2000)), "cpu", 1 / 2),
+    "fused_list_again": (((16, 200),), "cpu", 1 / 2),
+    "fused_dataset_again": (((16, 200),), "cpu", 1 / 2),
     "bert": (((1, 1),), "first", 1.10),
     "llama": (((1, 1),), "first", 1.10),
 }
@@ -69,7 +78,12 @@ def seconds_of(measure, base, own):
 
 
 def same(row, base, own):
-    """Whether the arms agree; of a search as far as both trained a trial, since others' reports decide what is pruned."""
+    """Whether the arms agree: to the last bit, or in the norms of fused trials' weights, which are equal up to rounding.
+
+    Searches agree as far as both trained a trial, since others' reports decide what is pruned.
+    """
+    if row.startswith("fused"):
+        return all(abs(mine - other) <= 1e-2 * other for other, mine in zip(base["bits"], own["bits"], strict=True))
     if row != "optuna":
         return base["bits"] == own["bits"]
     return all(

@@ -144,6 +144,19 @@ def tokens(vocabulary, batch=4, length=256, count=6):
     return [torch.randint(vocabulary, (batch, length), generator=stream) for _ in range(count)]
 
 
+class Rows(Dataset):
+    """A map-style dataset of samples in memory, as anyone writes one."""
+
+    def __init__(self):
+        self.inputs, self.labels = (torch.cat(part) for part in zip(*vectors(), strict=True))
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.labels[index]
+
+
 class Augmented(Dataset):
     """A map-style dataset whose samples are flipped, shifted and noisy, by all three random streams."""
 
@@ -185,6 +198,14 @@ def program(row, steps):
         epochs = 10 if steps > 1000 else 4
         loader = DataLoader(Augmented(16 * steps // epochs), 16, shuffle=True, num_workers=int(row[-1]))
         return (lambda: cnn(16)), classified, loader, epochs
+    if row.startswith("fused"):
+        batches, rows = vectors(), Rows()
+        data = {
+            "fused_list": lambda: batches,
+            "fused_dataset": TensorDataset(rows.inputs, rows.labels),
+            "fused_loader": DataLoader(rows, 32, shuffle=True),
+        }[row.removesuffix("_again")]
+        return (lambda: mlp(64)), classified, data, max(1, steps // EPOCH_STEPS)
     model, loss_of, data = {
         "mlp": lambda: ((lambda: mlp(64)), classified, vectors()),
         "counter": lambda: (Counting, classified, vectors()),
@@ -206,6 +227,8 @@ def adam(parameters):
 
 def plain(row, trials, steps, marks):
     model, loss_of, handle, epochs = program(row, steps)
+    if isinstance(handle, TensorDataset):
+        handle = DataLoader(handle, 32, shuffle=True)
     states = []
     for seed in range(trials):
         torch.manual_seed(seed)
@@ -232,6 +255,7 @@ def plain(row, trials, steps, marks):
 def pool(row, trials, steps, marks, devices="cpu:1"):
     from hydra_tune import HydraExecutor, TrainTask  # noqa: PLC0415
 
+    options = {"fusion": "on", "fusion_size": trials} if row.startswith("fused") else {}
     model, loss_of, handle, epochs = program(row, steps)
     tasks = [
         TrainTask(
@@ -240,13 +264,14 @@ def pool(row, trials, steps, marks, devices="cpu:1"):
             param_groups=lambda module: [p for p in module.parameters() if p.requires_grad],
             step=loss_of,
             train=handle,
+            batch_size=32 if isinstance(handle, TensorDataset) else None,
             epochs=epochs,
             seed=seed,
         )
         for seed in range(trials)
     ]
     began = time.perf_counter()
-    with HydraExecutor(devices=devices) as executor:
+    with HydraExecutor(devices=devices, **options) as executor:
         results = executor.run(tasks)
         marks["first"] = time.perf_counter() - began
         for result in results:
@@ -343,6 +368,10 @@ def digest(states):
     return sums
 
 
+def norms(states):
+    return [float(torch.cat([part.flatten() for part in state.values()]).norm()) for state in states]
+
+
 def imports(row, arm):
     """Beside what stands above, so that nothing is imported while an arm is timed."""
     names = {"bert": ["transformers"], "llama": ["transformers"], "optuna": ["optuna"]}.get(row, [])
@@ -363,8 +392,10 @@ def cpu_seconds():
 def main():
     row, arm, trials, steps, began = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5]), float(sys.argv[5])
     imports(row, arm)
-    ready, before = time.monotonic(), cpu_seconds()
     marks = {}
+    if row.endswith("_again") and arm != "plain":
+        pool(row, trials, EPOCH_STEPS, marks)
+    ready, before = time.monotonic(), cpu_seconds()
     if row == "optuna":
         result = search(arm)
     elif arm == "plain":
@@ -372,7 +403,8 @@ def main():
     else:
         result = pool(row, trials, steps, marks, devices="cpu:2" if arm == "pool2" else "cpu:1")
     wall, cpu = time.monotonic() - ready, cpu_seconds() - before
-    bits = sorted(result.items()) if row == "optuna" else digest(result)
+    digests = norms if row.startswith("fused") else digest
+    bits = sorted(result.items()) if row == "optuna" else digests(result)
     print("FIGURES", json.dumps({"import": ready - began, "wall": wall, "cpu": cpu, "bits": bits, **marks}))
 
 

@@ -10,7 +10,7 @@ of its members computed together.
 import math
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -43,17 +43,20 @@ class MemberBatchRequest:
         mode: "train" or "evaluate".
         drawn: a batch as drawn from the member's data, or picks not yet gathered.
         leaves: the batch's tensors; for picks, the geometry of each batch.
+        num_samples: number of samples in each batch.
     """
 
     mode: str
     drawn: Batch | UngatheredBatches
     leaves: BatchLeaves
+    num_samples: int
 
     @classmethod
     def of(cls, mode: str, drawn: Batch | UngatheredBatches) -> Self:
         """Return the request for a drawn batch or picks."""
-        leaves = drawn.source.leaves(drawn.size) if isinstance(drawn, UngatheredBatches) else batches.flatten(drawn)
-        return cls(mode, drawn, leaves)
+        if isinstance(drawn, UngatheredBatches):
+            return cls(mode, drawn, drawn.source.leaves(drawn.size), drawn.size)
+        return cls(mode, drawn, batches.flatten(drawn), num_samples(drawn))
 
     def __len__(self) -> int:
         return len(self.drawn) if isinstance(self.drawn, UngatheredBatches) else 1
@@ -68,11 +71,6 @@ class MemberBatchRequest:
         """The tensors of the first batch."""
         return batches.flatten(self.batch).tensors if isinstance(self.drawn, UngatheredBatches) else self.leaves.tensors
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples in each batch."""
-        return self.drawn.size if isinstance(self.drawn, UngatheredBatches) else num_samples(self.drawn)
-
     def part(self, begin: int, end: int | None = None) -> "MemberBatchRequest | None":
         """Return the batches from `begin` up to `end`; None if there are none."""
         if not isinstance(self.drawn, UngatheredBatches):
@@ -80,7 +78,7 @@ class MemberBatchRequest:
         if begin >= len(self.drawn):
             return None
         part = self.drawn.part(begin, end)
-        return self if part is self.drawn else MemberBatchRequest(self.mode, part, self.leaves)
+        return self if part is self.drawn else replace(self, drawn=part)
 
 
 class PartialStepRequest:
