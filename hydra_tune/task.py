@@ -37,7 +37,7 @@ DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
 # Arguments that the pool calls later, when their variables may have changed.
 _FUNCTIONS = (
-    "model", "optimizer", "param_groups", "loss", "step", "evaluate", "finish", "scheduler", "train", "validate"
+    "model", "optimizer", "param_groups", "loss", "step", "evaluate", "finish", "scheduler", "stop", "train", "validate"
 )  # fmt: skip
 
 
@@ -111,6 +111,8 @@ class TrainTask(_ClosureSnapshotSlot):
         scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
         scheduler_interval: whether the scheduler steps after each `"epoch"` or each optimizer `"step"`.
         report_every: `"epoch"`, or a number of optimizer steps; every report evaluates if there is `validate`.
+        stop: `(history) -> bool`, for early stopping: called after each report with all reports so far, as
+            `Result.history`; a true value completes the trial.
         result: report that gives the trial's value to a tuner: the `"last"` or the `"best"`.
         seed: seeds the trial's random streams.
 
@@ -142,6 +144,7 @@ class TrainTask(_ClosureSnapshotSlot):
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     scheduler_interval: Literal["epoch", "step"] = "epoch"
     report_every: Literal["epoch"] | int = "epoch"
+    stop: Callable[[list[dict[str, float]]], bool] | None = None
     result: Literal["last", "best"] = "last"
     seed: int = 0
 

@@ -52,6 +52,10 @@ _END = object()
 _STEP = "step"
 
 
+class _StoppedEarly(Exception):  # noqa: N818 - no error: the way out of the loops of a complete trial
+    """The user's `stop=` has ended the training."""
+
+
 class SingleTrial(Trial):
     """A trial with a training loop of its own."""
 
@@ -87,11 +91,19 @@ class SingleTrial(Trial):
         return self._plans.find(module, optimizer, None, piece.batch, leaves, "train"), leaves
 
     def _train(self) -> Generator[Said, None, None]:
+        try:
+            yield from self._train_epochs()
+        except _StoppedEarly:
+            self._reached(DataPosition(epoch=self.task.epochs))
+
+    def _train_epochs(self) -> Generator[Said, None, None]:
         task = self.task
         for handle in (task.train, task.validate):
             self._feed.check(handle)
         module, optimizer = self._build()
         start = self._begin()
+        # A checkpoint may be of the moment before its report was delivered.
+        self._check_stop()
         yield from self._choose_way(module, optimizer)
         for epoch in range(start.epoch, task.epochs):
             self.progress.epoch = epoch
@@ -558,6 +570,21 @@ class SingleTrial(Trial):
             self._place = place
         yield PendingReport(step=step, metrics=dict(metrics))
         self._place = None
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        """Ask the user whether the trial is complete after its last report.
+
+        Raises:
+            _StoppedEarly: the trial is complete.
+        """
+        if self.task.stop is None or not self.history:
+            return
+        with self._own_code():
+            is_complete = self.task.stop([dict(report) for report in self.history])
+        if is_complete:
+            self._adopt_saved()
+            raise _StoppedEarly
 
     def _make_state(self) -> None:
         """Plan a training step without running the step, for a trial that resumes with an evaluation."""

@@ -130,6 +130,7 @@ class MemberTrial(SingleTrial):
             "validate=": task.validate,
             "scheduler=": task.scheduler,
             "finish=": task.finish,
+            "stop=": task.stop,
         }
         steps = {"loss=": task.loss, "step=": task.step, "evaluate=": task.evaluate}
         optimizing = [optimizer, optimizer.param_groups, optimizer.state]

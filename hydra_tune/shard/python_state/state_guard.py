@@ -162,7 +162,13 @@ def check_kept(task: TrainTask, module: nn.Module, kept_names: Mapping[str, set[
     Raises:
         TaskError: code of the data, of the scheduler, or of a step of the other mode reads such an attribute.
     """
-    around = {"train=": task.train, "validate=": task.validate, "scheduler=": task.scheduler, "finish=": task.finish}
+    around = {
+        "train=": task.train,
+        "validate=": task.validate,
+        "scheduler=": task.scheduler,
+        "finish=": task.finish,
+        "stop=": task.stop,
+    }
     for mode, names in kept_names.items():
         if not names:
             continue

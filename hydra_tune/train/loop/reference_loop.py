@@ -125,7 +125,7 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
         scaler=torch.amp.GradScaler(device.type, enabled=task.precision == "float16"),
     )
     try:
-        finished = all(run.epoch(epoch) for epoch in range(task.epochs))
+        finished = all(run.epoch(epoch) for epoch in range(task.epochs)) or run.is_stopped
     except BadLossError:
         if task.on_bad_loss == "fail":
             raise
@@ -174,9 +174,10 @@ class _PlainRun:
     losses: list[float] = field(default_factory=list)
     interval: _SampleWeightedMean = field(default_factory=_SampleWeightedMean)
     started: float = field(default_factory=time.perf_counter)
+    is_stopped: bool = False
 
     def epoch(self, epoch: int) -> bool:
-        """Train on every batch once; return False if a report pruned the run."""
+        """Train on every batch once; return False if a report pruned the run, or if `stop` ended the run."""
         self.module.train()
         num_earlier = len(self.losses)
         for batch in self.own.batches(self.task.train, self.task.batch_size, shuffle=True):
@@ -226,7 +227,7 @@ class _PlainRun:
         return batch if self.device.type == "cpu" else moved(batch, self.device)
 
     def _step(self, epoch: int) -> bool:
-        """Take one optimizer step; return False if a report after the step pruned the run."""
+        """Take one optimizer step; return False if a report after the step ended the run."""
         task = self.task
         with GATE.shared():
             # Before clipping: the norm is the norm of the true gradients.
@@ -263,7 +264,11 @@ class _PlainRun:
         check_reported(self.task.metrics, self.metrics)
         seconds = time.perf_counter() - self.started
         self.history.append({"step": step, "epoch": epoch, "seconds": seconds, **self.metrics})
-        return self.report is None or self.report(step, dict(self.metrics)) is not False
+        if self.report is not None and self.report(step, dict(self.metrics)) is False:
+            return False
+        with GATE.shared():
+            self.is_stopped = self.task.stop is not None and bool(self.task.stop([dict(each) for each in self.history]))
+        return not self.is_stopped
 
     def _evaluate(self) -> dict[str, float]:
         """Average the values of `evaluate` over the validation samples; empty without validation data."""
