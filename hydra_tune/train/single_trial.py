@@ -162,6 +162,7 @@ class SingleTrial(Trial):
                 self._settle_pieces(module, optimizer, batch)
                 for piece in pieces(batch, self.task.num_pieces):
                     leaves = batches.flatten(piece.batch)
+                    self._follow_frozen(step)
                     cached_plan = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
                     self._plans.check_fresh(cached_plan, piece.batch, drawn)
                     self._open_step = step = step or self._new_step(cached_plan)
@@ -180,6 +181,28 @@ class SingleTrial(Trial):
         if not count:
             raise no_batch("train", self.task.train, epoch)
         return count
+
+    def _follow_frozen(self, step: OptimizerStep | None) -> None:
+        """Plan the trial anew if a frozen parameter trains from the next step on (gradual unfreezing).
+
+        Raises:
+            TaskError: the parameter would begin to train within a step.
+        """
+        if self.state is None or not self.state.has_thawed:
+            return
+        if step is not None:
+            self.state.check_frozen()
+        CHOICES.info("frozen parameters train after step %d, so the trial is planned again", self.progress.steps)
+        self._plans.clear()
+        self._hand_over_state()
+
+    def _hand_over_state(self) -> None:
+        """Bring the state home, for a state of another layout."""
+        assert self.module is not None
+        assert self.state is not None
+        self.state.hand_over()
+        self._left, self.state = self.state, None
+        refuse_gradient_hooks(self.module)
 
     def _choose_way(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[BurstMark, None, None]:
         """Start running the user's own code, unless something requires cutting the model."""
@@ -321,12 +344,8 @@ class SingleTrial(Trial):
         CHOICES.info("the trial is cut after step %d: %s", self.progress.steps, why)
         direct.close()
         yield BurstMark.LEAVES
-        assert self.module is not None
-        assert self.state is not None
         self._direct = None
-        self.state.hand_over()
-        self._left, self.state = self.state, None
-        refuse_gradient_hooks(self.module)
+        self._hand_over_state()
 
     def _took(self, times: UnitTimes, begun: float) -> None:
         """Record that a step of the user's own code, or a batch evaluated by the code, is over."""
@@ -478,7 +497,7 @@ class SingleTrial(Trial):
             self._plans.settle(kept, self.state)
         strategy = None if self.state is None else self._arrange(kept, self.state)
         if self.state is not None:
-            self.state.check_frozen()
+            self.state.check_optimized()
         else:
             self.state = self._lay_out(*self._objects, kept.plan)
             # Otherwise the optimizer draws nothing: a model whose optimizer draws is not cut.

@@ -392,6 +392,7 @@ class Trial:
             self._built.restore(state)
         # The optimizer's state needs groups, and groups need a plan.
         self._saved = {name: state[name] for name in ("optimizer", "trained", "made_for")}
+        self._built.thaw(state)
         place = place_after(state, task_changes)
         # A changed seed asks for other random numbers: the streams then begin at the new seed.
         if not any(setting == "task.seed" for setting, _, _ in task_changes):

@@ -5,6 +5,7 @@ Weights, buffers, optimizer state, reports. What is saved goes through JSON; it 
 
 import itertools
 import random
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -426,11 +427,50 @@ class ThawsLater(lr_scheduler.LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-@pytest.mark.parametrize("changes", [{"model": Thaws}, {"scheduler": ThawsLater}], ids=["forward", "scheduler"])
-def test_weights_that_were_frozen_and_are_trained_later_are_refused(changes):
+class ThawsForever(lr_scheduler.LRScheduler):
+    """Gradual unfreezing: of all parameters but the last layer's, one more after each epoch."""
+
+    def get_lr(self) -> list[Any]:
+        parameters = self.optimizer.param_groups[0]["params"]
+        for number, parameter in enumerate(reversed(parameters[:-2])):
+            parameter.requires_grad_(number < self.last_epoch)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+@pytest.mark.parametrize("scheduler", [ThawsLater, ThawsForever])
+def test_weights_that_are_frozen_at_first_and_trained_later(scheduler, interval):
+    """The trial is planned again, also where the trial is resumed after that."""
+    described = task(epochs=4, scheduler=scheduler, scheduler_interval=interval)
+    plain = train_plain(described)
+    assert_goes_on(described, every=True)
+    for num_shards in (1, 3):
+        found = run(described, library(num_shards=num_shards))
+        assert list(differences(dict(plain.state_dict()), found["state"])) == []
+
+
+def test_weights_that_begin_to_train_within_a_step_are_refused():
     """Rather than trained otherwise than in a plain loop."""
-    with pytest.raises(TaskError, match=r"'(first|0).weight' did not require gradients when the trial began"):
-        run(task(epochs=4, **changes), library(num_shards=3))
+    with pytest.raises(TaskError, match=r"'first.weight' did not require gradients when the trial began"):
+        run(task(epochs=4, model=Thaws), library(num_shards=3))
+    loader = ThawingLoader()
+    described = task(epochs=2, model=partly_frozen, train=loader, accumulate=2, param_groups=loader.sees)
+    with pytest.raises(TaskError, match=r"'0.weight' did not require gradients when the trial began"):
+        run(described, library(num_shards=3))
+
+
+class ThawingLoader:
+    """Data that let a parameter train between two batches of a step."""
+
+    def sees(self, module: nn.Module) -> list[nn.Parameter]:
+        self.module = module
+        return list(module.parameters())
+
+    def __call__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number in range(4):
+            if number == 3:
+                self.module[0].requires_grad_(True)
+            yield torch.full((8, 8), 0.1 * number), torch.arange(8) % 4
 
 
 def test_what_is_frozen_has_to_be_so_when_gone_on_with():

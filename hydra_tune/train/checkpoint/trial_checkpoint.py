@@ -252,8 +252,8 @@ class TrialObjects:
     def restore_frozen(self, state: Mapping[str, Any]) -> None:
         """Freeze the parameters frozen in the saved state.
 
-        The trial restores the flags only once there is a plan, because memory is planned for the parameters that train
-        at the beginning. Nothing is frozen if the task now trains other parameters from the beginning.
+        The trial restores the flags only once there is a plan, because memory is also planned for the parameters that train
+        at the beginning (`thaw`). Nothing is frozen if the task now trains other parameters from the beginning.
         """
         if state["made_for"]["trained"] == self._description["trained"]:
             self._train_only(state["trained"])
@@ -262,13 +262,20 @@ class TrialObjects:
     def frozen(self, state: dict[str, Any]) -> Iterator[None]:
         """Freeze the saved parameters inside the context, before there is a plan.
 
-        On leaving, the present flags are recorded in the state, and the parameters train again as at the beginning.
+        On leaving, the present flags are recorded in the state, and the parameters train again as before.
         """
         self.restore_frozen(state)
         yield
         state["trained"] = [name for name, tensor in self.module.named_parameters() if tensor.requires_grad]
-        # Memory is still planned for the parameters trained at the beginning, so all of them train until then.
-        self._train_only(self._description["trained"])
+        self.thaw(state)
+
+    def thaw(self, state: Mapping[str, Any]) -> None:
+        """Let all parameters require gradients for which memory has to be planned.
+
+        These are the parameters that train at the beginning, and those that have begun to train since.
+        """
+        if state["made_for"]["trained"] == self._description["trained"]:
+            self._train_only([*self._description["trained"], *state["trained"]])
 
     def _train_only(self, names: Iterable[str]) -> None:
         trained = set(names)

@@ -193,6 +193,19 @@ class ModelState:
             TaskError: the step would train a parameter that was not trained at the beginning of the trial.
         """
         check_still_frozen(self._frozen)
+        self.check_optimized()
+
+    @property
+    def has_thawed(self) -> bool:
+        """Whether a parameter requires gradients that did not when the state was made."""
+        return any(tensor.requires_grad for tensor in self._frozen.values())
+
+    def check_optimized(self) -> None:
+        """Refuse a step of an optimizer that has other parameters now.
+
+        Raises:
+            TaskError: as said.
+        """
         if _in_order(self.optimizer) != self._in_order:
             raise TaskError(
                 "the optimizer got other parameters after the trial began, which the memory plan cannot follow; give all "
