@@ -116,9 +116,12 @@ def test_a_pool_that_dies_fails_its_trials_and_is_started_again(trained, tmp_pat
     (before,) = pools_of(trained).figures()
 
     def kill():
-        # A trial that comes later would train to its end in the next pool.
-        while sum(len(each.trials) for each in pools_of(trained).figures()) < 2:
+        # A trial that comes later, or has not begun, would train to its end in the next pool.
+        units = None
+        while units is None or pools_of(trained).figures()[0].units_run < units + 200:
             time.sleep(0.05)
+            (now,) = pools_of(trained).figures()
+            units = now.units_run if units is None and len(now.trials) == 2 else units
         os.kill(before.pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
