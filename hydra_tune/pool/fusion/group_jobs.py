@@ -85,7 +85,7 @@ class GroupJobLauncher:
         self._library = library
         self._plans = GroupPlanFactory(library, backend)
         self._planner: StepPlanner | None = None
-        self._former: FusedJob | None = None  # job whose carrier forms a group now
+        self._forming: FusedJob | None = None  # job whose carrier forms a group now
         sizes = None
         if plans_steps != "off":
             self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment, lambda: table.pool.stands)
@@ -152,8 +152,8 @@ class GroupJobLauncher:
                 raise
         finally:
             with self._table.pool.changed:
-                if self._former is entry:
-                    self._former = None
+                if self._forming is entry:
+                    self._forming = None
                 self._table.pool.changed.notify_all()
 
     def _found(
@@ -199,7 +199,7 @@ class GroupJobLauncher:
             return entry.is_taken or entry.ticket is not ticket
 
         def is_first() -> bool:
-            is_busy = self._former is not None and self._former.job.key in self._table.entries
+            is_busy = self._forming is not None and self._forming.job.key in self._table.entries
             return not is_busy and not entry.is_building
 
         def may_form() -> bool:
@@ -217,7 +217,7 @@ class GroupJobLauncher:
             entry.is_offered = False
             if is_gone():
                 return False
-            self._former = entry
+            self._forming = entry
             return True
 
     def _not_formed(self, others: Sequence[FusedJob], error: BaseException) -> None:
