@@ -18,11 +18,12 @@ from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
 from hydra_tune.planner.profile import profiler
 from hydra_tune.pool.fusion import group_matcher
 from tests.support.planned_searches import KINDS, differences_of, drawn_tasks, searched
+from tests.support.together import together
 from tests.unit.pool.fusion.test_planned_faults import assert_nothing_is_left, tasks_of
 from tests.unit.pool.fusion.test_planned_pairs import pool_of, roomy
 from tests.unit.pool.fusion.test_planned_pairs import tasks_of as single_precision
 from tests.unit.pool.fusion.test_planned_steps import bits
-from tests.unit.pool.tasks import running
+from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, running, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.usefixtures("captured_once")]
 
@@ -77,8 +78,14 @@ def test_pairs_that_share_a_device_with_a_disk_have_the_bits_of_each_alone(tmp_p
     monkeypatch.setattr(group_matcher, "_SETTLED_SECONDS", 1.0)  # no group is closed before all trials are there
     monkeypatch.setattr(group_matcher, "_PATIENCE_SECONDS", 60.0)
     tasks, expected = single_precision(epochs=(6,) * 4) * 3, roomy(epochs=(6,) * 4) * 3
-    with pool_of(spill_dir=tmp_path, host_memory="300KiB", max_concurrent=12) as pool:
-        results = pool.run(tasks)
+    held = Held()
+    with pool_of(spill_dir=tmp_path, host_memory="260KiB", max_concurrent=12, instrument=held) as pool:
+        with together():
+            jobs = [pool.submit(one) for one in tasks]
+        # Two groups are there before a step runs; the third waits until the host has room.
+        until(lambda: sum(job.state == "running" for job in jobs) == 8)
+        held.go()
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
         written = pool.stats().disk.bytes_written
         assert_nothing_is_left(pool)
     found = [(bits(one), other) for one, other in zip(results, expected, strict=True) if one.group_size == 2]

@@ -23,9 +23,8 @@ def search(pool: HydraExecutor) -> dict[str, torch.Tensor]:
     found = [None if pool.checkpoint_dir is None else pool.find_checkpoint(str(seed)) for seed in range(4)]
     paths = [None if one is None else one.path for one in found]
     described = [task(seed, epochs=EPOCHS, report_every=2 + seed % 2) for seed in range(4)]
-    with mock.patch.object(
-        group_matcher, "_SETTLED_SECONDS", 2.0
-    ):  # or a slow machine has other groups, and other bits
+    # A slow machine would have other groups, and other bits.
+    with mock.patch.multiple(group_matcher, _SETTLED_SECONDS=2.0, _PATIENCE_SECONDS=60.0):
         jobs = [pool.submit(one, str(seed), resume_from=paths[seed]) for seed, one in enumerate(described)]
         results = [job.result() for job in jobs]
     tensors = {}

@@ -58,7 +58,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of
 def test_a_step_that_takes_what_the_last_one_freed_has_no_page_faults():
     _, without = faults(PLANNED)
     is_kept, number = faults(PLANNED, kept=PLAN_BYTES)
-    assert not is_kept or number < without / 10
+    # The library keeps all by itself where something lies behind the last block.
+    assert not is_kept or number <= without / 10
     assert faults(PLANNED, kept=PLAN_BYTES, MALLOC_TRIM_THRESHOLD_="1000000")[0] is False
 
 
