@@ -80,7 +80,8 @@ def seconds_of(measure, base, own):
 def same(row, base, own):
     """Whether the arms agree: to the last bit, or in the norms of fused trials' weights, which are equal up to rounding.
 
-    Rounding in float32 grows with the steps, as these labels are random: to 1% of the norm in 2,000 steps. Searches agree as far as both trained a trial, since others' reports decide what is pruned.
+    Rounding in float32 grows with the steps, as these labels are random: to 1% of the norm in 2,000 steps. Searches agree as
+    far as both trained a trial, since others' reports decide what is pruned.
     """
     if row.startswith("fused"):
         return all(abs(mine - other) <= 5e-2 * other for other, mine in zip(base["bits"], own["bits"], strict=True))
