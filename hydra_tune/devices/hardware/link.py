@@ -80,10 +80,15 @@ def measured_link(device: Device) -> LinkCostModel:
     Args:
         device: the device, whose memory is free again afterwards.
     """
-    # The time of a tiny copy is almost exactly the fixed cost.
-    per_block = _seconds(device, _SMALL_BYTES)
-    large = max(_seconds(device, _LARGE_BYTES) - per_block, 1e-9)
-    return LinkCostModel(bytes_per_second=_LARGE_BYTES / large, seconds_per_block=per_block)
+
+    def measured() -> LinkCostModel:
+        # The time of a tiny copy is almost exactly the fixed cost.
+        per_block = _seconds(device, _SMALL_BYTES)
+        large = max(_seconds(device, _LARGE_BYTES) - per_block, 1e-9)
+        return LinkCostModel(bytes_per_second=_LARGE_BYTES / large, seconds_per_block=per_block)
+
+    # On a worker: on a GPU, the copies are then ordered after the last use of the memory that they get.
+    return _on_worker(device, measured)
 
 
 def link_rates(device: Device) -> LinkRates:

@@ -332,7 +332,8 @@ class PlanLibrary:
             if request.task.activations == "auto":
                 link = self.budget.link()
                 if link is None and self.budget.speeds is not None:
-                    activation_choice = MeasuredActivationChoice(plan, kept, self.budget.speeds().link, room)
+                    with suppress(torch.OutOfMemoryError):  # no room for the copies that are measured
+                        activation_choice = MeasuredActivationChoice(plan, kept, self.budget.speeds().link, room)
                 kept = chosen(plan, kept, *estimates(), link, room)
             plan, seconds = kept, seconds_of(kept, seconds, kept_seconds)
         if request.task.compile is not None:
