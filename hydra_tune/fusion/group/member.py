@@ -21,7 +21,12 @@ from hydra_tune.errors import BadLossError, CaptureError, TaskError, UnfusableEr
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.shard.capture.fingerprint import architecture_key
-from hydra_tune.shard.python_state.state_guard import DataStateGuard, PythonStateGuard, reached
+from hydra_tune.shard.python_state.state_guard import (
+    DataStateGuard,
+    PythonStateGuard,
+    functions_between_steps,
+    reached,
+)
 from hydra_tune.task import Batch
 from hydra_tune.train.building import in_training_mode
 from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
@@ -125,16 +130,10 @@ class MemberTrial(SingleTrial):
     def _check_reach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Refuse functions that hold the model or the optimizer: a group stacks the members' tensors elsewhere."""
         task = self.task
-        around = {
-            "train=": task.train,
-            "validate=": task.validate,
-            "scheduler=": task.scheduler,
-            "finish=": task.finish,
-            "stop=": task.stop,
-        }
         steps = {"loss=": task.loss, "step=": task.step, "evaluate=": task.evaluate}
         optimizing = [optimizer, optimizer.param_groups, optimizer.state]
-        name = reached(around, [*module.modules(), *module.parameters(), *optimizing]) or reached(steps, optimizing)
+        model = [*module.modules(), *module.parameters()]
+        name = reached(functions_between_steps(task), [*model, *optimizing]) or reached(steps, optimizing)
         if name is not None:
             raise UnfusableError(f"its {name} holds the model or the optimizer, whose tensors a group keeps elsewhere")
 

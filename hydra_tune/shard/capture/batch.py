@@ -160,7 +160,7 @@ def flatten(batch: Any) -> BatchLeaves:
 def _taken_apart(batch: Any) -> tuple[list[Any], pytree.TreeSpec, str]:
     """Return the leaves of a batch, the tree, and the tree in words."""
     kind: Any = type(batch)
-    # The usual batches, kept short because a fused trial's every batch comes here: a tree takes longer than a step.
+    # The usual batches, at half the cost of a general tree, because each batch of each fused trial comes here.
     if kind in (tuple, list) and all(type(value) is Tensor for value in batch):
         return list(batch), *_spec_of(kind, len(batch))
     if kind is dict and all(type(key) is str and type(value) is Tensor for key, value in batch.items()):

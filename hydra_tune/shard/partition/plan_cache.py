@@ -332,8 +332,10 @@ class PlanLibrary:
             if request.task.activations == "auto":
                 link = self.budget.link()
                 if link is None and self.budget.speeds is not None:
-                    with suppress(torch.OutOfMemoryError):  # no room for the copies that are measured
+                    try:
                         activation_choice = MeasuredActivationChoice(plan, kept, self.budget.speeds().link, room)
+                    except torch.OutOfMemoryError as error:
+                        CHOICES.info("activations that would move are recomputed: copies cannot be measured: %s", error)
                 kept = chosen(plan, kept, *estimates(), link, room)
             plan, seconds = kept, seconds_of(kept, seconds, kept_seconds)
         if request.task.compile is not None:

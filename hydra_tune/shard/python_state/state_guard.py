@@ -162,18 +162,11 @@ def check_kept(task: TrainTask, module: nn.Module, kept_names: Mapping[str, set[
     Raises:
         TaskError: code of the data, of the scheduler, or of a step of the other mode reads such an attribute.
     """
-    around = {
-        "train=": task.train,
-        "validate=": task.validate,
-        "scheduler=": task.scheduler,
-        "finish=": task.finish,
-        "stop=": task.stop,
-    }
     for mode, names in kept_names.items():
         if not names:
             continue
         other = "evaluate" if mode == "train" else "train"
-        read = walked(around, None, keeps_tensors=False, is_lenient=True).loaded & names
+        read = walked(functions_between_steps(task), None, keeps_tensors=False, is_lenient=True).loaded & names
         if other in kept_names:  # a step that keeps the tensor, too, reads its own
             step = walked(step_functions(task, other), module, keeps_tensors=False, is_lenient=True)
             read |= (step.loaded & names) - kept_names[other]
@@ -190,6 +183,12 @@ def step_functions(task: TrainTask, mode: str) -> dict[str, object]:
     if mode == "evaluate" and task.evaluate is not None:
         return {"evaluate=": task.evaluate}
     return {"loss=": task.loss, "step=": task.step}
+
+
+def functions_between_steps(task: TrainTask) -> dict[str, object]:
+    """Return the user's functions and data that run outside of the steps, by the task's argument."""
+    names = ("train", "validate", "scheduler", "finish", "stop")
+    return {f"{name}=": getattr(task, name) for name in names}
 
 
 def reached(functions: Mapping[str, object], targets: Iterable[object]) -> str | None:
