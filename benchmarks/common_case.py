@@ -3,6 +3,7 @@
     python benchmarks/common_case.py                        # half an hour on two cores
     python benchmarks/common_case.py --rows mlp,loader2     # some rows
     python benchmarks/common_case.py --quick                # one round, the smallest size of each row
+    python benchmarks/common_case.py --device cuda --rows mlp,cnn,lm,fused_list   # both arms on a GPU, by the wall clock
 
 Each figure is of a process of its own that has just begun. Its imports are timed by themselves, and all that comes after them
 counts: executor, capture, training, results, shutdown, and processes it has started. Rounds alternate the two arms; figures are
@@ -58,11 +59,11 @@ FIRST_SECONDS = 0.5  # beside a tenth of a step, for the first one
 # The table.
 
 
-def figures(row, arm, trials, steps):
+def figures(row, arm, trials, steps, device):
     program = str(Path(__file__).with_name("common_case_arms.py"))
     path = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, program, row, arm, str(trials), str(steps), str(time.monotonic())]
+    command = [sys.executable, program, row, arm, str(trials), str(steps), str(time.monotonic()), device]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FIGURES ")]
     if done.returncode or not lines:
@@ -93,12 +94,14 @@ def same(row, base, own):
     )
 
 
-def measured(row, trials, steps, rounds):
+def measured(row, trials, steps, rounds, device):
     _, measure, goal = ROWS[row]
+    if device == "cuda" and measure == "cpu":
+        measure = "wall"
     arms = ("pool", "pool2") if row == "wide" else ("plain", "pool")
     kept = []
     for number in range(rounds):
-        taken = {arm: figures(row, arm, trials, steps) for arm in (arms if number % 2 == 0 else arms[::-1])}
+        taken = {arm: figures(row, arm, trials, steps, device) for arm in (arms if number % 2 == 0 else arms[::-1])}
         kept.append([taken[arm] for arm in arms])
     pairs = [seconds_of(measure, base, own) for base, own in kept]
 
@@ -144,6 +147,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--size", help="trials x steps, such as 8x200, in place of each row's own sizes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = options.rows.split(",")
@@ -156,7 +160,7 @@ def main():
     for row in rows:
         sizes = [size] if size else ROWS[row][0][: 1 if options.quick else None]
         for trials, steps in sizes:
-            every.append(measured(row, trials, steps, 1 if options.quick else options.rounds))
+            every.append(measured(row, trials, steps, 1 if options.quick else options.rounds, options.device))
             print(line(every[-1]), flush=True)
             if options.json is not None:
                 options.json.write_text(json.dumps(every, indent=1))

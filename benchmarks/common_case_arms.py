@@ -1,8 +1,8 @@
 """The arms of `common_case.py`, each run in a process of its own.
 
-    python benchmarks/common_case_arms.py ROW ARM TRIALS STEPS BEGAN
+    python benchmarks/common_case_arms.py ROW ARM TRIALS STEPS BEGAN DEVICE
 
-`BEGAN` is the clock's reading when the process was asked for. The last line that it prints has the figures as JSON.
+`BEGAN` is the clock's reading when the process was asked for; `DEVICE` is "cpu" or "cuda". The last line that it prints has the figures as JSON.
 """
 
 # ruff: noqa: D101, D102 - models as anyone writes them
@@ -86,7 +86,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, inputs):
-        return self.head(self.blocks(self.tokens(inputs) + self.places(torch.arange(inputs.shape[1]))))
+        return self.head(self.blocks(self.tokens(inputs) + self.places(torch.arange(inputs.shape[1], device=inputs.device))))
 
 
 class LoRA(nn.Module):
@@ -225,7 +225,7 @@ def adam(parameters):
 # The arms.
 
 
-def plain(row, trials, steps, marks):
+def plain(row, trials, steps, marks, device):
     model, loss_of, handle, epochs = program(row, steps)
     if isinstance(handle, TensorDataset):
         handle = DataLoader(handle, 32, shuffle=True)
@@ -235,13 +235,15 @@ def plain(row, trials, steps, marks):
         np.random.seed(seed)  # noqa: NPY002
         random.seed(seed)
         began = time.perf_counter()
-        module = model()
+        module = model().to(device)
         optimizer = adam(p for p in module.parameters() if p.requires_grad)
         module.train()
         marks["build"] = time.perf_counter() - began
         for _ in range(epochs):
             total = 0.0
             for batch in handle() if callable(handle) else handle:
+                if device != "cpu":
+                    batch = batch.to(device) if isinstance(batch, torch.Tensor) else [part.to(device) for part in batch]
                 loss = loss_of(module, batch)
                 total += loss.item()  # as loops log it
                 loss.backward()
@@ -252,7 +254,7 @@ def plain(row, trials, steps, marks):
     return states
 
 
-def pool(row, trials, steps, marks, devices="cpu:1"):
+def pool(row, trials, steps, marks, devices):
     from hydra_tune import HydraExecutor, TrainTask  # noqa: PLC0415
 
     options = {"fusion": "on", "fusion_size": trials} if row.startswith("fused") else {}
@@ -336,7 +338,7 @@ def described(trial):
     )
 
 
-def search(arm):
+def search(arm, device):
     """Sixteen trials of Optuna. Returns what was suggested and reported, by trial."""
     import optuna  # noqa: PLC0415
 
@@ -352,7 +354,7 @@ def search(arm):
         import hydra_tune_optuna  # noqa: PLC0415
         from hydra_tune import HydraExecutor  # noqa: PLC0415
 
-        with HydraExecutor(devices="cpu:1") as executor:
+        with HydraExecutor(devices=device) as executor:
             study = hydra_tune_optuna.create_study(**options, executor=executor)
             study.optimize(described, n_trials=16)
     return {trial.number: (trial.params, trial.intermediate_values) for trial in study.trials}
@@ -363,7 +365,7 @@ def digest(states):
     for state in states:
         summed = hashlib.sha256()
         for name in sorted(state):
-            summed.update(name.encode() + state[name].detach().contiguous().reshape(-1).numpy().tobytes())
+            summed.update(name.encode() + state[name].detach().cpu().contiguous().reshape(-1).numpy().tobytes())
         sums.append(summed.hexdigest())
     return sums
 
@@ -391,17 +393,21 @@ def cpu_seconds():
 
 def main():
     row, arm, trials, steps, began = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5]), float(sys.argv[5])
+    device = sys.argv[6]
+    devices = "cuda:0" if device == "cuda" else "cpu:2" if arm == "pool2" else "cpu:1"
     imports(row, arm)
     marks = {}
     if row.endswith("_again") and arm != "plain":
-        pool(row, trials, EPOCH_STEPS, marks)
+        pool(row, trials, EPOCH_STEPS, marks, devices)
     ready, before = time.monotonic(), cpu_seconds()
     if row == "optuna":
-        result = search(arm)
+        result = search(arm, devices)
     elif arm == "plain":
-        result = plain(row, trials, steps, marks)
+        result = plain(row, trials, steps, marks, device)
     else:
-        result = pool(row, trials, steps, marks, devices="cpu:2" if arm == "pool2" else "cpu:1")
+        result = pool(row, trials, steps, marks, devices)
+    if device == "cuda":
+        torch.cuda.synchronize()
     wall, cpu = time.monotonic() - ready, cpu_seconds() - before
     digests = norms if row.startswith("fused") else digest
     bits = sorted(result.items()) if row == "optuna" else digests(result)

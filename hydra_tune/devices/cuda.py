@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.devices.copying import AwaitedCopyThread, BackgroundCopy, BackgroundCopyThread, HostComputeThread, Pairs
-from hydra_tune.devices.device import Device, DeviceCopyRoute
+from hydra_tune.devices.device import Device, DeviceCopyRoute, working_on
 from hydra_tune.devices.hardware.caps import is_alone
 from hydra_tune.devices.hardware.libraries import CudaUnitMemory
 from hydra_tune.devices.positions import PhiloxPositions
@@ -135,7 +135,7 @@ class CudaDevice:
     def worker(self) -> Iterator[None]:
         """Make the compute stream current for the worker's whole life."""
         torch.set_num_threads(1)
-        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute):
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._compute), working_on(self.torch_device):
             yield
             # The last unit's work may still be queued when the unit has returned to the host.
             self._compute.synchronize()

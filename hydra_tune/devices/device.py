@@ -14,9 +14,10 @@ copy occupies the links of both devices for the duration of a single copy, where
 link in turn.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -27,6 +28,7 @@ from hydra_tune.devices.copying import BackgroundCopy, Pairs
 from hydra_tune.devices.hardware.libraries import LedgerAllowance
 
 T = TypeVar("T")
+_WORKER = threading.local()
 
 
 class DeviceCopyRoute(Enum):
@@ -179,3 +181,18 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Stop the copy threads."""
+
+
+@contextmanager
+def working_on(place: torch.device) -> Iterator[None]:
+    """Make a device outside the host the device of the calling worker thread."""
+    _WORKER.place = place
+    try:
+        yield
+    finally:
+        _WORKER.place = None
+
+
+def worker_place() -> torch.device | None:
+    """Return the device outside the host on which the calling worker thread computes; None on all other threads."""
+    return getattr(_WORKER, "place", None)

@@ -1,7 +1,8 @@
 """Runs a captured graph on another device than the device of the capture.
 
 A capture records the device of each tensor that the step's code creates (`torch.arange(n, device=x.device)`), moves, or
-checks before a conversion. A capture runs on the host, so the recorded device is the CPU, whatever device the code
+checks before a conversion, and the device type of each autocast region (`torch.autocast(x.device.type, enabled=False)`).
+A capture runs on the host, so the recorded device is the CPU, whatever device the code
 asked for. On another device, such nodes mean the other device, because the plain loop keeps its model, its batch and
 all results in a single place, too. `cut_shard` (`shard/partition/subgraph.py`) applies `placed` when a shard is cut;
 fused steps (`batched/joint_graph.py`, `fusion/batching/batched_graph.py`) and the interpreters of `planner/` convert
@@ -16,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from hydra_tune.devices.device import worker_place
+
+_AUTOCAST_REGION = torch.ops.higher_order.wrap_with_autocast
+
 
 def placed(
     module: fx.GraphModule,
     make: Callable[[fx.GraphModule], Callable[..., Any]] = lambda module: module.forward,
     home: torch.device = torch.device("cpu"),  # noqa: B008 - a value
 ) -> Callable[..., Any]:
-    """Return a callable that runs a graph on the device of its operands.
+    """Return a callable that runs a graph on the device of its operands; without operands, on the calling worker's device.
 
     Args:
         module: the graph, which may name a device.
@@ -37,7 +42,7 @@ def placed(
 
     def run(*arguments: Tensor) -> Any:
         """Run the graph on the device of the first operand."""
-        place = arguments[0].device if arguments else None
+        place = arguments[0].device if arguments else worker_place()
         if place is None or place == home:
             return here(*arguments)
         # Workers of several devices share a plan, and a copy of a graph must be made only once.
@@ -56,6 +61,8 @@ def on(module: fx.GraphModule, place: torch.device) -> fx.GraphModule:
     for body in _bodies(copied_graph):
         for node in body.graph.nodes:
             node.args, node.kwargs = moved(node.args, place), moved(node.kwargs, place)
+            if _is_region_of_host(node):
+                node.args = (place.type, *node.args[1:])
         body.recompile()
     return copied_graph
 
@@ -73,7 +80,12 @@ def names_a_device(arguments: Any) -> bool:
 
 
 def _names_a_device(body: fx.GraphModule) -> bool:
-    return any(names_a_device((node.args, node.kwargs)) for node in body.graph.nodes)
+    return any(names_a_device((node.args, node.kwargs)) or _is_region_of_host(node) for node in body.graph.nodes)
+
+
+def _is_region_of_host(node: fx.Node) -> bool:
+    """Whether a node is an autocast region whose device type the step's code has read from a tensor of the capture."""
+    return node.target is _AUTOCAST_REGION and node.args[0] == "cpu"
 
 
 def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:

@@ -3,14 +3,15 @@
 from functools import partial
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
 from torch.optim import SGD
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.devices.device import working_on
 from hydra_tune.fusion.batching.batched_graph import StackedGraph
-from hydra_tune.shard.capture.graph_device import placed
+from hydra_tune.shard.capture.graph_device import on, placed
 from hydra_tune.shard.partition.budget import ShardPlanConstraints
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.shard.partition.subgraph import compiled
@@ -47,9 +48,9 @@ def batches():
     return [BATCH]
 
 
-def prepared():
+def prepared(kind=Makes, **changes):
     device = CpuDevice(0, 1 << 26)
-    task = TrainTask(model=Makes, optimizer=partial(SGD, lr=0.1), train=batches, loss=functional.cross_entropy)
+    task = TrainTask(model=kind, optimizer=partial(SGD, lr=0.1), train=batches, loss=functional.cross_entropy, **changes)
     with RandomStreams(0).everything():
         model = task.model()
     library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 26, buffer_fraction=0.0, alignment=64))
@@ -88,3 +89,36 @@ def test_a_compiler_is_given_a_graph_for_each_device():
     for place in ("cpu", "meta"):
         (loss,) = run(*operands(graph, plan, model, place))
         assert loss.device.type == place
+
+
+def test_a_graph_without_operands_runs_where_the_worker_computes():
+    """A shard of the first layer of a transformer may hold nothing but the positions of the tokens."""
+    graph = fx.Graph()
+    graph.output(graph.call_function(torch.ops.aten.arange.default, (5,), {"device": torch.device("cpu")}))
+    run = placed(fx.GraphModule({}, graph))
+    with working_on(torch.device("meta")):
+        assert run().device.type == "meta"
+    assert run().device.type == "cpu"
+
+
+class Switches(nn.Module):
+    """Switches autocast off for the device type of its input, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 4)
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return self.linear(x.float())
+
+
+def test_autocast_that_a_step_switches_off_is_off_on_another_device():
+    _, graph, _ = prepared(Switches, precision="bfloat16")
+    assert regions(graph.code) == [("cpu", torch.bfloat16, False)]
+    assert regions(on(graph.code, torch.device("cuda", 0))) == [("cuda", torch.bfloat16, False)]
+    assert regions(graph.code) == [("cpu", torch.bfloat16, False)], "the graph itself is as it was captured"
+
+
+def regions(graph):
+    return [n.args[:3] for n in graph.graph.nodes if n.target is torch.ops.higher_order.wrap_with_autocast]
