@@ -2,7 +2,8 @@
 
     python benchmarks/common_case_arms.py ROW ARM TRIALS STEPS BEGAN DEVICE
 
-`BEGAN` is the clock's reading when the process was asked for; `DEVICE` is "cpu" or "cuda". The last line that it prints has the figures as JSON.
+`BEGAN` is the clock's reading when the process was asked for; `DEVICE` is "cpu" or "cuda". The last line that it prints
+has the figures as JSON. On a GPU both arms use torch's deterministic kernels, so that their bits can be compared.
 """
 
 # ruff: noqa: D101, D102 - models as anyone writes them
@@ -10,6 +11,7 @@
 import hashlib
 import importlib
 import json
+import os
 import random
 import resource
 import sys
@@ -86,7 +88,9 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, inputs):
-        return self.head(self.blocks(self.tokens(inputs) + self.places(torch.arange(inputs.shape[1], device=inputs.device))))
+        return self.head(
+            self.blocks(self.tokens(inputs) + self.places(torch.arange(inputs.shape[1], device=inputs.device)))
+        )
 
 
 class LoRA(nn.Module):
@@ -225,6 +229,10 @@ def adam(parameters):
 # The arms.
 
 
+def there(batch, device):
+    return batch.to(device) if isinstance(batch, torch.Tensor) else [part.to(device) for part in batch]
+
+
 def plain(row, trials, steps, marks, device):
     model, loss_of, handle, epochs = program(row, steps)
     if isinstance(handle, TensorDataset):
@@ -242,9 +250,7 @@ def plain(row, trials, steps, marks, device):
         for _ in range(epochs):
             total = 0.0
             for batch in handle() if callable(handle) else handle:
-                if device != "cpu":
-                    batch = batch.to(device) if isinstance(batch, torch.Tensor) else [part.to(device) for part in batch]
-                loss = loss_of(module, batch)
+                loss = loss_of(module, batch if device == "cpu" else there(batch, device))
                 total += loss.item()  # as loops log it
                 loss.backward()
                 optimizer.step()
@@ -396,6 +402,9 @@ def main():
     device = sys.argv[6]
     devices = "cuda:0" if device == "cuda" else "cpu:2" if arm == "pool2" else "cpu:1"
     imports(row, arm)
+    if device == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
     marks = {}
     if row.endswith("_again") and arm != "plain":
         pool(row, trials, EPOCH_STEPS, marks, devices)

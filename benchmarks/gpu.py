@@ -5,12 +5,13 @@
     python benchmarks/gpu.py --out /tmp/rehearsal --rehearse   # on CPU devices, with tiny sizes
 
 For a machine with one GPU, torch, pytest and transformers, and no installation. Each part is a process of its own with a limit
-of its own. No part is begun that may not be over within `--minutes`, so that a call ends by itself, and by their limits three
-calls are enough for all parts. What is known is in FOLDER/gpu.json and, for people, FOLDER/gpu.md, written after each row of
-each part; a call that was killed has lost the part under way. A part that fails or reaches its limit leaves the end of its
-output (at the limit with the stack of each thread), what nvidia-smi says, and the last events of its last pool, and the next
-part begins. Ends with 0 if all parts chosen have passed, with 1 if one has not, with 3 if some are left for another call.
-`gpu_tables.py` writes the tables of the docs from gpu.json.
+of its own. Parts that measure nothing run side by side, the others alone. No part is begun that may not be over within
+`--minutes`, so that a call ends by itself, and by their limits three calls are enough for all parts. What is known is in
+FOLDER/gpu.json and, for people, FOLDER/gpu.md, written after each row of each part; a call that was killed has lost the parts
+under way. A part that fails or reaches its limit leaves the end of its output (at the limit with the stack of each thread),
+what nvidia-smi says, and the last events of its last pool, and the next part begins. Ends with 0 if all parts chosen have
+passed, with 1 if one has not, with 3 if some are left for another call. `gpu_tables.py` writes the tables of the docs from
+gpu.json.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 
 from gpu_tables import markdown
@@ -36,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 MINUTES, AT_THE_END_SECONDS = 9.0, 15.0  # of a call; what is left of them for a process's end and for nvidia-smi
 LOOK_SECONDS, DYING_SECONDS = 0.25, 5.0
+MOST_TOGETHER = max(1, len(os.sched_getaffinity(0)) - 1)  # of parts that measure nothing
 MOST_OUTPUT, MOST_EVENTS = 20_000, 4_000  # characters
 REHEARSAL_SECONDS = 600.0  # of any part, for machines that do much else
 PASSED, FAILED, LATE, RUNNING = "passed", "failed", "at its limit", "running"
@@ -52,20 +55,22 @@ class Part:
         command: after the interpreter; `{folder}` is a folder of its own.
         seconds: its limit.
         passes: exit codes with which it has passed.
+        is_timed: whether it measures, and so runs alone.
     """
 
     name: str
     command: tuple[str, ...]
     seconds: float
     passes: tuple[int, ...] = (0,)
+    is_timed: bool = True
 
 
 def gpu_parts():
     """In the order in which they run."""
-    tests = {"cuda": 130, "cuda_graphs": 30, "groups": 75, "planned_groups": 135, "planned_pairs": 60}
-    yield from (Part(f"tests/{name}", _pytest(f"tests/gpu/test_{name}.py"), limit) for name, limit in tests.items())
+    for name in ("cuda", "cuda_graphs", "groups", "own_code", "planned_groups", "planned_pairs"):
+        yield Part(f"tests/{name}", _pytest(f"tests/gpu/test_{name}.py"), 200, is_timed=False)
     for cut in ("own code", "one shard", "two shards", "three shards", "a shard per layer"):
-        yield _script(f"parity/{cut}", 60, "gpu_parity.py", cut, "--events", "{folder}/events.jsonl")
+        yield _script(f"parity/{cut}", 200, "gpu_parity.py", cut, "--events", "{folder}/events.jsonl", is_timed=False)
     sizes = ("--depth", "12", "--caps", "12", "6", "--host", "60", "--limit", "85")
     yield _script("spill", 200, "gpu_spill.py", *sizes, "--events", "{folder}/events.jsonl")
     yield _script("fusion", 145, "gpu_fusion.py", "--counts", "1", "4", "16", "64", "--minutes", "2.2")
@@ -103,8 +108,8 @@ def _pytest(path):
     return ("-m", "pytest", "-v", "--tb=short", *apart, path)
 
 
-def _script(name, seconds, script, *arguments):
-    return Part(name, (str(BENCHMARKS / script), *arguments), seconds)
+def _script(name, seconds, script, *arguments, is_timed=True):
+    return Part(name, (str(BENCHMARKS / script), *arguments), seconds, is_timed=is_timed)
 
 
 class Results:
@@ -147,45 +152,71 @@ class Results:
             beside.replace(path)
 
 
-def run(part, out, results):
-    """Run a part to its end or to its limit, and write what comes of it as it comes; returns its status."""
-    folder = out / part.name.replace("/", "-").replace(" ", "-")
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.rglob("*.jsonl"):
-        old.unlink()
-    log, begun = folder / "output.txt", time.monotonic()
-    command = [sys.executable, *(text.replace("{folder}", str(folder)) for text in part.command)]
-    when = datetime.now(tz=UTC).strftime("%Y-%m-%d %H:%M")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_ends_with_its_parent,  # noqa: PLW1509 - this process has one thread
-        )
+def first_of(parts):
+    """The parts that run first: one that measures, or as many others as there are cores for."""
+    untimed = list(takewhile(lambda part: not part.is_timed, parts))
+    return untimed[:MOST_TOGETHER] or parts[:1]
+
+
+class RunningPart:
+    """A part under way, in a process of its own."""
+
+    def __init__(self, part, out, results):
+        self._part, self._results = part, results
+        self._folder = out / part.name.replace("/", "-").replace(" ", "-")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for old in self._folder.rglob("*.jsonl"):
+            old.unlink()
+        self._log, self._begun = self._folder / "output.txt", time.monotonic()
+        command = [sys.executable, *(text.replace("{folder}", str(self._folder)) for text in part.command)]
+        self._when = datetime.now(tz=UTC).strftime("%Y-%m-%d %H:%M")
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_ends_with_its_parent,  # noqa: PLW1509 - this process has one thread
+            )
+
+    def look(self):
+        """Write what comes of it as it comes; returns its status."""
+        is_late = time.monotonic() - self._begun > self._part.seconds
+        known = {"when": self._when, "limit": self._part.seconds, "rows": rows_of(self._log)}
+        if self._process.poll() is None and not is_late:
+            self._results.write(self._part.name, status=RUNNING, **known)
+            return RUNNING
+        self.end()
+        status = LATE if is_late else PASSED if self._process.returncode in self._part.passes else FAILED
+        known |= {"seconds": round(time.monotonic() - self._begun, 1), "rows": rows_of(self._log)}
+        if status != PASSED:
+            known |= {"exit": self._process.returncode, "output": tail(self._log, MOST_OUTPUT)}
+            known |= {"nvidia_smi": nvidia_smi(), "events": last_events(self._folder)}
+        self._results.write(self._part.name, status=status, **known)
+        return status
+
+    def end(self):
+        """End the process and all that it has started."""
+        end(self._process)
+
+
+def run(parts, out, results):
+    """Run parts side by side, each to its end or to its limit."""
+    running = {part.name: RunningPart(part, out, results) for part in parts}
     try:
-        is_late = False
-        while process.poll() is None:
-            is_late = time.monotonic() - begun > part.seconds
-            if is_late:
-                break
-            results.write(part.name, status=RUNNING, when=when, limit=part.seconds, rows=rows_of(log))
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(LOOK_SECONDS)
+        while running:
+            for name in list(running):
+                status = running[name].look()
+                if status != RUNNING:
+                    del running[name]
+                    print(f"{name}: {status}", flush=True)
+            time.sleep(LOOK_SECONDS if running else 0)
     finally:
-        end(process)
-    status = LATE if is_late else PASSED if process.returncode in part.passes else FAILED
-    known = {"status": status, "when": when, "limit": part.seconds, "seconds": round(time.monotonic() - begun, 1)}
-    known["rows"] = rows_of(log)
-    if status != PASSED:
-        known |= {"exit": process.returncode, "output": tail(log, MOST_OUTPUT)}
-        known |= {"nvidia_smi": nvidia_smi(), "events": last_events(folder)}
-    results.write(part.name, **known)
-    return status
+        for part in running.values():
+            part.end()
 
 
 def environment():
@@ -307,9 +338,11 @@ def main(arguments=None):
         left = 60 * options.minutes - AT_THE_END_SECONDS - (time.monotonic() - begun)
         if due[0].seconds > left:
             break
-        part = due.pop(0)
-        print(f"{part.name}: begun, {part.seconds:g} s at the most", flush=True)
-        print(f"{part.name}: {run(part, options.out.resolve(), results)}", flush=True)
+        together = first_of(due)
+        del due[: len(together)]
+        for part in together:
+            print(f"{part.name}: begun, {part.seconds:g} s at the most", flush=True)
+        run(together, options.out.resolve(), results)
     if due:
         print(f"left for another call: {', '.join(part.name for part in due)}", flush=True)
         return 3

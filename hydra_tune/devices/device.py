@@ -186,11 +186,11 @@ class Device(Protocol):
 @contextmanager
 def working_on(place: torch.device) -> Iterator[None]:
     """Make a device outside the host the device of the calling worker thread."""
-    _WORKER.place = place
+    before, _WORKER.place = worker_place(), place
     try:
         yield
     finally:
-        _WORKER.place = None
+        _WORKER.place = before
 
 
 def worker_place() -> torch.device | None:

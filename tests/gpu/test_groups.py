@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.batched.batched_random import HoistedDraw, TurnTakingGenerator, draw_all, dropout_mask
 from hydra_tune.devices.cuda import CudaGenerator
-from hydra_tune.train.loop.reference_loop import PlainResult
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GENERATOR = torch.Generator().manual_seed(4)
@@ -91,7 +90,7 @@ def assert_same(found, expected):
     for one, other in zip(found, expected, strict=True):
         losses = [torch.tensor([entry["train_loss"] for entry in result.history]) for result in (one, other)]
         torch.testing.assert_close(*losses, rtol=1e-7, atol=0)
-        state = other.module.state_dict() if isinstance(other, PlainResult) else other.state_dict()
+        state = other.state_dict()
         for name, tensor in one.state_dict().items():
             torch.testing.assert_close(tensor.cpu(), state[name].cpu(), rtol=1e-6, atol=1e-9)
 

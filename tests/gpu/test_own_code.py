@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
 from hydra_tune.pool.job import OVER
 from hydra_tune.train.loop import burst
+from tests.gpu.bits import assert_same_bits, bits
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -38,6 +39,17 @@ class Net(nn.Module):
         return self.head(self.norm(x)) / self.scale
 
 
+class Recurrent(nn.Module):
+    """Drops values between its layers, by masks that cuDNN draws from a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.LSTM(32, 24, 3, batch_first=True, dropout=0.4), nn.Linear(24, 8)
+
+    def forward(self, x):
+        return self.head(self.layers(x.view(-1, 16, 32))[0][:, -1])
+
+
 def task(seed, **changes):
     arguments = {
         "model": Net,
@@ -52,13 +64,6 @@ def task(seed, **changes):
     return TrainTask(**(arguments | changes))
 
 
-def bits(result):
-    if result.error is not None:
-        raise result.error
-    history = [{name: value for name, value in one.items() if name != "seconds"} for one in result.history]
-    return history, {name: tensor.cpu().tolist() for name, tensor in result.state_dict().items()}
-
-
 def plain(seed, **changes):
     return bits(train_plain(task(seed, **changes), device="cuda:0"))
 
@@ -70,6 +75,7 @@ def plain(seed, **changes):
         {},
         {"optimizer": partial(torch.optim.Adagrad, lr=1e-2)},
         {"precision": "bfloat16"},
+        {"model": Recurrent},
         {"precision": "float16", "accumulate": 2, "max_grad_norm": 0.1},
     ],
     ids=str,
@@ -79,7 +85,7 @@ def test_one_trial_gives_the_plain_bits(changes, seconds, monkeypatch):
     with HydraExecutor("cuda:0", "1GiB") as pool:
         (result,) = pool.run([task(5, **changes)])
         assert pool.stats().devices["cuda:0"].resident_bytes == 0
-    assert bits(result) == plain(5, **changes)
+    assert_same_bits([bits(result)], [plain(5, **changes)])
 
 
 def test_trials_that_do_not_fit_together_give_the_plain_bits_within_the_budget():
@@ -87,7 +93,7 @@ def test_trials_that_do_not_fit_together_give_the_plain_bits_within_the_budget()
     with HydraExecutor("cuda:0", budget, max_concurrent=4) as pool:
         results = pool.run([task(seed) for seed in range(4)])
         device = pool.stats().devices["cuda:0"]
-    assert [bits(result) for result in results] == [plain(seed) for seed in range(4)]
+    assert_same_bits([bits(result) for result in results], [plain(seed) for seed in range(4)])
     assert device.bytes_out > 0
     assert device.peak_bytes <= budget
 
@@ -107,4 +113,4 @@ def test_a_trial_that_is_saved_within_its_bursts_goes_on_with_the_same_masks(tmp
             event.job.proceed()
     with HydraExecutor("cuda:0", "1GiB", checkpoint_dir=tmp_path) as pool:
         result = pool.submit(task(5), "trial", resume_from=pool.find_checkpoint("trial").path).result(PATIENCE_SECONDS)
-    assert bits(result) == plain(5)
+    assert_same_bits([bits(result)], [plain(5)])

@@ -24,6 +24,7 @@ from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.planner.run.interpreter import MergedGraphInterpreter
 from hydra_tune.planner.run.runner import MergedGraphRunner
 from hydra_tune.pool.job import OVER, Reported
+from tests.gpu.bits import assert_same_bits, bits
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -65,14 +66,6 @@ def task(seed, **changes):
         "seed": seed,
     }
     return TrainTask(**(arguments | changes))
-
-
-def bits(result):
-    """What a trial comes to, without what the clock says."""
-    if result.error is not None:
-        raise result.error
-    history = [{name: value for name, value in one.items() if name != "seconds"} for one in result.history]
-    return history, {name: tensor.cpu().tolist() for name, tensor in result.state_dict().items()}
 
 
 @functools.cache
@@ -138,7 +131,7 @@ def test_the_bits_are_those_of_groups_that_fit_and_memory_is_what_there_is(size,
         peak = (
             torch.cuda.max_memory_allocated(0) - before
         )  # profiles look at it anew, so it is that of a part of the run
-    assert [bits(result) for result in results] == expected
+    assert_same_bits([bits(result) for result in results], expected)
     assert {result.group_size for result in results} == {size}
     assert {groups for groups, _ in segments} >= {4 // size}
     assert 0.5 * budget < device.peak_bytes <= budget
@@ -158,7 +151,7 @@ def test_on_two_devices_groups_run_wherever_there_is_room(size, devices, segment
     with pool_of(size, devices, max_concurrent=4) as pool:
         results = pool.run([task(seed) for seed in range(8)])
         peaks = [device.peak_bytes for device in pool.stats().devices.values()]
-    assert [bits(result) for result in results] == expected
+    assert_same_bits([bits(result) for result in results], expected)
     assert max(peaks) <= memory(size)
     if devices == "cuda:0,1":
         assert {gpu for _, gpu in segments} == {0, 1}
@@ -182,7 +175,7 @@ def test_a_group_goes_on_on_another_gpu(size, segments):
             if isinstance(event, Reported):
                 event.job.proceed()
         results = [job.result() for job in jobs]
-    assert [bits(result) for result in results] == expected
+    assert_same_bits([bits(result) for result in results], expected)
     assert {gpu for _, gpu in segments} == {0, 1}
 
 
@@ -200,7 +193,7 @@ def test_a_pruned_member_changes_nobody_elses_bits(size, segments):
         results = [job.result() for job in jobs]
         assert pool.stats().devices["cuda:0"].peak_bytes <= memory(size)
     assert [result.status for result in results] == ["completed", "pruned", "completed", "completed"]
-    assert [bits(results[n]) for n in (0, 2, 3)] == [expected[n] for n in (0, 2, 3)]
+    assert_same_bits([bits(results[n]) for n in (0, 2, 3)], [expected[n] for n in (0, 2, 3)])
     assert segments
 
 
@@ -216,7 +209,7 @@ def test_they_go_on_from_checkpoints(size, segments, tmp_path):
         paths = [pool.find_checkpoint(name).path for name in names]
         again = [pool.submit(one, name, resume_from=path) for one, name, path in zip(tasks, names, paths, strict=True)]
         results = [job.result(PATIENCE_SECONDS) for job in again]
-    assert [bits(result) for result in results] == roomy(size)[0]
+    assert_same_bits([bits(result) for result in results], roomy(size)[0])
     assert segments
 
 
@@ -237,7 +230,7 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_with_the_same_bits(size, 
         results = pool.run([task(seed) for seed in range(4)], on_error="return")
         assert pool.stats().devices["cuda:0"].units_repeated == 1
     assert failed
-    assert [bits(result) for result in results] == roomy(size)[0]
+    assert_same_bits([bits(result) for result in results], roomy(size)[0])
 
 
 def test_a_member_whose_loss_is_not_finite_fails_alone(size, segments):
@@ -246,7 +239,7 @@ def test_a_member_whose_loss_is_not_finite_fails_alone(size, segments):
     with pool_of(size) as pool:
         results = pool.run(tasks, on_error="return")
     assert [result.status for result in results] == ["completed"] * 3 + ["failed"]
-    assert [bits(result) for result in results[:3]] == roomy(size)[0][:3]
+    assert_same_bits([bits(result) for result in results[:3]], roomy(size)[0][:3])
     assert segments
 
 

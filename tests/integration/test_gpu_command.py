@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,9 +112,10 @@ def test_a_part_at_its_limit_says_where_it_was_and_the_last_events_of_its_pool(g
     def monotonic():
         return 10.0 if output.exists() and b"row: " in output.read_bytes() else 0.0
 
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=monotonic))
-    assert gpu.run(gpu.Part("hangs", ("-c", HANGS), 5.0), tmp_path, results) == "at its limit"
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+    gpu.run([gpu.Part("hangs", ("-c", HANGS), 5.0)], tmp_path, results)
     part = found(tmp_path)["hangs"]
+    assert part["status"] == "at its limit"
     assert part["exit"] == -signal.SIGABRT
     assert "in waits_for_ever" in part["output"]
     assert part["events"] == '{"event": "last"}\n'
@@ -124,7 +126,7 @@ def test_a_part_at_its_limit_says_where_it_was_and_the_last_events_of_its_pool(g
 def test_what_it_has_started_ends_with_a_part(gpu, tmp_path):
     waits = "import threading; threading.Event().wait()"
     starts = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {waits!r}]).pid)"
-    gpu.run(gpu.Part("starts", ("-c", starts), 60.0), tmp_path, gpu.Results(tmp_path, "here"))
+    gpu.run([gpu.Part("starts", ("-c", starts), 60.0)], tmp_path, gpu.Results(tmp_path, "here"))
     started = int((tmp_path / "starts" / "output.txt").read_text())
     try:
         process = os.pidfd_open(started)
@@ -140,20 +142,46 @@ def test_no_part_is_begun_that_may_not_be_over_in_time(gpu, tmp_path, capsys):
     assert not (tmp_path / "gpu.json").exists()
 
 
-def test_three_calls_are_enough_even_if_all_parts_need_their_limits(gpu):
-    seconds, calls = 60 * gpu.MINUTES - gpu.AT_THE_END_SECONDS, [0.0]
-    for part in gpu.gpu_parts():
-        if calls[-1] + part.seconds > seconds:
+def test_three_calls_are_enough_on_eight_cores_even_if_all_parts_need_their_limits(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "MOST_TOGETHER", 7)
+    seconds, calls, due = 60 * gpu.MINUTES - gpu.AT_THE_END_SECONDS, [0.0], list(gpu.gpu_parts())
+    while due:
+        together = gpu.first_of(due)
+        del due[: len(together)]
+        limit = max(part.seconds for part in together)
+        if calls[-1] + limit > seconds:
             calls.append(0.0)
-        calls[-1] += part.seconds
+        calls[-1] += limit
     assert len(calls) == 3
     assert max(calls) <= seconds
+
+
+def test_parts_that_measure_nothing_run_side_by_side(gpu, tmp_path, monkeypatch):
+    """Each waits for the other to begin."""
+    monkeypatch.setattr(gpu, "MOST_TOGETHER", 2)
+    meets = """
+import pathlib, sys, time
+here, there = (pathlib.Path({out!r}) / name / "begun" for name in {names})
+here.touch()
+while not there.exists():
+    time.sleep(0.01)
+"""
+    names = ["one", "other"]
+    scripts = [meets.format(out=str(tmp_path), names=order) for order in (names, names[::-1])]
+    parts = [gpu.Part(name, ("-c", code), 60.0, is_timed=False) for name, code in zip(names, scripts, strict=True)]
+    monkeypatch.setattr(gpu, "gpu_parts", lambda: [*parts, gpu.Part("last", ("-c", "pass"), 60.0)])
+    monkeypatch.setattr(gpu, "nvidia_smi", lambda *_: "it stands for a GPU")
+    assert gpu.main(["--out", str(tmp_path)]) == 0
+    assert list(found(tmp_path)) == ["one", "other", "last"]
 
 
 def test_parts_are_chosen_by_name_or_group(gpu):
     parts = list(gpu.gpu_parts())
     names = [part.name for part in gpu.chosen(parts, ["tests", "parity/two shards"], ["tests/cuda", "tests/groups"])]
-    assert names == ["tests/cuda_graphs", "tests/planned_groups", "tests/planned_pairs", "parity/two shards"]
+    assert names == [
+        *("tests/cuda_graphs", "tests/own_code", "tests/planned_groups", "tests/planned_pairs"),
+        "parity/two shards",
+    ]
     with pytest.raises(SystemExit, match="no part 'tets'"):
         gpu.chosen(parts, ["tets"], [])
 

@@ -45,6 +45,7 @@ from hydra_tune.task import Batch, TrainTask, backward_called, returned
 from hydra_tune.train.data.handles import moved, tensors_of
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.loop.workspace_tracker import WorkspaceTracker
+from hydra_tune.train.rng.recurrent_dropout import drops_between_layers, seed_anew
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.model_state import optimizer_tensors
 
@@ -109,6 +110,7 @@ class WholeModelRunner:
         self._state_entries = 0
         # Whether no batch has been trained on yet.
         self._is_first = True
+        self._drops_between_layers = drops_between_layers(module)
 
     @contextmanager
     def held(self, lease: Lease, device: Device) -> Iterator[None]:
@@ -132,6 +134,9 @@ class WholeModelRunner:
             BudgetError: the step does not fit the device, even with its activations on the host.
         """
         batch = self._placed("train", batch)
+        assert self._device is not None
+        if self._drops_between_layers and not self._device.is_host:
+            seed_anew(self._device.torch_device)
         is_checked, self._is_first = self._is_first and not self._has_gradients, False
         if self._following is None and self._task.precision == "float32":
             loss = self._loss(self._module, batch)

@@ -42,6 +42,7 @@ from hydra_tune.train.data.handles import moved, no_batch, num_samples, refuse_e
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies
 from hydra_tune.train.explain import explained
 from hydra_tune.train.loop.microbatches import check_pieces, pieces
+from hydra_tune.train.rng.recurrent_dropout import drops_between_layers, seed_anew
 from hydra_tune.train.trained import TrainingOutcome
 
 Report = Callable[[int, dict[str, float]], bool | None]
@@ -123,6 +124,7 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
         report=report,
         device=device,
         scaler=torch.amp.GradScaler(device.type, enabled=task.precision == "float16"),
+        drops_between_layers=device.type == "cuda" and drops_between_layers(module),
     )
     try:
         finished = all(run.epoch(epoch) for epoch in range(task.epochs)) or run.is_stopped
@@ -165,6 +167,8 @@ class _PlainRun:
     report: Report | None
     device: torch.device
     scaler: torch.amp.GradScaler
+    # Whether cuDNN draws masks of the module.
+    drops_between_layers: bool
     # Copies of loaders, samplers and generators.
     own: TrialLoaderCopies = field(default_factory=TrialLoaderCopies)
     steps: int = 0
@@ -203,6 +207,8 @@ class _PlainRun:
     def _backward(self, batch: Batch) -> None:
         mean = _SampleWeightedMean()
         for piece in pieces(batch, self.task.num_pieces):
+            if self.drops_between_layers:
+                seed_anew(self.device)
             with _autocast(self.task, self.device):
                 loss = _loss(self.task, self.module, self._placed(piece.batch))
             # Before the first backward of the run, only the user's own step can have left a gradient.

@@ -50,7 +50,9 @@ def batches():
 
 def prepared(kind=Makes, **changes):
     device = CpuDevice(0, 1 << 26)
-    task = TrainTask(model=kind, optimizer=partial(SGD, lr=0.1), train=batches, loss=functional.cross_entropy, **changes)
+    task = TrainTask(
+        model=kind, optimizer=partial(SGD, lr=0.1), train=batches, loss=functional.cross_entropy, **changes
+    )
     with RandomStreams(0).everything():
         model = task.model()
     library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 26, buffer_fraction=0.0, alignment=64))
