@@ -109,6 +109,9 @@ class FlatLayout:
 
     def room(self, like: Tensor) -> FlatTensor:
         """Return uninitialized tensors in the layout; the gaps are zeros."""
+        if like.device.type != "cpu":  # a GPU fills the whole faster than the host asks for each gap
+            whole = like.new_zeros(self.size)
+            return FlatTensor(whole, self.parts(whole))
         whole = like.new_empty(self.size)
         end = 0
         for offset, (shape, _) in zip(self.offsets, self.geometry, strict=True):

@@ -82,7 +82,7 @@ class JointTrace:
         if noise is None:
             noise = self.draw(operands.all[0].device)
         with torch.no_grad():
-            room = self._room([operands.state[place] for place in self.places], is_laid_out=is_laid_out)
+            room = self.room(operands, is_laid_out=is_laid_out)
             if self.code is not None:
                 # Compiled code allocates its own outputs.
                 written: tuple[int, ...] = ()
@@ -101,8 +101,9 @@ class JointTrace:
             live_in={}, parameters=dict(zip(self.trained, gradients, strict=True)), outputs={self.loss: losses}
         )
 
-    def _room(self, parameters: Sequence[Tensor], *, is_laid_out: bool) -> Mapping[int, Tensor]:
-        """Return empty gradients to write into, by index in `trained`."""
+    def room(self, operands: ShardOperands, *, is_laid_out: bool) -> Mapping[int, Tensor]:
+        """Return empty gradients to write into, by index in `trained`: those of `written`, or all if laid out as of `run`."""
+        parameters = [operands.state[place] for place in self.places]
         if not is_laid_out:
             return {index: torch.empty_like(parameters[index]) for index in self.written}
         # Blocks move when they are spilled and loaded, and the neighbours

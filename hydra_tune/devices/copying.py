@@ -200,3 +200,18 @@ def _start(setup: Callable[[], None] | None) -> None:
     torch.set_num_threads(1)
     if setup is not None:
         setup()
+
+
+def sent(tensor: Tensor, place: torch.device) -> Tensor:
+    """Return a host tensor on the computing device, for later work on the device; the host does not wait.
+
+    A GPU copies only pinned memory asynchronously, in order with its queued work. Torch's allocator for pinned memory
+    tracks the copy and does not reuse the memory before the copy has finished.
+
+    Args:
+        tensor: a tensor, possibly on the device already.
+        place: the device.
+    """
+    if tensor.device == place:
+        return tensor
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(place, non_blocking=True)

@@ -10,11 +10,13 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.data import TensorDataset
 
-from hydra_tune import HydraExecutor, TrainTask, train_plain
+from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
 from hydra_tune.batched.batched_random import HoistedDraw, TurnTakingGenerator, draw_all, dropout_mask
 from hydra_tune.devices.cuda import CudaGenerator
+from hydra_tune.pool.job import OVER
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+PATIENCE_SECONDS = 300.0
 GENERATOR = torch.Generator().manual_seed(4)
 X = torch.randn(48, 6, 8, generator=GENERATOR, dtype=torch.float64)
 Y = torch.randint(4, (48,), generator=GENERATOR)
@@ -161,7 +163,17 @@ def test_groups_that_have_not_all_room_at_once_are_spilled_and_recorded_anew():
 
     tasks = [task(seed, partial(wide, 1024 + 256 * (seed % 2)), epochs=2) for seed in range(4)]
     with HydraExecutor("cuda:0", "44MiB", fusion="on", fusion_compile="cudagraphs", max_concurrent=4) as pool:
-        found = pool.run(tasks)
+        events = pool.events()
+        jobs = [pool.submit(one, None, events) for one in tasks]
+        first = [events.get(PATIENCE_SECONDS) for _ in jobs]  # neither kind is over before the other has begun
+        assert all(isinstance(event, Reported) for event in first)
+        for event in first:
+            event.job.proceed()
+        while not all(job.state in OVER for job in jobs):
+            event = events.get(PATIENCE_SECONDS)
+            if isinstance(event, Reported):
+                event.job.proceed()
+        found = [job.result() for job in jobs]
         stats = pool.stats().devices["cuda:0"]
     assert_same(found, [train_plain(one) for one in tasks])
     assert stats.bytes_out > 0, "they have not fitted together"

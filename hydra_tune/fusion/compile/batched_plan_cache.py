@@ -207,7 +207,7 @@ class GroupPlanFactory:
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:
-        """Trace a group's plan, unless there is a trace already; on GPUs only if steps are recorded.
+        """Trace a group's plan, unless there is a trace already.
 
         Args:
             prepared: the group's plan.
@@ -221,16 +221,17 @@ class GroupPlanFactory:
         """
         plan = prepared.plan
         is_on_gpu = place is not None and place.type != "cpu"
-        # Recording is for GPUs and compiling for CPUs: warn if the user's choice does nothing here.
+        # Recording is for GPUs, and compiling for CPUs: warn if the user's choice does nothing here.
         if is_on_gpu != self.records:
             self._tell(is_on_gpu=is_on_gpu)
-        if len(plan.shards) > 1 or is_traced(plan) or (is_on_gpu and not self.records):
+        if len(plan.shards) > 1 or is_traced(plan):
             return
+        backend = self._backend if may_compile and not is_on_gpu else None
         # Torch's tracing state belongs to the whole process, so a trace holds the gate alone, as a capture does.
         with GATE.exclusive():
             try:
                 tensors = [state[name] for name in plan.shards[0].graph.state]
-                trace_step(plan, tensors, inputs, count, self._backend if may_compile else None, accumulate, place)
+                trace_step(plan, tensors, inputs, count, backend, accumulate, place)
             except Exception as error:  # noqa: BLE001 - an untraced step runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
 
@@ -242,7 +243,7 @@ class GroupPlanFactory:
                 f"fusion_compile={CUDA_GRAPHS!r} is for GPUs: on CPU devices the steps of groups run as they are traced"
             )
         elif is_on_gpu and self._backend is not None:
-            why = f"fusion_compile={self._backend!r} is for CPU devices: on GPUs the steps of groups run operator by operator"
+            why = f"fusion_compile={self._backend!r} is for CPU devices: on GPUs the steps of groups run as they are traced"
         if why and why not in self._told:
             self._told.add(why)
             _LOGGER.warning("%s", why)

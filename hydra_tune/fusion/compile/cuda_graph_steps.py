@@ -1,7 +1,7 @@
 """Record a group's traced step as a CUDA graph, and replay the graph while the group's state keeps its addresses.
 
-`GroupTrial` (`fusion/group/group_trial.py`) runs traced training steps of a single batch on a GPU through
-`GroupCaptureCache` if the user sets `fusion_compile="cudagraphs"`.
+`GroupTrial` (`fusion/group/group_trial.py`) runs traced training steps on a GPU through `GroupCaptureCache` if the user
+sets `fusion_compile="cudagraphs"`.
 
 Note: contents of a graph. Forward and backward read parameters and buffers at fixed addresses, and read copies of the
 batch, the constants and the random numbers, which the group refreshes before each replay. Random numbers are drawn in
@@ -169,7 +169,15 @@ class GroupCaptureCache:
         self._plans.clear()
 
     def run(
-        self, trace: JointTrace, shard: ShardGraph, operands: ShardOperands, room_bytes: int, lease: Lease | None
+        self,
+        trace: JointTrace,
+        shard: ShardGraph,
+        operands: ShardOperands,
+        room_bytes: int,
+        lease: Lease | None,
+        noise: list[Tensor] | None = None,
+        *,
+        is_laid_out: bool = False,
     ) -> ShardGradients:
         """Run a step: replay, record or run plainly.
 
@@ -179,20 +187,23 @@ class GroupCaptureCache:
             operands: operands of the shard.
             room_bytes: bytes that the step computes with.
             lease: the unit's lease.
+            noise: random numbers of the step, if already drawn.
+            is_laid_out: as of `JointTrace.run`; a step that records another lays nothing out.
         """
         place = operands.state[0].device
         # A group may run on several devices in turn, and a graph belongs to one.
         step_state = self._kept_for(trace, str(place) if lease is None else lease.place)
         # Draw before the decision: run, record and replay then use the same numbers and advance the streams equally.
-        noise = trace.draw(place)
+        noise = trace.draw(place) if noise is None else noise
         action = step_state.course.next(tuple([tensor.data_ptr() for tensor in operands.state]))
         if action == "replay" and step_state.recording is not None:
-            return _replayed(step_state, step_state.recording, [*operands.constants, *operands.inputs, *noise])
+            step_inputs = [*operands.constants, *operands.inputs, *noise]
+            return _replayed(step_state, step_state.recording, step_inputs, operands, is_laid_out=is_laid_out)
         if step_state.recording is not None and action != "replay":
             _part(step_state)  # the state has moved: the graph would read stale addresses
         # Without a lease no room can be taken for a recording.
         if action != "record" or lease is None:
-            return trace.run(operands, noise)
+            return trace.run(operands, noise, is_laid_out=is_laid_out)
         return self._recorded(step_state, shard, operands, noise, room_bytes, lease)
 
     def _kept_for(self, trace: JointTrace, place: str) -> _StepCaptureState:
@@ -246,7 +257,7 @@ class GroupCaptureCache:
             kept.course.give_up(why)
             return kept.trace.run(operands, noise)
         # From the originals, because a step may overwrite its inputs, and recording has run the step several times.
-        replayed = _outputs(kept.trace, _replayed(kept, kept.recording, originals))
+        replayed = _outputs(kept.trace, _replayed(kept, kept.recording, originals, operands))
         replayed_buffers = [tensor.clone() for tensor in buffers]
         _put(buffers, buffers_before)
         result = kept.trace.run(operands, noise)
@@ -307,9 +318,21 @@ class CapturedPlanExecutor:
             return self.stacked.backward(
                 shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective
             )
+        return self.recorded(trace, shard, operands)
+
+    def recorded(
+        self,
+        trace: JointTrace,
+        shard: ShardGraph,
+        operands: ShardOperands,
+        noise: list[Tensor] | None = None,
+        *,
+        is_laid_out: bool = False,
+    ) -> ShardGradients:
+        """Run a traced step recorded, where possible; arguments as of `GroupCaptureCache.run`."""
         (cost,) = [plan_shard.cost for plan_shard in self.plan.shards]
         room_bytes = max(cost.forward_workspace, cost.backward_workspace) + cost.trained_bytes
-        return self.captures.run(trace, shard, operands, room_bytes, self.lease)
+        return self.captures.run(trace, shard, operands, room_bytes, self.lease, noise, is_laid_out=is_laid_out)
 
 
 def _flat(trace: JointTrace, operands: ShardOperands, given: Sequence[Tensor]) -> list[Tensor]:
@@ -323,13 +346,26 @@ def _outputs(trace: JointTrace, made: ShardGradients) -> list[Tensor]:
     return [made.outputs[trace.loss], *made.parameters.values()]
 
 
-def _replayed(kept: _StepCaptureState, recording: DeviceGraphRecording, given: Sequence[Tensor]) -> ShardGradients:
+def _replayed(
+    kept: _StepCaptureState,
+    recording: DeviceGraphRecording,
+    given: Sequence[Tensor],
+    operands: ShardOperands,
+    *,
+    is_laid_out: bool = False,
+) -> ShardGradients:
     """Replay a step on the given constants, inputs and noise, and copy the results out."""
     # The copies, the replay and the copies of the outputs are
     # queued on the same stream, so no synchronization is needed.
     _put(kept.given, given)
     recording.replay()
-    results = [torch.empty_like(tensor) for tensor in recording.outputs]
+    losses, *gradients = recording.outputs
+    room = (
+        kept.trace.room(operands, is_laid_out=True)
+        if is_laid_out
+        else dict(enumerate(map(torch.empty_like, gradients)))
+    )
+    results = [torch.empty_like(losses), *(room[index] for index in range(len(gradients)))]
     _put(results, recording.outputs)
     losses, *gradients = results
     named: Mapping[str, Tensor] = dict(zip(kept.trace.trained, gradients, strict=True))

@@ -16,7 +16,7 @@ A repeated unit therefore resumes with the failed step.
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,19 @@ import torch
 from torch import Tensor
 
 from hydra_tune.batched.joint_graph import JointTrace
+from hydra_tune.devices.copying import sent
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor
+from hydra_tune.fusion.compile.cuda_graph_steps import CapturedPlanExecutor
 from hydra_tune.fusion.group.batched_inputs import StackedBatches
 from hydra_tune.fusion.group.group_step import leave_out_bad, member_values
 from hydra_tune.memory.block import Block
+from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.shard.capture.capture_lock import GATE
-from hydra_tune.shard.execute.compute import ShardOperands
+from hydra_tune.shard.execute.compute import ShardGradients, ShardOperands
 from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
@@ -77,6 +80,8 @@ class RoundContext:
     def trace(self) -> JointTrace | None:
         """The trace of the shard's forward and backward, if any."""
         computing = self.plan.computing
+        if isinstance(computing, CapturedPlanExecutor):
+            computing = computing.stacked
         assert isinstance(computing, StackedPlanExecutor), "not a group's plan"
         return computing.traces.get(self.shard.graph.first)
 
@@ -99,7 +104,7 @@ def may_go_round(plan: ShardPlan, device: Device, budget_bytes: int) -> bool:
         device: any device of the pool.
         budget_bytes: memory of the smallest device.
     """
-    if len(plan.shards) > 1 or device.torch_device.type != "cpu" or getattr(device, "link", None) is not None:
+    if len(plan.shards) > 1 or getattr(device, "link", None) is not None:
         return False
     (shard,) = plan.shards
     assert isinstance(plan.computing, StackedPlanExecutor), "not a group's plan"
@@ -143,6 +148,8 @@ class GroupRound:
         self._settle = settle
         self._go_on = go_on
         self._noise: list[Tensor] | None = None
+        self._lease: Lease | None = None
+        self._constants: list[Tensor] = []
         self._workspace_bytes = rules.workspace_bytes(leaves)
 
     def unit(self) -> PendingUnit:
@@ -187,8 +194,11 @@ class GroupRound:
         blocks = self._blocks()
         # Members draw their next batches inside the round, and a hanging loader must not hold a GPU's generator.
         drawing = self._drawing(device) if device.shares_generator else nullcontext()
-        with pager.lease(list(blocks), self._workspace_bytes), drawing:
+        with pager.lease(list(blocks), self._workspace_bytes) as lease, drawing:
             waited = time.perf_counter() - start
+            constants, place = self._rules.plan.constants, device.torch_device
+            self._lease = lease
+            self._constants = [sent(constants[name], place) for name in self._rules.shard.graph.constants]
             # Time spent waiting for memory does not shorten the round.
             until = start + waited + SECONDS
             while self._batches is not None:
@@ -204,7 +214,7 @@ class GroupRound:
 
     def _compute(self, batches: StackedBatches, device: Device) -> bool:
         """Compute the next batch; return whether the round may continue, that is, all active losses are finite."""
-        with nullcontext() if device.shares_generator else self._drawing(device):
+        with nullcontext() if device.shares_generator else self._turn(device):
             result = self._step(batches.leaves(len(self._made)), device)
         self._made.append(result)
         self._noise = None  # kept until here, so that a repeated unit reuses the numbers of a failed step
@@ -217,13 +227,22 @@ class GroupRound:
         rules = self._rules
         return rules.streams.drawing(device, keep=True) if rules.shard.graph.stochastic else nullcontext()
 
+    def _turn(self, device: Device) -> ExitStack:
+        """Return the context of a step on a device whose generator others draw from; the gate is passed inside."""
+        stack = ExitStack()
+        # No other thread may draw from the generator while a step is recorded.
+        if isinstance(self._rules.plan.computing, CapturedPlanExecutor):
+            stack.enter_context(device.generator.in_turn())
+        stack.enter_context(self._drawing(device))
+        return stack
+
     def _step(self, leaves: BatchLeaves, device: Device) -> Any:
         rules = self._rules
         graph = rules.shard.graph
         operands = ShardOperands(
             state=[rules.state.tensors[name] for name in graph.state],
-            constants=[rules.plan.constants[name] for name in graph.constants],
-            inputs=[leaves.tensors[index] for index in graph.inputs],
+            constants=self._constants,
+            inputs=[sent(leaves.tensors[index], device.torch_device) for index in graph.inputs],
             live_in=(),
         )
         # Many threads may compute at once; a capture holds the gate alone.
@@ -242,8 +261,8 @@ class GroupRound:
         if self._noise is None:
             self._noise = trace.draw(device.torch_device)
         with self._buffers_kept():
-            noise = [tensor.clone() for tensor in self._noise]  # the graph may overwrite its arguments
-            result = trace.run(operands, noise, is_laid_out=True)
+            noise = [tensor.clone() for tensor in self._noise]  # a step may overwrite its arguments
+            result = self._computed(trace, operands, noise)
             losses: list[float] = result.outputs[trace.loss].tolist()
             gradients = result.parameters
         rules.state.touched(rules.shard.graph.written_state)
@@ -253,12 +272,18 @@ class GroupRound:
         with not_repeatable(STEP_BEGUN):
             if rules.gradients.has_two_phases:
                 rules.gradients.complete(rules.state.optimized(gradients))
-            with rules.state.around_step(device):  # rounds run on CPU devices only, so no generator is waited for
-                rules.state.update(rules.shard.trained, gradients, rules.gradients)
+            rules.state.update(rules.shard.trained, gradients, rules.gradients)
             rules.state.adopt_optimizer_state(names, device)
             rules.state.end_step()
             rules.gradients.next_step()
         return losses
+
+    def _computed(self, trace: JointTrace, operands: ShardOperands, noise: list[Tensor]) -> ShardGradients:
+        computing = self._rules.plan.computing
+        if not isinstance(computing, CapturedPlanExecutor):
+            return trace.run(operands, noise, is_laid_out=True)
+        computing.lease = self._lease
+        return computing.recorded(trace, self._rules.shard.graph, operands, noise, is_laid_out=True)
 
     @contextmanager
     def _buffers_kept(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hydra_tune.batched.batched_optimizer import BatchedOptimizer
 from hydra_tune.batched.batched_random import GroupGenerator
+from hydra_tune.devices.copying import sent
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.own_generator import own_generator
 from hydra_tune.errors import OutOfMemoryError, UnfusableError
@@ -173,21 +174,6 @@ class StepStateBinding:
         yield
         for tensor, rows_before in zip(tensors, saved_rows, strict=True):
             tensor[rows] = sent(rows_before, self._place)
-
-
-def sent(tensor: Tensor, place: torch.device) -> Tensor:
-    """Return a host tensor on the computing device, for later work on the device; the host does not wait.
-
-    A GPU copies only pinned memory asynchronously, in order with its queued work. Torch's allocator for pinned memory
-    tracks the copy and does not reuse the memory before the copy has finished.
-
-    Args:
-        tensor: a tensor, possibly on the device already.
-        place: the device.
-    """
-    if tensor.device == place:
-        return tensor
-    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(place, non_blocking=True)
 
 
 def stack_now(

@@ -82,12 +82,19 @@ def task(seed, **changes):
 
 
 def slow_device():
+    """Each step is a unit of its own, as where a group takes most of a GPU."""
     return CpuDevice(0, 1 << 30, link_bandwidth=1 << 40)
 
 
-def recorded(tasks, recorder, between=None, device=None):
-    """A group on a device with a slow link, where each step is a unit of its own, as on a GPU."""
+def fast_device():
+    """Several steps are a unit."""
+    return CpuDevice(0, 1 << 30)
 
+
+both = pytest.mark.parametrize("opened", [slow_device, fast_device])
+
+
+def recorded(tasks, recorder, between=None, device=None):
     def before(run, _unit):
         if not run.trial.records:
             run.trial.records, run.trial.captures = True, GroupCaptureCache(recorder)
@@ -102,13 +109,16 @@ def recorded(tasks, recorder, between=None, device=None):
     return run
 
 
+@both
 @pytest.mark.parametrize("optimizer", [partial(SGD, momentum=0.9), AdamW])
-def test_replayed_steps_are_each_members_own(optimizer, caplog):
+def test_replayed_steps_are_each_members_own(optimizer, opened, caplog):
     """With rates that change at each step, step counts, dropout and the statistics of BatchNorm."""
     recorder = Recorder()
     with caplog.at_level(logging.INFO, "hydra_tune.fusion"):
-        recorded([task(seed, optimizer=partial(optimizer, lr=0.01 * (seed + 1))) for seed in range(3)], recorder)
+        tasks = [task(seed, optimizer=partial(optimizer, lr=0.01 * (seed + 1))) for seed in range(3)]
+        run = recorded(tasks, recorder, device=opened())
     assert len(recorder.made) == 1
+    assert (len(run.units) < STEPS) == (opened is fast_device)
     assert "the step of a group of 3 is replayed as a CUDA graph" in caplog.text
 
 
@@ -127,9 +137,11 @@ class Turns:
         self.depth -= 1
 
 
-def test_recorded_steps_have_their_generators_turn_since_before_the_gate():
+@both
+def test_recorded_steps_have_their_generators_turn_since_before_the_gate(opened):
     """Whoever draws takes both in this order; the other way round they could wait for each other, and a capture for both."""
-    device = slow_device()
+    device = opened()
+    device.shares_generator = False
     device.generator = turns = Turns(device.generator)
     seen = []
 
@@ -175,8 +187,9 @@ def test_state_that_moves_all_the_time_is_not_recorded():
         ("large", "no room for what a graph keeps for itself"),
     ],
 )
-def test_a_step_that_cannot_be_recorded_runs_as_it_is(spoil, why, caplog):
-    recorded([task(seed) for seed in range(2)], Recorder(spoil))
+@both
+def test_a_step_that_cannot_be_recorded_runs_as_it_is(spoil, why, opened, caplog):
+    recorded([task(seed) for seed in range(2)], Recorder(spoil), device=opened())
     assert "a group's step is not replayed as a CUDA graph: " in caplog.text
     assert why in caplog.text
 
