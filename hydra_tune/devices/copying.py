@@ -212,6 +212,6 @@ def sent(tensor: Tensor, place: torch.device) -> Tensor:
         tensor: a tensor, possibly on the device already.
         place: the device.
     """
-    if tensor.device == place:
+    if place.type == "cpu" or tensor.device == place:
         return tensor
     return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(place, non_blocking=True)

@@ -4,9 +4,16 @@
 """
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
 
+from hydra_tune import Reported, train_plain
 from hydra_tune.devices.cuda import CudaDevice
+from hydra_tune.pool.job import OVER
 from hydra_tune.pool.runtime import settings
+from tests.support.gathered import gather
 from tests.support.streams import HASTES, LATE, Gpus
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
 
@@ -57,3 +64,38 @@ def test_shards_that_are_spilled_and_come_back(pool_of):
     with pool_of([40 << 10], num_shards=3, max_concurrent=3) as pool:
         (device,) = run(pool, tasks)
     assert device.bytes_out > 0
+
+
+@pytest.mark.parametrize("gpus", SEEDS, indirect=True)
+def test_groups_that_make_room_for_each_other_step_several_times_in_a_unit(pool_of, monkeypatch):
+    def members(width):
+        def model():
+            return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 4)).double()
+
+        data = TensorDataset(torch.randn(96, 8, dtype=torch.float64), torch.arange(96) % 4)
+        return [
+            task(model=model, train=data, batch_size=8, loss=functional.cross_entropy, epochs=3, seed=seed)
+            for seed in range(2)
+        ]
+
+    tasks = [*members(40), *members(42), *members(43), *members(44)]
+    gather(monkeypatch, lambda count: count >= len(tasks))
+    with pool_of([180 << 10], num_shards=None, max_concurrent=8, fusion="on", fusion_size=2) as pool:
+        events = pool.events()
+        jobs = [pool.submit(one, None, events) for one in tasks]
+        first = [events.get(PATIENCE_SECONDS) for _ in jobs]  # neither group is over before the other has begun
+        for event in first:
+            event.job.proceed()
+        while not all(job.state in OVER for job in jobs):
+            event = events.get(PATIENCE_SECONDS)
+            if isinstance(event, Reported):
+                event.job.proceed()
+        results = [job.result() for job in jobs]
+        (device,) = pool.stats().devices.values()
+    for result, one in zip(results, tasks, strict=True):
+        assert result.error is None
+        assert result.group_size == 2
+        for name, tensor in train_plain(one).state_dict().items():
+            torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
+    assert device.bytes_out > 0
+    assert device.units < 4 * 2 * 36, "each step of the four groups would be two units"
