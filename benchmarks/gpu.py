@@ -28,6 +28,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -158,10 +159,18 @@ def first_of(parts):
     return untimed[:MOST_TOGETHER] or parts[:1]
 
 
-class RunningPart:
-    """A part under way, in a process of its own."""
+def cores_of(number, count):
+    """The cores of one of so many parts: two at least, so that a thread that waits for the GPU keeps no other from a core."""
+    every = sorted(os.sched_getaffinity(0))
+    width = min(len(every), max(2, -(-len(every) // count)))
+    first = number * len(every) // count
+    return {every[index % len(every)] for index in range(first, first + width)}
 
-    def __init__(self, part, out, results):
+
+class RunningPart:
+    """A part under way, in a process of its own, on its own cores of the host."""
+
+    def __init__(self, part, out, results, cores):
         self._part, self._results = part, results
         self._folder = out / part.name.replace("/", "-").replace(" ", "-")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -179,7 +188,7 @@ class RunningPart:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_ends_with_its_parent,  # noqa: PLW1509 - this process has one thread
+                preexec_fn=partial(_apart, cores),  # noqa: PLW1509 - this process has one thread
             )
 
     def look(self):
@@ -205,7 +214,9 @@ class RunningPart:
 
 def run(parts, out, results):
     """Run parts side by side, each to its end or to its limit."""
-    running = {part.name: RunningPart(part, out, results) for part in parts}
+    running = {
+        part.name: RunningPart(part, out, results, cores_of(number, len(parts))) for number, part in enumerate(parts)
+    }
     try:
         while running:
             for name in list(running):
@@ -231,8 +242,9 @@ def environment():
     }
 
 
-def _ends_with_its_parent():
-    """A part whose call is killed would disturb what the next call measures."""
+def _apart(cores):
+    """Keep to some cores, and end with the parent: a part whose call is killed would disturb what the next call measures."""
+    os.sched_setaffinity(0, cores)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an abort is for the stacks
     with suppress(OSError, AttributeError):  # elsewhere than on Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
