@@ -354,7 +354,7 @@ class Pool:
 
     def refuse_own_code(self, what: str) -> None:
         """Refuse a call by a trial's own code, on a thread of the pool, that would wait for the pool."""
-        if threading.current_thread() in self._all_threads:
+        if threading.current_thread() in (*self._all_threads, *self._core.releasing):
             raise HydraTuneError(
                 f"{what}() was called by a trial's own code, on a thread of the pool, and the pool would wait for itself; call "
                 "it from another thread, or train within a trial with train_plain"

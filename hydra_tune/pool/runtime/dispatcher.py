@@ -12,6 +12,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -78,6 +79,7 @@ class JobDispatcher:
         error: the error that broke the pool down.
         abandoned: jobs that were live at the breakdown; their memory is given back at shutdown.
         failing: threads ending jobs whose bytes could not be kept.
+        releasing: threads of the workers that hand results over beside the units.
         units_saved: units that pruned and cancelled jobs would still have run.
         hint: suggests fusing trials; None: no suggestions.
         log: as given; workers and pagers write units and copies to the same log.
@@ -116,6 +118,7 @@ class JobDispatcher:
         self.error: BaseException | None = None
         self.abandoned: list[JobState] = []
         self.failing: list[threading.Thread] = []
+        self.releasing = weakref.WeakSet[threading.Thread]()
         self.units_saved = 0
         self._recorder = recorder
         self._deciding_seconds = 0.0
@@ -211,12 +214,16 @@ class JobDispatcher:
         # Takes no lock, because the caller holds a block's lock and a second lock could deadlock; `append` is atomic.
         self._moves.append((key, shard, device))
 
-    def release_all(self) -> None:
-        """Give back the memory of ended jobs, whichever thread's event ended the jobs; never called under the lock."""
+    def release_all(self, release: Callable[[JobState], None] | None = None) -> None:
+        """Give back the memory of ended jobs, whichever thread's event ended the jobs; never called under the lock.
+
+        Args:
+            release: sees to it that some thread calls `release` for a job; None: this thread does.
+        """
         with contextlib.suppress(IndexError):
             while True:
                 # `popleft` is atomic, so threads that release at the same time each take different records.
-                self._release(self._to_release.popleft())
+                (release or self.release)(self._to_release.popleft())
 
     def _shard_moves(self, events: tuple[Event, ...]) -> list[ShardMoved]:
         """Return loads and spills since the last call that concern a unit the scheduler may assign now."""
@@ -379,7 +386,7 @@ class JobDispatcher:
                 self.changed.notify_all()
             self.release_all()
 
-    def _release(self, record: JobState) -> None:
+    def release(self, record: JobState) -> None:
         """Give back the memory of an ended job without running units, and announce the end."""
         # The job's result if an interrupt prevents `finish` from returning one.
         result = Result(status="failed", error=HydraTuneError("interrupted while the job's memory was given back"))

@@ -9,14 +9,17 @@ worker's pager.
 """
 
 import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.single_thread import SingleThreadExecutor
 from hydra_tune.memory.block import BlockKind
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
@@ -39,6 +42,8 @@ from hydra_tune.train.trial import PendingReport, Trial
 Instrument = Callable[[], AbstractContextManager[Any]]
 
 _GRAPH_KINDS = ("forward", "backward", "evaluate")  # kinds that load all blocks before computing
+# A short hand-over ends before the next unit begins, so the ends of trials keep their order among the other events.
+_PATIENCE_SECONDS = 0.02
 RESUME = Unit(kind="resume", shard=0, seconds=0.0)  # runs a trial's own code after a report, no shard unit
 
 
@@ -83,6 +88,7 @@ class Worker:
         self._pressure = OutOfMemoryHandler(device, pager)
         self._libraries = LedgerFitter(device, pager)
         self._prefetch = None if core.next_units is None else BlockPrefetcher(pager)
+        self._releases: SingleThreadExecutor  # of the present thread of `work`
 
     def work(self) -> None:
         """Run the thread's main loop."""
@@ -90,7 +96,8 @@ class Worker:
             self._core.log.at_work(self._device.name)
         with self._core.breaking():
             try:
-                with self._device.worker():
+                # Outermost, so that this thread ends, and can be joined, only after the last release.
+                with self._release_thread() as self._releases, self._device.worker():
                     self._work()
             except RuntimeError as error:  # `Device.worker` synchronizes at its end, which a lost device refuses
                 if not self._is_lost:
@@ -304,7 +311,37 @@ class Worker:
             if report is not None:
                 core.tell_of(record, report)
             core.decide(finished)
-        core.release_all()
+        core.release_all(self._release)
+
+    def _release_thread(self) -> SingleThreadExecutor:
+        threads = self._core.releasing
+        return SingleThreadExecutor(
+            f"hydra-release-{self._device.name}", lambda: threads.add(threading.current_thread())
+        )
+
+    def _release(self, record: JobState) -> None:
+        """Give back an ended job's memory; a long hand-over of a result goes on beside the next units."""
+        # In a recording all releases are between turns, else a replay could not tell what a turn found on the device.
+        if record.outcome == "completed" and self._recorder is None and _leave_devices(record):
+            wait([self._releases.submit(partial(self._release_beside, record))], _PATIENCE_SECONDS)
+        else:
+            self._core.release(record)
+
+    def _release_beside(self, record: JobState) -> None:
+        with self._core.breaking(), at_work(record.job.name):
+            self._core.release(record)
+
+
+def _leave_devices(record: JobState) -> bool:
+    """Bring a trial's state home, and return whether it is home.
+
+    The worker does so itself: the next unit finds the room, and no device can be lost with bytes of a completed trial.
+    """
+    trial = record.trial
+    try:
+        return trial is not None and trial.state is not None and trial.state.leave_devices()
+    except Exception:  # noqa: BLE001 - the release tries again, and reports the error
+        return False
 
 
 def _by_name(counts: Counter[BlockKind]) -> dict[str, int]:

@@ -563,6 +563,21 @@ class ModelState:
                     if block.tier is not None:
                         block.tier.written(block)
 
+    def leave_devices(self) -> bool:
+        """Bring home what has memory of its own on a device, so that `hand_over` works on the host alone.
+
+        Returns:
+            Whether the groups are home; False: there is a host tier, which may lack the room for all groups at once.
+        """
+        if self._host is not None:
+            return False
+        self.settle()
+        for block in self._blocks():
+            # The tensors of a loose block are on the host already, and a write-back would copy them.
+            if not block.is_loose:
+                bring_home(block)
+        return True
+
     def hand_over(self, *, is_result: bool = False) -> None:
         """Bring all groups to the host and give each tensor memory of its own; the caller owns the tensors from now on.
 
