@@ -285,6 +285,10 @@ class Trial:
         """Reserve the host memory that cannot go to disk, until the trial is closed."""
         self._share.take()
 
+    def leave_devices(self) -> bool:
+        """Bring home the state that `close` will hand over, and return whether the state is home; the trial is complete."""
+        return False  # a group has handed its members' states over before
+
     def close(self, *, keep: bool) -> None:
         """End the trial: drop the values of the step, and bring the state home or drop the state too.
 

@@ -315,9 +315,8 @@ class Worker:
 
     def _release_thread(self) -> SingleThreadExecutor:
         threads = self._core.releasing
-        return SingleThreadExecutor(
-            f"hydra-release-{self._device.name}", lambda: threads.add(threading.current_thread())
-        )
+        name = f"hydra-release-{self._device.name}"
+        return SingleThreadExecutor(name, lambda: threads.add(threading.current_thread()))
 
     def _release(self, record: JobState) -> None:
         """Give back an ended job's memory; a long hand-over of a result goes on beside the next units."""
@@ -337,9 +336,8 @@ def _leave_devices(record: JobState) -> bool:
 
     The worker does so itself: the next unit finds the room, and no device can be lost with bytes of a completed trial.
     """
-    trial = record.trial
     try:
-        return trial is not None and trial.state is not None and trial.state.leave_devices()
+        return record.trial is not None and record.trial.leave_devices()
     except Exception:  # noqa: BLE001 - the release tries again, and reports the error
         return False
 
