@@ -4,11 +4,11 @@
 `HydraExecutor` (`hydra_tune/executor.py`) and `FusedPool` (`pool/fusion/fused_pool.py`) submit jobs to the pool.
 
 Note: threads. Each device has a worker, and the worker runs units (`pool/runtime/worker.py`) and has a thread that hands
-results over beside the next units. A preparer builds and
-captures models in sequence (`pool/runtime/preparer.py`). Drivers submit and answer from threads of their own. All
-threads hand events to the state machine under a single lock, and pass the resulting commands on
-(`pool/runtime/dispatcher.py`). Only one thread at a time touches a job's trial: the thread of the only running unit
-or, where batches run side by side, the thread of their last unit.
+results over beside the next units. A preparer builds and captures models in sequence (`pool/runtime/preparer.py`).
+Drivers submit and answer from threads of their own. All threads hand events to the state machine under a single lock,
+and pass the resulting commands on (`pool/runtime/dispatcher.py`). Only one thread at a time touches a job's trial: the
+thread of the only running unit or, where batches run side by side, the thread of their last unit, and at the end the
+thread that gives the trial's memory back.
 """
 
 import contextlib
