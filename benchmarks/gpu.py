@@ -74,11 +74,11 @@ def gpu_parts():
         yield _script(f"parity/{cut}", 200, "gpu_parity.py", cut, "--events", "{folder}/events.jsonl", is_timed=False)
     sizes = ("--depth", "12", "--caps", "12", "6", "--host", "60", "--limit", "85")
     yield _script("spill", 200, "gpu_spill.py", *sizes, "--events", "{folder}/events.jsonl")
-    yield _script("fusion", 145, "gpu_fusion.py", "--counts", "1", "4", "16", "64", "--minutes", "2.2")
+    yield _script("fusion", 145, "gpu_fusion.py", "--counts", "16", "1", "64", "--minutes", "2.2")
     for model in ("vit", "bert"):
         kept = ("--json", "{folder}/rows.json")
         yield _script(f"planner/{model}", 115, "mutwo.py", model, "--device", "cuda", "--minutes", "1.2", *kept)
-    yield _script("pool", 125, "gpu_pool.py", "--events", "{folder}/events.jsonl")
+    yield _script("pool", 125, "gpu_pool.py", "--steps", "20", "--flying", "16", "--events", "{folder}/events.jsonl")
 
 
 def rehearsed_parts():
