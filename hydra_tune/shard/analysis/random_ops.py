@@ -4,10 +4,12 @@
 trials are compared or stacked, and `planner/trace/step_graph.py` when a step is traced.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 _DROPOUT_SWITCHES = {
     # Operators that draw random numbers only if one of their arguments says so: argument name -> value when they do not.
@@ -36,10 +38,15 @@ def draws_random_numbers(node: fx.Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - the public type of aten operators
         # A higher-order operator draws if its body draws.
         return any(_subgraph_is_stochastic(node, argument) for argument in node.all_input_nodes)
-    if torch.Tag.nondeterministic_seeded not in target.tags:
+    return draws_with(target, node.args, node.kwargs)
+
+
+def draws_with(operator: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator moves a random generator when called with the given arguments."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    named = named_arguments(node)
-    switches = _DROPOUT_SWITCHES.get(target._schema.name, ())  # noqa: SLF001
+    named = _named(operator, args, kwargs)
+    switches = _DROPOUT_SWITCHES.get(operator._schema.name, ())  # noqa: SLF001
     # Without switches an operator always draws, as `all` of nothing is true.
     return all(named.get(argument) != value for argument, value in switches)
 
@@ -51,14 +58,14 @@ def _subgraph_is_stochastic(node: fx.Node, argument: fx.Node) -> bool:
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Return a node's arguments by their names in the schema."""
-    schema = node.target._schema  # type: ignore[union-attr]  # noqa: SLF001
-    named: dict[str, Any] = {}
-    for position, argument in enumerate(schema.arguments):
-        if position < len(node.args):
-            named[argument.name] = node.args[position]
-        else:
-            named[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return named
+    return _named(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+
+
+def _named(operator: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        argument.name: args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+        for position, argument in enumerate(operator._schema.arguments)  # noqa: SLF001
+    }
 
 
 def body_of(node: fx.Node, argument: object) -> fx.GraphModule | None:

@@ -50,6 +50,7 @@ from hydra_tune.shard.verify.process_state import intraop_threads, preserved_str
 from hydra_tune.shard.verify.sample_check import SampledStep, sample_of
 from hydra_tune.shard.verify.separable_optimizers import check_separable
 from hydra_tune.shard.verify.step_outcome import StepEffects, UnitSeconds
+from hydra_tune.shard.verify.value_numbering import ValueNumbering, ValuesNeededError
 from hydra_tune.task import TrainTask
 
 _MAX_PLANS = 128  # kept for future trials; running trials hold their own plans
@@ -324,7 +325,7 @@ class PlanLibrary:
         seconds: UnitSeconds
         kept_seconds: UnitSeconds | None
         if is_checked:
-            seconds, kept_seconds = self._verified(request, captured, answers, plan, kept)
+            seconds, kept_seconds = self._verified(request, captured, answers, plan, kept, estimates)
         else:
             seconds, kept_seconds = estimates()
         activation_choice = None
@@ -387,8 +388,15 @@ class PlanLibrary:
         answers: list[Answer],
         plan: ShardPlan,
         kept: ShardPlan,
+        estimates: Callable[[], tuple[UnitSeconds, UnitSeconds]],
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
         """Verify a plan and the plan that keeps activations; return the seconds of the units of both."""
+        if self.budget.checks_sample:
+            with suppress(Exception, ValuesNeededError):  # a difference of numbers is decided by values
+                kept_seconds = self._verify(request, plan, kept, request.batch, ValueNumbering())[1]
+                # The units have computed nothing.
+                return estimates()[0], None if kept_seconds is None else estimates()[1]
+            request.guards.clear()
         sample = self._sample(request, captured, answers, plan, kept) if self.budget.checks_sample else None
         if sample is not None:
             with suppress(Exception):  # any failure with few samples is decided by the whole batch
@@ -400,12 +408,21 @@ class PlanLibrary:
         return self._verify(request, plan, kept, request.batch)
 
     def _verify(
-        self, request: ShardPlanRequest, plan: ShardPlan, kept: ShardPlan, batch: Any
+        self,
+        request: ShardPlanRequest,
+        plan: ShardPlan,
+        kept: ShardPlan,
+        batch: Any,
+        numbering: ValueNumbering | None = None,
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
         distinct_kept = None if kept is plan else kept
         with GATE.shared(), intraop_threads(self.budget.host_threads):
-            twin = _twin(request.model, request.mode)
-            return verify(request.task, twin, plan, batch, request.guards, distinct_kept, request.effects)
+            if numbering is None:
+                twin = _twin(request.model, request.mode)
+            else:
+                twin = bodiless_twin(request.model)[0]
+                set_mode(twin, request.mode)
+            return verify(request.task, twin, plan, batch, request.guards, distinct_kept, request.effects, numbering)
 
     def _sample(
         self,

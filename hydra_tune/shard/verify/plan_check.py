@@ -11,6 +11,8 @@ handing out a captured plan; only planning without training leaves out the check
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +25,13 @@ from hydra_tune.shard.capture.step_capture import describe
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard
 from hydra_tune.shard.verify.step_outcome import StepEffects, StepOutcome, UnitSeconds, run_eager, run_plan
+from hydra_tune.shard.verify.value_numbering import ValueNumbering
 from hydra_tune.task import TrainTask
 
 _TOLERANCE, _LOW_TOLERANCE = 1e-3, 0.05  # for a compiled plan, relative to a tensor's largest value
 
+_Running = Callable[[], AbstractContextManager[object]]
+_Comparison = Callable[[Tensor, Tensor], bool]
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
 
@@ -39,6 +44,7 @@ def verify(
     guards: list[BatchValueGuard] | None = None,
     kept: ShardPlan | None = None,
     effects: StepEffects | None = None,
+    numbering: ValueNumbering | None = None,
 ) -> tuple[UnitSeconds, UnitSeconds | None]:
     """Compare a plan with the eager step, on the host, and time its units.
 
@@ -51,16 +57,20 @@ def verify(
             refusal holds for batches with the same answers.
         kept: the same plan with activations kept, to be checked as well.
         effects: receives what the eager step does and the plan does not.
+        numbering: compares numbers instead of values; the times then mean nothing, and `twin` needs no bytes.
 
     Returns:
         Seconds of the units of `plan`, and of `kept`, or None if the numbers of `kept` differ from the eager step.
 
     Raises:
         CaptureError: the plan's numbers differ from the eager step; the message names the difference.
+        ValuesNeededError: `numbering` cannot compare this step.
     """
     buffers = {name: tensor.detach().clone() for name, tensor in twin.named_buffers()}
     random_state = torch.get_rng_state()
     state = PythonStateGuard(task, twin, plan.mode, keeps_tensors=True)
+    running: _Running = nullcontext if numbering is None else partial(numbering.run, twin)
+    is_same = batches.same_bits if numbering is None else numbering.is_same
 
     def rewind() -> None:
         _restore(twin, buffers)
@@ -69,34 +79,48 @@ def verify(
     try:
         eager_batch = batches.copied(batch)
         structure = batches.structure(eager_batch)
-        eager = _watched(state, lambda: run_eager(task, twin, plan.mode, eager_batch, [] if guards is None else guards))
+        with running():
+            eager = _watched(
+                state, lambda: run_eager(task, twin, plan.mode, eager_batch, [] if guards is None else guards)
+            )
         if effects is not None:
             effects.kept_names |= state.kept()
             effects.changes_batch |= _differ(structure, batches.structure(eager_batch))
         rewind()
         # A step with hidden state may agree with the graph once by luck; the second run shows the state, and whether the
         # step has left modules in a mode that changes the numbers of the next step.
-        second_eager = run_eager(task, twin, plan.mode, batches.copied(batch), begins=False)
+        second_batch = batches.copied(batch)
+        with running():
+            second_eager = run_eager(task, twin, plan.mode, second_batch, begins=False)
         rewind()
-        planned, seconds = run_plan(twin, plan, batches.flatten(batches.copied(batch)).tensors)
-        _check(eager, second_eager, planned, guards)
+        tensors = batches.flatten(batches.copied(batch)).tensors
+        with running():
+            planned, seconds = run_plan(twin, plan, tensors)
+        _check(eager, second_eager, planned, guards, is_same)
         rewind()
-        return seconds, None if kept is None else _kept_seconds(eager, twin, kept, batch)
+        return seconds, None if kept is None else _kept_seconds(eager, twin, kept, batch, running, is_same)
     finally:
         torch.set_rng_state(random_state)
-        # The capture has put back all that Python code changes; but it runs in-place operators on stand-ins.
-        state.restore(only_tensors=True)
+        # The capture has put back all that Python code changes; but it runs in-place operators on stand-ins. Tensors
+        # without values, which a step may have left in an object, must not stay there.
+        state.restore(only_tensors=numbering is None)
 
 
 def _differ(before: tuple[str, list[Any]], after: tuple[str, list[Any]]) -> bool:
     return before[0] != after[0] or any(a is not b for a, b in zip(before[1], after[1], strict=True))
 
 
-def _check(eager: StepOutcome, again: StepOutcome, ours: StepOutcome, guards: list[BatchValueGuard] | None) -> None:
+def _check(
+    eager: StepOutcome,
+    again: StepOutcome,
+    ours: StepOutcome,
+    guards: list[BatchValueGuard] | None,
+    is_same: _Comparison,
+) -> None:
     # First the eager step against itself: hidden state would show as a difference to the graph as well, and be
     # misnamed.
-    _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again)
-    _same_outcome("the captured graph gives other {what} than the eager step", eager, ours)
+    _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again, is_same)
+    _same_outcome("the captured graph gives other {what} than the eager step", eager, ours, is_same)
     if guards is not None and eager.reads == ours.reads:
         guards.clear()  # the graph's operators read the same values as the step's (`one_hot`): Python asked nothing
     if eager.functions:
@@ -108,11 +132,15 @@ def _check(eager: StepOutcome, again: StepOutcome, ours: StepOutcome, guards: li
         raise CaptureError(f"the eager step runs operators that the captured graph does not: {', '.join(missing[:3])}")
 
 
-def _kept_seconds(eager: StepOutcome, twin: nn.Module, kept: ShardPlan, batch: Any) -> UnitSeconds | None:
+def _kept_seconds(
+    eager: StepOutcome, twin: nn.Module, kept: ShardPlan, batch: Any, running: _Running, is_same: _Comparison
+) -> UnitSeconds | None:
     """Seconds of the units of a plan that keeps activations; None if the numbers differ."""
     try:
-        planned, seconds = run_plan(twin, kept, batches.flatten(batches.copied(batch)).tensors)
-        _same_outcome("the graph with its activations kept gives other {what}", eager, planned)
+        tensors = batches.flatten(batches.copied(batch)).tensors
+        with running():
+            planned, seconds = run_plan(twin, kept, tensors)
+        _same_outcome("the graph with its activations kept gives other {what}", eager, planned, is_same)
     except Exception:  # noqa: BLE001 - whatever the error, recomputing is always right
         return None
     return seconds
@@ -165,9 +193,9 @@ def _close(expected: Tensor, found: Tensor, tolerance: float) -> bool:
     return torch.allclose(expected, found, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
-def _same_outcome(message: str, expected: "StepOutcome", found: "StepOutcome") -> None:
+def _same_outcome(message: str, expected: StepOutcome, found: StepOutcome, is_same: _Comparison) -> None:
     for what in ("results", "gradients", "buffers"):
-        _compare(message.format(what=what), getattr(expected, what), getattr(found, what))
+        _compare(message.format(what=what), getattr(expected, what), getattr(found, what), is_same)
     if not torch.equal(expected.random_state, found.random_state):
         raise CaptureError(message.format(what="random numbers"))
 
@@ -229,10 +257,12 @@ def _restore(twin: nn.Module, buffers: dict[str, Tensor]) -> None:
             tensor.copy_(buffers[name])
 
 
-def _compare(message: str, expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def _compare(
+    message: str, expected: dict[str, Tensor], found: dict[str, Tensor], is_same: _Comparison
+) -> None:
     if expected.keys() != found.keys():
         unequal_names = sorted(expected.keys() ^ found.keys())
         raise CaptureError(f"{message}: {', '.join(unequal_names[:3])}")
     for name, tensor in expected.items():
-        if not batches.same_bits(tensor, found[name]):
+        if not is_same(tensor, found[name]):
             raise CaptureError(f"{message}: {name!r} differs")

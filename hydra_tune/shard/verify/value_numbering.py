@@ -1,0 +1,206 @@
+"""Runs a step without arithmetic: every tensor has a number in place of its values, and equal numbers mean equal values.
+
+Under `ValueNumbering`, an operator computes nothing. Its results are tensors whose memory nobody writes, so the system
+never provides the memory. The number of a result follows from the operator, its plain arguments, and the numbers and
+geometry of its operands. Two runs whose losses, gradients and buffers have the same numbers run the same operators on
+the same operands, and so have the same bits. `verify` (`plan_check.py`) compares the eager step with a plan in this way
+where a pool has no CPU device: the numbers take seconds for a model of any size, and the values minutes.
+
+Note: why not fake tensors. Code may ask whether its tensors are fake, and take another path than in training, as it did
+during the capture. The tensors here are ordinary CPU tensors, so the eager step takes its ordinary path.
+
+Note: no numbers. Some operators hand values to Python, belong to the user, or write to a tensor that is neither a
+buffer nor a result. A step with such an operator ends with `ValuesNeededError`, and its plan is checked with values.
+
+Source: the value numbering of compilers (Alpern, Wegman and Zadeck 1988, section 2), for a step as it runs.
+"""
+
+import hashlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from hydra_tune.shard.analysis.random_ops import draws_with
+from hydra_tune.shard.capture.step_capture import named_state
+
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+_MOVING = frozenset({"aten::lift_fresh", "aten::set_"})  # compute nothing, like views
+_COPYING = frozenset({"aten::clone", "aten::_to_copy", "aten::lift_fresh_copy", "aten::_reshape_copy"})
+# Parts of the names of operators that write to arguments which their schemas do not mark.
+_WRITING = ("batch_norm", "rrelu")
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class ValuesNeededError(BaseException):
+    """A step needs values. Not an `Exception`: user code that catches every `Exception` must not continue."""
+
+
+@dataclass(slots=True)
+class _NumberedStorage:
+    """Number of the values of a storage, as read through the tensor that was the first on the storage.
+
+    Attributes:
+        alive: keeps the storage's identity from another storage, but not the memory.
+        number: number of the values; None for a storage with real bytes that nobody writes.
+        geometry: geometry of the first tensor.
+        may_be_written: whether operators may write to the storage.
+    """
+
+    alive: StorageWeakRef
+    number: int | None
+    geometry: Hashable
+    may_be_written: bool
+
+
+class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Numbers the values of several runs, so that the numbers of the runs can be compared.
+
+    Raises:
+        ValuesNeededError: raised from an operator whose results have no number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers: dict[Hashable, int] = {}
+        # Never cleared, because a run may read tensors that the run before has left behind.
+        self._storages: dict[int, _NumberedStorage] = {}
+        self._parameters: dict[str, int] = {}
+        self._fake = FakeTensorMode()
+
+    @contextmanager
+    def run(self, model: nn.Module) -> Iterator[None]:
+        """Context of a run, from the trial's parameters and buffers.
+
+        Args:
+            model: a copy of the trial's model, whose parameters and buffers need no bytes.
+        """
+        for name, tensor in named_state(model):
+            is_parameter = isinstance(tensor, nn.Parameter)
+            if is_parameter and self._parameters.setdefault(name, _identity(tensor)) != _identity(tensor):
+                raise ValuesNeededError(f"a run has given {name} other memory")
+            self._enter(tensor, self._number("state", name), may_be_written=not is_parameter)
+        with self:
+            yield
+
+    def is_same(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two tensors have the same values."""
+        return (self._value(one), one.shape, one.dtype) == (self._value(other), other.shape, other.dtype)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KEYWORDS
+    ) -> Any:
+        schema = func._schema  # noqa: SLF001
+        if func.is_view or schema.name in _MOVING:
+            return func(*args, **kwargs)
+        if func.namespace != "aten" or any(part in schema.name for part in _WRITING):
+            raise ValuesNeededError(schema.name)
+        leaves, tree = tree_flatten((args, dict(kwargs)))
+        # In-place operators give their first argument what the others return.
+        operator = schema.name.removesuffix("_"), schema.overload_name, str(tree), self._random_state(func, args, kwargs)
+        key = self._number(*operator, *map(self._argument, leaves))
+        operands = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        with self._fake:
+            fakes = {
+                name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+                for name, tensor in operands.items()
+            }
+            fake_args, fake_kwargs = tree_map_only(Tensor, lambda tensor: fakes[id(tensor)], (args, dict(kwargs)))
+            try:
+                found = func(*fake_args, **fake_kwargs)
+            except Exception as error:
+                raise ValuesNeededError(schema.name) from error
+        written = _written(schema, args, kwargs)
+        copied = None
+        if schema.name in _COPYING or (schema.name == "aten::copy_" and args[0].shape == args[1].shape):
+            source, target = args[schema.name == "aten::copy_"], written[0] if written else found
+            copied = self._value(source) if source.dtype == target.dtype else None
+        for position, tensor in enumerate(written):
+            if _geometry(fakes[id(tensor)]) != _geometry(tensor, 0):
+                raise ValuesNeededError(schema.name)
+            self._write(tensor, self._number("result", key, position) if copied is None else copied)
+        same = {id(fakes[name]): tensor for name, tensor in operands.items()}
+        results, result_tree = tree_flatten(found)
+        for position, result in enumerate(results):
+            if isinstance(result, FakeTensor) and id(result) in same:
+                results[position] = same[id(result)]
+            elif isinstance(result, FakeTensor) and result.device.type == "cpu" and result.layout is torch.strided:
+                results[position] = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
+                number = self._number("result", key, position) if copied is None else copied
+                self._enter(results[position], number, may_be_written=True)
+            elif result is not None:
+                raise ValuesNeededError(schema.name)
+        return tree_unflatten(results, result_tree)
+
+    def _number(self, *facts: Hashable) -> int:
+        return self._numbers.setdefault(facts, len(self._numbers))
+
+    def _enter(self, tensor: Tensor, number: int | None, *, may_be_written: bool) -> None:
+        alive = StorageWeakRef(tensor.untyped_storage())
+        self._storages[_identity(tensor)] = _NumberedStorage(alive, number, _geometry(tensor), may_be_written)
+
+    def _write(self, tensor: Tensor, number: int) -> None:
+        storage = self._storages.get(_identity(tensor))
+        if storage is None or not storage.may_be_written:
+            raise ValuesNeededError("a tensor is written that is neither a buffer nor a result")
+        if _geometry(tensor) != storage.geometry:
+            number = self._number("written", storage.number, storage.geometry, _geometry(tensor), number)
+        storage.number = number
+
+    def _value(self, tensor: Tensor) -> int:
+        """Number of a tensor's values."""
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            raise ValuesNeededError("a tensor has no plain memory")
+        storage = self._storages.get(_identity(tensor))
+        if storage is None:
+            self._enter(tensor, None, may_be_written=False)
+            storage = self._storages[_identity(tensor)]
+        if storage.number is None:
+            # A batch, or a constant: no run has made the storage, so the bytes are real.
+            values = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            return self._number("bytes", hashlib.sha256(values.numpy()).digest(), tensor.shape, tensor.dtype)
+        if _geometry(tensor) == storage.geometry:
+            return storage.number
+        return self._number("view", storage.number, storage.geometry, _geometry(tensor))
+
+    def _argument(self, leaf: object) -> Hashable:
+        if isinstance(leaf, Tensor):
+            return self._value(leaf), leaf.shape, leaf.stride(), leaf.dtype
+        if not isinstance(leaf, _PLAIN):
+            raise ValuesNeededError(f"an argument is a {type(leaf).__name__}")
+        # By `repr` and type: 1, 1.0 and True are equal, as are 0.0 and -0.0.
+        return type(leaf).__name__, repr(leaf)
+
+    def _random_state(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+        """State of the generator before an operator that draws, after which the generator moves; None for the others."""
+        if not draws_with(func, args, kwargs):
+            return None
+        state = torch.get_rng_state().numpy().tobytes()
+        torch.rand(1)
+        return state
+
+
+def _identity(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the storage's identity
+
+
+def _geometry(tensor: Tensor, offset: int | None = None) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.storage_offset() if offset is None else offset, tensor.dtype
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Arguments to which an operator writes, in the order of the schema."""
+    written: list[Any] = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tree_flatten(args[position] if position < len(args) else kwargs.get(argument.name))[0]
+    return [value for value in written if value is not None]
