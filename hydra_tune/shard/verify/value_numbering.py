@@ -1,7 +1,7 @@
 """Runs a step without arithmetic: every tensor has a number in place of its values, and equal numbers mean equal values.
 
-Under `ValueNumbering`, an operator computes nothing. Its results are tensors whose memory nobody writes, so the system
-never provides the memory. The number of a result follows from the operator, its plain arguments, and the numbers and
+Under `ValueNumbering`, an operator computes nothing. All results share the same unwritten memory, so a step takes next to
+no memory. The number of a result follows from the operator, its plain arguments, and the numbers and
 geometry of its operands. Two runs whose losses, gradients and buffers have the same numbers run the same operators on
 the same operands, and so have the same bits. `verify` (`plan_check.py`) compares the eager step with a plan in this way
 where a pool has no CPU device: the numbers take seconds for a model of any size, and the values minutes.
@@ -9,13 +9,18 @@ where a pool has no CPU device: the numbers take seconds for a model of any size
 Note: why not fake tensors. Code may ask whether its tensors are fake, and take another path than in training, as it did
 during the capture. The tensors here are ordinary CPU tensors, so the eager step takes its ordinary path.
 
+Note: values read without an operator. `tolist` and `numpy` read the shared memory. The memory starts with other bytes in
+each run, so what the code makes of them differs between the two runs of the eager step.
+
 Note: no numbers. Some operators hand values to Python, belong to the user, or write to a tensor that is neither a
 buffer nor a result. A step with such an operator ends with `ValuesNeededError`, and its plan is checked with values.
 
 Source: the value numbering of compilers (Alpern, Wegman and Zadeck 1988, section 2), for a step as it runs.
 """
 
+import ctypes
 import hashlib
+import mmap
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,8 +40,8 @@ from hydra_tune.shard.capture.step_capture import named_state
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 _MOVING = frozenset({"aten::lift_fresh", "aten::set_"})  # compute nothing, like views
 _COPYING = frozenset({"aten::clone", "aten::_to_copy", "aten::lift_fresh_copy", "aten::_reshape_copy"})
-# Parts of the names of operators that write to arguments which their schemas do not mark.
-_WRITING = ("batch_norm", "rrelu")
+_UNMARKED = frozenset({"running_mean", "running_var"})  # written by forwards of BatchNorm, although no schema says so
+_PAGE_BYTES = 4096
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -75,6 +80,8 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, _NumberedStorage] = {}
         self._parameters: dict[str, int] = {}
         self._fake = FakeTensorMode()
+        self._memory = mmap.mmap(-1, _PAGE_BYTES)
+        self._filling = b"\x3f"
 
     @contextmanager
     def run(self, model: nn.Module) -> Iterator[None]:
@@ -88,6 +95,8 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_parameter and self._parameters.setdefault(name, _identity(tensor)) != _identity(tensor):
                 raise ValuesNeededError(f"a run has given {name} other memory")
             self._enter(tensor, self._number("state", name), may_be_written=not is_parameter)
+        self._filling = b"\xbf" if self._filling == b"\x3f" else b"\x3f"  # negative and positive numbers in turn
+        self._fill()
         with self:
             yield
 
@@ -101,7 +110,7 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         schema = func._schema  # noqa: SLF001
         if func.is_view or schema.name in _MOVING:
             return func(*args, **kwargs)
-        if func.namespace != "aten" or any(part in schema.name for part in _WRITING):
+        if func.namespace != "aten":
             raise ValuesNeededError(schema.name)
         leaves, tree = tree_flatten((args, dict(kwargs)))
         # In-place operators give their first argument what the others return.
@@ -133,12 +142,26 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(result, FakeTensor) and id(result) in same:
                 results[position] = same[id(result)]
             elif isinstance(result, FakeTensor) and result.device.type == "cpu" and result.layout is torch.strided:
-                results[position] = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype)
+                results[position] = self._like(result)
                 number = self._number("result", key, position) if copied is None else copied
                 self._enter(results[position], number, may_be_written=True)
             elif result is not None:
                 raise ValuesNeededError(schema.name)
         return tree_unflatten(results, result_tree)
+
+    def _fill(self) -> None:
+        self._memory[:_PAGE_BYTES] = self._filling * _PAGE_BYTES
+
+    def _like(self, fake: Tensor) -> Tensor:
+        """Return a tensor on a storage of its own, in the shared memory."""
+        nbytes = fake.untyped_storage().nbytes()
+        if nbytes > len(self._memory):
+            # The system provides no page before the page is touched.
+            self._memory = mmap.mmap(-1, nbytes)
+            self._fill()
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes) if nbytes else torch.empty(0)
+        empty = torch.empty(0, dtype=fake.dtype)
+        return empty.set_(flat.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
 
     def _number(self, *facts: Hashable) -> int:
         return self._numbers.setdefault(facts, len(self._numbers))
@@ -166,8 +189,9 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = self._storages[_identity(tensor)]
         if storage.number is None:
             # A batch, or a constant: no run has made the storage, so the bytes are real.
-            values = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            return self._number("bytes", hashlib.sha256(values.numpy()).digest(), tensor.shape, tensor.dtype)
+            values = tensor.detach().contiguous()
+            found = (ctypes.c_char * (values.numel() * values.element_size())).from_address(values.data_ptr())
+            return self._number("bytes", hashlib.sha256(found).digest(), tensor.shape, tensor.dtype)
         if _geometry(tensor) == storage.geometry:
             return storage.number
         return self._number("view", storage.number, storage.geometry, _geometry(tensor))
@@ -184,7 +208,7 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """State of the generator before an operator that draws, after which the generator moves; None for the others."""
         if not draws_with(func, args, kwargs):
             return None
-        state = torch.get_rng_state().numpy().tobytes()
+        state = bytes(torch.get_rng_state().tolist())
         torch.rand(1)
         return state
 
@@ -200,7 +224,8 @@ def _geometry(tensor: Tensor, offset: int | None = None) -> Hashable:
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Arguments to which an operator writes, in the order of the schema."""
     written: list[Any] = []
+    unmarked = frozenset() if schema.name.endswith("_backward") else _UNMARKED
     for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if argument.name in unmarked or (argument.alias_info is not None and argument.alias_info.is_write):
             written += tree_flatten(args[position] if position < len(args) else kwargs.get(argument.name))[0]
     return [value for value in written if value is not None]
