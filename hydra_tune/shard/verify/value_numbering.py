@@ -21,18 +21,19 @@ Source: the value numbering of compilers (Alpern, Wegman and Zadeck 1988, sectio
 import ctypes
 import hashlib
 import mmap
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from hydra_tune.shard.analysis.random_ops import draws_with
 from hydra_tune.shard.capture.step_capture import named_state
@@ -42,6 +43,7 @@ _MOVING = frozenset({"aten::lift_fresh", "aten::set_"})  # compute nothing, like
 _COPYING = frozenset({"aten::clone", "aten::_to_copy", "aten::lift_fresh_copy", "aten::_reshape_copy"})
 _UNMARKED = frozenset({"running_mean", "running_var"})  # written by forwards of BatchNorm, although no schema says so
 _PAGE_BYTES = 4096
+_SMALL_BYTES, _LARGE_BYTES = 1 << 20, 1 << 28  # largest results with values: of no operand, and of operands with values
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -58,12 +60,14 @@ class _NumberedStorage:
         number: number of the values; None for a storage with real bytes that nobody writes.
         geometry: geometry of the first tensor.
         may_be_written: whether operators may write to the storage.
+        is_real: whether the storage has its values: a batch, a constant, or what the step makes of these alone.
     """
 
     alive: StorageWeakRef
     number: int | None
     geometry: Hashable
     may_be_written: bool
+    is_real: bool
 
 
 class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -94,7 +98,7 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_parameter = isinstance(tensor, nn.Parameter)
             if is_parameter and self._parameters.setdefault(name, _identity(tensor)) != _identity(tensor):
                 raise ValuesNeededError(f"a run has given {name} other memory")
-            self._enter(tensor, self._number("state", name), may_be_written=not is_parameter)
+            self._enter(tensor, self._number("state", name), may_be_written=not is_parameter, is_real=False)
         self._filling = b"\xbf" if self._filling == b"\x3f" else b"\x3f"  # negative and positive numbers in turn
         self._fill()
         with self:
@@ -113,10 +117,47 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace != "aten":
             raise ValuesNeededError(schema.name)
         leaves, tree = tree_flatten((args, dict(kwargs)))
+        state = self._random_state(func, args, kwargs)
+        arguments = list(map(self._argument, leaves))
+        if schema.name.removesuffix("_") == "aten::add" and len(leaves) == 2 and _are_alike(*leaves):  # noqa: PLR2004
+            # The order of two summands decides no bit, and is another one where a cut is between the uses of a value.
+            arguments.sort(key=repr)
         # In-place operators give their first argument what the others return.
-        operator = schema.name.removesuffix("_"), schema.overload_name, str(tree), self._random_state(func, args, kwargs)
-        key = self._number(*operator, *map(self._argument, leaves))
+        key = self._number(schema.name.removesuffix("_"), schema.overload_name, str(tree), state, *arguments)
         operands = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        written = _written(schema, args, kwargs)
+        if not all(self._storages[_identity(tensor)].may_be_written for tensor in written):
+            raise ValuesNeededError(f"{schema.name} writes to a tensor that is neither a buffer nor a result")
+        number = partial(self._number, "result", key)
+        if schema.name in _COPYING or (schema.name == "aten::copy_" and args[0].shape == args[1].shape):
+            # A copy has the values of its source.
+            number = partial(self._copied, args[schema.name == "aten::copy_"], number)
+        found, given, is_real = self._found(func, args, kwargs, operands, state)
+        for position, tensor in enumerate(written):
+            self._write(tensor, number(tensor.dtype, position), is_real=is_real)
+        results, result_tree = tree_flatten(found)
+        for position, result in enumerate(results):
+            if id(result) in given:
+                results[position] = given[id(result)]
+            elif isinstance(result, Tensor) and result.is_cpu and result.layout is torch.strided:
+                results[position] = result if is_real else self._like(result)
+                if _identity(results[position]) not in self._storages:
+                    self._enter(
+                        results[position], number(result.dtype, position), may_be_written=True, is_real=is_real
+                    )
+            elif result is not None and not is_real:
+                raise ValuesNeededError(schema.name)
+        return tree_unflatten(results, result_tree)
+
+    def _found(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: dict[int, Tensor], state: Hashable
+    ) -> tuple[Any, dict[int, Tensor], bool]:
+        """Run an operator.
+
+        Returns:
+            The results, the operands by the ids of results that are operands, and whether the results have values.
+        """
+        is_real = state is None and all(self._storages[_identity(tensor)].is_real for tensor in operands.values())
         with self._fake:
             fakes = {
                 name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -126,28 +167,19 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             try:
                 found = func(*fake_args, **fake_kwargs)
             except Exception as error:
-                raise ValuesNeededError(schema.name) from error
-        written = _written(schema, args, kwargs)
-        copied = None
-        if schema.name in _COPYING or (schema.name == "aten::copy_" and args[0].shape == args[1].shape):
-            source, target = args[schema.name == "aten::copy_"], written[0] if written else found
-            copied = self._value(source) if source.dtype == target.dtype else None
-        for position, tensor in enumerate(written):
-            if _geometry(fakes[id(tensor)]) != _geometry(tensor, 0):
-                raise ValuesNeededError(schema.name)
-            self._write(tensor, self._number("result", key, position) if copied is None else copied)
-        same = {id(fakes[name]): tensor for name, tensor in operands.items()}
-        results, result_tree = tree_flatten(found)
-        for position, result in enumerate(results):
-            if isinstance(result, FakeTensor) and id(result) in same:
-                results[position] = same[id(result)]
-            elif isinstance(result, FakeTensor) and result.device.type == "cpu" and result.layout is torch.strided:
-                results[position] = self._like(result)
-                number = self._number("result", key, position) if copied is None else copied
-                self._enter(results[position], number, may_be_written=True)
-            elif result is not None:
-                raise ValuesNeededError(schema.name)
-        return tree_unflatten(results, result_tree)
+                # Values, or a number of results that values decide.
+                if not (is_real and operands):
+                    raise ValuesNeededError(str(func)) from error
+                found = None
+        if any(_geometry(fakes[name], 0) != _geometry(tensor, 0) for name, tensor in operands.items()):
+            raise ValuesNeededError(f"{func} changes the geometry of an operand")
+        if is_real:
+            nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(found) if isinstance(tensor, Tensor))
+            if nbytes <= (_LARGE_BYTES if operands else _SMALL_BYTES):
+                return func(*args, **kwargs), {}, True
+            if operands:
+                raise ValuesNeededError(f"{func} makes {nbytes} bytes of the batch or of constants")
+        return found, {id(fakes[name]): tensor for name, tensor in operands.items()}, False
 
     def _fill(self) -> None:
         self._memory[:_PAGE_BYTES] = self._filling * _PAGE_BYTES
@@ -166,14 +198,18 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _number(self, *facts: Hashable) -> int:
         return self._numbers.setdefault(facts, len(self._numbers))
 
-    def _enter(self, tensor: Tensor, number: int | None, *, may_be_written: bool) -> None:
-        alive = StorageWeakRef(tensor.untyped_storage())
-        self._storages[_identity(tensor)] = _NumberedStorage(alive, number, _geometry(tensor), may_be_written)
+    def _copied(self, source: Tensor, number: Callable[..., int], dtype: torch.dtype, position: int) -> int:
+        return self._value(source) if source.dtype == dtype else number(dtype, position)
 
-    def _write(self, tensor: Tensor, number: int) -> None:
-        storage = self._storages.get(_identity(tensor))
-        if storage is None or not storage.may_be_written:
-            raise ValuesNeededError("a tensor is written that is neither a buffer nor a result")
+    def _enter(self, tensor: Tensor, number: int | None, *, may_be_written: bool, is_real: bool) -> None:
+        alive = StorageWeakRef(tensor.untyped_storage())
+        self._storages[_identity(tensor)] = _NumberedStorage(
+            alive, number, _geometry(tensor), may_be_written=may_be_written, is_real=is_real
+        )
+
+    def _write(self, tensor: Tensor, number: int, *, is_real: bool) -> None:
+        storage = self._storages[_identity(tensor)]
+        storage.is_real &= is_real
         if _geometry(tensor) != storage.geometry:
             number = self._number("written", storage.number, storage.geometry, _geometry(tensor), number)
         storage.number = number
@@ -185,7 +221,7 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise ValuesNeededError("a tensor has no plain memory")
         storage = self._storages.get(_identity(tensor))
         if storage is None:
-            self._enter(tensor, None, may_be_written=False)
+            self._enter(tensor, None, may_be_written=False, is_real=True)
             storage = self._storages[_identity(tensor)]
         if storage.number is None:
             # A batch, or a constant: no run has made the storage, so the bytes are real.
@@ -219,6 +255,10 @@ def _identity(tensor: Tensor) -> int:
 
 def _geometry(tensor: Tensor, offset: int | None = None) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.storage_offset() if offset is None else offset, tensor.dtype
+
+
+def _are_alike(one: object, other: object) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and _geometry(one, 0) == _geometry(other, 0)
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
