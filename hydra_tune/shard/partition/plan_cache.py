@@ -28,7 +28,14 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.guards import BatchValueGuard
 from hydra_tune.shard.capture.meta_models import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
 from hydra_tune.shard.capture.precision import autocast, share_casts
-from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec, capture, describe, state_specs
+from hydra_tune.shard.capture.step_capture import (
+    CapturedStepGraph,
+    StateSpec,
+    capture,
+    describe,
+    named_state,
+    state_specs,
+)
 from hydra_tune.shard.capture.step_module import set_mode
 from hydra_tune.shard.capture.value_replay import Answer, answering, ask
 from hydra_tune.shard.cost.activation_policy import MeasuredActivationChoice, chosen, keeping, seconds_of
@@ -391,11 +398,13 @@ class PlanLibrary:
         estimates: Callable[[], tuple[UnitSeconds, UnitSeconds]],
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
         """Verify a plan and the plan that keeps activations; return the seconds of the units of both."""
-        if self.budget.checks_sample and not answers:
-            with suppress(Exception, ValuesNeededError):  # a difference of numbers is decided by values
+        if self.budget.checks_sample:
+            try:
                 kept_seconds = self._verify(request, plan, kept, request.batch, ValueNumbering())[1]
-                # The units have computed nothing.
+                # The units have computed nothing, so their times are unknown.
                 return estimates()[0], None if kept_seconds is None else estimates()[1]
+            except (Exception, ValuesNeededError) as error:  # noqa: BLE001 - any failure is decided by values
+                CHOICES.info("the plan is checked with values, which takes longer: %s", error)
             request.guards.clear()
         sample = self._sample(request, captured, answers, plan, kept) if self.budget.checks_sample else None
         if sample is not None:
@@ -417,11 +426,9 @@ class PlanLibrary:
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
         distinct_kept = None if kept is plan else kept
         with GATE.shared(), intraop_threads(self.budget.host_threads):
-            if numbering is None:
-                twin = _twin(request.model, request.mode)
-            else:
-                twin = bodiless_twin(request.model)[0]
-                set_mode(twin, request.mode)
+            twin = (
+                _twin(request.model, request.mode) if numbering is None else _hollow_twin(request.model, request.mode)
+            )
             return verify(request.task, twin, plan, batch, request.guards, distinct_kept, request.effects, numbering)
 
     def _sample(
@@ -501,6 +508,15 @@ def _twin(model: nn.Module, mode: str | None = None) -> nn.Module:
         raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
     if mode is not None:
         set_mode(twin, mode)
+    return twin
+
+
+def _hollow_twin(model: nn.Module, mode: str) -> nn.Module:
+    """Return a copy of a model for a check without values: its parameters and buffers have memory that nobody touches."""
+    if any(type(tensor) not in (Tensor, nn.Parameter) for _, tensor in named_state(model)):
+        raise ValuesNeededError("a parameter or buffer is of a class of its own, which may compute otherwise")
+    twin = bodiless_twin(model)[0]
+    set_mode(twin, mode)
     return twin
 
 

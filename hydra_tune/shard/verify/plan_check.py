@@ -257,9 +257,7 @@ def _restore(twin: nn.Module, buffers: dict[str, Tensor]) -> None:
             tensor.copy_(buffers[name])
 
 
-def _compare(
-    message: str, expected: dict[str, Tensor], found: dict[str, Tensor], is_same: _Comparison
-) -> None:
+def _compare(message: str, expected: dict[str, Tensor], found: dict[str, Tensor], is_same: _Comparison) -> None:
     if expected.keys() != found.keys():
         unequal_names = sorted(expected.keys() ^ found.keys())
         raise CaptureError(f"{message}: {', '.join(unequal_names[:3])}")

@@ -142,9 +142,7 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif isinstance(result, Tensor) and result.is_cpu and result.layout is torch.strided:
                 results[position] = result if is_real else self._like(result)
                 if _identity(results[position]) not in self._storages:
-                    self._enter(
-                        results[position], number(result.dtype, position), may_be_written=True, is_real=is_real
-                    )
+                    self._enter(results[position], number(result.dtype, position), may_be_written=True, is_real=is_real)
             elif result is not None and not is_real:
                 raise ValuesNeededError(schema.name)
         return tree_unflatten(results, result_tree)
@@ -174,7 +172,9 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(_geometry(fakes[name], 0) != _geometry(tensor, 0) for name, tensor in operands.items()):
             raise ValuesNeededError(f"{func} changes the geometry of an operand")
         if is_real:
-            nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(found) if isinstance(tensor, Tensor))
+            nbytes = sum(
+                tensor.untyped_storage().nbytes() for tensor in tree_leaves(found) if isinstance(tensor, Tensor)
+            )
             if nbytes <= (_LARGE_BYTES if operands else _SMALL_BYTES):
                 return func(*args, **kwargs), {}, True
             if operands:

@@ -34,6 +34,16 @@ def vectors(size=SIZE):
     return torch.randn(size, 8, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.fixture(autouse=True)
+def values_decide(monkeypatch):
+    """Numbers would decide most of these steps, before there is a sample."""
+
+    def refuse():
+        raise library_module.ValuesNeededError
+
+    monkeypatch.setattr(library_module, "ValueNumbering", refuse)
+
+
 @pytest.fixture
 def checked(monkeypatch):
     """The batch sizes of the checks that ran, and whether they found the plan right."""
