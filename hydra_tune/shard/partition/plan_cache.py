@@ -497,11 +497,16 @@ class PlanLibrary:
         return optimizer_pilot(request.optimizer, parameters, specs, alignment=self.budget.alignment)
 
 
-def _twin(model: nn.Module, mode: str | None = None) -> nn.Module:
-    """Return a copy of a model, in the mode of a step if given."""
+def _twin(model: nn.Module, mode: str | None = None, *, has_values: bool = True) -> nn.Module:
+    """Return a copy of a model, in the mode of a step if given; without `has_values`, trained parameters are not copied."""
     # Tensors that code has computed, as the weight of `torch.nn.utils.weight_norm`, have no copy in torch.
     computed = [value for part in model.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     known = {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf}
+    if not has_values:
+        trained = [
+            parameter for parameter in model.parameters() if type(parameter) is nn.Parameter and parameter.requires_grad
+        ]
+        known |= {id(parameter): nn.Parameter(torch.empty_like(parameter)) for parameter in trained}
     try:
         twin = copy.deepcopy(model, known)
     except Exception as error:
@@ -526,7 +531,8 @@ def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> C
         return _captured_unbuilt(request, batch)
     # Copied outside the gate, so that computations wait for the capture alone.
     check_own_copy(request.task, request.model, request.mode)
-    twin = _twin(request.model, request.mode)
+    # An export replaces parameters, and refuses a trained one that it meets elsewhere, so none of their values is read.
+    twin = _twin(request.model, request.mode, has_values=False)
     # The check then starts from the streams before the capture: a step that seeds them would agree with the graph by luck.
     with GATE.exclusive(), autocast(request.task.precision), _unchanged(request, twin), preserved_streams():
         captured = capture(request.task, twin, batch, request.mode, answering(answers))

@@ -116,46 +116,63 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if func.namespace != "aten":
             raise ValuesNeededError(schema.name)
-        leaves, tree = tree_flatten((args, dict(kwargs)))
-        state = self._random_state(func, args, kwargs)
-        arguments = list(map(self._argument, leaves))
-        if schema.name.removesuffix("_") == "aten::add" and len(leaves) == 2 and _are_alike(*leaves):  # noqa: PLR2004
-            # The order of two summands decides no bit, and is another one where a cut is between the uses of a value.
-            arguments.sort(key=repr)
-        # In-place operators give their first argument what the others return.
-        key = self._number(schema.name.removesuffix("_"), schema.overload_name, str(tree), state, *arguments)
-        operands = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        is_drawing = draws_with(func, args, kwargs)
+        number = self._numbers_of_results(schema, args, kwargs, self._moved_random_state() if is_drawing else None)
         written = _written(schema, args, kwargs)
         if not all(self._storages[_identity(tensor)].may_be_written for tensor in written):
             raise ValuesNeededError(f"{schema.name} writes to a tensor that is neither a buffer nor a result")
-        number = partial(self._number, "result", key)
-        if schema.name in _COPYING or (schema.name == "aten::copy_" and args[0].shape == args[1].shape):
-            # A copy has the values of its source.
-            number = partial(self._copied, args[schema.name == "aten::copy_"], number)
-        found, given, is_real = self._found(func, args, kwargs, operands, state)
+        found, given, is_real = self._found(func, args, kwargs, is_drawing=is_drawing)
         for position, tensor in enumerate(written):
-            self._write(tensor, number(tensor.dtype, position), is_real=is_real)
+            self._write(tensor, number(position, tensor.dtype), is_real=is_real)
         results, result_tree = tree_flatten(found)
         for position, result in enumerate(results):
             if id(result) in given:
                 results[position] = given[id(result)]
-            elif isinstance(result, Tensor) and result.is_cpu and result.layout is torch.strided:
-                results[position] = result if is_real else self._like(result)
-                if _identity(results[position]) not in self._storages:
-                    self._enter(results[position], number(result.dtype, position), may_be_written=True, is_real=is_real)
+            elif isinstance(result, Tensor):
+                results[position] = self._result(result, partial(number, position, result.dtype), is_real=is_real)
             elif result is not None and not is_real:
-                raise ValuesNeededError(schema.name)
+                raise ValuesNeededError(f"{schema.name} returns more than tensors")
         return tree_unflatten(results, result_tree)
 
+    def _numbers_of_results(
+        self, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], random_state: bytes | None
+    ) -> Callable[[int, torch.dtype], int]:
+        """Return a function from the position and dtype of a result of an operator to the number of the result."""
+        leaves, tree = tree_flatten((args, dict(kwargs)))
+        arguments = list(map(self._argument, leaves))
+        # In-place operators give their first argument what the others return.
+        operator = schema.name.removesuffix("_")
+        if operator == "aten::add" and len(leaves) == 2 and _are_alike(*leaves):  # noqa: PLR2004
+            # The order of two summands decides no bit, and is another one where a cut is between the uses of a value.
+            arguments.sort(key=repr)
+        number = partial(self._number, "result", operator, schema.overload_name, str(tree), random_state, *arguments)
+        is_copy = operator in _COPYING or (operator == "aten::copy" and args[0].shape == args[1].shape)
+        return partial(self._copied, args[operator == "aten::copy"], number) if is_copy else number
+
+    def _result(self, found: Tensor, number: Callable[[], int], *, is_real: bool) -> Tensor:
+        if not found.is_cpu or found.layout is not torch.strided:
+            raise ValuesNeededError("a result has no plain memory")
+        result = found if is_real else self._like(found)
+        if _identity(result) not in self._storages:
+            self._enter(result, number(), may_be_written=True, is_real=is_real)
+        return result
+
     def _found(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: dict[int, Tensor], state: Hashable
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        operands: dict[int, Tensor],
+        *,
+        is_drawing: bool,
     ) -> tuple[Any, dict[int, Tensor], bool]:
         """Run an operator.
 
         Returns:
             The results, the operands by the ids of results that are operands, and whether the results have values.
         """
-        is_real = state is None and all(self._storages[_identity(tensor)].is_real for tensor in operands.values())
+        operands = {id(leaf): leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)}
+        is_real = not is_drawing and all(self._storages[_identity(tensor)].is_real for tensor in operands.values())
         with self._fake:
             fakes = {
                 name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -198,11 +215,12 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _number(self, *facts: Hashable) -> int:
         return self._numbers.setdefault(facts, len(self._numbers))
 
-    def _copied(self, source: Tensor, number: Callable[..., int], dtype: torch.dtype, position: int) -> int:
-        return self._value(source) if source.dtype == dtype else number(dtype, position)
+    def _copied(self, source: Tensor, number: Callable[..., int], position: int, dtype: torch.dtype) -> int:
+        """Number of a copy of a tensor: the tensor's own unless the copy is converted."""
+        return self._value(source) if source.dtype == dtype else number(position, dtype)
 
     def _enter(self, tensor: Tensor, number: int | None, *, may_be_written: bool, is_real: bool) -> None:
-        alive = StorageWeakRef(tensor.untyped_storage())
+        alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._storages[_identity(tensor)] = _NumberedStorage(
             alive, number, _geometry(tensor), may_be_written=may_be_written, is_real=is_real
         )
@@ -240,10 +258,9 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # By `repr` and type: 1, 1.0 and True are equal, as are 0.0 and -0.0.
         return type(leaf).__name__, repr(leaf)
 
-    def _random_state(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-        """State of the generator before an operator that draws, after which the generator moves; None for the others."""
-        if not draws_with(func, args, kwargs):
-            return None
+    @staticmethod
+    def _moved_random_state() -> bytes:
+        """Return the generator's state before an operator that draws; the generator has moved afterwards."""
         state = bytes(torch.get_rng_state().tolist())
         torch.rand(1)
         return state
