@@ -158,13 +158,7 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _found(
-        self,
-        func: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        operands: dict[int, Tensor],
-        *,
-        is_drawing: bool,
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_drawing: bool
     ) -> tuple[Any, dict[int, Tensor], bool]:
         """Run an operator.
 
