@@ -50,8 +50,8 @@ def budget_of(
         trials=-(-trials // len(devices)),
         host_bytes=host_bytes // trials,
         link=functools.cache(lambda: link_of(devices[0])),
-        # A host beside GPUs is slower than the GPUs, so one sample stands for the batch. All cores may take part,
-        # because the host has nothing else to compute.
+        # A host beside GPUs is slower than the GPUs, so it computes as little as it can. All cores may take part, because
+        # the host has nothing else to compute.
         checks_sample=not has_cpu,
         # Devices of two kinds may take other numbers of random draws for the same operator.
         counts_draws=len({device_kind(device) for device in devices}) == 1,

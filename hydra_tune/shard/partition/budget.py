@@ -32,8 +32,8 @@ class ShardPlanConstraints:
         trials: trials in flight for each device.
         host_bytes: host memory for each trial in flight; None: unlimited.
         link: speed of the devices' copies, if comparable with seconds measured on the host.
-        checks_sample: whether a plan may be checked with a few samples of its batch; see
-            `shard/verify/sample_check.py`.
+        checks_sample: whether a plan may be checked by numbers (`shard/verify/value_numbering.py`), or with a few samples
+            of its batch (`shard/verify/sample_check.py`).
         counts_draws: whether a batch draws the same number of random numbers on each device, so that later batches can
             draw first.
         host_threads: intra-op threads for checking plans; only the time of a check depends on the number.

@@ -1,6 +1,6 @@
 """Checks before use: compares each new plan with the eager step, and an optimizer's step with its steps in parts.
 
-The package must not change a plan. Read `plan_check` and `step_outcome` first, then `sample_check` (a step of a few
-samples), `separable_optimizers` and `elementwise_optimizers`. `process_state` restores the state of the process after
-trials of code on copies.
+The package must not change a plan. Read `plan_check` and `step_outcome` first, then `value_numbering` (a step without
+arithmetic), `sample_check` (a step of a few samples), `separable_optimizers` and `elementwise_optimizers`.
+`process_state` restores the state of the process after trials of code on copies.
 """
