@@ -70,8 +70,10 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: .venv/.dev
+types: .venv/.dev           ## and names that tests for GPUs use of the package, as no machine of CI runs these tests
 	$(BIN)/mypy
+	$(BIN)/mypy -p tests.gpu --check-untyped-defs --allow-untyped-defs --allow-untyped-calls \
+	  --disable-error-code arg-type --disable-error-code union-attr --disable-error-code var-annotated --disable-error-code has-type
 
 imports: .venv/.dev
 	$(BIN)/lint-imports --cache-dir .import_linter_cache

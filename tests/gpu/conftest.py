@@ -47,9 +47,17 @@ def _logged(monkeypatch, tmp_path):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     report = yield
+    report.told_on = item.config.get_terminal_writer()
     folder = item.funcargs.get("tmp_path")
     logs = sorted(folder.glob("events*.jsonl")) if report.failed and folder is not None else []
     if logs:
         events = logs[-1].read_text(encoding="utf-8").splitlines()[-MOST_EVENTS:]
         report.sections.append(("last events of its last pool", "\n".join(events)))
     return report
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report):
+    """A failure is told at once: a run that is ended at its limit prints no summary."""
+    if report.failed and hasattr(report, "told_on"):
+        report.told_on.line(f"\n{report.longreprtext}")

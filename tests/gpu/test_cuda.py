@@ -16,6 +16,7 @@ from hydra_tune.devices import cuda
 from hydra_tune.devices.cuda import CudaDevice
 from hydra_tune.devices.device import DeviceCopyRoute
 from hydra_tune.devices.hardware import discovery
+from hydra_tune.devices.hardware.libraries import LIBRARY_BYTES
 from hydra_tune.memory.block import Block, BlockKind
 from hydra_tune.memory.block_release import bring_home
 from hydra_tune.memory.pager import Pager
@@ -514,7 +515,7 @@ def test_devices_on_one_gpu_have_their_own_budgets_and_the_allocator_the_sum():
     try:
         assert [device.name for device in devices] == ["cuda:0/0", "cuda:0/1"]
         assert [device.budget_bytes for device in devices] == [free // 4] * 2
-        beyond = 2 * discovery._LIBRARY_BYTES + torch.cuda.memory_allocated(0) + 64 * MIB
+        beyond = 2 * LIBRARY_BYTES + torch.cuda.memory_allocated(0) + 64 * MIB
         with pytest.raises(torch.cuda.OutOfMemoryError):
             devices[0].empty(int(free // 2 * 1.09) + beyond)
     finally:
