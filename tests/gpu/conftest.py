@@ -11,6 +11,7 @@ import torch
 from hydra_tune import HydraExecutor
 
 MOST_EVENTS = 20
+_failed = {}  # where a failure is told, by test
 
 if torch.cuda.is_available():
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # deterministic, and small beside the budgets of tests
@@ -47,7 +48,8 @@ def _logged(monkeypatch, tmp_path):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
     report = yield
-    report.told_on = item.config.get_terminal_writer()
+    if report.failed and not hasattr(item.config, "workerinput"):
+        _failed[item.nodeid] = item.config.get_terminal_writer()
     folder = item.funcargs.get("tmp_path")
     logs = sorted(folder.glob("events*.jsonl")) if report.failed and folder is not None else []
     if logs:
@@ -59,5 +61,5 @@ def pytest_runtest_makereport(item):
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_logreport(report):
     """A failure is told at once: a run that is ended at its limit prints no summary."""
-    if report.failed and hasattr(report, "told_on"):
-        report.told_on.line(f"\n{report.longreprtext}")
+    if report.nodeid in _failed:
+        _failed.pop(report.nodeid).line(f"\n{report.longreprtext}")
