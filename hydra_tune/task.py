@@ -21,7 +21,7 @@ from hydra_tune.errors import ConfigError, MetricError, TaskError, did_you_mean,
 from hydra_tune.quantities import parse_bytes
 
 Batch = Any
-"""A batch from a data handle: any nesting of tuples, lists, dicts, tensors and plain Python values."""
+"""A batch from a data handle: any nesting of tuples, lists, mappings, dataclasses, tensors and plain Python values."""
 
 Precision = Literal["float32", "bfloat16", "float16"]
 

@@ -8,9 +8,11 @@ baked into the graph. The signature holds all of these.
 for which a plan is made.
 """
 
+import copy
 import ctypes
+import dataclasses
 import functools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -62,16 +64,62 @@ pytree.register_pytree_node(
 )
 
 
-def plain_mappings(batch: Any) -> Any:
-    """Return the batch with a dict for every mapping, as required by export (tokenizers return other mappings)."""
-    if isinstance(batch, Mapping):
-        return mapping_like(batch, {key: plain_mappings(value) for key, value in batch.items()})
+def fields_of(value: Any) -> dict[str, Any] | None:
+    """Return the fields of an instance of a dataclass; None for all other values."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return None
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+
+
+def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a container of a batch with changed items; return all other values as they are."""
+    if isinstance(value, Mapping):
+        return mapping_like(value, {key: change(item) for key, item in value.items()})
     # The constructor of a named tuple takes the values one by one, not an iterable.
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(plain_mappings(value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(plain_mappings(value) for value in batch)
-    return batch
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(change(item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(change(item) for item in value)
+    fields = fields_of(value)
+    if fields is None:
+        return value
+    changed = copy.copy(value)
+    for name, item in fields.items():
+        object.__setattr__(changed, name, change(item))  # a frozen dataclass refuses `setattr`
+    return changed
+
+
+def plain_mappings(batch: Any) -> Any:
+    """Return the batch with a dict for every mapping, as required by export (tokenizers return other mappings).
+
+    Export also has to know each dataclass of the batch.
+    """
+    if fields_of(batch) is not None:
+        _make_known(type(batch))
+    return rebuilt(batch, plain_mappings)
+
+
+def _make_known(kind: type) -> None:
+    """Have torch take instances of a dataclass apart, without running the class's own code to make others."""
+    if kind in pytree.SUPPORTED_NODES:
+        return
+
+    def made(values: Iterable[Any], names: list[str]) -> Any:
+        each: Any = object.__new__(kind)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(each, name, value)
+        return each
+
+    def with_keys(each: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+        fields = fields_of(each) or {}
+        return [(pytree.GetAttrKey(name), value) for name, value in fields.items()], list(fields)
+
+    def apart(each: Any) -> tuple[list[Any], list[str]]:
+        fields = fields_of(each) or {}
+        return list(fields.values()), list(fields)
+
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    pytree.register_pytree_node(kind, apart, made, serialized_type_name=name, flatten_with_keys_fn=with_keys)
 
 
 class _LeafMarker(Enum):
@@ -97,9 +145,9 @@ class BatchLeaves:
         Unchanged tensors are not written: other threads may be computing with the batch, or the memory may be
         read-only.
         """
-        for original, copy in self.copies:
-            if not same_bits(original, copy):
-                original.copy_(copy)
+        for original, own in self.copies:
+            if not same_bits(original, own):
+                original.copy_(own)
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
         """Return the batch with other tensors in place of its own."""
@@ -124,9 +172,10 @@ def structure(batch: Any) -> tuple[str, list[Any]]:
 
 
 def containers(batch: Any) -> set[int]:
-    """Return the identities of the mappings and lists of a batch, which a step may change."""
-    if isinstance(batch, Mapping):
-        return {id(batch)}.union(*map(containers, batch.values()))
+    """Return the identities of the mappings, lists and dataclasses of a batch, which a step may change."""
+    items = batch if isinstance(batch, Mapping) else fields_of(batch)
+    if items is not None:
+        return {id(batch)}.union(*map(containers, items.values()))
     if isinstance(batch, list):
         return {id(batch)}.union(*map(containers, batch))
     return set().union(*map(containers, batch)) if isinstance(batch, tuple) else set()
@@ -136,7 +185,7 @@ def flatten(batch: Any) -> BatchLeaves:
     """Take a batch apart.
 
     Args:
-        batch: any nesting of tuples, lists and dicts of tensors and plain Python values.
+        batch: any nesting of tuples, lists, mappings and dataclasses of tensors and plain Python values.
 
     Raises:
         TaskError: a leaf is not hashable, so no capture could be keyed by the leaf, or a tensor is not dense.

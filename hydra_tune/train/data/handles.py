@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.capture.batch import fields_of, rebuilt
 from hydra_tune.task import Batch, DataHandle, length_of
 
 
@@ -123,8 +124,9 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_of(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
+    else:
+        fields = fields_of(value)
+        for item in value if isinstance(value, tuple | list) else () if fields is None else fields.values():
             yield from tensors_of(item)
 
 
@@ -137,10 +139,6 @@ def moved(value: Any, place: torch.device) -> Any:
         moved_dict = copy.copy(value)
         moved_dict.update((key, moved(item, place)) for key, item in value.items())
         return moved_dict
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(moved(item, place) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(moved(item, place) for item in value)
     # For example the batch of a tokenizer or of a graph library.
     to = getattr(value, "to", None)
-    return to(place) if callable(to) else value
+    return to(place) if callable(to) else rebuilt(value, lambda item: moved(item, place))

@@ -6,7 +6,7 @@ The plain loop (`reference_loop.py`) and the pool's `SingleTrial` (`train/single
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.errors import TaskError
-from hydra_tune.shard.capture.batch import mapping_like
+from hydra_tune.shard.capture.batch import rebuilt
 from hydra_tune.shard.capture.step_module import training_loss
 from hydra_tune.shard.verify.process_state import preserved_streams
 from hydra_tune.task import Batch, TrainTask
@@ -153,10 +153,4 @@ def _cut(value: Any, part: slice, samples: int) -> Any:
             )
         # Memory of its own, because kernels may round differently by the alignment of their input.
         return value[part].clone()
-    if isinstance(value, Mapping):
-        return mapping_like(value, {key: _cut(item, part, samples) for key, item in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(item, part, samples) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_cut(item, part, samples) for item in value)
-    return value
+    return rebuilt(value, lambda item: _cut(item, part, samples))
