@@ -37,7 +37,8 @@ DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
 # Arguments that the pool calls later, when their variables may have changed.
 _FUNCTIONS = (
-    "model", "optimizer", "param_groups", "loss", "step", "evaluate", "finish", "scheduler", "stop", "train", "validate"
+    "model", "optimizer", "param_groups", "loss", "step", "after_step", "evaluate", "finish", "scheduler", "stop", "train",
+    "validate",
 )  # fmt: skip
 
 
@@ -111,6 +112,8 @@ class TrainTask(_ClosureSnapshotSlot):
         scheduler: builds the learning-rate scheduler from the optimizer; `ReduceLROnPlateau` is given `metric`.
         scheduler_interval: whether the scheduler steps after each `"epoch"` or each optimizer `"step"`.
         report_every: `"epoch"`, or a number of optimizer steps; every report evaluates if there is `validate`.
+        after_step: `(module, optimizer, steps) -> None`: called after each optimizer step, and before the scheduler's, with
+            the number of steps so far; may write weights, for averages (EMA) or constraints. Gradients are zeroed before.
         stop: `(history) -> bool`, for early stopping: called after each report with all reports so far, as
             `Result.history`; a true value completes the trial.
         result: report that gives the trial's value to a tuner: the `"last"` or the `"best"`.
@@ -126,6 +129,7 @@ class TrainTask(_ClosureSnapshotSlot):
     param_groups: Callable[[nn.Module], Any] | None = None
     loss: Callable[[Any, Any], Tensor] | None = None
     step: Callable[[nn.Module, Batch], Tensor] | None = None
+    after_step: Callable[[nn.Module, torch.optim.Optimizer, int], object] | None = None
     validate: DataHandle | None = None
     evaluate: Callable[[nn.Module, Batch], Mapping[str, Any]] | None = None
     finish: Callable[[dict[str, Tensor]], Mapping[str, Any]] | None = None

@@ -18,6 +18,7 @@ from hydra_tune.errors import TaskError
 _LOCK = threading.Lock()
 # Weak: a claim that is never given up ends with its trial.
 _UNDER_WAY: "weakref.WeakSet[TrialClaim]" = weakref.WeakSet()
+_PATIENCE_SECONDS = 60.0  # for the end of another trial, which takes about a second for each GiB
 _REMEDY = "let model= build its own each time, e.g. with copy.deepcopy(...) or tensor.clone()"
 
 
@@ -40,8 +41,21 @@ class TrialClaim:
     def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module | None = module
         self.optimizer: torch.optim.Optimizer | None = None
+        self.storages: dict[str, tuple[StorageWeakRef, bool]] = {}
+        self._is_ending, self._over = False, threading.Event()
+        while (ending_claim := self._entered(module)) is not None:
+            # The other trial's result is handed over at this moment, and nothing else of that trial will run.
+            if not ending_claim._over.wait(_PATIENCE_SECONDS):  # noqa: SLF001 - of the same class
+                ending_claim._is_ending = False  # noqa: SLF001
+
+    def _entered(self, module: nn.Module) -> "TrialClaim | None":
+        """Enter the claim; return the claim of an ending trial for which this one has to wait first, or None.
+
+        Raises:
+            TaskError: as of the class.
+        """
         # A weak reference keeps the storage's address reserved, even after a trial has moved the bytes and the storage
-        # is gone.
+        # is gone. Looked up at each attempt, because a hand-over gives the parameters other memory.
         self.storages = {
             name: (StorageWeakRef(parameter.untyped_storage()), parameter.requires_grad)  # type: ignore[no-untyped-call]
             for name, parameter in module.named_parameters()
@@ -50,13 +64,23 @@ class TrialClaim:
         # Check and entry under one lock: of two trials built at once, one must see the other.
         with _LOCK:
             for other in _UNDER_WAY:
-                if other.module is module:
-                    raise TaskError(f"model= returned a module that another trial is training; {_REMEDY}")
-                self._check_parameters(other)
+                try:
+                    self._check(other)
+                except TaskError:
+                    if not other._is_ending:  # noqa: SLF001
+                        raise
+                    return other
             _UNDER_WAY.add(self)
+        return None
 
-    def _check_parameters(self, other: "TrialClaim") -> None:
+    def end(self) -> None:
+        """Note that the trial only has to be given up: others that claim the same wait for that."""
+        self._is_ending = True
+
+    def _check(self, other: "TrialClaim") -> None:
         assert self.module is not None
+        if other.module is self.module:
+            raise TaskError(f"model= returned a module that another trial is training; {_REMEDY}")
         claimed_storages: dict[int, tuple[str, bool]] = {
             reference.cdata: (name, is_trained) for name, (reference, is_trained) in other.storages.items()
         }
@@ -93,6 +117,7 @@ class TrialClaim:
         with _LOCK:
             _UNDER_WAY.discard(self)
             self.module, self.optimizer, self.storages = None, None, {}
+        self._over.set()
 
 
 def _has_memory(parameter: nn.Parameter) -> bool:

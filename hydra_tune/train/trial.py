@@ -285,6 +285,11 @@ class Trial:
         """Reserve the host memory that cannot go to disk, until the trial is closed."""
         self._share.take()
 
+    def end(self) -> None:
+        """Note that the trial is about to be closed: a next trial may then claim the same model, and waits for the end."""
+        if self._claimed is not None:
+            self._claimed.end()
+
     def leave_devices(self) -> bool:
         """Bring home the state that `close` will hand over, and return whether the state is home; the trial is complete."""
         return False  # a group has handed its members' states over before

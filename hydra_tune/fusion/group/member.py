@@ -130,6 +130,10 @@ class MemberTrial(SingleTrial):
     def _check_reach(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Refuse functions that hold the model or the optimizer: a group stacks the members' tensors elsewhere."""
         task = self.task
+        if task.after_step is not None:
+            raise UnfusableError(
+                "its after_step= gets the model after each step, whose weights a group keeps elsewhere"
+            )
         steps = {"loss=": task.loss, "step=": task.step, "evaluate=": task.evaluate}
         optimizing = [optimizer, optimizer.param_groups, optimizer.state]
         model = [*module.modules(), *module.parameters()]

@@ -159,14 +159,17 @@ class WholeModelRunner:
                 root.backward()  # type: ignore[no-untyped-call]
         return value
 
-    def step(self) -> None:
-        """Take the optimizer's step, once all batches of the step have run."""
+    def step(self, number: int) -> None:
+        """Take the optimizer's step, once all batches of the step have run.
+
+        Args:
+            number: of the step, from 1.
+        """
         tracked_step, self._before = self._following, None
-        if tracked_step is None:
+        with nullcontext() if tracked_step is None else tracked_step.updating(self._trained_parameters()):
             self._update()
-        else:
-            with tracked_step.updating(self._trained_parameters()):
-                self._update()
+            if self._task.after_step is not None:
+                self._task.after_step(self._module, self._optimizer, number)
         # An optimizer may keep a number of its own among the dicts of the parameters.
         entries = self._optimizer.state.values()
         num_entries = sum(len(each) if isinstance(each, dict) else 1 for each in entries)

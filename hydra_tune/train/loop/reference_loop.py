@@ -244,7 +244,9 @@ class _PlainRun:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad()
-        self.steps += 1
+            self.steps += 1
+            if task.after_step is not None:
+                task.after_step(self.module, self.optimizer, self.steps)
         self.pending = 0
         if task.scheduler_interval == "step":
             self._step_scheduler()

@@ -3,6 +3,9 @@
 import threading
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.train.state.model_state import ModelState
@@ -125,3 +128,17 @@ def test_bytes_that_do_not_come_home_fail_the_trial(monkeypatch):
         result = pool.submit(short()).result(PATIENCE_SECONDS)
     assert result.status == "failed"
     assert "no way home" in str(result.error)
+
+
+def test_a_next_trial_of_the_same_model_waits_for_the_hand_over(held):
+    module = nn.Linear(8, 4)
+    one = task(model=lambda: module, train=lambda: [(torch.ones(2, 8), torch.ones(2, 4))], loss=functional.mse_loss)
+    with running(max_concurrent=1) as pool:
+        first = pool.submit(one)
+        assert held.begun.wait(PATIENCE_SECONDS)
+        second, other = pool.submit(one), pool.submit(short())
+        with pytest.raises(TimeoutError):
+            second.result(0.1)
+        assert second.progress.step == 0
+        held.go()
+        assert [job.result(PATIENCE_SECONDS).status for job in (first, second, other)] == ["completed"] * 3

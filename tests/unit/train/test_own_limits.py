@@ -55,11 +55,11 @@ def followed(monkeypatch) -> Iterator[list[int]]:
     steps = [0]
     step = direct.WholeModelRunner.step
 
-    def seen(self: direct.WholeModelRunner) -> None:
+    def seen(self: direct.WholeModelRunner, number: int) -> None:
         if self._following is not None:
             found.append(steps[0])
         steps[0] += 1
-        step(self)
+        step(self, number)
 
     monkeypatch.setattr(direct.WholeModelRunner, "step", seen)
     return found
@@ -76,6 +76,12 @@ class Slots:
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
+
+
+class Unhashable(Slots):
+    """No capture could be keyed by such a batch."""
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Items(dict[str, Tensor]):
@@ -231,7 +237,7 @@ def test_a_step_of_own_code_that_has_no_room_is_called_that():
     def step(module: nn.Module, batch: Any) -> Tensor:
         return loss_of(module, (batch.x, batch.y))
 
-    one = described(step=step, train=lambda: [Fields(*batch_of(9000))])
+    one = described(step=step, train=lambda: [Unhashable(*batch_of(9000))])
     with own_code(device_memory="2MiB") as pool:
         (result,) = pool.run([one], on_error="return")
     assert isinstance(result.error, BudgetError)
