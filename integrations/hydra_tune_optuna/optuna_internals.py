@@ -13,6 +13,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ from optuna.samplers._brute_force import _TreeNode
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage, fail_stale_trials
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.storages._heartbeat import BaseHeartbeat
+from optuna.storages._rdb.models import TrialModel
+from optuna.storages._rdb.storage import _create_scoped_session
 from optuna.study import Study
 from optuna.study._optimize import _log_failed_trial
 from optuna.study._optimize import _logger as logger
@@ -182,10 +185,28 @@ def _take_waiting(study: Study, mark: str) -> int | None:
         # Another process may have taken and ended the trial between the listing and this line.
         with suppress(UpdateFinishedTrialError):
             note(study, frozen, mark, value=True)
-            if study._storage.set_trial_state_values(frozen._trial_id, state=TrialState.RUNNING):
+            if _run_waiting(study._storage, frozen._trial_id):
                 return frozen._trial_id
             note(study, frozen, mark, value=False)  # another process has taken the trial first
     return None
+
+
+def _run_waiting(storage: BaseStorage, trial_id: int) -> bool:
+    """Set a waiting trial running; return False if another process has done so.
+
+    `RDBStorage` reads the state and then writes the state, and SQLite holds no lock in between: two processes would both
+    run the trial. One statement does both here.
+    """
+    backend = storage._backend if isinstance(storage, _CachedStorage) else storage
+    if not isinstance(backend, RDBStorage):
+        return storage.set_trial_state_values(trial_id, state=TrialState.RUNNING)
+    with _create_scoped_session(backend.scoped_session) as session:
+        is_waiting = (TrialModel.trial_id == trial_id, TrialModel.state == TrialState.WAITING)
+        new_state: dict[Any, TrialState] = {TrialModel.state: TrialState.RUNNING}
+        if not session.query(TrialModel).filter(*is_waiting).update(new_state, synchronize_session=False):
+            return False
+        TrialModel.find_or_raise_by_id(trial_id, session).datetime_start = datetime.now()  # noqa: DTZ005 - as Optuna sets it
+    return True
 
 
 def note(study: Study, frozen: FrozenTrial, key: str, *, value: Any) -> None:
