@@ -74,9 +74,13 @@ def test_the_call_with_all_arguments_trains():
 
 
 def test_the_average_in_the_module_is_trained_and_evaluated():
-    names = {"torch": torch, "Net": net, "TrainTask": lambda **given: TrainTask(**given, **TRAINING, validate=data(24))}
-    exec(snippet("Averaged weights").replace(", ...)", ")"), names)
-    result = assert_as_plain(lambda: names["build"](None))
+    def task(**given):
+        return TrainTask(optimizer=lambda groups: OPTIMIZER(groups, lr=0.1), validate=data(24), **given, **TRAINING)
+
+    names = {"torch": torch, "Net": net, "TrainTask": task}
+    definitions, call = snippet("After each step").split("\n\n\nTrainTask")
+    exec(definitions, names)
+    result = assert_as_plain(lambda: eval("TrainTask" + call.replace(", ...)", ")"), names))
     weights = result.state_dict()
     assert weights["average.n_averaged"] == 15  # one for each step
     assert not torch.equal(weights["average.module.0.weight"], weights["net.0.weight"])
