@@ -162,3 +162,39 @@ def test_a_function_that_replaces_a_parameter_of_a_cut_model_is_refused():
     with HydraExecutor("cpu:1", **WAYS["cut"]) as pool:
         (failed,) = pool.run([task(replaces)], on_error="return")
     assert failed.error is not None
+
+
+class Annealed(nn.Module):
+    """Weighs its outputs by a number of Python, or by a buffer."""
+
+    def __init__(self, *, is_buffer):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+        if is_buffer:
+            self.register_buffer("weight", torch.zeros(()))
+        else:
+            self.weight = 0.0
+
+    def forward(self, x):
+        return self.net(x) * (1 + self.weight)
+
+
+def anneal_number(module, _optimizer, steps):
+    module.weight = steps / 100
+
+
+def anneal_buffer(module, _optimizer, steps):
+    module.weight.fill_(steps / 100)
+
+
+@pytest.mark.parametrize("after_step", [anneal_number, anneal_buffer])
+def test_a_number_that_is_annealed_belongs_into_a_buffer_of_a_cut_model(after_step, caplog):
+    is_buffer = after_step is anneal_buffer
+    described = task(after_step, model=partial(Annealed, is_buffer=is_buffer), param_groups=None)
+    with HydraExecutor("cpu:1", **WAYS["cut"]) as pool, caplog.at_level(logging.INFO, "hydra_tune.train"):
+        (result,) = pool.run([described])
+    expected = train_plain(described)
+    assert result.metrics == expected.metrics
+    assert all(tensor.equal(expected.state_dict()[name]) for name, tensor in result.state_dict().items())
+    assert ("is captured again" in caplog.text) != is_buffer
+    assert ("(register_buffer)" in caplog.text) != is_buffer

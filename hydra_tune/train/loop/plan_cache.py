@@ -37,6 +37,7 @@ _LOGGER = logging.getLogger(__name__)
 # Kinds of batches that are captured in a trial; further kinds run whole where the model fits.
 _MAX_CAPTURES = 8
 _MAX_PLANS = 128
+_MANY_CHANGES = 8  # of what a step reads, of which the user is told
 _MAX_STATES = 8  # noted values that the Python no longer reads, and may read again
 
 
@@ -97,6 +98,7 @@ class TrialPlanCache:
         self._changed_batches: dict[str, tuple[object, Batch]] = {}
         # By mode, the latest last.
         self._python_states: dict[str, list[PythonStateGuard]] = {}
+        self._num_changes = 0
 
     def find(
         self,
@@ -212,7 +214,16 @@ class TrialPlanCache:
                 return guard
             latest_change = latest_change or change
         if latest_change is not None:
-            _LOGGER.info("%s has changed, so the step is captured again", latest_change)
+            self._num_changes += 1
+            if self._num_changes == _MANY_CHANGES:
+                _LOGGER.warning(
+                    "%s has changed, and the step of this trial is captured for the %dth time; keep a number that changes so "
+                    "often in a buffer of the model (register_buffer), which needs no new capture",
+                    latest_change,
+                    _MANY_CHANGES + 1,
+                )
+            else:
+                _LOGGER.info("%s has changed, so the step is captured again", latest_change)
             if state is not None:
                 check_state(state.tensors, module)
         new_guard = _guard_of(self.task, module, mode)
