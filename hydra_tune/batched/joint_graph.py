@@ -129,20 +129,34 @@ def _layouts(parameters: Sequence[Tensor]) -> _Layouts:
     return [(layout, [index for _, index in run]) for kind in kinds.values() for layout, run in runs(kind)]
 
 
-def traced_forward(run: Any, operands: ShardOperands) -> fx.GraphModule:
+@dataclass(frozen=True, slots=True)
+class ForwardTrace:
+    """The traced forward of a shard without gradients.
+
+    Attributes:
+        place: as of `JointTrace`.
+        run: takes the operands; returns the shard's outputs.
+    """
+
+    place: torch.device
+    run: Callable[..., Sequence[Tensor]]
+
+
+def traced_forward(run: Any, operands: ShardOperands, place: torch.device | None = None) -> ForwardTrace:
     """Trace the forward of a shard that draws no random numbers.
 
     Args:
         run: the stacked shard.
         operands: tensors of the sizes to trace for.
-
-    Returns:
-        A module from the operands to the shard's outputs.
+        place: as of `traced`.
     """
+    mode = FakeTensorMode()
+    fakes = [_fake(mode, tensor.detach(), place) for tensor in operands.all]
     with torch.no_grad():
-        module = make_fx(run, tracing_mode="fake")(*(tensor.detach() for tensor in operands.all))
+        module = make_fx(run, tracing_mode="fake")(*fakes)
     tidy(module)
-    return module
+    home = fakes[0].device
+    return ForwardTrace(home, placed(module, home=home))
 
 
 def traced(

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from hydra_tune.batched.joint_graph import JointTrace, traced, traced_forward
+from hydra_tune.batched.joint_graph import ForwardTrace, JointTrace, traced, traced_forward
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.batching.batched_graph import StackedGraph
 from hydra_tune.fusion.compile.torch_compile import compiled_trace
@@ -38,16 +38,16 @@ class StackedPlanExecutor:
     """
 
     traces: dict[int, JointTrace] = field(default_factory=dict)
-    forwards: dict[int, fx.GraphModule] = field(default_factory=dict)
+    forwards: dict[int, ForwardTrace] = field(default_factory=dict)
 
     def forward(
         self, shard: ShardGraph, operands: ShardOperands, needs_gradient: frozenset[str] | None = None
     ) -> dict[str, Tensor]:
         """As `compute.forward`."""
         trace = self.forwards.get(shard.first) if needs_gradient is None else None
-        if trace is not None:
+        if trace is not None and trace.place.type == operands.state[0].device.type:
             with torch.no_grad():
-                return dict(zip(shard.live_out, trace(*operands.all), strict=True))
+                return dict(zip(shard.live_out, trace.run(*operands.all), strict=True))
         return compute.forward(shard, operands, needs_gradient)
 
     def trace_on(self, shard: ShardGraph, operands: ShardOperands) -> JointTrace | None:
@@ -148,7 +148,7 @@ def trace_step(
         count: number of members.
         backend: backend of `torch.compile` for training steps; None: no compilation.
         accumulate: batches in a step.
-        place: as of `traced`; on devices other than the CPU only training steps are traced.
+        place: as of `traced`.
     """
     computing = plan.computing
     assert isinstance(computing, StackedPlanExecutor), "not a group's plan"
@@ -156,9 +156,8 @@ def trace_step(
         return False
     (shard,) = plan.shards
     graph = shard.graph
-    is_on_gpu = place is not None and place.type != "cpu"
     # A traced forward is a pure function: the trace would freeze random numbers and lose writes to buffers.
-    if plan.mode != "train" and (graph.stochastic or graph.written_state or is_on_gpu):
+    if plan.mode != "train" and (graph.stochastic or graph.written_state):
         return False
     operands = ShardOperands(
         state=state,
@@ -167,7 +166,7 @@ def trace_step(
         live_in=(),
     )
     if plan.mode != "train":
-        computing.forwards[graph.first] = traced_forward(graph.module, operands)
+        computing.forwards[graph.first] = traced_forward(graph.module, operands, place)
         return True
     trained = [tensor.requires_grad for tensor in state]
     draws = graph.stochastic

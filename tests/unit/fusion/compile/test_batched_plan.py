@@ -108,8 +108,18 @@ def test_a_whole_step_is_each_members_own(name, is_traced):
     compare(parity_bench(name), is_traced=is_traced)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_a_traced_evaluation_has_each_members_own_metrics(name):
+FOR_A_GPU = pytest.param(
+    "mlp",
+    torch.device("cuda", 0),
+    marks=pytest.mark.skipif(
+        not torch.backends.cuda.is_built(), reason="torch knows no GPUs; some of its builds do without one"
+    ),
+)
+
+
+@pytest.mark.parametrize(("name", "place"), [("mlp", None), ("cnn", None), FOR_A_GPU])
+def test_a_traced_evaluation_has_each_members_own_metrics(name, place):
+    """What is traced for a GPU runs here as well, where all of its operators are the same on both."""
     made = parity_bench(name, "evaluate")
     plan = made.plan()
     group = stacked_plan(plan, MEMBERS)
@@ -117,12 +127,21 @@ def test_a_traced_evaluation_has_each_members_own_metrics(name):
     graph = group.shards[0].graph
     state = [torch.stack([own[name].detach() for own, _ in members]) for name in graph.state]
     inputs = [torch.stack(same) for same in zip(*(batch for _, batch in members), strict=True)]
-    assert trace_step(group, state, inputs, MEMBERS)
+    assert trace_step(group, state, inputs, MEMBERS, place=place)
     constants = [one.double() if one.is_floating_point() else one for one in map(plan.constants.get, graph.constants)]
     operands = ShardOperands(
         state=state, constants=constants, inputs=[inputs[index] for index in graph.inputs], live_in=()
     )
-    found = group.computing.forward(replace(graph, module=None), operands)  # what was traced runs, and not the graph
+    if place is None:
+        found = group.computing.forward(
+            replace(graph, module=None), operands
+        )  # what was traced runs, and not the graph
+    else:
+        trace = group.computing.forwards[graph.first]
+        found = dict(zip(graph.live_out, trace.run(*operands.all), strict=True))
+        assert trace.place == place
+        with pytest.raises(TypeError, match="NoneType"):
+            group.computing.forward(replace(graph, module=None), operands)  # the graph, as the operands are elsewhere
     for index, (own, batch) in enumerate(members):
         alone = plan.shards[0].graph
         expected = compute.forward(
