@@ -196,9 +196,9 @@ class GroupRound:
         drawing = self._drawing(device) if device.shares_generator else nullcontext()
         with pager.lease(list(blocks), self._workspace_bytes) as lease, drawing:
             waited = time.perf_counter() - start
-            constants, place = self._rules.plan.constants, device.torch_device
             self._lease = lease
-            self._constants = [sent(constants[name], place) for name in self._rules.shard.graph.constants]
+            constants = [self._rules.plan.constants[name] for name in self._rules.shard.graph.constants]
+            self._constants = self._sent(constants, device)
             # Time spent waiting for memory does not shorten the round.
             until = start + waited + SECONDS
             while self._batches is not None:
@@ -223,6 +223,10 @@ class GroupRound:
             return True
         return all(math.isfinite(loss) for index, loss in enumerate(result) if index not in self._rules.resting)
 
+    def _sent(self, tensors: Sequence[Tensor], device: Device) -> list[Tensor]:
+        """Return a batch or constants where the steps compute."""
+        return [sent(tensor, device.torch_device) for tensor in tensors]
+
     def _drawing(self, device: Device) -> AbstractContextManager[object]:
         rules = self._rules
         return rules.streams.drawing(device, keep=True) if rules.shard.graph.stochastic else nullcontext()
@@ -242,7 +246,7 @@ class GroupRound:
         operands = ShardOperands(
             state=[rules.state.tensors[name] for name in graph.state],
             constants=self._constants,
-            inputs=[sent(leaves.tensors[index], device.torch_device) for index in graph.inputs],
+            inputs=self._sent([leaves.tensors[index] for index in graph.inputs], device),
             live_in=(),
         )
         # Many threads may compute at once; a capture holds the gate alone.

@@ -113,6 +113,11 @@ class PlannedRound(GroupRound):
         if self.steps:
             self._ways.took((self._planned.seconds - self._began_seconds) / self.steps)
 
+    @override
+    def _sent(self, tensors: Sequence[Tensor], device: Device) -> list[Tensor]:
+        del device  # a planned step sends them itself, and drops them when the plan says so
+        return list(tensors)
+
     def _trained(self, operands: ShardOperands, device: Device) -> list[float]:
         """As of `GroupRound`; a failed forward leaves no trace."""
         self._planned.on(device)
