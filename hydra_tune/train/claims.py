@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.capture.capture_lock import GATE
 
 _LOCK = threading.Lock()
 # Weak: a claim that is never given up ends with its trial.
@@ -44,9 +45,11 @@ class TrialClaim:
         self.storages: dict[str, tuple[StorageWeakRef, bool]] = {}
         self._is_ending, self._over = False, threading.Event()
         while (ending_claim := self._entered(module)) is not None:
-            # The other trial's result is handed over at this moment, and nothing else of that trial will run.
-            if not ending_claim._over.wait(_PATIENCE_SECONDS):  # noqa: SLF001 - of the same class
-                ending_claim._is_ending = False  # noqa: SLF001
+            # The other trial's result is handed over at this moment, and nothing else of that trial will run. The hand-over
+            # may wait for updates on the host, which wait for a capture, which waits for whoever is inside the gate.
+            with GATE.left():
+                if not ending_claim._over.wait(_PATIENCE_SECONDS):  # noqa: SLF001 - of the same class
+                    ending_claim._is_ending = False  # noqa: SLF001
 
     def _entered(self, module: nn.Module) -> "TrialClaim | None":
         """Enter the claim; return the claim of an ending trial for which this one has to wait first, or None.

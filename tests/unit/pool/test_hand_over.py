@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from hydra_tune.errors import HydraTuneError
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.train.claims import TrialClaim
 from hydra_tune.train.state.model_state import ModelState
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, short, task, until
 
@@ -130,7 +132,21 @@ def test_bytes_that_do_not_come_home_fail_the_trial(monkeypatch):
     assert "no way home" in str(result.error)
 
 
-def test_a_next_trial_of_the_same_model_waits_for_the_hand_over(held):
+def test_a_next_trial_of_the_same_model_waits_for_the_hand_over(held, monkeypatch):
+    """And meanwhile captures go on: the hand-over may wait for one."""
+    waits, entered = threading.Event(), TrialClaim._entered
+
+    def entered_or_waits(claim, module):
+        found = entered(claim, module)
+        if found is not None:
+            waits.set()
+        return found
+
+    def capture():
+        with GATE.exclusive():
+            pass
+
+    monkeypatch.setattr(TrialClaim, "_entered", entered_or_waits)
     module = nn.Linear(8, 4)
     one = task(model=lambda: module, train=lambda: [(torch.ones(2, 8), torch.ones(2, 4))], loss=functional.mse_loss)
     with running(max_concurrent=1) as pool:
@@ -140,5 +156,9 @@ def test_a_next_trial_of_the_same_model_waits_for_the_hand_over(held):
         with pytest.raises(TimeoutError):
             second.result(0.1)
         assert second.progress.step == 0
+        assert waits.wait(PATIENCE_SECONDS)
+        capturing = in_thread(capture)
+        capturing.join(PATIENCE_SECONDS)
+        assert not capturing.is_alive()
         held.go()
         assert [job.result(PATIENCE_SECONDS).status for job in (first, second, other)] == ["completed"] * 3
