@@ -101,7 +101,7 @@ def assert_same(result, described):
 
 
 @pytest.mark.parametrize("after_step", [average, clamp])
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"accumulate": 4, "split_batches": 1}], ids=str)
+@pytest.mark.parametrize("changes", [{}, pytest.param({"accumulate": 4}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_bits_are_those_of_a_loop_by_hand(way, changes, after_step):
     described = task(after_step, **changes)
