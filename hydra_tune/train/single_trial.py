@@ -284,7 +284,7 @@ class SingleTrial(Trial):
                 continue
             pending = 0
             yield from self._step_directly(direct, batch, step_start)
-            yield from self._after_step(epoch, count, ran_own_code=True)
+            yield from self._after_step(epoch, count)
             if self._direct is None:
                 return count
             yield BurstMark.STEP
@@ -294,7 +294,7 @@ class SingleTrial(Trial):
         step_start = yield from self._on_device(step_start)
         if pending:
             yield from self._step_directly(direct, batch, step_start)
-            yield from self._after_step(epoch, count, ran_own_code=True)
+            yield from self._after_step(epoch, count)
         return count
 
     def _on_device(self, begun: float) -> Generator[Said, None, float]:
@@ -557,17 +557,16 @@ class SingleTrial(Trial):
             yield from step.finish()
         finally:
             step.close()
-        yield from self._after_step(epoch, batches)
-
-    def _after_step(self, epoch: int, batches: int, *, ran_own_code: bool = False) -> Generator[Said, None, None]:
-        """Do the work due after an optimizer step: the user's function, scheduler, report, checkpoint."""
-        task = self.task
-        self.progress.steps += 1
-        # Own code has called the function within the step (`WholeModelRunner.step`).
-        if task.after_step is not None and not ran_own_code:
+        if self.task.after_step is not None:
             assert self.state is not None
             with self.state.writing(), self._own_code():
-                task.after_step(*self._objects, self.progress.steps)
+                self.task.after_step(*self._objects, self.progress.steps + 1)
+        yield from self._after_step(epoch, batches)
+
+    def _after_step(self, epoch: int, batches: int) -> Generator[Said, None, None]:
+        """Do the work due after an optimizer step: scheduler, report, checkpoint."""
+        task = self.task
+        self.progress.steps += 1
         if task.scheduler_interval == "step":
             self._step_scheduler()
         if task.report_every != "epoch" and self.progress.steps % task.report_every == 0:

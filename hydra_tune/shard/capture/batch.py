@@ -110,13 +110,13 @@ def _make_known(kind: type) -> None:
             object.__setattr__(each, name, value)
         return each
 
-    def with_keys(each: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
-        fields = fields_of(each) or {}
-        return [(pytree.GetAttrKey(name), value) for name, value in fields.items()], list(fields)
-
     def apart(each: Any) -> tuple[list[Any], list[str]]:
         fields = fields_of(each) or {}
         return list(fields.values()), list(fields)
+
+    def with_keys(each: Any) -> tuple[list[tuple[Any, Any]], list[str]]:
+        values, names = apart(each)
+        return list(zip(map(pytree.GetAttrKey, names), values, strict=True)), names
 
     name = f"{kind.__module__}.{kind.__qualname__}"
     pytree.register_pytree_node(kind, apart, made, serialized_type_name=name, flatten_with_keys_fn=with_keys)
