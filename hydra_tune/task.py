@@ -37,8 +37,8 @@ DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
 # Arguments that the pool calls later, when their variables may have changed.
 _FUNCTIONS = (
-    "model", "optimizer", "param_groups", "loss", "step", "after_step", "evaluate", "finish", "scheduler", "stop", "train",
-    "validate",
+    "model", "optimizer", "param_groups", "loss", "step", "loss_weight", "after_step", "evaluate", "finish", "scheduler",
+    "stop", "train", "validate",
 )  # fmt: skip
 
 
@@ -67,7 +67,11 @@ class TrainTask(_ClosureSnapshotSlot):
             trials may share one loader.
         param_groups: builds the optimizer's parameter groups from the module; default `list(module.parameters())`.
         loss: `(output, target) -> scalar`, for batches `(input, target)`. Exactly one of `loss` and `step`.
-        step: `(module, batch) -> scalar loss`, for full control.
+        step: `(module, batch) -> scalar loss`, for full control; with `loss_weight`, `(module, batch, total) -> scalar loss`.
+        loss_weight: `(batch) -> number`, such as the tokens of a batch. All batches of an optimizer step are then drawn, and
+            weighed on the host, before the first of them trains, and `step` gets the sum of their weights: a tensor without
+            dimensions on the batch's device, as `torch.tensor(sum)` makes it (int64 for integers, else torch's default
+            type). Losses are not divided by `accumulate`; the training loss of a step is the sum over its batches.
         validate: validation data, in the forms of `train`; a `Dataset` is read in order.
         evaluate: `(module, batch) -> {name: scalar}`, of tensors or plain numbers, averaged over samples and reported
             as `val_<name>`, or unchanged for a name that begins with `val_`; default: the training loss, as `val_loss`.
@@ -80,7 +84,9 @@ class TrainTask(_ClosureSnapshotSlot):
         epochs: passes over `train`.
         batch_size: samples per batch, where `train` or `validate` is a `Dataset`.
         accumulate: batches whose gradients are summed for one optimizer step, each loss divided by `accumulate`.
-            Batches left over at the end of an epoch make a step of their own, with the same divisor.
+            Batches left over at the end of an epoch make a step of their own.
+        remainder: divisor of the losses of that last step: `"divide_by_accumulate"`, as of all others, or the number of
+            batches left (`"divide_by_rest"`). No effect with `loss_weight`.
         split_batches: pieces that each batch is cut into, run one by one or side by side on idle devices; each piece's
             loss is weighted by its share of the batch's samples. Requires a loss that is the mean over samples and a
             model whose forward does not mix samples; any other is refused. Results depend on the number of pieces, not
@@ -128,7 +134,8 @@ class TrainTask(_ClosureSnapshotSlot):
     train: DataHandle
     param_groups: Callable[[nn.Module], Any] | None = None
     loss: Callable[[Any, Any], Tensor] | None = None
-    step: Callable[[nn.Module, Batch], Tensor] | None = None
+    step: Callable[..., Tensor] | None = None
+    loss_weight: Callable[[Batch], Any] | None = None
     after_step: Callable[[nn.Module, torch.optim.Optimizer, int], object] | None = None
     validate: DataHandle | None = None
     evaluate: Callable[[nn.Module, Batch], Mapping[str, Any]] | None = None
@@ -137,6 +144,7 @@ class TrainTask(_ClosureSnapshotSlot):
     epochs: int = 1
     batch_size: int | None = None
     accumulate: int = 1
+    remainder: Literal["divide_by_accumulate", "divide_by_rest"] = "divide_by_accumulate"
     split_batches: int | Literal["auto"] = 1
     split_operators: Mapping[str, int] | str | None = None
     max_grad_norm: float | None = None
@@ -157,6 +165,7 @@ class TrainTask(_ClosureSnapshotSlot):
         if (self.loss is None) == (self.step is None):
             arguments = "neither" if self.loss is None else "both"
             raise TaskError(f"TrainTask needs exactly one of loss= and step=, got {arguments}")
+        _check_weighing(self)
         if self.finish is not None and self.evaluate is None:
             raise TaskError(
                 "finish= computes metrics from the values of evaluate=, and there is no evaluate=; give both"
@@ -171,6 +180,7 @@ class TrainTask(_ClosureSnapshotSlot):
             _check_positive("batch_size", self.batch_size)
         if self.report_every != "epoch":
             _check_positive("report_every", self.report_every, instead="'epoch' or a number of optimizer steps")
+        _check_choice("remainder", self.remainder, ("divide_by_accumulate", "divide_by_rest"))
         _check_choice("precision", self.precision, ("float32", "bfloat16", "float16"))
         _check_backend(self.compile)
         _check_choice("activations", self.activations, ("auto", "keep", "recompute", "spill"))
@@ -217,6 +227,21 @@ class TrainTask(_ClosureSnapshotSlot):
         return (self.metric,) if isinstance(self.metric, str) else self.metric
 
     @property
+    def loss_divisor(self) -> int:
+        """Divisor of the loss of each batch of an optimizer step, but for the last step of an epoch (`remainder`)."""
+        return self.accumulate if self.loss_weight is None else 1
+
+    @property
+    def draws_whole_steps(self) -> bool:
+        """Whether all batches of an optimizer step are drawn before the first of them trains."""
+        return self.loss_weight is not None or self.divides_by_rest
+
+    @property
+    def divides_by_rest(self) -> bool:
+        """Whether the losses of the last step of an epoch may have another divisor."""
+        return self.remainder == "divide_by_rest" and self.loss_divisor > 1
+
+    @property
     def num_pieces(self) -> int:
         """Pieces that each batch is cut into; defined only once chosen, so not while `split_batches` is "auto"."""
         assert self.split_batches != "auto", "nobody has chosen the number of pieces yet"
@@ -258,8 +283,8 @@ def _check_factories(task: TrainTask) -> None:
         "scheduler": (torch.optim.lr_scheduler.LRScheduler, "a live scheduler; give a function of the optimizer"),
         "evaluate": (nn.Module, "a live module; give a function (module, batch) -> {name: scalar}"),
     }
-    optional = {"param_groups", "loss", "step", "scheduler", "evaluate"}
-    for name in ("model", "optimizer", "param_groups", "loss", "step", "scheduler", "evaluate"):
+    optional = {"param_groups", "loss", "step", "loss_weight", "scheduler", "evaluate"}
+    for name in ("model", "optimizer", "param_groups", "loss", "step", "loss_weight", "scheduler", "evaluate"):
         value = getattr(task, name)
         if value is None and name in optional:
             continue
@@ -267,6 +292,21 @@ def _check_factories(task: TrainTask) -> None:
             raise TaskError(f"{name} is {type(value).__name__}, {live[name][1]}")
         if not callable(value):
             raise TaskError(f"{name} must be callable, not {value!r}")
+
+
+def _check_weighing(task: TrainTask) -> None:
+    if task.loss_weight is None:
+        return
+    if task.step is None:
+        raise TaskError(
+            "loss_weight= gives the sum of a step's weights to step=, and loss= does not take it; give step= instead, e.g. "
+            "step=lambda module, batch, total: cross_entropy(module(batch[0]), batch[1], reduction='sum') / total"
+        )
+    if task.split_batches != 1:
+        raise TaskError(
+            f"loss_weight= sums the losses of whole batches, and split_batches={task.split_batches!r} takes means of pieces; "
+            "leave split_batches out, and draw smaller batches with a larger accumulate=, which gives the same sum"
+        )
 
 
 def _check_positive(name: str, value: object, *, instead: str = "a whole number of at least 1") -> None:
@@ -389,6 +429,37 @@ def number_of(value: object) -> float | None:
         number = getattr(value, "item", lambda: None)()
         return float(number) if isinstance(number, int | float) else None
     return None
+
+
+def weighed(task: TrainTask, window: Sequence[Batch]) -> list[tuple[Batch, Tensor]]:
+    """Pair each batch of an optimizer step with the sum of the weights of all; runs the user's `loss_weight=`.
+
+    Args:
+        task: a task with `loss_weight`.
+        window: the batches of the step.
+
+    Returns:
+        Pairs (batch, total), `total` on the host and without dimensions: int64 if all weights are integers, else of torch's
+        default type. Each has a tensor of its own, because a step may write to it.
+
+    Raises:
+        TaskError: a weight is not a number.
+    """
+    assert task.loss_weight is not None
+    total = sum(_weight(task.loss_weight(batch)) for batch in window)
+    return [(batch, torch.tensor(total, device="cpu")) for batch in window]
+
+
+def _weight(value: object) -> int | float:
+    is_number = value.numel() == 1 if isinstance(value, Tensor) else number_of(value) is not None
+    # Numpy's numbers as Python's: `torch.tensor` makes float64 of the former.
+    number = value.item() if is_number and hasattr(value, "item") else value
+    if not isinstance(number, int | float):
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TaskError(
+            f"loss_weight= must return a number, not {kind}; e.g. the tokens of a batch, (labels != -100).sum()"
+        )
+    return number
 
 
 def returned(value: object) -> str:

@@ -168,7 +168,7 @@ def traced(
     count: int,
     *,
     draws: bool = True,
-    accumulate: int = 1,
+    divisor: int = 1,
     place: torch.device | None = None,
 ) -> JointTrace | None:
     """Trace a shard whose only output is the loss; return None if its random draws depend on values.
@@ -181,7 +181,7 @@ def traced(
         loss: name of the shard's output.
         count: number of members.
         draws: whether the shard may draw random numbers.
-        accumulate: batches in a step; every loss is divided by the number.
+        divisor: divisor of every loss.
         place: the device to trace for, by default the operands' device; decompositions and kernels depend on the
             device.
     """
@@ -204,7 +204,7 @@ def traced(
             (losses,) = run(*arguments)
             trained_tensors = [arguments[index] for index in trained_at]
             # No operator mixes members, so the gradient of the sum of all losses holds every member's own gradient.
-            loss_gradients = torch.full_like(losses, 1 / accumulate)
+            loss_gradients = torch.full_like(losses, 1 / divisor)
             gradients = torch.autograd.grad(losses, trained_tensors, loss_gradients, allow_unused=True)
         reached_places[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
         return [losses, *(gradient for gradient in gradients if gradient is not None)]

@@ -34,6 +34,14 @@ class WeightedMean:
         self._total += value * weight
         self._weight += weight
 
+    def add_part(self, part: float) -> None:
+        """Add a part of a value of weight 1; `complete` ends the value."""
+        self._total += part
+
+    def complete(self) -> None:
+        """End a value whose parts have been added."""
+        self._weight += 1
+
     def value(self) -> float:
         """Return the mean of the added values."""
         return self._total / self._weight

@@ -76,7 +76,7 @@ class SingleTrial(Trial):
         in_training_mode(module)
         refuse_lazy(module)
         refuse_gradient_hooks(module)
-        for batch in self._draw(self.task.train, shuffle=True):
+        for batch in self._draw("train"):
             refuse_empty(batch, "train", 0, 0)
             return self._first_plan(module, optimizer, batch)
         raise no_batch("train", self.task.train, 0)
@@ -361,7 +361,7 @@ class SingleTrial(Trial):
         assert self.module is not None
         evaluated, count = EvaluationResults(self.task), 0
         self._set_mode(self.module, training=False)
-        drawn_batches = self._draw(self.task.validate, shuffle=False)
+        drawn_batches = self._draw("evaluate")
         while True:
             with torch.no_grad():
                 # Not around a yield: the caller that resumes the program must record gradients meanwhile.
@@ -419,13 +419,20 @@ class SingleTrial(Trial):
         """Run the forward and backward of a batch, in as many pieces as the task asks for."""
         count = self.task.num_pieces
         if count == 1:
-            self._interval.add(direct.train(batch, 1.0), samples)
+            self._add_loss(direct.train(batch, 1.0), samples)
             return
         # Of the first batch alone, as in `train_plain`: later ones may be padded.
         if is_first and self.module is not None:
             self._check_pieces(self.module, batch, count)
         for piece in pieces(batch, count):
-            self._interval.add(direct.train(piece.batch, piece.share), piece.samples)
+            self._add_loss(direct.train(piece.batch, piece.share), piece.samples)
+
+    def _add_loss(self, loss: float, samples: int) -> None:
+        """Add the training loss of a batch or a piece to the mean of the next report."""
+        if self.task.loss_weight is None:
+            self._interval.add(loss, samples)
+        else:
+            self._interval.add_part(loss)
 
     def _settle_pieces(self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> None:
         """Refuse a task whose batches cannot be split; with "auto", choose the number of pieces from the first batch."""
@@ -477,7 +484,7 @@ class SingleTrial(Trial):
         if position_before is not None:
             position_after = self._streams.position(self._device)
             kept.draws, kept.is_counted = self._device.generator.draws_between(position_before, position_after), True
-        self._interval.add(step.loss, piece.samples)
+        self._add_loss(step.loss, piece.samples)
 
     def _together(
         self, step: OptimizerStep, *, ends: bool = False
@@ -486,7 +493,7 @@ class SingleTrial(Trial):
         samples, self._ahead = self._ahead, []
         yield from step.together(ends=ends)
         for loss, weight in zip(step.losses, samples, strict=True):
-            self._interval.add(loss, weight)
+            self._add_loss(loss, weight)
 
     @property
     def _has_several_parts(self) -> bool:
@@ -567,6 +574,8 @@ class SingleTrial(Trial):
         """Do the work due after an optimizer step: scheduler, report, checkpoint."""
         task = self.task
         self.progress.steps += 1
+        if task.loss_weight is not None:
+            self._interval.complete()
         if task.scheduler_interval == "step":
             self._step_scheduler()
         if task.report_every != "epoch" and self.progress.steps % task.report_every == 0:
@@ -616,7 +625,7 @@ class SingleTrial(Trial):
     def _make_state(self) -> None:
         """Plan a training step without running the step, for a trial that resumes with an evaluation."""
         data_state = self._data_state()
-        drawn_batches = self._draw(self.task.train, shuffle=True)
+        drawn_batches = self._draw("train")
         try:
             batch = next(drawn_batches)
         finally:
@@ -631,7 +640,7 @@ class SingleTrial(Trial):
             return (yield from self._evaluate_directly(self._direct))
         self._set_mode(self._objects[0], training=False)
         results = EvaluationResults(self.task)
-        return (yield from self._evaluate_rest(self._draw(self.task.validate, shuffle=False), results, 0))
+        return (yield from self._evaluate_rest(self._draw("evaluate"), results, 0))
 
     def _evaluate_rest(
         self, drawn: Iterator[Any], evaluated: EvaluationResults, count: int

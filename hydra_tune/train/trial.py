@@ -11,7 +11,7 @@ after each unit. `single_trial` has the loop of trials that train by themselves 
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_operators
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
-from hydra_tune.task import TrainTask
+from hydra_tune.task import TrainTask, weighed
 from hydra_tune.train.building import build_model, build_optimizer
 from hydra_tune.train.checkpoint.compatibility import copied, is_of_the_pass
 from hydra_tune.train.checkpoint.snapshot import SnapshotSaver, TrialStateSnapshot
@@ -40,7 +40,7 @@ from hydra_tune.train.checkpoint.trial_checkpoint import (
 )
 from hydra_tune.train.claims import TrialClaim
 from hydra_tune.train.data.data_feed import SkippedBatches, TrialDataFeed
-from hydra_tune.train.data.handles import num_batches
+from hydra_tune.train.data.handles import in_windows, num_batches
 from hydra_tune.train.data.loader_clock import DrawClock
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.loop.burst import BURST, BurstMark, BurstRunner, no_report_passes, nobody_asks
@@ -495,15 +495,41 @@ class Trial:
         """Whether the trial waits between two steps."""
         return self._place is not None
 
-    def _draw(self, handle: Any, *, shuffle: bool) -> Generator[Any, None, None]:
-        """Draw the batches of one pass, each with the trial's own streams and not before the batch is needed."""
-        return self._feed.draw(handle, shuffle=shuffle)
+    def _draw(self, mode: str, skip: SkippedBatches | None = None) -> Generator[Any, None, None]:
+        """Draw the batches of one pass, each with the trial's own streams and not before the batch, or its step, is needed.
+
+        Args:
+            mode: "train" or "evaluate".
+            skip: batches of the pass to skip.
+
+        Returns:
+            The batches; where the step or the default evaluation gets a sum of weights, pairs from `weighed`.
+        """
+        task, is_training = self.task, mode == "train"
+        handle = task.train if is_training else task.validate
+        assert handle is not None, "there is nothing to evaluate on"
+        drawn = self._feed.draw(handle, shuffle=is_training, skip=skip)
+        if is_training:
+            return self._in_windows(drawn, task.accumulate) if task.draws_whole_steps else drawn
+        return drawn if task.loss_weight is None or task.evaluate is not None else self._in_windows(drawn, 1)
+
+    def _in_windows(self, drawn: Generator[Any, None, None], length: int) -> Generator[Any, None, None]:
+        """Draw all batches of a step before the first of them is trained on; weigh the batches, or set their divisor."""
+        with closing(drawn):
+            for window in in_windows(drawn, length):
+                if self.task.loss_weight is None:
+                    self._gradients.divisor = len(window)
+                    yield from window
+                    continue
+                with self._own_code():
+                    pairs = weighed(self.task, window)
+                yield from pairs
 
     def _draw_pass(self, skipped: int) -> Generator[Any, None, None]:
         """Draw the batches of a training pass, without the batches trained on before the checkpoint."""
         if not skipped:
             self._pass_began = {} if self._keeper is None else self._data_state()
-            return self._draw(self.task.train, shuffle=True)
+            return self._draw("train")
         current_state, pass_start = self._data_state(), self._pass_began
 
         def go_on() -> None:
@@ -513,7 +539,7 @@ class Trial:
         self._streams.restore(pass_start["streams"])
         # Copied, because drawing changes the values in place, and the next checkpoint of the pass saves them again.
         self._feed.restore(copied(pass_start["feed"]))
-        return self._feed.draw(self.task.train, shuffle=True, skip=SkippedBatches(skipped, go_on))
+        return self._draw("train", SkippedBatches(skipped, go_on))
 
     def _data_state(self) -> dict[str, Any]:
         """Return the positions of all streams and samplers on which the next batches depend."""
@@ -562,7 +588,8 @@ class Trial:
 
     def _waiting(self) -> AbstractContextManager[object]:
         """Return the context of the wait for a loader's workers."""
-        return self._bursts.waiting() if self._bursts is not None and self._has_device else nullcontext()
+        # Also without the device, which an earlier draw of the same step may have cost.
+        return nullcontext() if self._bursts is None else self._bursts.waiting()
 
     def _reading(self) -> AbstractContextManager[object]:
         """Return the context of code that may read the trial's tensors between units."""

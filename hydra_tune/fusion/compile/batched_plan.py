@@ -136,7 +136,7 @@ def trace_step(
     inputs: Sequence[Tensor],
     count: int,
     backend: str | None = None,
-    accumulate: int = 1,
+    divisor: int = 1,
     place: torch.device | None = None,
 ) -> bool:
     """Trace the step or the evaluation of a group's single-shard plan; return whether there is a trace now.
@@ -147,7 +147,7 @@ def trace_step(
         inputs: all tensors of the stacked batch.
         count: number of members.
         backend: backend of `torch.compile` for training steps; None: no compilation.
-        accumulate: batches in a step.
+        divisor: divisor of every loss.
         place: as of `traced`.
     """
     computing = plan.computing
@@ -178,7 +178,7 @@ def trace_step(
         plan.outputs[0],
         count,
         draws=draws,
-        accumulate=accumulate,
+        divisor=divisor,
         place=place,
     )
     if trace is not None:

@@ -203,7 +203,7 @@ class GroupPlanFactory:
         inputs: tuple[Tensor, ...],
         count: int,
         *,
-        accumulate: int = 1,
+        divisor: int = 1,
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:
@@ -214,7 +214,7 @@ class GroupPlanFactory:
             state: stacked parameters and buffers.
             inputs: the stacked batch.
             count: number of members.
-            accumulate: batches in a step.
+            divisor: divisor of every loss.
             may_compile: whether the step may be compiled; False for padded batches, because the check of the compiled
                 code fills the counts of samples with zeros.
             place: the device to trace for; None: the CPU.
@@ -231,7 +231,7 @@ class GroupPlanFactory:
         with GATE.exclusive():
             try:
                 tensors = [state[name] for name in plan.shards[0].graph.state]
-                trace_step(plan, tensors, inputs, count, backend, accumulate, place)
+                trace_step(plan, tensors, inputs, count, backend, divisor, place)
             except Exception as error:  # noqa: BLE001 - an untraced step runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
 

@@ -258,7 +258,7 @@ class GroupPlanCache:
             {name: _of_size(tensor, size, tensor.shape[1:]) for name, tensor in state.items()},
             tuple(_of_size(tensor, size, tensor.shape) for tensor in inputs),
             size,
-            accumulate=self._wanted[own][1].task.accumulate,
+            divisor=self._wanted[own][1].task.loss_divisor,
             may_compile=counted is None,
             place=place,
         )

@@ -59,12 +59,12 @@ class GroupGradients(GradientProcessor):
         )
 
     def objective(self, share: float) -> Objective:
-        """Return the sum of the members' losses, each divided by the batches of a step.
+        """Return the sum of the members' losses, each divided as in a single trial.
 
         No operator mixes members, so the sum has each member's own gradients.
         """
         assert share == 1.0, "a group takes batches whole"
-        scaled_losses = objective(self._accumulate, None)
+        scaled_losses = objective(self.divisor, None)
         return lambda losses: scaled_losses(losses).sum()
 
     def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:

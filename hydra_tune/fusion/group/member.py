@@ -181,13 +181,13 @@ class MemberTrial(SingleTrial):
             UnfusableError: the data may come from an iterator, which would be advanced.
         """
         try:
-            python_state = DataStateGuard(self.task.train, self.task.validate)
+            python_state = DataStateGuard(self.task.train, self.task.validate, self.task.loss_weight)
         except TaskError as error:
             raise UnfusableError(str(error)) from error
         try:
-            requests = {"train": self._peeked("train", self.task.train, shuffle=True)}
+            requests = {"train": self._peeked("train", self.task.train)}
             if self.task.validate is not None:
-                requests["evaluate"] = self._peeked("evaluate", self.task.validate, shuffle=False)
+                requests["evaluate"] = self._peeked("evaluate", self.task.validate)
             yield requests
         finally:
             python_state.restore()
@@ -204,9 +204,9 @@ class MemberTrial(SingleTrial):
         else:
             self._evaluation_times = times
 
-    def _peeked(self, mode: str, handle: Any, *, shuffle: bool) -> MemberBatchRequest:
+    def _peeked(self, mode: str, handle: Any) -> MemberBatchRequest:
         data_state = self._data_state()
-        draws = self._draw(handle, shuffle=shuffle)
+        draws = self._draw(mode)
         try:
             batch = next(draws, None)
         finally:
@@ -234,8 +234,7 @@ class MemberTrial(SingleTrial):
         if not self.is_fused:
             return (yield from super()._train_epoch(module, optimizer, place))
         count, pending = place.batches, 0
-        # Ungathered picks let the group gather the batches of all members at once.
-        self._feed.gives_picks = True
+        self._feed.gives_picks = self._takes_picks
         for drawn in self._draw_pass(count):
             _refuse_empty(drawn, "train", count, place.epoch)
             request: MemberBatchRequest | None = MemberBatchRequest.of("train", drawn)
@@ -247,7 +246,7 @@ class MemberTrial(SingleTrial):
                     count += 1
                     if not math.isfinite(loss):
                         raise BadLossError(f"the training loss is {loss}")
-                    self._interval.add(loss, samples)
+                    self._add_loss(loss, samples)
                     if number < len(losses) - 1:
                         self.progress.steps += 1  # only the last step of a round can have more to do (`_batches_alone`)
                 pending = (pending + 1) % self.task.accumulate
@@ -265,8 +264,8 @@ class MemberTrial(SingleTrial):
         if not self.is_fused:
             return (yield from super()._evaluate())
         evaluated, count = EvaluationResults(self.task), 0
-        self._feed.gives_picks = True
-        for drawn in self._draw(self.task.validate, shuffle=False):
+        self._feed.gives_picks = self._takes_picks
+        for drawn in self._draw("evaluate"):
             _refuse_empty(drawn, "validate", count)
             request: MemberBatchRequest | None = MemberBatchRequest.of("evaluate", drawn)
             while request is not None:
@@ -279,6 +278,11 @@ class MemberTrial(SingleTrial):
                 request = request.part(len(self.results))
         self._evaluated(count)
         return evaluated
+
+    @property
+    def _takes_picks(self) -> bool:
+        """Whether the group gathers the batches of all members at once; batches to be weighed are gathered before."""
+        return self.task.loss_weight is None
 
     @property
     def _batches_alone(self) -> int | None:

@@ -34,6 +34,10 @@ def check_task(task: TrainTask) -> None:
     for name, value in supported.items():
         if getattr(task, name) != value:
             raise UnfusableError(f"it has {name}={getattr(task, name)!r}, and a group takes each batch whole")
+    if task.divides_by_rest:
+        raise UnfusableError(
+            f"it has remainder={task.remainder!r}, and a group divides the losses of all steps by accumulate"
+        )
     if task.splits_steps:
         raise UnfusableError(f"it has parallel={task.parallel!r}, and a group computes on one device")
     if task.precision != "float32":

@@ -49,7 +49,7 @@ class UntracedPlanFactory(GroupPlanFactory):
         inputs: tuple[Tensor, ...],
         count: int,
         *,
-        accumulate: int = 1,
+        divisor: int = 1,
         may_compile: bool = True,
         place: torch.device | None = None,
     ) -> None:

@@ -51,6 +51,7 @@ def architecture_key(task: TrainTask, model: nn.Module) -> Hashable | None:
             str(torch.get_default_dtype()),
             task.precision,
             task.compile,
+            task.loss_weight is None,  # with it, a batch is a pair
             task.finish is None,  # with it, an evaluation returns tensors instead of numbers
         )
     except Exception:  # noqa: BLE001 - besides `UnkeyableError`: objects may do anything where they are looked at

@@ -27,8 +27,8 @@ def loss_itself(loss: Tensor) -> Tensor:
     return loss
 
 
-def objective(accumulate: int, scale: Tensor | None, share: float = 1.0) -> Objective:
-    """Return an objective: the loss times the share of a batch, over the number of batches per step, times the loss scale.
+def objective(divisor: int, scale: Tensor | None, share: float = 1.0) -> Objective:
+    """Return an objective: the loss times the share of a batch, over a divisor, times the loss scale.
 
     The operations and their order are the same as in a plain loop, for equal rounding.
     """
@@ -36,16 +36,20 @@ def objective(accumulate: int, scale: Tensor | None, share: float = 1.0) -> Obje
     def from_loss(loss: Tensor) -> Tensor:
         # No multiplication by 1 and no division by 1: a plain loop has neither of the two operators.
         part = loss if share == 1.0 else loss * share
-        mean = part if accumulate == 1 else part / accumulate
+        mean = part if divisor == 1 else part / divisor
         return mean if scale is None else mean * scale.to(loss.device, copy=True)
 
     return from_loss
 
 
 def training_loss(task: TrainTask) -> Callable[[nn.Module, Any], Any]:
-    """Return the task's training step as `(module, batch) -> loss`, whether given as `loss` or as `step`."""
-    if task.step is not None:
-        return task.step
+    """Return the task's training step as `(module, batch) -> loss`, whether given as `loss` or as `step`.
+
+    With `loss_weight`, a batch is a pair (batch, total), from `weighed`.
+    """
+    given = task.step
+    if given is not None:
+        return given if task.loss_weight is None else lambda module, pair: given(module, *pair)
     loss = task.loss
     assert loss is not None, "TrainTask holds exactly one of loss and step"
 

@@ -48,6 +48,8 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
         "torch": torch.__version__.partition("+")[0],
         "task": {
             **{name: _plain(getattr(task, name)) for name in _TASK},
+            # Checkpoints from before the argument lack it.
+            **({"remainder": task.remainder} if task.divides_by_rest else {}),
             "train": _data(task.train),
             "validate": _data(task.validate),
         },

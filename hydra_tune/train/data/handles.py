@@ -6,6 +6,7 @@ perhaps once per batch. The module knows nothing of models, shards or devices.
 """
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -45,6 +46,13 @@ def make_loader(handle: DataHandle, batch_size: int | None, shuffle: bool) -> It
             "a generator or a DataLoader of batches"
         )
     return batches
+
+
+def in_windows(batches: Iterable[Batch], length: int) -> Iterator[list[Batch]]:
+    """Draw batches `length` at a time; the last window may have fewer."""
+    iterator = iter(batches)
+    while window := list(itertools.islice(iterator, length)):
+        yield window
 
 
 def num_batches(handle: DataHandle, batch_size: int | None = None) -> int | None:

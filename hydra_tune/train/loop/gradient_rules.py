@@ -31,10 +31,13 @@ class GradientProcessor:
 
     Args:
         task: task that defines accumulation, scaling and clipping.
+
+    Attributes:
+        divisor: divisor of the losses of the present step's batches.
     """
 
     def __init__(self, task: TrainTask) -> None:
-        self._accumulate = task.accumulate
+        self.divisor = task.loss_divisor
         self._max_norm = task.max_grad_norm
         self._scale = torch.full((), _FIRST_SCALE) if task.precision == "float16" else None
         self._growth = torch.zeros((), dtype=torch.int32)
@@ -64,7 +67,7 @@ class GradientProcessor:
 
     def objective(self, share: float) -> Objective:
         """Return the function from the loss of a share of a batch to the root of its backward."""
-        return objective(self._accumulate, self._scale, share)
+        return objective(self.divisor, self._scale, share)
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Unscale complete gradients in place, and note their norms, once all batches of the step are summed.

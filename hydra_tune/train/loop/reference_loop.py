@@ -36,9 +36,10 @@ from hydra_tune.task import (
     number_of,
     reported_names,
     returned,
+    weighed,
 )
 from hydra_tune.train.building import build_model, build_optimizer
-from hydra_tune.train.data.handles import moved, no_batch, num_samples, refuse_empty
+from hydra_tune.train.data.handles import in_windows, moved, no_batch, num_samples, refuse_empty
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies
 from hydra_tune.train.explain import explained
 from hydra_tune.train.loop.microbatches import check_pieces, pieces
@@ -173,6 +174,7 @@ class _PlainRun:
     own: TrialLoaderCopies = field(default_factory=TrialLoaderCopies)
     steps: int = 0
     pending: int = 0
+    divisor: int = 1
     metrics: dict[str, float] = field(default_factory=dict)
     history: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -184,7 +186,7 @@ class _PlainRun:
         """Train on every batch once; return False if a report pruned the run, or if `stop` ended the run."""
         self.module.train()
         num_earlier = len(self.losses)
-        for batch in self.own.batches(self.task.train, self.task.batch_size, shuffle=True):
+        for batch in self._drawn():
             refuse_empty(batch, "train", len(self.losses) - num_earlier, epoch)
             with GATE.shared():
                 if self.task.num_pieces > 1 and not self.losses:
@@ -203,6 +205,22 @@ class _PlainRun:
         if self.task.scheduler_interval == "epoch":
             self._step_scheduler()
         return True
+
+    def _drawn(self) -> Iterator[Batch]:
+        """Draw the batches of an epoch, each when it is due, or all of a step at once; set the divisor of their losses."""
+        task, self.divisor = self.task, self.task.loss_divisor
+        batches = self.own.batches(task.train, task.batch_size, shuffle=True)
+        if not task.draws_whole_steps:
+            yield from batches
+            return
+        for window in in_windows(batches, task.accumulate):
+            if task.divides_by_rest:
+                self.divisor = len(window)
+            yield from window if task.loss_weight is None else self._weighed(window)
+
+    def _weighed(self, window: list[Batch]) -> list[tuple[Batch, Tensor]]:
+        with GATE.shared():
+            return weighed(self.task, window)
 
     def _backward(self, batch: Batch) -> None:
         mean = _SampleWeightedMean()
@@ -224,8 +242,11 @@ class _PlainRun:
                 self.losses.append(value)
                 raise BadLossError(f"the training loss is {value} in step {self.steps + 1}")
             # Weighted by samples, the gradients of the pieces add up to the gradient of the whole batch's mean loss.
-            self.scaler.scale(loss * piece.share / self.task.accumulate).backward()  # type: ignore[no-untyped-call]  # untyped
-            self.interval.add(value, piece.samples)
+            self.scaler.scale(loss * piece.share / self.divisor).backward()  # type: ignore[no-untyped-call]  # untyped
+            if self.task.loss_weight is None:
+                self.interval.add(value, piece.samples)
+            else:
+                self.interval.total += value  # the losses of a step add up, and each step counts once
         self.losses.append(mean.value())
         self.pending += 1
 
@@ -248,6 +269,8 @@ class _PlainRun:
             if task.after_step is not None:
                 task.after_step(self.module, self.optimizer, self.steps)
         self.pending = 0
+        if task.loss_weight is not None:
+            self.interval.weight += 1
         if task.scheduler_interval == "step":
             self._step_scheduler()
         return task.report_every == "epoch" or self.steps % task.report_every != 0 or self._report(self.steps, epoch)
@@ -290,6 +313,8 @@ class _PlainRun:
             for batch in self.own.batches(self.task.validate, self.task.batch_size, shuffle=False):
                 refuse_empty(batch, "validate", batches)
                 batches += 1
+                if self.task.loss_weight is not None and self.task.evaluate is None:
+                    (batch,) = self._weighed([batch])  # noqa: PLW2901 - the loss of a batch by itself
                 with GATE.shared(), _autocast(self.task, self.device):
                     values = dict(_metrics(self.task, self.module, self._placed(batch)))
                 for name, value in values.items():
@@ -324,7 +349,7 @@ def _seed(seed: int) -> None:
 
 def _loss(task: TrainTask, module: nn.Module, batch: Batch) -> Tensor:
     if task.step is not None:
-        name, loss = "step", task.step(module, batch)
+        name, loss = "step", task.step(module, *(batch if task.loss_weight is not None else (batch,)))
     else:
         assert task.loss is not None
         if not isinstance(batch, tuple | list) or len(batch) != 2:  # noqa: PLR2004 - a pair
