@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
 from hydra_tune.errors import TaskError
@@ -190,6 +191,43 @@ def test_fused_trials_are_weighed_each_by_itself(validation, monkeypatch, caplog
     assert "trials are fused" in caplog.text, caplog.text
     for result, described in zip(results, tasks, strict=True):
         assert_same(result, described, close=partial(torch.allclose, rtol=1e-4, atol=1e-6), metrics=not validation)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_fused_trials_of_a_dataset_are_weighed_too(accumulate, monkeypatch, caplog):
+    """Their batches would be gathered for all members at once."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = [padded([1, 4, 6, 2], 6, generator) for _ in range(3)]
+    data = TensorDataset(*(torch.cat([batch[name] for batch in drawn]) for name in ("words", "labels")))
+    arguments = {
+        "step": lambda module, batch, total: token_loss(module, dict(zip(("words", "labels"), batch, strict=True)), total),
+        "loss_weight": lambda batch: tokens({"labels": batch[1]}),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "train": data,
+        "validate": data,
+        "batch_size": 4,
+        "accumulate": accumulate,
+    }
+    tasks = [task(seed, **arguments) for seed in range(2)]
+    gather(monkeypatch, lambda count: count >= 2)
+    with HydraExecutor("cpu:1", fusion="on") as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
+        results = pool.run(tasks)
+    assert "trials are fused" in caplog.text
+    for result, described in zip(results, tasks, strict=True):
+        expected = train_plain(described)
+        assert result.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        state = expected.state_dict()
+        assert all(torch.allclose(value, state[name], atol=1e-6) for name, value in result.state_dict().items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["data", "pipeline"])
+def test_the_batches_of_a_step_may_run_side_by_side(parallel):
+    described = task(parallel=parallel, epochs=4)
+    with HydraExecutor("cpu:2", num_shards=2) as pool:
+        (result,) = pool.run([described])
+        assert sum(pool.stats().steps_by_way.values()) > 2
+    assert_same(result, described)
 
 
 WRONG = [
