@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from hydra_tune import TrainTask
 from hydra_tune.errors import LoaderTimeoutError
 from hydra_tune.pool.faults import loader_watchdog
+from hydra_tune.shard.capture.capture_lock import GATE
 from tests.support.hanging import hanging, have_others_not_age
 from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running
 
@@ -103,6 +104,7 @@ CASES = {
     "the first batch": (0, {}),
     "between two steps": (2, {}),
     "within a step": (3, {"accumulate": 2}),
+    "within a step that is drawn at once": (3, {"accumulate": 3, "remainder": "divide_by_rest"}),
     "after the last batch": (5, {}),
     "before the last step, which is short": (5, {"accumulate": 2}),
     "a step that clips": (5, {"accumulate": 2, "max_grad_norm": 0.1}),
@@ -209,34 +211,64 @@ def test_one_that_is_given_up_on_within_a_burst_fails_by_name_and_leaves_nothing
 
 
 class Waits(Dataset):
-    """A worker that waits at one sample until there is a file."""
+    """A worker that waits at some samples until there is a file."""
 
-    def __init__(self, path):
-        self.path, self.reached = path, path.with_name("reached")
+    def __init__(self, folder, *at):
+        self.folder, self.at = folder, at
 
     def __len__(self):
         return 32
 
     def __getitem__(self, index):
-        if index == 16:
-            self.reached.touch()
-            while not self.path.exists():
+        if index in self.at:
+            (self.folder / f"reached {index}").touch()
+            while not (self.folder / f"go on {index}").exists():
                 threading.Event().wait(0.01)
         return X[index % 8] * index, Y[index % 8]
+
+    def wait(self, index, job):
+        while not (self.folder / f"reached {index}").exists():
+            assert job.state not in ("failed", "completed")
+            threading.Event().wait(0.01)
+
+    def go_on(self, index):
+        (self.folder / f"go on {index}").touch()
 
 
 @pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
 def test_another_trial_runs_to_its_end_while_a_worker_of_one_hangs(tmp_path, memory):
-    data = Waits(tmp_path / "go on")
+    data = Waits(tmp_path, 16)
     slow, other = described(DataLoader(data, batch_size=8, num_workers=1)), described(plain_batches, seed=4)
     with running(num_shards=None, device_memory=memory) as pool:
         job = pool.submit(slow)
-        while not data.reached.exists():
-            assert job.state not in ("failed", "completed")
-            threading.Event().wait(0.01)
+        data.wait(16, job)
         result = pool.submit(other).result(PATIENCE_SECONDS)
         assert job.state == "running"
-        data.path.touch()
+        data.go_on(16)
         found = job.result(PATIENCE_SECONDS)
     assert against_plain(other, result) == []
     assert against_plain(slow, found) == []
+
+
+def test_a_second_wait_within_the_draws_of_a_step_keeps_no_capture_out(tmp_path):
+    """The first has cost the trial its device."""
+    data = Waits(tmp_path, 8, 16)
+    loader = DataLoader(data, batch_size=8, num_workers=1)
+    slow, captured = described(loader, accumulate=4, remainder="divide_by_rest"), threading.Event()
+
+    def capture():
+        with GATE.exclusive():
+            captured.set()
+
+    with running(num_shards=None) as pool:
+        job = pool.submit(slow)
+        data.wait(8, job)
+        assert pool.submit(described(plain_batches)).result(PATIENCE_SECONDS).status == "completed"
+        data.go_on(8)
+        data.wait(16, job)
+        threading.Thread(target=capture, daemon=True).start()
+        try:
+            assert captured.wait(10)
+        finally:
+            data.go_on(16)
+        assert against_plain(slow, job.result(PATIENCE_SECONDS)) == []
