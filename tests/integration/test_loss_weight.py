@@ -200,7 +200,9 @@ def test_fused_trials_of_a_dataset_are_weighed_too(accumulate, monkeypatch, capl
     drawn = [padded([1, 4, 6, 2], 6, generator) for _ in range(3)]
     data = TensorDataset(*(torch.cat([batch[name] for batch in drawn]) for name in ("words", "labels")))
     arguments = {
-        "step": lambda module, batch, total: token_loss(module, dict(zip(("words", "labels"), batch, strict=True)), total),
+        "step": lambda module, batch, total: token_loss(
+            module, dict(zip(("words", "labels"), batch, strict=True)), total
+        ),
         "loss_weight": lambda batch: tokens({"labels": batch[1]}),
         "optimizer": partial(torch.optim.SGD, lr=0.1),
         "train": data,

@@ -4,6 +4,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -84,6 +85,30 @@ def test_the_average_in_the_module_is_trained_and_evaluated():
     weights = result.state_dict()
     assert weights["average.n_averaged"] == 15  # one for each step
     assert not torch.equal(weights["average.module.0.weight"], weights["net.0.weight"])
+
+
+def test_the_loss_over_all_tokens_of_a_step_is_trained():
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    for padding in range(5):
+        words = torch.randint(12, (4, 6), generator=generator)
+        labels = words.clone()
+        labels[:, 6 - padding :] = -100
+        batches.append({"input_ids": words, "labels": labels})
+
+    def task(**given):
+        return TrainTask(
+            model=lambda: torch.nn.Sequential(torch.nn.Embedding(12, 8), torch.nn.Linear(8, 12)),
+            optimizer=lambda parameters: OPTIMIZER(parameters, lr=0.1),
+            train=lambda: batches,
+            **given,
+        )
+
+    names = {"cross_entropy": torch.nn.functional.cross_entropy, "TrainTask": task}
+    definitions, call = snippet("Losses over all tokens of a step").split("\n\n\nTrainTask")
+    exec(definitions, names)
+    result = assert_as_plain(lambda: eval("TrainTask" + call.replace("..., ", ""), names))
+    assert result.metrics["train_loss"] == pytest.approx(np.log(12), rel=0.2)  # a mean over tokens
 
 
 def test_collected_values_give_the_metric_of_the_whole_set():
