@@ -169,6 +169,7 @@ class SingleTrial(Trial):
                     self._follow_frozen(step)
                     cached_plan = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
                     self._plans.check_fresh(cached_plan, piece.batch, drawn)
+                    leaves = cached_plan.with_numbers(leaves)
                     self._open_step = step = step or self._new_step(cached_plan)
                     yield from self._train_part(step, cached_plan, leaves, piece)
                 if step is not None and step.is_full:
@@ -659,6 +660,7 @@ class SingleTrial(Trial):
             leaves = batches.flatten(batch)
             cached_plan = self._plans.find(module, optimizer, self.state, batch, leaves, "evaluate")
             self._plans.check_fresh(cached_plan, batch, drawn)
+            leaves = cached_plan.with_numbers(leaves)
             self._evaluation_times, self._step_left = cached_plan.times, cached_plan.times.total
             step = EvaluationBatch(cached_plan.plan, cached_plan.times, self.state, leaves, self._streams, self._device)
             step.collects = self.task.finish is not None

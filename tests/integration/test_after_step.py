@@ -188,7 +188,7 @@ def anneal_buffer(module, _optimizer, steps):
 
 
 @pytest.mark.parametrize("after_step", [anneal_number, anneal_buffer])
-def test_a_number_that_is_annealed_belongs_into_a_buffer_of_a_cut_model(after_step, caplog):
+def test_a_number_or_a_buffer_that_is_annealed_is_followed_by_a_cut_model(after_step, caplog):
     is_buffer = after_step is anneal_buffer
     described = task(after_step, model=partial(Annealed, is_buffer=is_buffer), param_groups=None)
     with HydraExecutor("cpu:1", **WAYS["cut"]) as pool, caplog.at_level(logging.INFO, "hydra_tune.train"):
@@ -196,5 +196,4 @@ def test_a_number_that_is_annealed_belongs_into_a_buffer_of_a_cut_model(after_st
     expected = train_plain(described)
     assert result.metrics == expected.metrics
     assert all(tensor.equal(expected.state_dict()[name]) for name, tensor in result.state_dict().items())
-    assert ("is captured again" in caplog.text) != is_buffer
-    assert ("(register_buffer)" in caplog.text) != is_buffer
+    assert caplog.text.count("is captured again") == (0 if is_buffer else 2)  # once for each mode

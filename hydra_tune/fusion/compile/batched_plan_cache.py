@@ -20,6 +20,7 @@ from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences, likeness
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction
+from hydra_tune.shard.capture.batch import NumberedBatch
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
@@ -78,6 +79,21 @@ class GroupPlanFactory:
             raise UnfusableError("its step changes its batch, which a step of a group does not")
         return prepared
 
+    def confirm(self, prepared: PreparedPlan, member: MemberTrial, wanted: MemberBatchRequest) -> None:
+        """Compare a member's plan with the eager step once more, for the numbers of a request.
+
+        Raises:
+            NumberInputError: the plan gives other numbers than the eager step.
+        """
+        module, _ = member.built()
+        batch = wanted.batch
+        assert isinstance(batch, NumberedBatch), "the request has numbers"
+        assert prepared.numbers is not None, "the plan has inputs for numbers"
+        prepared.numbers.fill(batch.inputs, wanted.numbers)
+        with member.streams.everything():
+            self._library.confirm(prepared, member.task, module, batch)
+        module.train()
+
     def of_members(
         self, members: Sequence[MemberTrial], wanted: MemberBatchRequest, like: TrialStateLayout | None = None
     ) -> tuple[PreparedPlan, MemberDifferences]:
@@ -106,6 +122,8 @@ class GroupPlanFactory:
             raise UnfusableError(
                 "its loss differs from the others', and its step's Python code asks for values of the batch"
             )
+        if any(plan.numbers is not None for plan in member_plans):
+            differences = replace(differences, numbered=tuple(member_plans))
         return member_plans[0], differences
 
     def _likeness(self, own: Sequence[PreparedPlan]) -> MemberDifferences:

@@ -24,6 +24,7 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import state_specs
 from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
+from hydra_tune.shard.python_state.number_inputs import NumberInputError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class GroupPlanCache:
         self._wanted: WeakKeyDictionary[PreparedPlan, tuple[MemberBatchRequest, MemberTrial]] = WeakKeyDictionary()
         self._counted: WeakKeyDictionary[PreparedPlan, dict[str, MaskedReduction]] = WeakKeyDictionary()
         self._pairs: dict[tuple[PreparedPlan, PreparedPlan], bool] = {}
+        self._num_numbered = 0  # captures with inputs for numbers
         self._known: dict[tuple[str, Hashable], list[tuple[PreparedPlan, Sequence[Tensor]]]] = {}
 
     def found(self, wanted: MemberBatchRequest) -> PreparedPlan | None:
@@ -76,7 +78,8 @@ class GroupPlanCache:
                 # Later plans are cut alike, because all of them run on the state that this plan cuts.
                 self._layout = layout_of(self.first)
             plan = self.found(request)
-            return self._made(member, request) if plan is None else plan
+            # Of the member itself, if the plan depends on the member's numbers.
+            return self._made(seat.member if request.places else member, request) if plan is None else plan
         except UnfusableError as error:
             raise _not_together(error) from error
 
@@ -84,6 +87,19 @@ class GroupPlanCache:
         """Forget all plans but the cut of the group's state: the members' Python state has changed."""
         self._known.clear()
         self._pairs.clear()
+
+    def confirm(self, own: PreparedPlan, seat: GroupSlot) -> bool:
+        """Return whether a member's own plan is right for the member's present numbers.
+
+        Raises:
+            NumberInputError: the plan gives other numbers than the eager step.
+        """
+        wanted = wanted_of(seat)
+        if own.numbers is None or not own.numbers.hold(wanted.numbers):
+            return own.numbers is None
+        if not own.numbers.serve(wanted.numbers):
+            self._plans.confirm(own, seat.member, wanted)
+        return True
 
     def likeness(self, own: PreparedPlan, members: Sequence[MemberTrial]) -> MemberDifferences:
         """Return the differences between the members for a plan.
@@ -105,9 +121,14 @@ class GroupPlanCache:
         rows = None if differences.rows is None else replace(differences.rows, of=differences.rows.of[1:])
         if rows is not None and set(rows.of) == {0}:
             rows = None
-        return MemberDifferences({name: ps[1:] for name, ps in differences.drops.items()}, rows)
+        drops = {name: ps[1:] for name, ps in differences.drops.items()}
+        return MemberDifferences(drops, rows, differences.numbered[1:])
 
     def _made(self, member: MemberTrial, wanted: MemberBatchRequest) -> PreparedPlan:
+        self._num_numbered += bool(wanted.places)
+        if self._num_numbered > _MAX_PLANS:
+            self._num_numbered = 0
+            raise NumberInputError(wanted.places, f"they have needed {_MAX_PLANS} captures in a group")
         plan = self._plans.of_member(member, wanted, self._layout)
         self._wanted[plan] = wanted, member
         self._plans.stacked(plan, 1)  # raises now if the plan cannot be stacked
@@ -150,7 +171,7 @@ class GroupPlanCache:
             for seat in seats
         ):
             plan = self.found(first_request)
-            if plan is not None and plan.guard is None:
+            if plan is not None and plan.guard is None and plan.numbers is None:
                 return {(first_request.mode, first_request.leaves.signature, id(plan)): list(seats)}
         kinds: dict[Hashable, list[GroupSlot]] = {}
         for seat in seats:
@@ -284,6 +305,8 @@ def _of_size(tensor: Tensor, size: int, shape: Sequence[int]) -> Tensor:
 
 def _serves(own: PreparedPlan, wanted: MemberBatchRequest) -> bool:
     """Return whether a plan serves the given batch, among batches of the plan's kind."""
+    if own.numbers is not None and not own.numbers.hold(wanted.numbers):
+        return False
     if own.guard is None:
         return True
     with GATE.shared():

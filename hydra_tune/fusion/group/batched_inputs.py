@@ -29,9 +29,17 @@ class StackedBatches:
     Args:
         wanted: the members' requests, by slot.
         like: the largest kind of batch, if sizes differ; None: all batches have the same size.
+        inputs: by slot, the inputs that Python computes from the members' numbers; empty if there are none.
     """
 
-    def __init__(self, wanted: Sequence[MemberBatchRequest], like: MemberBatchRequest | None = None) -> None:
+    def __init__(
+        self,
+        wanted: Sequence[MemberBatchRequest],
+        like: MemberBatchRequest | None = None,
+        inputs: Sequence[Sequence[float]] = (),
+    ) -> None:
+        # One storage each: a tensor goes to a device with all of its storage.
+        self._inputs = [torch.tensor(values, dtype=torch.float64, device="cpu") for values in zip(*inputs, strict=True)]
         self._like = (wanted[0] if like is None else like).leaves
         self._samples = None if like is None else like.num_samples
         self._wanted = wanted
@@ -49,7 +57,7 @@ class StackedBatches:
 
     def leaves(self, number: int = 0) -> BatchLeaves:
         """Return a stacked batch by its number."""
-        tensors = self._tensors(number)
+        tensors = (*self._tensors(number), *self._inputs)
         if self._samples is not None:
             tensors = (*tensors, torch.tensor([request.num_samples for request in self._wanted], device="cpu"))
         return replace(self._like, tensors=tensors, copies=())
@@ -63,7 +71,7 @@ class StackedBatches:
         return torch.cat([tensor, first_sample.expand(*tensor.shape[:dim], num_missing, *tensor.shape[dim + 1 :])], dim)
 
     def _own(self, wanted: MemberBatchRequest) -> Iterator[Tensor]:
-        for tensor in wanted.tensors:
+        for tensor in replace(wanted, places=()).tensors:
             # A batch may also hold tensors without samples, such as class weights, which must not be padded.
             has_samples = tensor.dim() > 0 and tensor.size(0) == wanted.num_samples
             yield self._padded(tensor, 0) if has_samples else tensor

@@ -5,7 +5,7 @@ members.
 """
 
 import math
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from hydra_tune.batched.batched_optimizer import StackedOptimizer
@@ -23,6 +23,7 @@ from hydra_tune.fusion.runtime.paired_unit import PairRoundHalf
 from hydra_tune.fusion.runtime.plan_autotuner import StepPlanAutotuner
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner, PlannedRound
 from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.loop.training_batch import BatchPart
 from hydra_tune.train.state.model_state import ModelState
@@ -39,6 +40,7 @@ class GroupExecutor:
 
     Attributes:
         rows: assignment of results to members for the running plan; None where all members have all results.
+        numbered: the members' own plans, by slot, where Python computes inputs of the running plan from numbers.
         round: the round under way, if any.
     """
 
@@ -46,13 +48,25 @@ class GroupExecutor:
         self._places = places
         self._device = device
         self.rows: HeadAssignment | None = None
+        self.numbered: Sequence[PreparedPlan] = ()
         self.round: GroupRound | None = None
 
     def batches_of(self, bucket: Sequence[GroupSlot], like: MemberBatchRequest | None) -> StackedBatches:
         """Return the members' batches; a resting member computes on another member's batch."""
         requests = {id(seat): wanted_of(seat) for seat in bucket}
         first_request = wanted_of(bucket[0])
-        return StackedBatches([requests.get(id(seat), first_request) for seat in self._places.seats], like)
+        wanted = [requests.get(id(seat), first_request) for seat in self._places.seats]
+        return StackedBatches(wanted, like, [] if not self.numbered else self._inputs_of(bucket))
+
+    def _inputs_of(self, bucket: Sequence[GroupSlot]) -> list[list[float]]:
+        """Return the inputs that Python computes from the members' numbers, for each slot; zeros for a resting member."""
+        numbers = [prepared.numbers for prepared in self.numbered]
+        inputs = [
+            own.computed(wanted_of(seat).numbers) if own is not None and seat in bucket else []
+            for own, seat in zip(numbers, self._places.seats, strict=True)
+        ]
+        most = max(map(len, inputs))
+        return [[*values, *[0.0] * (most - len(values))] for values in inputs]
 
     def go_round(
         self,
@@ -127,10 +141,13 @@ class GroupExecutor:
                 # wants something else. `is_ahead` tells `MemberCoordinator.advance` not to advance again.
                 go_on(seat)
                 seat.is_ahead = True
+            number(bucket)
             if not all(any(_wants_alike(seat, request) for request in first_requests) for seat in bucket):
                 return None
             # Their own code may have changed what the round's plan has baked in.
             if any(seat.member.changed_state(part.plan.mode) is not None for seat in bucket):
+                return None
+            if not all(self._serves(seat) for seat in bucket):
                 return None
             for seat in bucket:
                 seat.is_ahead = False
@@ -143,6 +160,13 @@ class GroupExecutor:
                 self._take_values(made, resting)
 
         return rules, batches, part.leaves, settle, next_batches
+
+    def _serves(self, seat: GroupSlot) -> bool:
+        """Whether the running plan is known to be right for a member's present numbers."""
+        if not self.numbered:
+            return True
+        numbers = self.numbered[self._places.seats.index(seat)].numbers
+        return numbers is None or numbers.serve(wanted_of(seat).numbers)
 
     def step(self, part: BatchPart, state: ModelState, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
         """Run a step for the active members."""
@@ -244,6 +268,13 @@ class GroupExecutor:
                     {name: values[index] for name, values in step.items() if names is None or name in names}
                     for step in steps
                 ]
+
+
+def number(seats: Iterable[GroupSlot]) -> None:
+    """Give the members' requests the numbers of this moment, which are inputs of the graph."""
+    for seat in seats:
+        if isinstance(seat.wants, MemberBatchRequest):
+            seat.wants = seat.member.numbered(seat.wants)
 
 
 def are_padded(bucket: Sequence[GroupSlot]) -> bool:

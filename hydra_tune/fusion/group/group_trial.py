@@ -20,7 +20,7 @@ from hydra_tune.fusion.compile.cuda_graph_steps import GroupCaptureCache
 from hydra_tune.fusion.compile.group_plan_cache import GroupPlanCache, wanted_of
 from hydra_tune.fusion.group.batch_bucketing import BucketScheduler
 from hydra_tune.fusion.group.batched_inputs import StackedBatches
-from hydra_tune.fusion.group.group_executor import GroupExecutor, are_padded
+from hydra_tune.fusion.group.group_executor import GroupExecutor, are_padded, number
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.group.membership import MemberCoordinator
 from hydra_tune.fusion.group.multi_step_unit import may_go_round
@@ -35,6 +35,7 @@ from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
+from hydra_tune.shard.python_state.number_inputs import NumberInputError
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.loop.training_batch import BatchPart
 from hydra_tune.train.parallel.parallel_step import ParallelStep
@@ -105,6 +106,10 @@ class GroupTrial(Trial):
         self.records = plans.records and device.torch_device.type == "cuda"
         self._planned = None if planner is None else PlannedStepCache(planner, device, desk.measured)
         self._units_done = 0  # of the current step
+        # Numbers of the members' Python state, in words, by mode: inputs of the graphs, and those that cannot be inputs.
+        self._inputs: dict[str, frozenset[str]] = {}
+        self._not_inputs: dict[str, frozenset[str]] = {}
+        self._num_comparisons = 0  # of members, because of numbers
         self._architectures = {seat.member.architecture for seat in seats}
         for seat in seats:
             self._places.welcome(seat)
@@ -239,6 +244,24 @@ class GroupTrial(Trial):
         The choice is made among members that want a batch.
         """
         self._follow_state(wanting)
+        try:
+            return self._chosen(wanting, choose)
+        except NumberInputError as error:
+            _LOGGER.info("%s", error)
+            mode = wanted_of(wanting[0]).mode
+            self._inputs[mode] = self._inputs.get(mode, frozenset()) - error.places
+            self._not_inputs[mode] = self._not_inputs.get(mode, frozenset()) | error.places
+            return self._next(wanting, choose)
+
+    def _chosen(
+        self, wanting: Sequence[GroupSlot], choose: Callable[[Mapping[Hashable, list[GroupSlot]]], list[GroupSlot]]
+    ) -> tuple[list[GroupSlot], PreparedPlan]:
+        """As `_next`.
+
+        Raises:
+            NumberInputError: numbers of the members' Python state cannot be inputs of the graph.
+        """
+        number(wanting)
         for seat in self._kinds.lacking(wanting):
             self._made(seat)
         bucket = choose(self._kinds.of(wanting, [seat.member for seat in self.seats]))
@@ -248,7 +271,26 @@ class GroupTrial(Trial):
             # A new plan can carry a guard on values of the batch, so only
             # members whose batches pass the guard stay in the bucket.
             bucket = self._kinds.served(plan, bucket)
+        self._check_numbers(plan, bucket)
         return bucket, plan
+
+    def _check_numbers(self, plan: PreparedPlan, bucket: Sequence[GroupSlot]) -> None:
+        """Compare the members once more where the members' own plans are not right for their present numbers.
+
+        Raises:
+            NumberInputError: there are no such plans.
+        """
+        for is_last in (False, True):
+            numbered = self._prepared(plan, are_padded(bucket))[1].numbered
+            if not numbered or all(self._kinds.confirm(numbered[self.seats.index(seat)], seat) for seat in bucket):
+                return
+            self._num_comparisons += 1
+            if is_last or self._num_comparisons > _MAX_STATES:
+                self._num_comparisons = 0
+                raise NumberInputError(
+                    wanted_of(bucket[0]).places, "the steps of a group's members ask for other values"
+                )
+            del self._places.stacked[plan, are_padded(bucket)]
 
     def _follow_state(self, wanting: Sequence[GroupSlot]) -> None:
         """Forget the plans if the members' own code has changed what the plans have baked in.
@@ -256,22 +298,30 @@ class GroupTrial(Trial):
         Raises:
             GroupBatchError: the state changes too often, or in the middle of a step, or cannot be compared.
         """
-        changes = [(seat, seat.member.changed_state(wanted_of(seat).mode)) for seat in wanting]
-        changed_seats = [(seat, change) for seat, change in changes if change is not None]
-        if not changed_seats:
+        changes = {id(seat): seat.member.changed_state(wanted_of(seat).mode) for seat in wanting}
+        changed_seats = [seat for seat in wanting if changes[id(seat)] is not None]
+        change = None if not changed_seats else changes[id(changed_seats[0])]
+        if change is not None:
+            if self._units_done:
+                raise GroupBatchError(f"{change} has changed within a step")
+            _LOGGER.info("%s has changed, so the step of a group is captured again", change)
+            mode = wanted_of(changed_seats[0]).mode
+            numbers = frozenset().union(*(seat.member.changed_numbers(mode) for seat in changed_seats))
+            self._inputs[mode] = self._inputs.get(mode, frozenset()) | numbers - self._not_inputs.get(mode, frozenset())
+        # A member that has just joined has no inputs yet.
+        stale_seats = [seat for seat in wanting if changes[id(seat)] is not None or seat.member.inputs != self._inputs]
+        if not stale_seats:
             return
-        change = changed_seats[0][1]
-        if self._units_done:
-            raise GroupBatchError(f"{change} has changed within a step")
-        _LOGGER.info("%s has changed, so the step of a group is captured again", change)
-        for seat, _ in changed_seats:
+        for seat in stale_seats:
             try:
-                seat.member.identify()
+                seat.member.identify(self._inputs)
             except UnfusableError as error:
-                raise GroupBatchError(f"{change} has changed: {error}") from error
-        self._architectures |= {seat.member.architecture for seat, _ in changed_seats}
+                raise GroupBatchError(f"{change or 'its state'} has changed: {error}") from error
+        self._architectures |= {seat.member.architecture for seat in stale_seats}
         if len(self._architectures) > _MAX_STATES * len(self.seats):
-            raise GroupBatchError(f"{change} has had {_MAX_STATES} values, and a group's step is captured for each")
+            raise GroupBatchError(
+                f"{change or 'its state'} has had {_MAX_STATES} values, and a group's step is captured for each"
+            )
         self._kinds.forget()
         self._places.stacked.clear()
         self.captures.close()
@@ -380,6 +430,7 @@ class GroupTrial(Trial):
         """
         first_request = wanted_of(bucket[0])  # `GroupPlanCache.of` puts the largest batch first
         like = first_request if are_padded(bucket) else None
+        self._computing.numbered = likeness.numbered
         batches = self._computing.batches_of(bucket, like)
         records = (
             self.records and first_request.mode == "train" and self.task.accumulate == 1 and is_traced(prepared.plan)

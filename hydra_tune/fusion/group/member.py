@@ -49,12 +49,16 @@ class MemberBatchRequest:
         drawn: a batch as drawn from the member's data, or picks not yet gathered.
         leaves: the batch's tensors; for picks, the geometry of each batch.
         num_samples: number of samples in each batch.
+        places: numbers of the member's Python state, in words, that are inputs of the graph.
+        numbers: the numbers.
     """
 
     mode: str
     drawn: Batch | UngatheredBatches
     leaves: BatchLeaves
     num_samples: int
+    places: tuple[str, ...] = ()
+    numbers: tuple[int | float, ...] = ()
 
     @classmethod
     def of(cls, mode: str, drawn: Batch | UngatheredBatches) -> Self:
@@ -68,13 +72,15 @@ class MemberBatchRequest:
 
     @property
     def batch(self) -> Batch:
-        """The first batch, as the member's data loader returns it."""
-        return self.drawn.batch() if isinstance(self.drawn, UngatheredBatches) else self.drawn
+        """The first batch, as the member's data loader returns it, or with room for the inputs of numbers."""
+        batch = self.drawn.batch() if isinstance(self.drawn, UngatheredBatches) else self.drawn
+        return batches.NumberedBatch.of(batch, self.places) if self.places else batch
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the first batch."""
-        return batches.flatten(self.batch).tensors if isinstance(self.drawn, UngatheredBatches) else self.leaves.tensors
+        is_plain = not self.places and not isinstance(self.drawn, UngatheredBatches)
+        return self.leaves.tensors if is_plain else batches.flatten(self.batch).tensors
 
     def part(self, begin: int, end: int | None = None) -> "MemberBatchRequest | None":
         """Return the batches from `begin` up to `end`; None if there are none."""
@@ -97,6 +103,7 @@ class MemberTrial(SingleTrial):
         is_fused: whether a group computes the batches; otherwise the member runs as a `SingleTrial`.
         architecture: identifies trials that share a plan; None until `identify`.
         results: losses or metrics of the computed batches, for a leading part of the request.
+        inputs: as given to `identify`.
         fetch: copies the member's part of the group's state to the member's own module and optimizer; None outside a
             group.
     """
@@ -107,21 +114,28 @@ class MemberTrial(SingleTrial):
     fetch: Callable[[], None] | None = None
     _python_states: Mapping[str, PythonStateGuard] = MappingProxyType({})
     _looked_at: tuple[str, int] | None = None
+    inputs: Mapping[str, frozenset[str]] = MappingProxyType({})
 
-    def identify(self) -> None:
+    def identify(self, inputs: Mapping[str, frozenset[str]] = MappingProxyType({})) -> None:
         """Note the architecture, and the Python state of the steps that plans of this architecture repeat.
+
+        Args:
+            inputs: by mode, numbers of the state, in words, that are inputs of the graphs instead.
 
         Raises:
             UnfusableError: the model or the step has no architecture key, or holds too much state.
         """
         module, optimizer = self.built()
         self._check_reach(module, optimizer)
+        self.inputs = dict(inputs)
         self.architecture = architecture_key(self.task, module)
         if self.architecture is None:
             raise UnfusableError("its model or step holds a value that cannot be compared with those of other trials")
         modes = ("train",) if self.task.validate is None else ("train", "evaluate")
         try:
-            self._python_states = {mode: PythonStateGuard(self.task, module, mode) for mode in modes}
+            self._python_states = {
+                mode: PythonStateGuard(self.task, module, mode, inputs=sorted(inputs.get(mode, ()))) for mode in modes
+            }
             digests = tuple(state.digest for state in self._python_states.values())
             self.architecture = (self.architecture, digests)
         except (CaptureError, TaskError) as error:
@@ -148,6 +162,20 @@ class MemberTrial(SingleTrial):
         moment = (mode, len(self.history))
         is_same_moment, self._looked_at = moment == self._looked_at, moment
         return None if state is None else state.change(beside_model=is_same_moment)
+
+    def changed_numbers(self, mode: str) -> set[str]:
+        """Return the numbers, in words, that have changed since `identify`; none if anything else has changed as well."""
+        return self._python_states[mode].changed_numbers()
+
+    def numbered(self, request: MemberBatchRequest) -> MemberBatchRequest:
+        """Return a request with the present numbers that are inputs of the graph."""
+        state = self._python_states.get(request.mode)
+        numbers = () if state is None else state.numbers()
+        if state is None or numbers is None or request.places == state.inputs:
+            return replace(request, numbers=numbers or ())
+        signature: Any = request.leaves.signature[0] if request.places else request.leaves.signature  # type: ignore[index]
+        leaves = replace(request.leaves, signature=(signature, state.inputs) if state.inputs else signature)
+        return replace(request, leaves=leaves, places=state.inputs, numbers=numbers)
 
     def go_on(self) -> MemberBatchRequest | PartialStepRequest | PendingReport | None:
         """Run the trial's own code up to its next request; return None at its end."""

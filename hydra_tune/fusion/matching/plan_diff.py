@@ -26,6 +26,7 @@ from hydra_tune.fusion.ragged.loss_heads import HeadAssignment, tails_of
 from hydra_tune.shard.analysis.random_ops import named_arguments
 from hydra_tune.shard.capture.batch import same_values
 from hydra_tune.shard.partition.plan import ShardPlan
+from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.shard.partition.subgraph import ShardGraph
 
 aten: Any = torch.ops.aten
@@ -51,10 +52,12 @@ class MemberDifferences:
     Attributes:
         drops: dropout probabilities.
         rows: assignment of losses or metrics to members; None: all members have the same.
+        numbered: the members' own plans, where Python computes inputs of the plans from numbers.
     """
 
     drops: Probabilities
     rows: HeadAssignment | None = None
+    numbered: tuple[PreparedPlan, ...] = ()
 
 
 def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModule:

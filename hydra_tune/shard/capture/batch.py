@@ -15,13 +15,14 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.python_state.number_inputs import num_inputs
 
 _MEMCMP = ctypes.CDLL(None).memcmp
 _MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -62,6 +63,32 @@ pytree.register_pytree_node(
     serialized_type_name="hydra_tune.AttributeDict",
     flatten_with_keys_fn=lambda each: ([(pytree.MappingKey(key), value) for key, value in each.items()], list(each)),
 )
+
+
+class NumberedBatch(NamedTuple):
+    """A batch, and the inputs that Python computes from numbers which the step reads besides.
+
+    `NumberInputs` (`shard/python_state/number_inputs.py`) fills the inputs, float64 tensors of one element.
+    """
+
+    batch: Any
+    inputs: tuple[Tensor, ...]
+    places: tuple[str, ...]
+
+    @classmethod
+    def of(cls, batch: Any, places: tuple[str, ...]) -> "NumberedBatch":
+        """Return a batch with room for the inputs of some numbers."""
+        return cls(batch, tuple(torch.zeros((), dtype=torch.float64) for _ in range(num_inputs(places))), places)
+
+
+def places_of(batch: Any) -> tuple[str, ...]:
+    """Return the places of the numbers for which a batch has inputs."""
+    return batch.places if isinstance(batch, NumberedBatch) else ()
+
+
+def unnumbered(batch: Any) -> Any:
+    """Return a batch as the user's code gets it."""
+    return batch.batch if isinstance(batch, NumberedBatch) else batch
 
 
 def fields_of(value: Any) -> dict[str, Any] | None:

@@ -8,9 +8,9 @@ splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while
 
 import sysconfig
 import traceback
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -19,12 +19,15 @@ from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hydra_tune.errors import CaptureError, HydraTuneError
 from hydra_tune.older_torch import mend_lstm_shapes
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.export_output import quiet_export
 from hydra_tune.shard.capture.step_module import MODEL_PREFIX, step_module
+from hydra_tune.shard.python_state.number_inputs import NumberInputs, NumberInputTracer, traced_numbers
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard
 from hydra_tune.task import Precision, TrainTask
 
 _STDLIB = sysconfig.get_paths()["stdlib"]
@@ -55,6 +58,7 @@ class CapturedStepGraph:
         outputs: names of the output nodes, in the order of `names`.
         names: names of the outputs: `("loss",)` or the metrics.
         precision: precision of the run; casts are not part of the graph.
+        numbers: inputs that Python computes from numbers; None if there are none.
     """
 
     module: fx.GraphModule
@@ -65,6 +69,7 @@ class CapturedStepGraph:
     outputs: tuple[str, ...]
     names: tuple[str, ...]
     precision: Precision = "float32"
+    numbers: NumberInputs | None = None
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -94,16 +99,23 @@ def state_specs(model: nn.Module) -> dict[str, StateSpec]:
 
 
 def capture(
-    task: TrainTask, twin: nn.Module, batch: Any, mode: str, answering: AbstractContextManager[object] | None = None
+    task: TrainTask,
+    twin: nn.Module,
+    batch: Any,
+    mode: str,
+    answering: AbstractContextManager[object] | None = None,
+    *,
+    divides: bool = True,
 ) -> CapturedStepGraph:
     """Capture a step of a model; for a precision other than float32, call inside `precision.autocast`.
 
     Args:
         task: describes the step.
         twin: a copy of the trial's model, which the capture may disturb.
-        batch: a batch of the shapes to capture for.
+        batch: a batch of the shapes to capture for; the inputs of a `NumberedBatch` are filled.
         mode: "train" or "evaluate".
         answering: context around the step's code.
+        divides: whether the quotient of a tensor and a number has the bits of a quotient of two tensors.
 
     Raises:
         CaptureError: `torch.export` could not capture the step; the message gives the reason and the user's line.
@@ -111,15 +123,23 @@ def capture(
     """
     mend_lstm_shapes()
     wrapper = step_module(task, twin, mode)
+    found: list[NumberInputs] = []
+    numbered = lambda batch: _number_inputs(task, twin, mode, batch, found, divides=divides)  # noqa: E731
     with torch.set_grad_enabled(mode == "train"):
         try:
-            with quiet_export(), _as_eager(wrapper, answering or nullcontext()):
+            with quiet_export(), _as_eager(wrapper, answering or nullcontext(), numbered):
                 program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
         except HydraTuneError:  # raised by the step's wrapper, with a message for the user
             raise
         except Exception as error:
             raise CaptureError(f"torch.export cannot capture this model: {describe(error)}") from error
-    return _read(program, twin, mode, task.precision)
+    captured = _read(program, twin, mode, task.precision)
+    if found:
+        if any(inputs.forms != found[-1].forms for inputs in found):  # export may run the step several times
+            raise CaptureError("the step computes with other numbers when it runs again")
+        found[-1].fill(batch.inputs, found[-1].numbers)
+        captured = replace(captured, numbers=found[-1])
+    return captured
 
 
 def describe(error: BaseException) -> str:
@@ -147,7 +167,11 @@ def user_line(error: BaseException) -> str | None:
 
 
 @contextmanager
-def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> Iterator[None]:
+def _as_eager(
+    wrapper: nn.Module,
+    answering: AbstractContextManager[object],
+    numbered: Callable[[Any], AbstractContextManager[object]],
+) -> Iterator[None]:
     """Make the model's code believe in an eager run.
 
     Code that asks `torch.compiler.is_exporting()` wants a graph for other inputs too, and takes other operators. The
@@ -162,7 +186,7 @@ def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> 
         # The flags belong to the process; captures hold the gate alone, so no other thread sees the change.
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
         try:
-            with answering, _HookRefusalMode():
+            with answering, _HookRefusalMode(), numbered(arguments[0]):
                 return forward(*arguments)
         finally:
             torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags  # noqa: SLF001
@@ -173,6 +197,36 @@ def _as_eager(wrapper: nn.Module, answering: AbstractContextManager[object]) -> 
     finally:
         # The instance's attribute hid the method of the class, which shows again.
         del wrapper.forward
+
+
+@contextmanager
+def _number_inputs(
+    task: TrainTask, twin: nn.Module, mode: str, batch: Any, found: list[NumberInputs], *, divides: bool
+) -> Iterator[None]:
+    """Context in which the numbers of a `NumberedBatch` are traced numbers; `found` receives what Python does with them.
+
+    The capture enters the context where it runs the step.
+    """
+    places = batches.places_of(batch)
+    if not places:
+        yield
+        return
+    # Here, because export puts copies in the place of the model's containers; and on tensors with values.
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # noqa: SLF001
+        state = PythonStateGuard(task, twin, mode, is_lenient=True, inputs=places)
+    numbers = state.numbers()
+    if state.inputs != places or numbers is None:
+        raise CaptureError(f"{', '.join(places)} cannot be followed as a number")
+    inputs = NumberInputs(places, numbers)
+    found.append(inputs)
+    tracer = NumberInputTracer(inputs, batch.inputs, divides=divides)
+    try:
+        with traced_numbers(), ExitStack() as stand_ins:
+            for index, place in enumerate(places):
+                stand_ins.enter_context(state.replaced(place, tracer.traced(index)))
+            yield
+    finally:
+        tracer.is_open = False
 
 
 class _HookRefusalMode(TorchFunctionMode):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.capture.batch import unnumbered
 from hydra_tune.task import TrainTask, backward_called, not_a_metric, not_collectable, not_metrics, number_of, returned
 
 MODEL_PREFIX = "model."
@@ -118,7 +119,7 @@ class TrainStep(nn.Module):
         """
         buffers = buffers_of(self.model)
         has_gradients = self._has_gradients
-        loss = self._step(self.model, batch)
+        loss = self._step(self.model, unnumbered(batch))
         # Only a `backward()` inside the step itself can have made gradients.
         if self._has_gradients and not has_gradients:
             raise backward_called()
@@ -145,7 +146,7 @@ class EvaluateStep(nn.Module):
             MetricError: the result is not a mapping of names to scalars.
         """
         buffers = buffers_of(self.model)
-        metrics = self._evaluate(self.model, batch)
+        metrics = self._evaluate(self.model, unnumbered(batch))
         settle_buffers(buffers)
         if not isinstance(metrics, Mapping):
             raise not_metrics(metrics)

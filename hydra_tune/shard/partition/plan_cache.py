@@ -51,6 +51,7 @@ from hydra_tune.shard.partition.partition_planner import ShardPartitionPlanner
 from hydra_tune.shard.partition.plan import ShardPlan, build_plan
 from hydra_tune.shard.partition.plan_request import CapturedStep, ShardPlanRequest, TrialStateLayout, key_of
 from hydra_tune.shard.partition.shard_size_search import CHOICES
+from hydra_tune.shard.python_state.number_inputs import NumberInputError, NumberInputs
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard, check_own_copy
 from hydra_tune.shard.verify.plan_check import changed_state, verify, verify_close
 from hydra_tune.shard.verify.process_state import intraop_threads, preserved_streams
@@ -78,6 +79,7 @@ class PreparedPlan:
         why: reason for the cut, if there was a choice; else None.
         placement_why: reason for the place of the updates, if there was a choice; else None.
         activation_choice: choice to be made once the units have been measured; None if the plan is final.
+        numbers: inputs of the plan that Python computes from numbers; None if there are none.
     """
 
     plan: ShardPlan
@@ -89,6 +91,7 @@ class PreparedPlan:
     why: str | None = None
     placement_why: str | None = None
     activation_choice: MeasuredActivationChoice | None = None
+    numbers: NumberInputs | None = None
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the plan serves a batch with these tensors; the batch must have the prepared signature."""
@@ -188,6 +191,7 @@ class PlanLibrary:
         Raises:
             BudgetError: a part that cannot be cut further does not fit.
             TaskError, MetricError: the step is wrong.
+            NumberInputError: a step cannot be captured with the inputs of a `NumberedBatch`.
         """
         leaves = batches.flatten(batch)
         request = ShardPlanRequest(
@@ -208,7 +212,7 @@ class PlanLibrary:
             entries = [e for cache in (self.checked, self._unchecked) for e in cache.plans.get(key, ())]
             # A guard replays operators on the batch, and operators may run other kernels during a capture.
             with GATE.shared():
-                entry = next((e for e in entries if e.guard is None or e.guard.holds(leaves.tensors)), None)
+                entry = next((e for e in entries if _serves(e, request)), None)
             if entry is None:
                 request = replace(request, foreseen=self._foreseen.get(key))
                 outcome = self._capture(request)
@@ -218,8 +222,33 @@ class PlanLibrary:
             if key is not None:
                 self._keep(key, entry)
             if isinstance(entry.found, CaptureError):
+                if places := batches.places_of(batch):
+                    raise NumberInputError(places, entry.found)
                 return replace(self._whole(request, entry.found), guard=entry.guard)
+            if entry.found.numbers is not None and entry.found.numbers.is_refused:
+                raise NumberInputError(batches.places_of(batch), "its plan gave other numbers than the eager step")
             return entry.found
+
+    def confirm(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: batches.NumberedBatch) -> None:
+        """Compare a plan with the eager step once more, for other numbers than those of its capture.
+
+        Args:
+            prepared: the plan; afterwards confirmed or refused.
+            task: as of `prepare`.
+            model: as of `prepare`.
+            batch: a batch with filled inputs; only read.
+
+        Raises:
+            NumberInputError: the plan gives other numbers than the eager step.
+        """
+        assert prepared.numbers is not None, "the plan has inputs for numbers"
+        with self._lock, preserved_streams(), GATE.shared(), intraop_threads(self.budget.host_threads):
+            try:
+                verify(task, _twin(model, prepared.plan.mode), prepared.plan, batch)
+            except CaptureError as error:
+                prepared.numbers.is_refused = True
+                raise NumberInputError(batch.places, error) from error
+            prepared.numbers.is_confirmed = True
 
     def foresee(
         self, task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
@@ -305,7 +334,7 @@ class PlanLibrary:
             return CaptureError(f"the captured graph cannot be run in parts: {describe(error)}")
 
     def _measured_step(self, request: ShardPlanRequest, answers: list[Answer]) -> CapturedStep:
-        captured = _captured(request, request.batch, answers)
+        captured = self._captured(request, request.batch, answers)
         analysis, pilot = self._measured(request, captured, request.leaves.tensors)
         _check_gradients(captured, analysis)
         return CapturedStep(captured=captured, answers=answers, analysis=analysis, pilot=pilot)
@@ -363,12 +392,17 @@ class PlanLibrary:
             why=partition.why,
             placement_why=partition.placement_why,
             activation_choice=activation_choice,
+            numbers=captured.numbers,
         )
 
     def _may_check(self, request: ShardPlanRequest, whole: ShardCost) -> bool:
         """Whether a step may run on the host for a comparison with its plan."""
         most = self._most_checked_bytes
         return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
+
+    def _captured(self, request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> CapturedStepGraph:
+        # A GPU multiplies by the inverse of a number, and divides by a tensor.
+        return _captured(request, batch, answers, divides=not self.budget.checks_sample)
 
     def _measured(
         self, request: ShardPlanRequest, captured: CapturedStepGraph, tensors: tuple[Tensor, ...]
@@ -445,13 +479,16 @@ class PlanLibrary:
                 plan,
                 kept,
                 request.leaves,
-                lambda batch: _captured(request, batch, answers),
+                lambda batch: self._captured(request, batch, answers),
                 lambda small, tensors: self._measured(request, small, tensors),
             )
         except Exception:  # noqa: BLE001 - some steps reject fewer samples
             return None
 
     def _whole(self, request: ShardPlanRequest, reason: CaptureError) -> PreparedPlan:
+        if isinstance(request.batch, batches.NumberedBatch):  # the user's own code reads the numbers where they are
+            batch = batches.unnumbered(request.batch)
+            request = replace(request, batch=batch, leaves=batches.flatten(batch))
         if is_unbuilt(request.model):
             raise ConfigError(
                 f"the model cannot be cut ({reason}), and the memory of a whole model is measured by a run, for which this "
@@ -497,6 +534,16 @@ class PlanLibrary:
         return optimizer_pilot(request.optimizer, parameters, specs, alignment=self.budget.alignment)
 
 
+def _serves(entry: _PlanLibraryEntry, request: ShardPlanRequest) -> bool:
+    """Whether an entry serves a batch with its tensors, and with the numbers that the step reads now."""
+    if entry.guard is not None and not entry.guard.holds(request.leaves.tensors):
+        return False
+    if isinstance(entry.found, CaptureError) or entry.found.numbers is None:
+        return True
+    numbers = PythonStateGuard(request.task, request.model, request.mode, inputs=entry.found.numbers.places).numbers()
+    return numbers is not None and entry.found.numbers.hold(numbers)
+
+
 def _twin(model: nn.Module, mode: str | None = None, *, has_values: bool = True) -> nn.Module:
     """Return a copy of a model, in the mode of a step if given; without `has_values`, trained parameters are not copied."""
     # Tensors that code has computed, as the weight of `torch.nn.utils.weight_norm`, have no copy in torch.
@@ -525,8 +572,8 @@ def _hollow_twin(model: nn.Module, mode: str) -> nn.Module:
     return twin
 
 
-def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> CapturedStepGraph:
-    """Capture the step for a batch as a graph."""
+def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer], *, divides: bool) -> CapturedStepGraph:
+    """Capture the step for a batch as a graph; arguments as of `capture`."""
     if is_unbuilt(request.model):
         return _captured_unbuilt(request, batch)
     # Copied outside the gate, so that computations wait for the capture alone.
@@ -535,7 +582,7 @@ def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> C
     twin = _twin(request.model, request.mode, has_values=False)
     # The check then starts from the streams before the capture: a step that seeds them would agree with the graph by luck.
     with GATE.exclusive(), autocast(request.task.precision), _unchanged(request, twin), preserved_streams():
-        captured = capture(request.task, twin, batch, request.mode, answering(answers))
+        captured = capture(request.task, twin, batch, request.mode, answering(answers), divides=divides)
     share_casts(captured, state_specs(request.model), captured.precision)
     return captured
 

@@ -85,9 +85,10 @@ def key_of(request: ShardPlanRequest) -> Hashable | None:
     architecture = architecture_key(task, request.model)
     if architecture is None:
         return None
+    places = batches.places_of(request.batch)
     try:
         # What a guard of the step sees and the key does not.
-        architecture = (architecture, PythonStateGuard(task, request.model, request.mode).digest)
+        architecture = (architecture, PythonStateGuard(task, request.model, request.mode, inputs=places).digest)
     except CaptureError:
         return None
     tail = None

@@ -71,6 +71,7 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _MAX_DEPTH = 40
 _MAX_ITEMS = 4096  # of a container with objects that have to be followed
 _MAX_HOLDERS = 20_000
+_MAX_LABELS = 64  # of a container whose items are named one by one
 _MAX_LIBRARY_DEPTH = 3  # below an object of an installed package
 _MAX_ARRAY_BYTES = 4 << 20
 _MAX_COMPARED_BYTES = 1 << 20  # of all tensors whose contents are compared; of others the version counts
@@ -501,7 +502,9 @@ class ReachableValues:
     def _mapping(self, mapping: Mapping[Any, Any], label: str, depth: int, library: int) -> None:
         write = (lambda values: write_mapping(mapping, values)) if isinstance(mapping, dict) else None
         read = lambda: [*mapping.keys(), *mapping.values()]  # noqa: E731
-        self._hold([label], read, write, is_of_model=self._is_in_model)
+        keys = [*mapping] if len(mapping) <= _MAX_LABELS else ()
+        labels = [*[label] * len(keys), *(f"{label}[{key!r}]"[:200] for key in keys), label]
+        self._hold(labels, read, write, is_of_model=self._is_in_model)
         if self._may_follow(mapping, mapping.values(), label):
             for key, value in list(mapping.items()):
                 self.visit(value, f"{label}[{key!r}]"[:200], depth, library)
@@ -510,7 +513,9 @@ class ReachableValues:
     def _sequence(self, sequence: Any, label: str, depth: int, library: int) -> None:
         if not isinstance(sequence, tuple):
             write = lambda values: write_sequence(sequence, values)  # noqa: E731
-            self._hold([label], lambda: list(sequence), write, is_of_model=self._is_in_model)
+            places = range(len(sequence)) if len(sequence) <= _MAX_LABELS else ()
+            labels = [*(f"{label}[{place}]" for place in places), label]
+            self._hold(labels, lambda: list(sequence), write, is_of_model=self._is_in_model)
         if self._may_follow(sequence, sequence, label):
             for number, value in enumerate(list(sequence)):
                 self.visit(value, f"{label}[{number}]", depth, library)

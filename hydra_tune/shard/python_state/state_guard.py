@@ -14,12 +14,14 @@ plan runs the step twice, and refuses a step that gives other numbers the second
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
 
-from hydra_tune.errors import TaskError
+from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.python_state.reachable_values import walked
+from hydra_tune.shard.python_state.value_holder import ValueHolder
 from hydra_tune.task import TrainTask
 
 
@@ -32,6 +34,7 @@ class PythonStateGuard:
         mode: "train" or "evaluate".
         keeps_tensors: whether `restore` puts the contents of tensors back as well, which are copied for that.
         is_lenient: whether to pass over what cannot be followed, instead of raising.
+        inputs: numbers, in words, that may change because the graph takes them as inputs; unknown ones are left out.
 
     Raises:
         CaptureError: the step may read more values than can be followed.
@@ -39,7 +42,7 @@ class PythonStateGuard:
             or holds another name for the memory of a parameter.
     """
 
-    __slots__ = ("_caches", "_holders", "_mode_of_model")
+    __slots__ = ("_caches", "_holders", "_inputs", "_mode_of_model")
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class PythonStateGuard:
         *,
         keeps_tensors: bool = False,
         is_lenient: bool = False,
+        inputs: Iterable[str] = (),
     ) -> None:
         walk = walked(step_functions(task, mode), module, keeps_tensors=keeps_tensors, is_lenient=is_lenient)
         if walk.aliases:
@@ -60,6 +64,60 @@ class PythonStateGuard:
         is_training = mode == "train"
         # A model in the other mode is switched before its step, and then all its parts have the mode.
         self._mode_of_model = None if module.training == is_training else is_training
+        # A function that is found twice, or two functions with one global, have the same place in two holders.
+        self._inputs: dict[str, list[tuple[ValueHolder, int]]] = {name: [] for name in inputs}
+        for holder in walk.holders if self._inputs else ():
+            for index, label in enumerate(holder.labels):
+                if label in self._inputs and holder.may_be_input(index):
+                    self._inputs[label].append((holder, index))
+                    holder.inputs.add(index)
+        self._inputs = {name: places for name, places in self._inputs.items() if places}
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Numbers, in words, that may change because the graph takes them as inputs."""
+        return tuple(self._inputs)
+
+    def numbers(self) -> tuple[int | float, ...] | None:
+        """Return the present values of the inputs; None if a name stands for places with different values."""
+        numbers = []
+        for places in self._inputs.values():
+            first, *others = (holder.read()[index] for holder, index in places)
+            if any(repr(other) != repr(first) for other in others):
+                return None
+            numbers.append(first)
+        return tuple(numbers)
+
+    def changed_numbers(self) -> set[str]:
+        """Return the numbers, in words, that have changed; none if anything else has changed as well."""
+        changed: set[str] = set()
+        for holder in self._holders:
+            numbers = holder.changed_numbers()
+            if numbers is None:
+                return set()
+            changed |= numbers
+        return changed
+
+    @contextmanager
+    def replaced(self, name: str, stand_in: object) -> Iterator[None]:
+        """Context in which another value stands in the place of an input.
+
+        Raises:
+            CaptureError: code in the context has set the value.
+        """
+        places = self._inputs[name]
+        before = [(holder, index, holder.read()[index]) for holder, index in places]
+        for holder, index in places:
+            _write_at(holder, index, stand_in)
+        is_set = False
+        try:
+            yield
+            is_set = any(holder.read()[index] is not stand_in for holder, index in places)
+        finally:
+            for holder, index, value in before:
+                _write_at(holder, index, value)
+        if is_set:
+            raise CaptureError(f"the step changes {name}, which a graph would not")
 
     @property
     def digest(self) -> str:
@@ -99,6 +157,13 @@ class PythonStateGuard:
             # The results may depend on values that were put back, or be stand-ins for tensors.
             if function.cache_info().misses != misses:
                 function.cache_clear()
+
+
+def _write_at(holder: ValueHolder, index: int, value: object) -> None:
+    assert holder.write is not None, holder.labels
+    values = list(holder.read())
+    values[index] = value
+    holder.write(values)
 
 
 class DataStateGuard:

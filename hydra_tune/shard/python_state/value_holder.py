@@ -5,6 +5,7 @@ import collections
 import contextlib
 import ctypes
 import enum
+import math
 import operator
 import pickle
 import sys
@@ -36,9 +37,12 @@ class ValueHolder:
         is_tensor: whether the place is a tensor, and the values its contents.
         is_filled_by_step: whether a step may set the values and still be captured: results that a function keeps, and what a
             library's model writes into its configuration once.
+
+    Attributes:
+        inputs: indices of numbers that may change, because the graph takes them as inputs; they stay of their class.
     """
 
-    __slots__ = ("is_filled_by_step", "is_of_model", "is_tensor", "labels", "noted", "read", "write")
+    __slots__ = ("inputs", "is_filled_by_step", "is_of_model", "is_tensor", "labels", "noted", "read", "write")
 
     def __init__(
         self,
@@ -53,12 +57,40 @@ class ValueHolder:
         self.labels, self.read, self.write = labels, read, write
         self.is_of_model, self.is_tensor, self.is_filled_by_step = is_of_model, is_tensor, is_filled_by_step
         self.noted = read()
+        self.inputs: set[int] = set()
+
+    def label_of(self, index: int) -> str:
+        """Return a value in words."""
+        return self.labels[min(index, len(self.labels) - 1)]
+
+    def may_be_input(self, index: int) -> bool:
+        """Whether a value is a number that another value can stand in for."""
+        return self.write is not None and index < len(self.noted) and _are_numbers(self.noted[index])
+
+    def changed_numbers(self) -> set[str] | None:
+        """Return the labels of the numbers that have changed; None if anything else has changed."""
+        try:
+            values, changed = self.read(), set()
+            if len(values) != len(self.noted):
+                return None
+            for index, (value, known) in enumerate(zip(values, self.noted, strict=True)):
+                if value is known or _is_same(value, known) or self._is_input(index, value, known):
+                    continue
+                if self.write is None or not _are_numbers(value, known) or self.labels.count(self.label_of(index)) > 1:
+                    return None
+                changed.add(self.label_of(index))
+        except Exception:  # noqa: BLE001 - as of `change`
+            return None
+        return changed
+
+    def _is_input(self, index: int, value: object, known: object) -> bool:
+        return index in self.inputs and _are_numbers(value, known)
 
     def kept(self) -> set[str]:
         """Names of the model's attributes that are other objects than those noted, although `change(by_step=True)` is None."""
         values = self.read() if self.is_of_model else ()
         places = [
-            self.labels[min(number, len(self.labels) - 1)]
+            self.label_of(number)
             for number, (value, known) in enumerate(zip(values, self.noted, strict=False))
             if value is not known and not _is_same(value, known)
         ]
@@ -75,6 +107,8 @@ class ValueHolder:
             for number, label in enumerate(self.labels):
                 if label.startswith("the mode of "):
                     values[number] = mode_of_model
+        for index in self.inputs:
+            values[index] = type(values[index])
         return list(map(_plain_parts, values))
 
     def change(self, *, by_step: bool = False) -> str | None:
@@ -93,10 +127,10 @@ class ValueHolder:
         if all(map(operator.is_, values, noted)):
             return None
         for number, (value, known) in enumerate(zip(values, noted, strict=True)):
-            if value is known or _is_same(value, known):
+            if value is known or _is_same(value, known) or self._is_input(number, value, known):
                 continue
             if not (ignores_tensors and _is_alike(value, known)):
-                return self.labels[min(number, len(self.labels) - 1)]
+                return self.label_of(number)
         if not ignores_tensors:
             self.noted = values  # equal values in new objects: noted, so that the next look is quick
         return None
@@ -158,6 +192,12 @@ def _is_same(value: object, known: object) -> bool:
         same_attributes = type(value) in EXACT or getattr(value, "__dict__", 0) == getattr(known, "__dict__", 0)
         return same_attributes and repr(value) == repr(known)
     return isinstance(value, frozenset) and value == known
+
+
+def _are_numbers(*values: object) -> bool:
+    """Whether values are finite numbers of one class."""
+    kinds = set(map(type, values))
+    return len(kinds) == 1 and kinds <= {int, float} and all(map(math.isfinite, values))  # type: ignore[arg-type]
 
 
 def _is_number_of_numpy(value: object) -> bool:

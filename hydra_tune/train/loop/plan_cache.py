@@ -8,6 +8,7 @@ some captures further kinds run whole where the model fits, and only the most re
 
 import logging
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,12 +19,13 @@ from torch import nn
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.analysis.module_mutation import check_state
-from hydra_tune.shard.capture.batch import BatchLeaves, containers
+from hydra_tune.shard.capture.batch import BatchLeaves, NumberedBatch, containers
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import is_unbuilt
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.shard.partition.shard_size_search import CHOICES
+from hydra_tune.shard.python_state.number_inputs import NumberInputError
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard, check_kept
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.rng.rng_streams import RandomStreams
@@ -63,6 +65,24 @@ class CachedPlan:
         """Cut of the step."""
         return self.prepared.plan
 
+    @property
+    def holds(self) -> bool:
+        """Whether the plan is right for the numbers that the step reads now."""
+        if self.prepared.numbers is None:
+            return True
+        assert self.python_state is not None, "a plan with inputs for numbers has a guard"
+        numbers = self.python_state.numbers()
+        return numbers is not None and self.prepared.numbers.hold(numbers)
+
+    def with_numbers(self, leaves: BatchLeaves) -> BatchLeaves:
+        """Return the leaves of a batch with the inputs that Python computes from the numbers which the step reads now."""
+        if self.prepared.numbers is None:
+            return leaves
+        assert self.python_state is not None, "a plan with inputs for numbers has a guard"
+        tensors = NumberedBatch.of(None, self.prepared.numbers.places).inputs
+        self.prepared.numbers.fill(tensors, self.python_state.numbers() or ())
+        return replace(leaves, tensors=(*leaves.tensors, *tensors))
+
 
 class TrialPlanCache:
     """Makes and keeps a trial's plans.
@@ -99,6 +119,9 @@ class TrialPlanCache:
         # By mode, the latest last.
         self._python_states: dict[str, list[PythonStateGuard]] = {}
         self._num_changes = 0
+        # Numbers of the step's Python state, in words: inputs of graphs, and those that cannot be inputs; both by mode.
+        self._inputs: dict[str, set[str]] = {}
+        self._not_inputs: dict[str, set[str]] = {}
 
     def find(
         self,
@@ -134,16 +157,51 @@ class TrialPlanCache:
                 _guard_of(self.task, module, mode)
             return serving_plan
         python_state = self._python_state(module, mode, state)
-        serving_plan = self._serving(
-            [cached_plan for cached_plan in plans if cached_plan.python_state is python_state], leaves
-        )
-        if serving_plan is None:
+        of_state = [cached_plan for cached_plan in plans if cached_plan.python_state is python_state]
+        serving_plan = self._serving([cached_plan for cached_plan in of_state if cached_plan.holds], leaves)
+        if serving_plan is None and python_state is not None and not all(plan.holds for plan in of_state):
+            self._count_change(", ".join(python_state.inputs))
+        try:
+            if serving_plan is not None:
+                self._confirm(serving_plan, module, state, batch)
+                return serving_plan
             serving_plan = self._make(module, optimizer, state, batch, mode, python_state)
-            plans.append(serving_plan)
-            del plans[:-_MAX_PLANS]
-            while len(self._kept) > _MAX_PLANS:
-                self._kept.popitem(last=False)
+        except NumberInputError as error:
+            CHOICES.info("%s", error)
+            self._refuse_inputs(mode, python_state, error.places)
+            return self.find(module, optimizer, state, batch, leaves, mode)
+        plans.append(serving_plan)
+        del plans[:-_MAX_PLANS]
+        while len(self._kept) > _MAX_PLANS:
+            self._kept.popitem(last=False)
         return serving_plan
+
+    def _confirm(self, cached_plan: CachedPlan, module: nn.Module, state: ModelState | None, batch: Batch) -> None:
+        """Compare a plan with the eager step once more as soon as its numbers differ from those of its capture.
+
+        A number that the tracer has not followed is a constant of the graph, and shows.
+
+        Raises:
+            NumberInputError: the plan gives other numbers than the eager step.
+        """
+        numbers = cached_plan.prepared.numbers
+        if numbers is None or numbers.is_confirmed or cached_plan.python_state is None:
+            return
+        present = cached_plan.python_state.numbers()
+        if present is None or present == tuple(numbers.numbers):
+            return
+        numbered = NumberedBatch.of(batch, numbers.places)
+        numbers.fill(numbered.inputs, present)
+        with nullcontext() if state is None else state.whole(), self._streams.everything():
+            self.library.confirm(cached_plan.prepared, self.task, module, numbered)
+
+    def _refuse_inputs(self, mode: str, python_state: PythonStateGuard | None, places: frozenset[str]) -> None:
+        """Let numbers be constants of the graph: each further value needs a capture."""
+        assert python_state is not None, "there are inputs only where there is a guard"
+        self._not_inputs.setdefault(mode, set()).update(places)
+        self._inputs[mode] -= places
+        self._forget(python_state)
+        self._python_states[mode].remove(python_state)
 
     def settle(self, cached_plan: CachedPlan, state: ModelState) -> None:
         """Let a plan keep the activations that are worth keeping by its measured times; between two steps only.
@@ -213,26 +271,32 @@ class TrialPlanCache:
             if (change := guard.change()) is None:
                 return guard
             latest_change = latest_change or change
+        inputs = self._inputs.setdefault(mode, set())
         if latest_change is not None:
-            self._num_changes += 1
-            if self._num_changes == _MANY_CHANGES:
-                _LOGGER.warning(
-                    "%s has changed, and the step of this trial is captured for the %dth time; keep a number that changes so "
-                    "often in a buffer of the model (register_buffer), which needs no new capture",
-                    latest_change,
-                    _MANY_CHANGES + 1,
-                )
-            else:
-                _LOGGER.info("%s has changed, so the step is captured again", latest_change)
+            if self.task.compile is None:
+                inputs |= guards[-1].changed_numbers() - self._not_inputs.setdefault(mode, set())
+            self._count_change(latest_change)
             if state is not None:
                 check_state(state.tensors, module)
-        new_guard = _guard_of(self.task, module, mode)
+        new_guard = _guard_of(self.task, module, mode, inputs)
         if new_guard is not None:
             guards.append(new_guard)
         for guard in guards[:-_MAX_STATES]:
             self._forget(guard)
         del guards[:-_MAX_STATES]
         return new_guard
+
+    def _count_change(self, name: str) -> None:
+        self._num_changes += 1
+        if self._num_changes == _MANY_CHANGES:
+            _LOGGER.warning(
+                "%s has changed, and the step of this trial is captured for the %dth time; no new capture is needed for a "
+                "number that the step adds to a tensor or multiplies by one, nor for a buffer of the model (register_buffer)",
+                name,
+                _MANY_CHANGES + 1,
+            )
+        else:
+            _LOGGER.info("%s has changed, so the step is captured again", name)
 
     def _forget(self, guard: PythonStateGuard) -> None:
         for plans in self._kept.values():
@@ -266,7 +330,9 @@ class TrialPlanCache:
                 task,
                 module,
                 optimizer,
-                batch,
+                batch
+                if python_state is None or not python_state.inputs
+                else NumberedBatch.of(batch, python_state.inputs),
                 mode,
                 None if state is None else state.layout,
                 prefer_whole=self._captures[mode] > _MAX_CAPTURES,
@@ -295,9 +361,9 @@ class TrialPlanCache:
         )
 
 
-def _guard_of(task: TrainTask, module: nn.Module, mode: str) -> PythonStateGuard | None:
+def _guard_of(task: TrainTask, module: nn.Module, mode: str, inputs: Iterable[str] = ()) -> PythonStateGuard | None:
     """Return the guard of a trial's step; None where the capture will refuse the step for the guard's reason."""
     try:
-        return None if is_unbuilt(module) else PythonStateGuard(task, module, mode)
+        return None if is_unbuilt(module) else PythonStateGuard(task, module, mode, inputs=inputs)
     except CaptureError:
         return None

@@ -62,9 +62,9 @@ def captures(monkeypatch):
     modes = []
     real = library_module.capture
 
-    def counted(task, twin, batch, mode, *rest):
+    def counted(task, twin, batch, mode, *rest, **options):
         modes.append(mode)
-        return real(task, twin, batch, mode, *rest)
+        return real(task, twin, batch, mode, *rest, **options)
 
     monkeypatch.setattr(library_module, "capture", counted)
     return modes
@@ -222,10 +222,10 @@ def test_a_capture_is_alone_and_eager_code_never_sees_it(monkeypatch):
     alone, answers = [], []
     real = library_module.capture
 
-    def capture(task, twin, batch, mode, *rest):
+    def capture(task, twin, batch, mode, *rest, **options):
         exporting.set()
         alone.append(GATE._alone)
-        return real(task, twin, batch, mode, *rest)
+        return real(task, twin, batch, mode, *rest, **options)
 
     monkeypatch.setattr(library_module, "capture", capture)
 
