@@ -106,6 +106,8 @@ class SingleTrial(Trial):
             self._feed.check(handle)
         module, optimizer = self._build()
         start = self._begin()
+        if self._keeper is not None:
+            self._keeper.begins(self)
         # A checkpoint may be of the moment before its report was delivered.
         self._check_stop()
         yield from self._choose_way(module, optimizer)

@@ -26,6 +26,7 @@ from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_operators
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.shard.python_state.state_guard import TaskStateGuard
 from hydra_tune.task import TrainTask, weighed
 from hydra_tune.train.building import build_model, build_optimizer
 from hydra_tune.train.checkpoint.compatibility import copied, is_of_the_pass
@@ -447,6 +448,10 @@ class Trial:
             self._keeper.reached(self, steps=self.progress.steps, at_report=at_report, is_last=is_last)
         finally:
             self._place = None
+
+    def python_state(self) -> TaskStateGuard:
+        """As `SnapshotSource.python_state`."""
+        return TaskStateGuard(self.task, self._objects[0])
 
     def snapshot(self) -> TrialStateSnapshot:
         """Return the state between two steps, in place and without copies.

@@ -36,6 +36,7 @@ from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.paths import absolute_path
+from hydra_tune.shard.python_state.state_guard import TaskStateGuard
 from hydra_tune.train.checkpoint.snapshot import SnapshotSource
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
@@ -262,6 +263,7 @@ class TrialCheckpointer:
         self._is_owed = False
         self._steps = -1
         self._seconds = time.monotonic()
+        self._python_state: TaskStateGuard | None = None  # of the moment from which the trial would begin again
 
     def open(self) -> None:
         """Lock the folder for the trial's exclusive use.
@@ -279,7 +281,17 @@ class TrialCheckpointer:
         return bool(self._copies or self._files)
 
     def begin_again(self) -> None:
-        """Prepare for a restart of the trial from the last saved state, if any; open requests stay open."""
+        """Prepare for a restart of the trial from the last saved state, if any; open requests stay open.
+
+        The user's functions go on from what they kept in Python at that state.
+        """
+        if self._python_state is not None and (name := self._python_state.restore()) is not None:
+            _LOGGER.warning(
+                "%s begins again, but %s has changed meanwhile and cannot be put back; if its numbers depend on that value, "
+                "they will be others",
+                self._name,
+                name,
+            )
         self._steps, self._is_owed, self._seconds = -1, False, time.monotonic()
 
     def goes_on_from(self, manifest: Path | None) -> None:
@@ -318,6 +330,10 @@ class TrialCheckpointer:
     def every_steps(self) -> int | None:
         """As `SnapshotSaver.every_steps`."""
         return None if self._folder is None else self._all.every.steps
+
+    def begins(self, trial: SnapshotSource) -> None:
+        """As `SnapshotSaver.begins`."""
+        self._python_state = trial.python_state()
 
     def reached(self, trial: SnapshotSource, *, steps: int, at_report: bool, is_last: bool) -> None:
         """As `SnapshotSaver.reached`."""
@@ -386,6 +402,7 @@ class TrialCheckpointer:
             raise
         # Never -1 again, which stands for a trial that `_check` has not seen.
         self._steps, self._seconds, self.has_any = max(steps, 0), time.monotonic(), True
+        self._python_state = trial.python_state()
         if buffer is None:
             try:
                 self._write(content, files)

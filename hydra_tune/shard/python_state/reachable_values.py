@@ -104,6 +104,7 @@ class ReachableValues:
         takes_all: whether the code may read attributes by any name, from an earlier walk.
         keeps_tensors: whether holders keep copies of tensors.
         is_lenient: whether to pass over what cannot be followed, instead of raising.
+        skips_large: whether to pass over large tensors and arrays, which are samples and no counters.
 
     Attributes:
         holders: the places found.
@@ -125,6 +126,7 @@ class ReachableValues:
         takes_all: bool,
         keeps_tensors: bool,
         is_lenient: bool,
+        skips_large: bool,
     ) -> None:
         self.holders: list[ValueHolder] = []
         self.caches: list[tuple[Any, int]] = []
@@ -136,6 +138,7 @@ class ReachableValues:
         self.makes_up_names = self._takes_all = takes_all
         self.seen: dict[int, object] = {}
         self._model, self._keeps_tensors, self._is_lenient = model, keeps_tensors, is_lenient
+        self._skips_large = skips_large
         self._classes: set[tuple[type, bool]] = set()
         parts = () if model is None else tuple(model.modules())
         self._parts = {id(part) for part in parts}
@@ -441,7 +444,7 @@ class ReachableValues:
         if tensor.layout is not torch.strided:
             self._hold([f"the tensor {label}"], lambda: [tensor._version])  # noqa: SLF001 - the contents have no one order
             return
-        if self._model is None and tensor.nbytes > _MAX_DATA_BYTES:
+        if self._skips_large and tensor.nbytes > _MAX_DATA_BYTES:
             return
         self._note_alias(_memory_of(tensor), f"the tensor {label}")
         gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
@@ -629,7 +632,7 @@ class ReachableValues:
         )
 
     def _array(self, array: Any, label: str) -> None:
-        if self._model is None and array.nbytes > _MAX_DATA_BYTES:
+        if self._skips_large and array.nbytes > _MAX_DATA_BYTES:
             return
         if array.nbytes > _MAX_ARRAY_BYTES:
             if self._is_lenient:
@@ -782,15 +785,29 @@ def _reads_attributes(base: type) -> bool:
 
 
 def walked(
-    roots: Mapping[str, object], module: nn.Module | None, *, keeps_tensors: bool, is_lenient: bool = False
+    roots: Mapping[str, object],
+    module: nn.Module | None,
+    *,
+    keeps_tensors: bool,
+    is_lenient: bool = False,
+    skips_large: bool | None = None,
 ) -> ReachableValues:
-    """Walk from some functions, and from a model, through all values that their code may read."""
+    """Walk from some functions, and from a model, through all values that their code may read.
+
+    Arguments are as of `ReachableValues`; without a model, large tensors are passed over by default.
+    """
     names: frozenset[str] = frozenset()
     stored: frozenset[str] = frozenset()
     takes_all = False
     while True:
         walk = ReachableValues(
-            module, names, stored, takes_all=takes_all, keeps_tensors=keeps_tensors, is_lenient=is_lenient
+            module,
+            names,
+            stored,
+            takes_all=takes_all,
+            keeps_tensors=keeps_tensors,
+            is_lenient=is_lenient,
+            skips_large=module is None if skips_large is None else skips_large,
         )
         for name, root in roots.items():
             walk.visit(root, name)

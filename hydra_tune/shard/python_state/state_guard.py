@@ -196,6 +196,31 @@ class DataStateGuard:
                 holder.write(holder.noted)
 
 
+class TaskStateGuard:
+    """Notes what a task's functions and data keep in Python, so that its trial can begin again from this moment.
+
+    Large tensors and arrays, and what cannot be followed, are passed over.
+
+    Args:
+        task: the task of the trial.
+        module: the trial's model, whose tensors are no Python state.
+    """
+
+    __slots__ = ("_holders",)
+
+    def __init__(self, task: TrainTask, module: nn.Module) -> None:
+        functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
+        self._holders = walked(functions, module, keeps_tensors=True, is_lenient=True, skips_large=True).holders
+
+    def restore(self) -> str | None:
+        """Put the noted values back; name a value that could not be put back, or None."""
+        for holder in self._holders:
+            if holder.write is not None and holder.change() is not None:
+                holder.write(holder.noted)
+        changes = (holder.change(by_step=True) for holder in self._holders if not holder.is_of_model)
+        return next((name for name in changes if name is not None), None)
+
+
 def check_own_copy(task: TrainTask, module: nn.Module, mode: str) -> None:
     """Refuse a step that reaches the model by other ways than its argument: a step on a copy would use the original.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.memory.block import lay_out
+from hydra_tune.shard.python_state.state_guard import TaskStateGuard
 from hydra_tune.train.state.model_state import ModelState
 
 _ALIGNMENT = 64
@@ -70,6 +71,9 @@ class TrialStateSnapshot:
 class SnapshotSource(Protocol):
     """A trial between two of its steps, as seen by its keeper."""
 
+    def python_state(self) -> TaskStateGuard:
+        """Return the present values of what the user's functions keep in Python."""
+
     def snapshot(self) -> TrialStateSnapshot:
         """Return the present state.
 
@@ -84,6 +88,9 @@ class SnapshotSaver(Protocol):
     @property
     def every_steps(self) -> int | None:
         """Optimizer steps between two checkpoints; None if checkpoints do not depend on steps."""
+
+    def begins(self, trial: SnapshotSource) -> None:
+        """Note the state to which the trial would begin again; nothing has been drawn since the trial began or was resumed."""
 
     def reached(self, trial: SnapshotSource, *, steps: int, at_report: bool, is_last: bool) -> None:
         """Save the trial if due; the trial is between two steps and continues when the call returns.

@@ -1,0 +1,104 @@
+"""A trial that begins again finds the user's functions with the state that they kept at that moment."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hydra_tune import HydraExecutor, TrainTask, train_plain
+from hydra_tune.errors import SpillError
+
+_STREAM = torch.Generator().manual_seed(2)
+BATCHES = [(torch.randn(4, 8, generator=_STREAM), torch.randint(3, (4,), generator=_STREAM)) for _ in range(5)]
+BAD_LABEL = (BATCHES[0][0], torch.full((4,), 9))
+
+
+@dataclass
+class Schedule:
+    """What a script keeps beside its model: a weight that grows with every batch, and a tensor that follows the loss."""
+
+    weight: float = 0.0
+    seen: list[int] = field(default_factory=list)
+    mean: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def task(*, bad_batch: int | None = None, fault: tuple[int, Path] | None = None) -> TrainTask:
+    """Two epochs of 5 batches.
+
+    A batch, by number from 0, has a bad label, or meets a fault of the system: once, as a file notes.
+    """
+    schedule = Schedule()
+
+    def train() -> Iterator[Any]:
+        for batch in BATCHES:
+            number = len(schedule.seen)
+            if fault is not None and number == fault[0] and not fault[1].exists():
+                fault[1].touch()
+                raise SpillError("the disk has failed")
+            schedule.weight += 0.1
+            schedule.seen.append(number)
+            schedule.mean.mul_(0.9).add_(0.1 * number)
+            yield BAD_LABEL if number == bad_batch else batch
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        scores = module(batch[0])
+        return functional.cross_entropy(scores, batch[1]) + (schedule.weight + schedule.mean) * scores.square().mean()
+
+    return TrainTask(
+        model=net,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        train=train,
+        step=step,
+        epochs=2,
+        seed=1,
+    )
+
+
+def reports(result: Any) -> list[dict[str, float]]:
+    return [{name: value for name, value in report.items() if name != "seconds"} for report in result.history]
+
+
+def test_members_of_a_group_whose_step_another_member_failed_end_as_by_themselves():
+    with HydraExecutor("cpu:1", fusion="on") as pool:
+        failed, *others = pool.run([task(bad_batch=7), task(), task()], on_error="return")
+    assert isinstance(failed.error, IndexError)
+    expected = train_plain(task())
+    for result in others:
+        for name, tensor in expected.state_dict().items():
+            torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["from the beginning", "from a checkpoint"])
+@pytest.mark.parametrize("faulty_batch", [3, 8])
+def test_a_trial_begins_again_with_the_state_of_that_moment(saves, faulty_batch, tmp_path):
+    options = {"checkpoint_dir": tmp_path / "saved"} if saves else {}
+    with HydraExecutor("cpu:1", **options) as pool:
+        (result,) = pool.run([task(fault=(faulty_batch, tmp_path / "fault"))])
+    expected = train_plain(task())
+    assert reports(result) == reports(expected)
+    assert all(tensor.equal(expected.state_dict()[name]) for name, tensor in result.state_dict().items())
+
+
+def test_state_that_cannot_be_put_back_is_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("DRAWN", "0")
+    made = task(fault=(3, tmp_path / "fault"))
+    train = made.train
+
+    def drawing() -> Iterator[Any]:
+        for batch in train():
+            os.environ["DRAWN"] = str(int(os.environ["DRAWN"]) + 1)
+            yield batch
+
+    with HydraExecutor("cpu:1") as pool:
+        pool.run([replace(made, train=drawing)])
+    assert "begins again, but the environment has changed meanwhile and cannot be put back" in caplog.text
