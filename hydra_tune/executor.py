@@ -89,6 +89,8 @@ class HydraExecutor:
         admission: "eager" lets all trials in flight advance as the policy chooses, in lock-step where trials are
             equally long; "staggered" runs the oldest trials first, as many as there are devices, and lets the others
             fill the gaps. Staggered trials end one after another, as pruners need that compare with completed trials.
+            "auto": a search chooses by its pruner, and says so in the log; trials without a search advance eagerly.
+            See docs/optuna.md.
         num_shards: None cuts a model only as far as memory requires; a number sets a minimum; "layer" cuts at every
             layer; "tuned" cuts further where a step of a trial alone on its device then moves fewer bytes. More shards
             mean finer interleaving, more units, and more values that cross cuts.
@@ -164,7 +166,7 @@ class HydraExecutor:
         max_concurrent: int | None = None,
         num_shards: NumShards = None,
         instrument: Callable[[], AbstractContextManager[Any]] | None = None,
-        admission: Literal["eager", "staggered"] = "eager",
+        admission: Literal["auto", "eager", "staggered"] = "auto",
         link_bandwidth: str | int | None = None,
         record: bool = False,
         optimizer_placement: Literal["device", "host", "auto"] = "device",
@@ -250,7 +252,7 @@ class HydraExecutor:
 
         Members of a fused group advance together under either admission.
         """
-        if self._settings.admission == "eager" or self._settings.members:
+        if self._settings.admission != "staggered" or self._settings.members:
             return self.width
         return min(self.width, len(self.device_names))
 
@@ -260,7 +262,12 @@ class HydraExecutor:
         if not self._width:
             self._started()
         num_in_flight = self._settings.max_concurrent or self._width
-        return num_in_flight if self._settings.admission == "eager" else min(num_in_flight, len(self.device_names))
+        return num_in_flight if self._settings.admission != "staggered" else min(num_in_flight, len(self.device_names))
+
+    @property
+    def admission(self) -> Literal["auto", "eager", "staggered"]:
+        """The option of this name."""
+        return self._settings.admission
 
     @property
     def fusion_size(self) -> int:
@@ -284,6 +291,7 @@ class HydraExecutor:
         events: EventStream | None = None,
         *,
         priority: int = 0,
+        staggered: bool = False,
         resume_from: str | os.PathLike[str] | None = None,
         resume: Literal["strict", "allow-changes"] = "strict",
         warm_start: str | os.PathLike[str] | None = None,
@@ -299,6 +307,8 @@ class HydraExecutor:
             events: stream for the job's events; a job with a stream waits at each report for an answer.
             priority: jobs of a higher priority are admitted, and get devices, before all jobs of a lower priority, as
                 with `Job.set_priority`.
+            staggered: with `admission="auto"`, whether the job lets older staggered jobs go first, as many as there are
+                devices.
             resume_from: the folder of a trial's checkpoints; the job resumes from the last good checkpoint and ends as
                 the saved trial would have. Earlier reports are in the result's history and send no events.
             resume: "strict" refuses a checkpoint of another task and names the differences; "allow-changes" resumes
@@ -333,6 +343,7 @@ class HydraExecutor:
                 name,
                 events,
                 priority=priority,
+                staggered=staggered,
                 resume_from=resume_from,
                 resume=resume,
                 warm_start=warm_start,
@@ -357,6 +368,7 @@ class HydraExecutor:
             name,
             events,
             priority=priority,
+            staggered=staggered,
             origin=origin,
             labels=labels,
             saved_as=saved_as,

@@ -150,7 +150,7 @@ class IsolatedPoolServer:
     ) -> None:
         """Queue a task, resumed from the checkpoints of an earlier process if any."""
         if left is not None and generations(left):
-            kept_options = ("priority", "labels", "saved_as", "max_retries")
+            kept_options = ("priority", "staggered", "labels", "saved_as", "max_retries")
             options = {option: options[option] for option in kept_options} | {"resume_from": left}
         if (mark := marked_as(name)) in self._aside:
             self._fail(key, self._aside[mark])

@@ -105,7 +105,7 @@ class Pool:
         max_concurrent: int,
         host_bytes: int,
         instrument: Instrument | None,
-        admission: str = "eager",
+        admission: str = "auto",
         recorder: PoolRecorder | None = None,
         host: HostTier | None = None,
         sends_ahead: bool = True,
@@ -399,6 +399,7 @@ class Pool:
         events: EventStream | None,
         *,
         priority: int = 0,
+        staggered: bool = False,
         origin: StartCheckpointSource | None = None,
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
@@ -428,9 +429,9 @@ class Pool:
                 max_retries=max_retries,
                 make_trial=make_trial,
             )
-            record.priority = priority
+            record.priority, record.staggered = priority, staggered
             try:
-                core.decide(JobSubmitted(job=key, priority=priority))
+                core.decide(JobSubmitted(job=key, priority=priority, staggered=staggered))
             except BaseException:
                 # A breakdown inside `decide` has emptied the table already.
                 self._records.pop(key, None)

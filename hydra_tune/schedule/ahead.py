@@ -10,8 +10,9 @@ claimed by other devices' buffers. For the question, the running job is added as
 is not binding: at the end of the unit, the scheduler chooses among all eligible jobs, and knows which shards are
 resident on the device. Only a policy with early binding (`EarlyBinding`) makes the next job certain.
 
-Note: staggered admission. Jobs of the front go first in predictions, too. The front changes only when a job is admitted
-or over, or a device comes or goes; then all jobs that crossed the border change their level at once.
+Note: staggered admission. Jobs of the front go first in predictions, too, and so do jobs that are not staggered. The
+front changes only when a job is admitted or over, or a device comes or goes; then all jobs that crossed the border
+change their level at once.
 """
 
 from hydra_tune.schedule.levels import Level, PriorityLevels

@@ -56,10 +56,12 @@ class JobSubmitted:
     Args:
         job: the job.
         priority: jobs of a higher priority are admitted, and run, before all jobs of a lower priority.
+        staggered: under the admission "auto", whether the job runs before younger staggered jobs.
     """
 
     job: str
     priority: int = 0
+    staggered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

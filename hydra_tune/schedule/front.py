@@ -1,37 +1,39 @@
-"""`AdmissionFront`: the jobs in flight by age, and the jobs that go first under staggered admission.
+"""`AdmissionFront`: the staggered jobs in flight by age, and the jobs that go first under staggered admission.
 
-`SchedulerState` (`state.py`) updates the front whenever a job in flight or a device comes or goes, if the scheduler has
-`admission="staggered"`.
+`SchedulerState` (`state.py`) updates the front whenever a staggered job in flight or a device comes or goes. With
+`admission="staggered"` every job is staggered, with `"auto"` the jobs that were submitted so, with `"eager"` none.
 
-Note: staggered admission. The *front* consists of the oldest jobs in flight, as many as there are devices, by priority
-and then by submission. A device takes a ready unit of the front if there is one, otherwise a unit of another job. So
-the oldest jobs run to their ends, the others fill gaps, and no device idles because of the rule. For jobs of equal
-length, among all rules that keep every device busy, this rule ends the first k jobs earliest, for every k. The reason:
-no job can run faster than a single device allows, and no work goes to a job that does not end next. Early stopping
-rules that compare with finished jobs depend on such early ends. The policy chooses within the front, and within the
-rest.
+Note: staggered admission. The *front* consists of the oldest staggered jobs in flight, as many as there are devices, by
+priority and then by submission. Jobs that are not staggered have the rank of the front. A device takes a ready unit of
+the front if there is one, otherwise a unit of another job. So the oldest jobs run to their ends, the others fill gaps,
+and no device idles because of the rule. For jobs of equal length, among all rules that keep every device busy, this
+rule ends the first k jobs earliest, for every k. The reason: no job can run faster than a single device allows, and no
+work goes to a job that does not end next. Early stopping rules that compare with finished jobs depend on such early
+ends. The policy chooses within the front, and within the rest.
 """
 
 import difflib
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 from hydra_tune.errors import ConfigError
 
-ADMISSIONS = ("eager", "staggered")
-"""Values of `admission`; the first is the default everywhere."""
+ADMISSIONS = ("auto", "eager", "staggered")
+"""Values of `admission`; the first is the default of a pool. A simulation has no pruner, and takes the others."""
 
 Age = tuple[int, int, str]
 """Negative priority, order of submission, job: the smallest is the oldest."""
 
 
-def check_admission(admission: object) -> None:
+def check_admission(admission: object, known: Sequence[str] = ADMISSIONS) -> None:
     """Refuse an unknown admission.
 
     Raises:
-        ConfigError: not one of `ADMISSIONS`.
+        ConfigError: not one of `known`.
     """
-    if admission not in ADMISSIONS:
-        expected = " or ".join(map(repr, ADMISSIONS))
+    if admission not in known:
+        *others, last = map(repr, known)
+        expected = f"{', '.join(others)} or {last}"
         raise ConfigError(f"admission must be {expected}, not {admission!r}{_did_you_mean(admission)}")
 
 
@@ -41,12 +43,16 @@ def _did_you_mean(admission: object) -> str:
 
 
 class AdmissionFront:
-    """The ages of the jobs in flight; the first `size` jobs are the front.
+    """The ages of the staggered jobs in flight; the first `size` jobs are the front.
 
     Each change moves at most one job across the border, and returns that job, so that the caller can update its level.
+
+    Args:
+        takes_all: whether every job is staggered, also one that was not submitted so.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_all: bool = True) -> None:
+        self.takes_all = takes_all
         self._ages: list[Age] = []
         self._size = 0
 

@@ -43,7 +43,7 @@ from hydra_tune.schedule.events import (
     JobUnpaused,
     PriorityChanged,
 )
-from hydra_tune.schedule.front import ADMISSIONS, AdmissionFront, check_admission
+from hydra_tune.schedule.front import AdmissionFront, check_admission
 from hydra_tune.schedule.levels import PriorityLevels
 from hydra_tune.schedule.policies.policy import JobView, Policy, start_selection
 from hydra_tune.schedule.record import JobPhase, JobRecord
@@ -73,19 +73,20 @@ class Scheduler:
             takes no slot. Such a job resumes at once, even beyond `max_concurrent`; the next job is admitted only when
             a slot is free again.
         admission: "eager" leaves the choice among all admitted jobs to the policy; "staggered" lets the oldest jobs go
-            first, as many as there are devices (note in `schedule/front.py`).
+            first, as many as there are devices (note in `schedule/front.py`); "auto" lets the oldest of the jobs go
+            first that were submitted as staggered.
 
     Raises:
         ConfigError: `max_concurrent` below 1, or an unknown admission.
     """
 
-    def __init__(self, *, policy: Policy, max_concurrent: int, admission: str = ADMISSIONS[0]) -> None:
+    def __init__(self, *, policy: Policy, max_concurrent: int, admission: str = "eager") -> None:
         if max_concurrent < 1:
             raise ConfigError(f"max_concurrent must be at least 1, not {max_concurrent}")
         check_admission(admission)
         self._policy = policy
         self._max_concurrent = max_concurrent
-        front = AdmissionFront() if admission == "staggered" else None
+        front = None if admission == "eager" else AdmissionFront(takes_all=admission == "staggered")
         self._state = SchedulerState(levels=PriorityLevels(lambda: start_selection(policy)), front=front)
         self._stories: dict[str, deque[Event | Command]] = {}  # by live job; formatted only on request
 
@@ -202,9 +203,11 @@ class Scheduler:
 
     @property
     def front(self) -> tuple[str, ...]:
-        """Under staggered admission the jobs of the front, the oldest first; otherwise empty."""
+        """The jobs of the front, the oldest first, then the jobs that are not staggered; empty without staggered jobs."""
         front = self._state.front
-        return () if front is None else tuple(front.jobs)
+        if front is None or not front.jobs:
+            return ()
+        return (*front.jobs, *(job for job, record in self._state.jobs.items() if record.is_front and not record.age))
 
     @property
     def running(self) -> dict[str, str]:

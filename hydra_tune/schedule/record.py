@@ -105,6 +105,7 @@ class JobRecord:
         job: name of the job.
         order: place in the order of submission.
         priority: higher goes first.
+        staggered: whether the job was submitted as staggered.
         phase: present phase.
         stopped: whether the job ends with its present work; only while preparing or running.
         paused: whether the user holds the job back; takes effect once nothing of the job is under way.
@@ -121,9 +122,9 @@ class JobRecord:
             loss of that device.
         view: the view given to the policy; None if the policy does not know the job. Kept by `SchedulerState.put`.
         is_counted: whether the job counts in `num_slots_taken`. Kept by `SchedulerState.put`.
-        age: under staggered admission, the job's place among the jobs in flight; None if not in flight. Kept by
+        age: a staggered job's place among the jobs in flight; None if not in flight or not staggered. Kept by
             `SchedulerState.put`.
-        is_front: whether the job is in the front, which exists only under staggered admission. Kept by `SchedulerState`.
+        is_front: whether the job is in the front or, beside a front, not staggered. Kept by `SchedulerState`.
         home: the device at which the job counts in `homes`. Kept by `SchedulerState.put`.
         kind: the job's entry in `kinds`. Kept by `SchedulerState.put`.
     """
@@ -131,6 +132,7 @@ class JobRecord:
     job: str
     order: int
     priority: int = 0
+    staggered: bool = False
     phase: JobPhase = JobPhase.QUEUED
     stopped: bool = False
     paused: bool = False

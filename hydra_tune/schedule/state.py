@@ -38,7 +38,7 @@ class SchedulerState:
         num_submitted: number of jobs ever submitted, and so the order of the next job.
         num_devices_added: number of devices ever added, and so the index of the next device.
         num_runs: number of units ever started.
-        front: the jobs in flight by age; None without staggered admission.
+        front: the staggered jobs in flight by age; None under eager admission.
         homes: by device, the number of jobs whose last unit ran there.
         kinds: the jobs that are alike, by their shared name.
     """
@@ -114,6 +114,8 @@ class SchedulerState:
             # same commit changed them.
             record.view, record.is_counted = old.view, old.is_counted
             record.age, record.is_front, record.home, record.kind = old.age, old.is_front, old.home, old.kind
+        elif self.front is not None:
+            record.is_front = not self._is_staggered(record, self.front)
         self.jobs[record.job] = record
 
     def drop(self, job: str) -> None:
@@ -210,7 +212,8 @@ class SchedulerState:
     def _place_by_age(self, front: AdmissionFront, record: JobRecord) -> None:
         """Update the front for a record being put."""
         before = record.age
-        age: Age | None = (-record.priority, record.order, record.job) if record.is_in_flight else None
+        is_aged = record.is_in_flight and self._is_staggered(record, front)
+        age: Age | None = (-record.priority, record.order, record.job) if is_aged else None
         if age == before:
             return
         if record.view is not None:
@@ -220,6 +223,10 @@ class SchedulerState:
         if age is not None:
             self._cross(front.join(age))
         record.age, record.is_front = age, age is not None and front.holds(age)
+
+    @staticmethod
+    def _is_staggered(record: JobRecord, front: AdmissionFront) -> bool:
+        return front.takes_all or record.staggered
 
     def _cross(self, job: str | None) -> None:
         """Move a job into or out of the front because of a change elsewhere."""

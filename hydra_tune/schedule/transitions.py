@@ -105,7 +105,7 @@ def _submit(tables: Tables, event: JobSubmitted) -> None:
     if existing_record is not None:
         raise ImpossibleEventError(f"the job is {_describe(existing_record)}, expected a new job")
     _check_priority(event.priority)
-    tables.put(JobRecord(job=event.job, order=tables.number_job(), priority=event.priority))
+    tables.put(JobRecord(job=event.job, order=tables.number_job(), priority=event.priority, staggered=event.staggered))
 
 
 def _admitted(tables: Tables, event: JobAdmitted) -> str | None:

@@ -203,7 +203,7 @@ class Scenario:
     slowdowns: tuple[Slowdown, ...] = field(default=())
     outages: tuple[Outage, ...] = field(default=())
     max_concurrent: int | None = None
-    admission: str = ADMISSIONS[0]
+    admission: str = "eager"
     overlap: bool = True
     network_bandwidth: float | None = None
     node_bandwidth: float | None = None
@@ -217,7 +217,7 @@ class Scenario:
         _check_unique((device.name for device in self.devices), "devices")
         if self.max_concurrent is not None and self.max_concurrent < 1:
             raise ConfigError(f"max_concurrent must be at least 1, not {self.max_concurrent}")
-        check_admission(self.admission)
+        check_admission(self.admission, ADMISSIONS[1:])
         for field_name in ("network_bandwidth", "node_bandwidth"):
             if getattr(self, field_name) is not None:
                 _check(getattr(self, field_name), field_name)

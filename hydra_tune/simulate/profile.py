@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hydra_tune.errors import ConfigError
-from hydra_tune.schedule import Unit
+from hydra_tune.schedule import JobSubmitted, Unit
 from hydra_tune.simulate.model import (
     PROFILE_FORMAT,
     Outage,
@@ -234,9 +234,17 @@ def recorded_profile(recording: Recording) -> dict[str, Any]:
             for device in recording.devices
         ],
         "max_concurrent": recording.max_concurrent,
-        "admission": recording.admission,
+        "admission": "staggered" if _is_staggered(recording) else "eager",
         "overlap": any(turn.sent for turn in recording.turns),
     }
+
+
+def _is_staggered(recording: Recording) -> bool:
+    """Whether the trials of a run were staggered, all or those submitted so."""
+    if recording.admission != "auto":
+        return recording.admission == "staggered"
+    events = (event for decision in recording.decisions for event in decision.events)
+    return any(isinstance(event, JobSubmitted) and event.staggered for event in events)
 
 
 def _recorded_trial(job: str, script: JobScript, recording: Recording) -> dict[str, Any]:

@@ -55,12 +55,14 @@ __all__ = [
     "ProgressBar",
     "as_running",
     "ask",
+    "compares_with_completed",
     "completed_needed",
     "end_draws",
     "ended",
     "fail_stale",
     "frozen_id",
     "heartbeat_of",
+    "judged_from",
     "log_completed",
     "log_failed",
     "logger",
@@ -403,6 +405,16 @@ def completed_needed(pruner: BasePruner) -> int:
             return completed_needed(pruner._wrapped_pruner)
         case _:
             return 0
+
+
+def compares_with_completed(pruner: BasePruner) -> bool:
+    """Whether the pruner needs completed trials, or is unknown to Optuna and may need them."""
+    return completed_needed(pruner) > 0 or not type(pruner).__module__.startswith("optuna.")
+
+
+def judged_from(pruner: BasePruner) -> int | None:
+    """Step of a trial's first report that the pruner compares with completed trials; None for other pruners."""
+    return pruner._n_warmup_steps if isinstance(pruner, PercentilePruner) else None
 
 
 def _running_grid_ids(study: Study) -> set[int]:

@@ -8,6 +8,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from optuna.logging import get_logger
@@ -22,7 +23,7 @@ from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import ConfigError
 from hydra_tune_optuna.optuna_internals import ProgressBar, optimizing, storage_of, wait_for_sqlite
 from hydra_tune_optuna.search.driver import OptimizeDriver, OptimizeLimits
-from hydra_tune_optuna.search.pruner_checks import useless_pruner
+from hydra_tune_optuna.search.pruner_checks import choose_admission, useless_pruner
 from hydra_tune_optuna.weights import Build, KeepBest, StudyWeights, check_keeping, load_module
 
 _logger = get_logger("optuna.hydra_tune")  # shown and configured like Optuna's own lines
@@ -138,14 +139,17 @@ class PoolStudy(Study):
             raise ConfigError(f"n_jobs must be -1 or at least 1, not {n_jobs}")
         # Optuna's default of 1 would leave the pool's devices idle, so 1 stands for the pool's width, too.
         width = self.executor.width if n_jobs in (1, -1) else min(n_jobs, self.executor.width)
+        choice = choose_admission(self, self.executor, n_trials=n_trials)
+        advice = partial(useless_pruner, self, self.executor, n_trials=n_trials, width=width, choice=choice)
         limits = OptimizeLimits(
             n_trials=n_trials,
             timeout_seconds=timeout,
             width=width,
             catch=tuple(catch) if isinstance(catch, Iterable) else (catch,),
             gc_after_trial=gc_after_trial,
-            useless_pruner=useless_pruner(self, self.executor, n_trials=n_trials, width=width),
-            useless_if_fused=useless_pruner(self, self.executor, n_trials=n_trials, width=width, is_fused=True),
+            admission=choice,
+            useless_pruner=advice(),
+            useless_if_fused=advice(is_fused=True),
         )
         with optimizing(self), self._keeping() as weights:
             # For `load_module`, which builds a trial's module by the objective.

@@ -26,7 +26,7 @@ from hydra_tune.errors import ConfigError, HydraTuneError, message_line
 from hydra_tune.supervision.marks import at_work
 from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.search.driver import job_name
-from hydra_tune_optuna.search.pruner_checks import PrunerRemedies, useless_pruner
+from hydra_tune_optuna.search.pruner_checks import PrunerRemedies, choose_admission, useless_pruner
 from hydra_tune_optuna.search.resume_sweep import going_on, keep_sampler
 from hydra_tune_optuna.study import create_study
 from hydra_tune_optuna.weights import check_keeping, kept_weights
@@ -69,8 +69,16 @@ def run_sweep(request: SweepRequest) -> None:
         request.observer.opened(study.study_name, earlier, num_planned)
         if foreign_numbers:
             request.observer.warned(_not_mine(foreign_numbers))
+        choice = choose_admission(study, request.executor, n_trials=num_left)
+        if choice.why is not None and request.spec.pruning is not None and request.executor.width > 1:
+            request.observer.noted(choice.why)
         useless = useless_pruner(
-            study, request.executor, n_trials=num_left, width=request.executor.width, remedies=_REMEDIES
+            study,
+            request.executor,
+            n_trials=num_left,
+            width=request.executor.width,
+            choice=choice,
+            remedies=_REMEDIES,
         )
         if useless is not None:
             request.observer.warned(useless)

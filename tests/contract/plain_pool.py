@@ -147,7 +147,7 @@ class PlainPool:
 
     def __init__(self, *, max_concurrent=2):
         self.width = self.num_abreast = self.num_abreast_alone = max_concurrent
-        self.fusion_size = 0
+        self.fusion_size, self.admission = 0, "eager"
         self.turn = threading.Lock()
         self.jobs = set()
         self._submitted = 0

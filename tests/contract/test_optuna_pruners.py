@@ -20,7 +20,7 @@ from optuna.pruners import (
 import hydra_tune_optuna
 from hydra_tune import HydraExecutor
 from hydra_tune_optuna.optuna_internals import completed_needed
-from hydra_tune_optuna.search.pruner_checks import num_unjudged, useless_pruner
+from hydra_tune_optuna.search.pruner_checks import RunAheadRule, choose_admission, num_unjudged, useless_pruner
 from tests.contract.optuna_drivers import Driver, build, metrics_task, optuna_log, record
 from tests.support.gathered import gather
 from tests.unit.pool.tasks import task
@@ -147,6 +147,71 @@ def test_nothing_is_said_of_one_that_can_work_or_could_not_at_any_width(pools, p
     assert useless_pruner(study, pool, n_trials=n_trials, width=width) is None
 
 
+@pytest.mark.parametrize(
+    ("pruner", "n_trials", "chosen"),
+    [
+        (MedianPruner, 16, "staggered"),
+        (partial(PercentilePruner, 25.0), None, "staggered"),
+        (WilcoxonPruner, 16, "staggered"),
+        (partial(PatientPruner, MedianPruner(), patience=1), 16, "staggered"),
+        (SuccessiveHalvingPruner, 16, "staggered"),
+        (HyperbandPruner, 16, "staggered"),
+        (Own, 16, "staggered"),
+        (partial(SuccessiveHalvingPruner, min_resource=1), 16, "eager"),
+        (partial(HyperbandPruner, max_resource=4), 16, "eager"),
+        (partial(ThresholdPruner, upper=1.0), 16, "eager"),
+        (NopPruner, 16, "eager"),
+        (MedianPruner, 3, "eager"),
+    ],
+    ids=repr,
+)
+def test_the_pruner_chooses_the_admission_and_the_log_says_why(pools, pruner, n_trials, chosen):
+    pool = pools(8, "auto")
+    study = hydra_tune_optuna.create_study(pruner=pruner(), executor=pool)
+    choice = choose_admission(study, pool, n_trials=n_trials)
+    assert f"({chosen})" in choice.why
+    assert (choice.staggered_from is not None) == (chosen == "staggered")
+    waits = isinstance(study.pruner, PercentilePruner) and chosen == "staggered"
+    assert (choice.rule is not None) == waits
+    assert useless_pruner(study, pool, n_trials=n_trials, width=8, choice=choice) is None
+
+
+@pytest.mark.parametrize("admission", ["eager", "staggered"])
+def test_an_option_of_the_executor_goes_before_the_pruner(pools, admission):
+    choice = choose_admission(
+        hydra_tune_optuna.create_study(executor=pools(8, admission)), pools(8, admission), n_trials=9
+    )
+    assert (choice.why, choice.rule, choice.staggered_from) == (None, None, None)
+
+
+def test_as_many_run_ahead_as_the_pruner_needs_and_at_least_half_of_the_devices(pools, monkeypatch):
+    pool = pools(8, "auto")
+    study = hydra_tune_optuna.create_study(pruner=MedianPruner(n_warmup_steps=2), executor=pool)
+
+    def chosen(num_devices):
+        monkeypatch.setattr(HydraExecutor, "device_names", tuple(map(str, range(num_devices))))
+        choice = choose_admission(study, pool, n_trials=None)
+        return choice.rule.ahead, choice.staggered_from
+
+    assert choose_admission(study, pool, n_trials=None).rule.from_step == 2
+    # Five on three or four devices are not one after another: the last would be alone for most of its time.
+    assert [chosen(number) for number in (1, 2, 3, 4, 5, 8, 12)] == [
+        *[(5, 0), (5, 0), (5, 5), (5, 5), (5, 0), (5, 0), (6, 0)]
+    ]
+    for _ in range(5):
+        study.add_trial(optuna.trial.create_trial(value=1.0))
+    assert choose_admission(study, pool, n_trials=None).rule is None, "it can judge from the first trial on"
+
+
+def test_trials_wait_until_as_many_as_it_needs_have_completed():
+    rule = RunAheadRule(needed=3, before=0, ahead=3, from_step=1)
+    assert [number for number in range(6) if rule.holds(number, 1, range(6), 0)] == [3, 4, 5]
+    assert not rule.holds(5, 0, range(6), 0), "at a step that it does not judge"
+    assert [number for number in range(1, 6) if rule.holds(number, 1, range(1, 6), 1)] == [3, 4, 5]
+    assert not rule.holds(5, 1, range(3, 6), 3)
+    assert not rule.holds(3, 1, [0, 1, 3, 4], 0), "2 failed, is paused or has not begun"
+
+
 @pytest.fixture
 def fusing():
     with HydraExecutor(devices="cpu:2", device_memory="64MiB", fusion="auto", fusion_size=16) as pool:
@@ -234,6 +299,55 @@ def test_staggered_trials_are_pruned_where_all_are_in_flight_at_once(pools):
     assert saved > 0.3 * (run + saved)
     epochs_saved = sum(40 - 1 - trial.last_step for trial in pruned)
     assert saved / (run + saved) == pytest.approx(epochs_saved / (8 * 40)), "each epoch has as many units"
+
+
+def test_by_default_the_median_prunes_where_all_are_in_flight_at_once(pools):
+    study, said = searched(pools(8, "auto"), MedianPruner(n_startup_trials=1), partial(good_then_bad, epochs=40))
+    assert [len(trial.intermediate_values) for trial in study.trials] == [40] + [1] * 7
+    assert len(said) == 1
+    assert "INFO: The oldest trials go first (staggered): MedianPruner compares with completed trials" in said[0]
+
+
+def test_trials_do_not_wait_for_one_that_is_paused(pools):
+    """Here the first is paused, and goes on only once another one has completed."""
+    pool, jobs = pools(8, "auto"), []
+
+    def objective(trial):
+        if trial.number == 4:
+            jobs[0].pause()
+        return good_then_bad(trial.number, epochs=200 if trial.number == 0 else 6)
+
+    class Noting:
+        def __getattr__(self, name):
+            return getattr(pool, name)
+
+        def submit(self, *given, **options):
+            jobs.append(pool.submit(*given, **options))
+            return jobs[-1]
+
+    def unpause(study, trial):
+        if jobs[0].paused:
+            jobs[0].unpause()
+
+    study = hydra_tune_optuna.create_study(pruner=MedianPruner(n_startup_trials=1), executor=Noting())
+    study.optimize(objective, n_trials=8, callbacks=[unpause])
+    numbers = [trial.number for trial in sorted(study.trials, key=lambda trial: trial.datetime_complete)]
+    assert numbers.index(0) > 0
+    assert all(trial.state.is_finished() for trial in study.trials)
+
+
+def test_trials_that_wait_are_judged_as_soon_as_it_can(pools):
+    """A failing pruner fails the trial that it was asked about, and no other."""
+
+    class Breaking(MedianPruner):
+        def prune(self, study, trial):
+            if len(study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))) and trial.number == 3:
+                raise ValueError("no")
+            return super().prune(study, trial)
+
+    study = hydra_tune_optuna.create_study(pruner=Breaking(n_startup_trials=1), executor=pools(8, "auto"))
+    study.optimize(lambda trial: good_then_bad(trial.number), n_trials=6, catch=ValueError)
+    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED", "PRUNED", "FAIL", "PRUNED", "PRUNED"]
 
 
 @pytest.mark.parametrize("pruner", [MedianPruner, SuccessiveHalvingPruner, HyperbandPruner])

@@ -231,7 +231,7 @@ def test_the_timeout_starts_no_more_trials(project, monkeypatch):
 
 def test_a_pruner_that_cannot_work_so_wide_is_told_at_once_and_at_the_end(project):
     project.change("seed: 0", "seed: 0\nearly_terminate: {type: median, n_startup_trials: 1}")
-    done = project.call("--max-concurrent", "8")
+    done = project.call("--max-concurrent", "8", "--admission", "eager")
     assert done.returncode == 0, done.stderr
     told = re.findall(r"^warning: MedianPruner may prune few or none of 8 trials", done.stdout, re.MULTILINE)
     assert len(told) == 2

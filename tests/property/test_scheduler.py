@@ -60,7 +60,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.units, self.running = {}, {}  # job -> its units that are ready or held back; device -> (job, unit)
         self.idle, self.speeds = set(), {}  # every device has a speed
         self.stopped, self.over = set(), set()  # over: a Release must come in this very call
-        self.paused, self.priorities = set(), {}
+        self.paused, self.priorities, self.staggered = set(), {}, set()
         self.num_made = {}  # units of a job made so far; a unit carries its number in `kind`
         self.places, self.last, self.turns, self.done = {}, {}, {}, {}  # what policies are told beside the unit
         self.num_runs = 0
@@ -140,14 +140,16 @@ class AnyHistory(RuleBasedStateMachine):
         self.turns[command.job], self.last[command.job] = self.num_runs, command.device
 
     def check_age(self, job):
-        """Under staggered admission, no job goes before one of the oldest, which are as many as there are devices."""
-        if self.admission != "staggered":
+        """No staggered job goes before one of the oldest staggered, as many as there are devices, or one not staggered."""
+        if self.admission == "eager":
             return
-        flying = [other for other in self.alive() if other not in self.queued and other not in self.paused]
+        staggered = {other for other in self.alive() if self.admission == "staggered" or other in self.staggered}
+        flying = [other for other in staggered if other not in self.queued and other not in self.paused]
         flying.sort(key=lambda other: (-self.priorities[other], int(other.removeprefix("job"))))
         front = flying[: len(self.speeds)]
-        passed_over = [other for other in front if other in self.ready]
-        assert job in front or not [other for other in passed_over if self.priorities[other] >= self.priorities[job]]
+        first = {*front, *(other for other in self.alive() if other not in staggered)}
+        passed_over = [other for other in first if other in self.ready]
+        assert job in first or not [other for other in passed_over if self.priorities[other] >= self.priorities[job]]
 
     def next_unit(self, job, shard, rank=0, near=None, is_burst=False):
         self.num_made[job] = self.num_made.get(job, -1) + 1
@@ -229,13 +231,14 @@ class AnyHistory(RuleBasedStateMachine):
         self.speeds[device] = speed
         self.tell(DeviceSlowed(device=device, speed=speed))
 
-    @rule(count=st.integers(1, 3), priority=PRIORITIES)
-    def submit(self, count, priority):
+    @rule(count=st.integers(1, 3), priority=PRIORITIES, staggered=st.booleans())
+    def submit(self, count, priority, staggered):
         jobs = [f"job{self.num_jobs + index}" for index in range(count)]
         self.num_jobs += count
         self.queued += jobs
         self.priorities.update(dict.fromkeys(jobs, priority))
-        self.tell(*[JobSubmitted(job=job, priority=priority) for job in jobs])
+        self.staggered.update(jobs if staggered else ())
+        self.tell(*[JobSubmitted(job=job, priority=priority, staggered=staggered) for job in jobs])
 
     @precondition(lambda self: self.preparing)
     @rule(

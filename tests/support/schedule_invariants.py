@@ -144,12 +144,15 @@ def _kind_violations(state: SchedulerState) -> Iterator[str]:
 
 
 def _front_violations(state: SchedulerState) -> Iterator[str]:
-    jobs_in_flight = [record for record in state.jobs.values() if record.is_in_flight and state.front is not None]
-    jobs_in_flight.sort(key=lambda record: (-record.priority, record.order))
-    front = [record.job for record in jobs_in_flight[: len(state.devices)]]
-    listed_front = [] if state.front is None else state.front.jobs
-    if listed_front != front or {record.job for record in state.jobs.values() if record.is_front} != set(front):
-        yield f"the front is {listed_front}, expected {front}"
+    if state.front is None:
+        return
+    staggered = {record.job for record in state.jobs.values() if state.front.takes_all or record.staggered}
+    aged = [record for record in state.jobs.values() if record.is_in_flight and record.job in staggered]
+    aged.sort(key=lambda record: (-record.priority, record.order))
+    front = [record.job for record in aged[: len(state.devices)]]
+    first = {record.job for record in state.jobs.values() if record.is_front}
+    if state.front.jobs != front or first != {*front, *(state.jobs.keys() - staggered)}:
+        yield f"the front is {state.front.jobs}, and first go {first}, expected {front} and all but {staggered}"
 
 
 def _queued(state: SchedulerState) -> list[str]:

@@ -143,7 +143,9 @@ def _outages(context: click.Context, parameter: click.Parameter, values: tuple[s
 @click.option("--no-overlap", is_flag=True, help="No double buffering: loads wait for the device.")
 @click.option("--policy", metavar="NAME", default="lrtf", show_default=True, help="The scheduler's policy.")
 @click.option("--max-concurrent", type=int, metavar="N", help="Trials admitted at once.")
-@click.option("--admission", type=click.Choice(ADMISSIONS), help="Whether all of them advance, or the oldest first.")
+@click.option(
+    "--admission", type=click.Choice(ADMISSIONS[1:]), help="Whether all of them advance, or the oldest first."
+)
 @click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="Seed of all draws.")
 @click.option("--timeline", type=click.IntRange(min=0), metavar="N", default=0, help="Keep the first N bars, in JSON.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw them: a PNG.")

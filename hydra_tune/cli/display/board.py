@@ -82,6 +82,10 @@ class SweepProgressTracker:
                 view = replace(view, params=dict(record.params), value=record.value)
                 self._entries[record.number] = TrackedTrial(view=view)
 
+    def noted(self, text: str) -> None:
+        """Show a line about the sweep itself."""
+        self._log(text)
+
     def warned(self, text: str) -> None:
         """Show a warning about the sweep itself, at once and in the summary."""
         with self._lock:

@@ -42,6 +42,9 @@ class SweepObserver(Protocol):
     def opened(self, study: str, earlier: tuple[TrialRecord, ...], num_planned: int | None) -> None:
         """The study is open: its name, the trials ended before this run, and the number of trials planned."""
 
+    def noted(self, text: str) -> None:
+        """The sweep says how it goes."""
+
     def warned(self, text: str) -> None:
         """The sweep can run, but probably not as intended."""
 

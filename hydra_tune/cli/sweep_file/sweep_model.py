@@ -226,7 +226,7 @@ class HydraSection(SweepFileSection):
     policy: PolicyName | None = None
     buffer_fraction: Buffer | None = None
     max_concurrent: Annotated[int, Field(ge=1)] | None = None
-    admission: Literal["eager", "staggered"] | None = None
+    admission: Literal["auto", "eager", "staggered"] | None = None
     num_shards: Shards | None = None
     optimizer_placement: Literal["device", "host", "auto"] | None = None
     fusion: Annotated[Fusion | None, _or("fuse")] = None

@@ -24,6 +24,7 @@ class FusedJob:
         begin: returns the saved state to continue from, if any.
         priority: priority of the carrier.
         max_retries: how often the job may begin again after faults of the system.
+        staggered: whether the carrier is a staggered job of the pool.
 
     Attributes:
         carrier: the pool's job that runs this job, alone or in a group; None while there is no carrier.
@@ -55,12 +56,15 @@ class FusedJob:
         begin: Callable[[], StartCheckpoint | None],
         priority: int,
         max_retries: int,
+        *,
+        staggered: bool = False,
     ) -> None:
         self.job = job
         self.keeper: TrialCheckpointer | None = keeper
         self.begin = begin
         self.priority = priority
         self.max_retries = max_retries
+        self.staggered = staggered
         self.told = ReportCursor()
         self.ticket: object = None
         self.faults: tuple[str, ...] = ()

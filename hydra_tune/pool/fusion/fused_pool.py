@@ -64,6 +64,7 @@ class FusedPool:
         events: EventStream | None,
         *,
         priority: int,
+        staggered: bool = False,
         origin: StartCheckpointSource | None = None,
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
@@ -77,7 +78,7 @@ class FusedPool:
             job = Job(key=f"member {number}:{shown_name}", name=shown_name, task=task, pool=self, events=events)
             folder = saving.place(saved_as or shown_name, origin.folder)
             keeper = TrialCheckpointer(saving, shown_name, folder, dict(labels or {}))
-            entry = FusedJob(job, keeper, origin.beginning, priority, max_retries)
+            entry = FusedJob(job, keeper, origin.beginning, priority, max_retries, staggered=staggered)
             # Entered before `carry`, because the preparer may look the job up before `carry` returns.
             self._table.entries[job.key] = entry
         try:

@@ -103,6 +103,7 @@ class GroupJobLauncher:
             entry.job.name,
             GroupJobEventStream(self.ends, entry),
             priority=entry.priority,
+            staggered=entry.staggered,
             make_trial=partial(self.make, entry, ticket),
             is_saved=False,
         )

@@ -432,11 +432,12 @@ class JobDispatcher:
                 faults=faults,
                 repeats=record.told_of,
             )
-            retry.priority = record.priority
+            retry.priority, retry.staggered = record.priority, record.staggered
             job.enter("queued")
             # The scheduler has forgotten the old key, and with it the pause.
             pauses = [JobPaused(job=job.key)] if job.paused else []
-            self.decide(JobSubmitted(job=job.key, priority=record.priority), *pauses)
+            again = JobSubmitted(job=job.key, priority=record.priority, staggered=record.staggered)
+            self.decide(again, *pauses)
             self.changed.notify_all()
         return True
 

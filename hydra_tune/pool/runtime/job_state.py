@@ -118,6 +118,7 @@ class JobState:
         is_released: whether the scheduler has forgotten the job.
         told_of: the last report announced to the driver.
         priority: the job's priority in the scheduler.
+        staggered: whether the scheduler took the job as staggered.
         wanted_end: the end requested by a driver after the job had failed.
         places: for each shard, the device holding the shard, or None.
         loader_error: the error of the job if the job's data loader is interrupted.
@@ -152,6 +153,7 @@ class JobState:
         self.faults = faults
         self.told_of = repeats or ReportCursor()
         self.priority = 0
+        self.staggered = False
         self.wanted_end: str | None = None
         self.make_trial = make_trial
         self.turn = threading.RLock()

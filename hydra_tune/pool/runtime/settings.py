@@ -68,7 +68,7 @@ class ExecutorSettings:
     max_concurrent: int | None
     num_shards: NumShards
     instrument: Callable[[], AbstractContextManager[Any]] | None
-    admission: Literal["eager", "staggered"]
+    admission: Literal["auto", "eager", "staggered"]
     link_bandwidth: str | int | None
     record: bool
     optimizer_placement: Literal["device", "host", "auto"]

@@ -25,6 +25,7 @@ from hydra_tune_optuna import optuna_internals
 from hydra_tune_optuna.errors import TrialCancelledError
 from hydra_tune_optuna.search.checkpoint_gc import StudyCheckpointCollector
 from hydra_tune_optuna.search.heartbeat import StudyHeartbeatSender
+from hydra_tune_optuna.search.pruner_checks import AdmissionChoice, num_completed
 from hydra_tune_optuna.search.resume_study import ResumableTrial, StudyResumer
 from hydra_tune_optuna.search.shutdown import give_up, leave
 from hydra_tune_optuna.search.values import (
@@ -47,6 +48,7 @@ _POLL_SECONDS = 0.1
 """Longest single wait of the driver for an event; between two waits, Ctrl-C gets through on every platform."""
 
 _ENDED = frozenset({"completed", "pruned", "cancelled", "failed"})
+_NOT_BEGUN = frozenset({"queued", "preparing"})
 
 
 def job_name(number: int) -> str:
@@ -65,6 +67,7 @@ class OptimizeLimits:
         width: trials in flight, at least 1.
         catch: errors that fail only their own trial.
         gc_after_trial: collect garbage after each trial.
+        admission: how the trials advance.
         useless_pruner: reason why the pruner can end no trial, if so; logged when a trial could have been ended.
         useless_if_fused: likewise, once trials turn out to be fused.
     """
@@ -74,6 +77,7 @@ class OptimizeLimits:
     width: int
     catch: tuple[type[Exception], ...]
     gc_after_trial: bool
+    admission: AdmissionChoice
     useless_pruner: str | None = None
     useless_if_fused: str | None = None
 
@@ -137,6 +141,9 @@ class OptimizeDriver:
         self._asked = 0
         self._untold: dict[int, Trial] = {}
         self._running: dict[int, _PooledTrial] = {}
+        self._held: dict[int, Reported] = {}  # reports that wait until the pruner has enough completed trials
+        self._num_completed = 0 if limits.admission.rule is None else num_completed(study)
+        self._has_told_order = limits.width == 1  # one trial at a time leaves no choice
         self._error: Exception | None = None
         self._has_hinted = False
         self._resuming = StudyResumer(study, pool)
@@ -184,6 +191,7 @@ class OptimizeDriver:
         Events go first: the pool should not wait for a sampler, and the sampler should know every result. An event may
         hold a trained model, which must not outlive this call.
         """
+        self._release_held()
         may_ask = self._may_ask()
         if not may_ask and not self._in_flight:
             return False
@@ -285,11 +293,17 @@ class OptimizeDriver:
             if prune:
                 self._conclude_error(trial, TrialPruned())
                 return
+        if not self._has_told_order and self._limits.admission.why is not None:
+            _logger.info("%s.", self._limits.admission.why)
+        self._has_told_order = True
+        staggered_from = self._limits.admission.staggered_from
         # An error of submit concerns the executor, e.g. a shutdown, and would hit every task: it ends the search,
         # whatever `catch` says.
         optuna_internals.end_draws(trial)
-        saving, known_steps = self._resuming.submit_options(trial, left)
-        job = self._pool.submit(task, name=job_name(trial.number), events=self._stream, **saving)
+        options, known_steps = self._resuming.submit_options(trial, left)
+        if staggered_from is not None:
+            options = {**options, "staggered": staggered_from == 0 or self._asked > staggered_from}
+        job = self._pool.submit(task, name=job_name(trial.number), events=self._stream, **options)
         # Events bear the job itself, whose id is unique as long as the entry keeps the job.
         self._running[id(job)] = _PooledTrial(trial=trial, task=task, job=job, reports=reports, known=known_steps)
 
@@ -323,8 +337,44 @@ class OptimizeDriver:
             self._hint(event.job)
         if prune:
             event.job.prune()
+        elif self._is_held(running.trial, event):
+            self._held[id(event.job)] = event
         else:
             event.job.proceed()
+
+    def _is_held(self, trial: Trial, report: Reported) -> bool:
+        """Whether a report waits, because the pruner needs more completed trials to judge the trial."""
+        rule = self._limits.admission.rule
+        if rule is None or self._num_completed >= rule.needed:
+            return False
+        begun = [
+            other.trial.number
+            for other in self._running.values()
+            if other.job.state not in _NOT_BEGUN and not other.job.paused
+        ]
+        if not rule.holds(trial.number, report.step, begun, self._num_completed):
+            return False
+        progress = report.job.progress
+        # A group waits for none of its members, and a trial that is through has nothing to save.
+        return progress.group_size == 1 and (progress.num_steps is None or progress.step < progress.num_steps)
+
+    def _release_held(self) -> None:
+        """Answer the reports that need not wait any longer; the pruner judges now."""
+        for key, report in list(self._held.items()):
+            running = self._running[key]
+            if self._is_held(running.trial, report):
+                continue
+            del self._held[key]
+            try:
+                prune = running.trial.should_prune()
+            except Exception as error:  # noqa: BLE001 - a pruner may raise anything; `catch` decides
+                running.failure = error
+                report.job.cancel()
+                continue
+            if prune:
+                report.job.prune()
+            else:
+                report.job.proceed()
 
     def _hint(self, job: Job) -> None:
         """Log once why the pruner can end no trial, if so."""
@@ -348,6 +398,7 @@ class OptimizeDriver:
             self._collecting.on_end(event)
             return
         running = self._running.pop(id(event.job))
+        self._held.pop(id(event.job), None)
         # An error in this thread has cancelled the job, so the job's own end says less.
         error = running.failure or _error_of(event)
         if error is not None:
@@ -384,6 +435,8 @@ class OptimizeDriver:
             self._weights.completed(optuna_internals.stored(self._study, trial), *trained)
         if final_state in (TrialState.COMPLETE, TrialState.PRUNED):
             self._collecting.told(trial.number)
+        if self._limits.admission.rule is not None:
+            self._num_completed = num_completed(self._study)
         if self._limits.gc_after_trial:
             gc.collect()
         if final_state == TrialState.FAIL and error is not None and not isinstance(error, self._limits.catch):

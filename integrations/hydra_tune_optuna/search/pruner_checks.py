@@ -1,18 +1,25 @@
-"""Checks whether a pruner can work at a pool's width, before any compute is wasted.
+"""Chooses the order of a search's trials for its pruner, and checks whether the pruner can work at the pool's width.
 
 Trials that advance together end together. A pruner that compares with *completed* trials has nothing to compare with
-until the first trials end; where all trials of a search advance together, such a pruner never ends any. The module
-counts trials, and drives nothing. `PoolStudy.optimize` (`pool_study.py`) asks before each search, and `run_sweep`
-(`sweep.py`) before each sweep of the command line.
+until the first trials end; where all trials of a search advance together, such a pruner never ends any. So such a search
+is staggered (`choose_admission`). The module counts trials, and drives nothing. `PoolStudy.optimize` (`pool_study.py`)
+asks before each search, and `run_sweep` (`sweep.py`) before each sweep of the command line.
+
+Note: trials that run ahead. Staggered trials end early, but an idle device still trains trials that the pruner cannot
+judge yet. The median saves most if just the trials that it needs run to their ends first. So, until enough trials have
+completed, the oldest trials run ahead, and any other trial waits at its first report that the pruner could judge. Then
+devices may idle for the length of a trial at most, at the beginning of the search. In exchange no trial is trained that
+the pruner would have ended, so the search is over as early as without waiting (`benchmarks/admission.py`).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from optuna.study import Study
 from optuna.trial import TrialState
 
 from hydra_tune import HydraExecutor
-from hydra_tune_optuna.optuna_internals import completed_needed
+from hydra_tune_optuna.optuna_internals import compares_with_completed, completed_needed, judged_from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,93 @@ class PrunerRemedies:
     staggered: str = 'HydraExecutor(admission="staggered")'
     narrower: str = "HydraExecutor(max_concurrent={})"
     other: str = "SuccessiveHalvingPruner(min_resource=1)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAheadRule:
+    """Which trials wait at a report, because the pruner cannot judge them yet.
+
+    Args:
+        needed: completed trials that the pruner requires.
+        before: trials completed before the search.
+        ahead: trials of the search that run ahead.
+        from_step: the first step at which the pruner compares trials.
+    """
+
+    needed: int
+    before: int
+    ahead: int
+    from_step: int
+
+    def holds(self, number: int, step: int, begun: Iterable[int], num_completed: int) -> bool:
+        """Return whether a trial waits at a report.
+
+        Args:
+            number: the trial.
+            step: the report's.
+            begun: trials in flight that have begun and are not paused, the trial included.
+            num_completed: completed trials of the study.
+        """
+        if num_completed >= self.needed or step < self.from_step:
+            return False
+        # Trials that have not begun may wait for memory that the trials held back have.
+        return sum(other < number for other in begun) >= self.ahead - (num_completed - self.before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionChoice:
+    """How the trials of a search advance.
+
+    Args:
+        why: for the log; None where the executor's option has decided.
+        rule: which trials wait for the pruner; None: none.
+        staggered_from: trials of this search, in the order of asking, that are submitted as staggered; None: none.
+    """
+
+    why: str | None = None
+    rule: RunAheadRule | None = None
+    staggered_from: int | None = None
+
+
+def choose_admission(study: Study, executor: HydraExecutor, *, n_trials: int | None) -> AdmissionChoice:
+    """Choose how the trials of a search advance, by the study's pruner, if the executor leaves the choice.
+
+    Args:
+        study: has the pruner and the trials completed before.
+        executor: the pool.
+        n_trials: trials of the search; None: no limit.
+    """
+    if executor.admission != "auto":
+        return AdmissionChoice()
+    name, num_devices = type(study.pruner).__name__, len(executor.device_names)
+    if len(study.directions) > 1 or not compares_with_completed(study.pruner):
+        return AdmissionChoice(why=f"All trials in flight advance (eager): {name} does not wait for completed trials")
+    needed = completed_needed(study.pruner)
+    before = num_completed(study)
+    missing = needed - before
+    if n_trials is not None and n_trials < 2 * num_devices:
+        return AdmissionChoice(
+            why=f"All trials in flight advance (eager): {n_trials} trials are fewer than two for each of {num_devices} "
+            "devices, and would take longer one after another"
+        )
+    why = f"The oldest trials go first (staggered): {name} compares with completed trials"
+    if executor.fusion_size:
+        why += " (members of a fused group advance together all the same)"
+    from_step = judged_from(study.pruner)
+    if from_step is None or missing <= 0:
+        return AdmissionChoice(why=why, staggered_from=0)
+    why += f"; until {needed} have completed, other trials wait at the first report that it could judge"
+    # One by one, a few more trials than devices would take as long as two for each device.
+    staggered_from = missing if num_devices < missing < 2 * num_devices else 0
+    # At least half of the devices work on.
+    ahead = max(missing, -(-num_devices // 2))
+    rule = RunAheadRule(needed=needed, before=before, ahead=ahead, from_step=from_step)
+    return AdmissionChoice(why=why, rule=rule, staggered_from=staggered_from)
+
+
+def num_completed(study: Study) -> int:
+    """Completed trials of a study, with those of earlier searches and of other processes."""
+    return len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
 
 
 def num_unjudged(needed: int, abreast: int) -> int:
@@ -47,6 +141,7 @@ def useless_pruner(
     *,
     n_trials: int | None,
     width: int,
+    choice: AdmissionChoice | None = None,
     remedies: PrunerRemedies | None = None,
     is_fused: bool = False,
 ) -> str | None:
@@ -59,19 +154,21 @@ def useless_pruner(
         executor: the pool.
         n_trials: trials of the search.
         width: trials in flight.
+        choice: how the trials advance; None: as the executor's option says.
         remedies: wording of the remedies; None: options of a program.
         is_fused: whether trials are known to be fused, up to the executor's limit; otherwise fewer trials may advance
             together, and the pruner has more to compare with.
     """
     needed_in_all = completed_needed(study.pruner)
-    if not needed_in_all or n_trials is None or len(study.directions) > 1:
+    choice = choice or AdmissionChoice()
+    # Members of a fused group advance together, whatever was chosen.
+    if not needed_in_all or n_trials is None or len(study.directions) > 1 or (choice.rule and not is_fused):
         return None
     # Trials of earlier searches count: the pruner compares with them, too.
-    earlier = len(study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)))
-    needed, abreast = (
-        max(0, needed_in_all - earlier),
-        min(width, executor.num_abreast if is_fused else executor.num_abreast_alone),
-    )
+    needed = max(0, needed_in_all - num_completed(study))
+    abreast = min(width, executor.num_abreast if is_fused else executor.num_abreast_alone)
+    if choice.staggered_from is not None and not is_fused:
+        abreast = min(abreast, len(executor.device_names))
     working = [number for number in range(1, abreast + 1) if num_unjudged(needed, number) < n_trials]
     # Useless at any number of trials abreast, or useful at this one: there is nothing to advise.
     if not working or abreast in working:

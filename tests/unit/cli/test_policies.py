@@ -62,4 +62,4 @@ def test_an_installed_policy_that_is_broken_is_named():
 def test_an_unknown_admission_on_the_command_line(space):
     done = CliRunner().invoke(main, ["sweep", str(space("fifo")), "--admission", "late"])
     assert done.exit_code == 2
-    assert "'late' is not one of 'eager', 'staggered'" in done.stderr
+    assert "'late' is not one of 'auto', 'eager', 'staggered'" in done.stderr

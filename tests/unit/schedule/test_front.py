@@ -28,9 +28,9 @@ REMAINING = {"a": 3.0, "b": 4.0, "c": 5.0, "d": 9.0}
 class Machine:
     """Four jobs on some devices, of which the last is the longest; the policy alone would run that one first."""
 
-    def __init__(self, num_devices, admission="staggered"):
+    def __init__(self, num_devices, admission="staggered", staggered=""):
         self.scheduler = Scheduler(policy=ShardedLRTF(), max_concurrent=4, admission=admission)
-        self.handle(*[JobSubmitted(job=job) for job in REMAINING])
+        self.handle(*[JobSubmitted(job=job, staggered=job in staggered) for job in REMAINING])
         self.handle(*[JobAdmitted(job=job, unit=UNIT, remaining_seconds=seconds) for job, seconds in REMAINING.items()])
         self.runs = self.handle(*[DeviceAdded(device=f"cpu:{index}") for index in range(num_devices)])
 
@@ -106,11 +106,26 @@ def _device_of(machine, job):
 @pytest.mark.parametrize(
     ("admission", "message"),
     [
-        ("stagered", r"admission must be 'eager' or 'staggered', not 'stagered'; did you mean 'staggered'\?"),
-        (None, "admission must be 'eager' or 'staggered', not None"),
-        (["eager"], r"admission must be 'eager' or 'staggered', not \['eager'\]"),
+        ("stagered", r"admission must be 'auto', 'eager' or 'staggered', not 'stagered'; did you mean 'staggered'\?"),
+        (None, "admission must be 'auto', 'eager' or 'staggered', not None"),
+        (["eager"], r"admission must be 'auto', 'eager' or 'staggered', not \['eager'\]"),
     ],
 )
 def test_anything_else_is_refused(admission, message):
     with pytest.raises(ConfigError, match=message):
         Scheduler(policy=ShardedLRTF(), max_concurrent=1, admission=admission)
+
+
+def test_jobs_that_are_not_staggered_have_the_rank_of_the_front():
+    staggered = Machine(1, admission="auto", staggered="abd")
+    assert staggered.runs == ["c"], "of a, the oldest that is staggered, and c, which is not, the longer"
+    assert staggered.scheduler.front == ("a", "c")
+    staggered.handle(JobStopped(job="c"))
+    assert staggered.finish("c") == ["a"]
+    assert staggered.finish("a") == ["a"], "until its end, though d is longer"
+
+
+def test_without_staggered_jobs_auto_is_eager():
+    machine = Machine(2, admission="auto", staggered="")
+    assert machine.runs == ["d", "c"]
+    assert machine.scheduler.front == ()

@@ -556,7 +556,7 @@ def test_a_refused_call_leaves_no_trace_of_its_earlier_events():
 
 def test_the_story_in_a_refusal_includes_the_events_of_the_same_call():
     machine = scheduler()
-    with pytest.raises(ScheduleError, match=r"oldest first: JobSubmitted\(job='a', priority=0\)\. "):
+    with pytest.raises(ScheduleError, match=r"oldest first: JobSubmitted\(job='a', priority=0, staggered=False\)\. "):
         machine.handle(JobSubmitted(job="a"), finished("a"))
 
 

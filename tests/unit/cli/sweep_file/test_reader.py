@@ -405,7 +405,7 @@ def test_a_file_runs_nothing(problems, tmp_path):
         ),
         (
             "hydra: {admission: stagered}",
-            "4:20: hydra.admission: must be one of eager, staggered, not 'stagered'; did you mean 'staggered'?",
+            "4:20: hydra.admission: must be one of auto, eager, staggered, not 'stagered'; did you mean 'staggered'?",
         ),
     ],
 )
