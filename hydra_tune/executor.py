@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from inspect import Parameter, signature
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +43,7 @@ from hydra_tune.pool.faults.retry import check_retries
 from hydra_tune.pool.fusion.fused_pool import FusedPool
 from hydra_tune.pool.job import OVER, EventStream, Job, Result, check_priority
 from hydra_tune.pool.pool import Pool
-from hydra_tune.pool.runtime.option_checks import check_count, check_flag
+from hydra_tune.pool.runtime.option_checks import check_count, check_flag, members_of_group
 from hydra_tune.pool.runtime.settings import ExecutorSettings
 from hydra_tune.pool.stats import PoolStats
 from hydra_tune.pool.views.live import shown
@@ -292,6 +293,7 @@ class HydraExecutor:
         *,
         priority: int = 0,
         staggered: bool = False,
+        fusion_size: int | None = None,
         resume_from: str | os.PathLike[str] | None = None,
         resume: Literal["strict", "allow-changes"] = "strict",
         warm_start: str | os.PathLike[str] | None = None,
@@ -309,6 +311,7 @@ class HydraExecutor:
                 with `Job.set_priority`.
             staggered: with `admission="auto"`, whether the job lets older staggered jobs go first, as many as there are
                 devices.
+            fusion_size: the most trials of a fused group that this job begins, if fewer than the executor's.
             resume_from: the folder of a trial's checkpoints; the job resumes from the last good checkpoint and ends as
                 the saved trial would have. Earlier reports are in the result's history and send no events.
             resume: "strict" refuses a checkpoint of another task and names the differences; "allow-changes" resumes
@@ -362,8 +365,11 @@ class HydraExecutor:
             origin = StartCheckpointSource(
                 path=checkpoint_path, allows_changes=resume != "strict", only_weights=warm_start is not None
             )
+        if fusion_size is not None:
+            members_of_group("on", fusion_size)
         # The fusion layer, where there is one, stands in front of the pool.
-        job = (self._fusion or pool).submit(
+        submit = pool.submit if self._fusion is None else partial(self._fusion.submit, fusion_size=fusion_size)
+        job = submit(
             task,
             name,
             events,

@@ -84,6 +84,30 @@ def test_places_of_trials_that_are_over_are_filled_at_once(monkeypatch):
     assert min(sizes[:6]) > 1, "who comes next runs by himself"
 
 
+@pytest.mark.parametrize("n_trials", [7, 8])
+def test_a_search_that_fills_all_groups_begins_with_a_smaller_group_on_each_device(n_trials, monkeypatch):
+    gather(monkeypatch, lambda count: count >= 4)
+    num_completed, jobs = [], []
+
+    def objective(trial):
+        completed = trial.study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.COMPLETE,))
+        num_completed.append(len(completed))
+        return task(trial.number, epochs=2)
+
+    with running(fusion="on", fusion_size=4, devices="cpu:2") as pool:
+        submit = pool.submit
+        pool.submit = lambda *given, **options: jobs.append(submit(*given, **options)) or jobs[-1]
+        study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=2), executor=pool)
+        study.optimize(objective, n_trials=n_trials)
+        sizes = [job.result().group_size for job in jobs]
+    assert num_completed[:4] == [0] * 4
+    if n_trials == 8:
+        assert min(num_completed[4:]) >= 2, "the pruner can judge each of them from its first report on"
+        assert sizes[:4] == [2] * 4
+    else:
+        assert max(num_completed) == 0, "all together are over earlier"
+
+
 def test_a_pruner_that_groups_make_useless_is_told_without_staggering_which_would_not_help(caplog):
     optuna.logging.enable_propagation()
     with running(fusion="on", fusion_size=8, admission="staggered") as pool:

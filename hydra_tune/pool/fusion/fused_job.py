@@ -25,6 +25,7 @@ class FusedJob:
         priority: priority of the carrier.
         max_retries: how often the job may begin again after faults of the system.
         staggered: whether the carrier is a staggered job of the pool.
+        fusion_size: the most members of a group that this job forms; None: as many as of any job.
 
     Attributes:
         carrier: the pool's job that runs this job, alone or in a group; None while there is no carrier.
@@ -58,6 +59,7 @@ class FusedJob:
         max_retries: int,
         *,
         staggered: bool = False,
+        fusion_size: int | None = None,
     ) -> None:
         self.job = job
         self.keeper: TrialCheckpointer | None = keeper
@@ -65,6 +67,7 @@ class FusedJob:
         self.priority = priority
         self.max_retries = max_retries
         self.staggered = staggered
+        self.fusion_size = fusion_size
         self.told = ReportCursor()
         self.ticket: object = None
         self.faults: tuple[str, ...] = ()

@@ -65,12 +65,13 @@ class FusedPool:
         *,
         priority: int,
         staggered: bool = False,
+        fusion_size: int | None = None,
         origin: StartCheckpointSource | None = None,
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
         max_retries: int = 0,
     ) -> Job:
-        """Queue a task; as `Pool.submit`."""
+        """Queue a task; as `Pool.submit`. The most members of a group that the job forms are `fusion_size`."""
         saving, origin = self._pool.checkpoints, origin or StartCheckpointSource()
         with self._pool.changed:
             number, self._numbers = self._numbers, self._numbers + 1
@@ -78,7 +79,8 @@ class FusedPool:
             job = Job(key=f"member {number}:{shown_name}", name=shown_name, task=task, pool=self, events=events)
             folder = saving.place(saved_as or shown_name, origin.folder)
             keeper = TrialCheckpointer(saving, shown_name, folder, dict(labels or {}))
-            entry = FusedJob(job, keeper, origin.beginning, priority, max_retries, staggered=staggered)
+            begin = origin.beginning
+            entry = FusedJob(job, keeper, begin, priority, max_retries, staggered=staggered, fusion_size=fusion_size)
             # Entered before `carry`, because the preparer may look the job up before `carry` returns.
             self._table.entries[job.key] = entry
         try:

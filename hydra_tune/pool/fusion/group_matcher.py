@@ -105,7 +105,7 @@ class GroupMatcher:
             self._plans.stacked(prepared, self._most)
             budget_bytes = self._table.pool.budget_bytes
             # Planned steps may compute more members than fit, so with a planner room for a single trial is enough.
-            most = room_for(prepared, budget_bytes, self._most_of(entry.key), 2 if self._sizes is None else 1)
+            most = room_for(prepared, budget_bytes, self._most_of(entry), 2 if self._sizes is None else 1)
             # A group also evaluates its members: this step has to be stackable as well.
             kept_names = {"train": prepared.effects.kept_names}
             if "evaluate" in first_batches:
@@ -118,9 +118,9 @@ class GroupMatcher:
                 raise UnfusableError(str(error)) from error
             return most, first_batches["train"]
 
-    def _most_of(self, key: Hashable | None) -> int:
-        """Return the largest number of members in a group, lowered where memory has run out before."""
-        return self._table.limits.get(key, self._most)
+    def _most_of(self, entry: FusedJob) -> int:
+        """Return the largest number of members in a job's group, lowered where memory has run out before."""
+        return min(self._table.limits.get(entry.key, self._most), entry.fusion_size or self._most)
 
     def others(self, entry: FusedJob, wanted: MemberBatchRequest | None, device: Device) -> list[FusedJob]:
         """Find the other members for a job's group.
@@ -146,7 +146,7 @@ class GroupMatcher:
         self, entry: FusedJob, taken: list[FusedJob], wanted: MemberBatchRequest, device: Device
     ) -> list[FusedJob]:
         """Add members beyond a device's room, if a planned step of all members is preferable."""
-        room, most = entry.most, self._most_of(entry.key)
+        room, most = entry.most, self._most_of(entry)
         if len(taken) + 1 < room or room >= most or self._sizes is None:
             return taken
         kind = (entry.key, wanted.leaves.signature)
@@ -187,7 +187,7 @@ class GroupMatcher:
         Nothing is built if the planner is already known to refuse a planned step, because building a trial is
         expensive.
         """
-        room, most, free = entry.most, self._most_of(entry.key), self._table.free()
+        room, most, free = entry.most, self._most_of(entry), self._table.free()
         assert entry.trial is not None
         try:
             check_planned(entry.job.task, self._plans.of_member(entry.trial, wanted))

@@ -214,7 +214,7 @@ class OptimizeDriver:
 
     def _may_ask(self) -> bool:
         limits = self._limits
-        if self._error is not None or optuna_internals.stop_requested(self._study) or self._in_flight >= limits.width:
+        if self._error is not None or optuna_internals.stop_requested(self._study) or self._in_flight >= self._width:
             return False
         # Resumed trials do not count towards `n_trials`.
         if self._left and not self._is_late():
@@ -226,6 +226,20 @@ class OptimizeDriver:
         # With nothing in flight the sampler is asked even so: the sampler repeats a point and stops, as in plain
         # Optuna.
         return not self._untold or not optuna_internals.nothing_new_to_sample(self._study)
+
+    @property
+    def _width(self) -> int:
+        """Trials in flight at present."""
+        limits, rule, first_wave = self._limits, self._limits.admission.rule, self._limits.admission.first_wave
+        if rule is None or first_wave is None or not self._waits_for_pruner:
+            return limits.width
+        return min(limits.width, first_wave - (self._num_completed - rule.before))
+
+    @property
+    def _waits_for_pruner(self) -> bool:
+        """Whether the pruner needs more completed trials."""
+        rule = self._limits.admission.rule
+        return rule is not None and self._num_completed < rule.needed
 
     def _is_late(self) -> bool:
         limit = self._limits.timeout_seconds
@@ -296,13 +310,15 @@ class OptimizeDriver:
         if not self._has_told_order and self._limits.admission.why is not None:
             _logger.info("%s.", self._limits.admission.why)
         self._has_told_order = True
-        staggered_from = self._limits.admission.staggered_from
+        admission = self._limits.admission
         # An error of submit concerns the executor, e.g. a shutdown, and would hit every task: it ends the search,
         # whatever `catch` says.
         optuna_internals.end_draws(trial)
         options, known_steps = self._resuming.submit_options(trial, left)
-        if staggered_from is not None:
-            options = {**options, "staggered": staggered_from == 0 or self._asked > staggered_from}
+        if admission.staggered_from is not None:
+            options = {**options, "staggered": not admission.staggered_from or self._asked > admission.staggered_from}
+        if admission.first_groups is not None and self._waits_for_pruner:
+            options = {**options, "fusion_size": admission.first_groups}
         job = self._pool.submit(task, name=job_name(trial.number), events=self._stream, **options)
         # Events bear the job itself, whose id is unique as long as the entry keeps the job.
         self._running[id(job)] = _PooledTrial(trial=trial, task=task, job=job, reports=reports, known=known_steps)
@@ -345,7 +361,7 @@ class OptimizeDriver:
     def _is_held(self, trial: Trial, report: Reported) -> bool:
         """Whether a report waits, because the pruner needs more completed trials to judge the trial."""
         rule = self._limits.admission.rule
-        if rule is None or self._num_completed >= rule.needed:
+        if rule is None or not self._waits_for_pruner:
             return False
         begun = [
             other.trial.number

@@ -76,11 +76,15 @@ class AdmissionChoice:
         why: for the log; None where the executor's option has decided.
         rule: which trials wait for the pruner; None: none.
         staggered_from: trials of this search, in the order of asking, that are submitted as staggered; None: none.
+        first_wave: trials in flight until enough have completed, where trials may be fused; None: as many as later.
+        first_groups: the most members of a group of the first wave, which has a group for each device.
     """
 
     why: str | None = None
     rule: RunAheadRule | None = None
     staggered_from: int | None = None
+    first_wave: int | None = None
+    first_groups: int | None = None
 
 
 def choose_admission(study: Study, executor: HydraExecutor, *, n_trials: int | None) -> AdmissionChoice:
@@ -105,18 +109,43 @@ def choose_admission(study: Study, executor: HydraExecutor, *, n_trials: int | N
             "devices, and would take longer one after another"
         )
     why = f"The oldest trials go first (staggered): {name} compares with completed trials"
-    if executor.fusion_size:
-        why += " (members of a fused group advance together all the same)"
     from_step = judged_from(study.pruner)
     if from_step is None or missing <= 0:
         return AdmissionChoice(why=why, staggered_from=0)
-    why += f"; until {needed} have completed, other trials wait at the first report that it could judge"
+    why += f"; until {needed} have completed, others wait at the first report that it could judge"
     # One by one, a few more trials than devices would take as long as two for each device.
     staggered_from = missing if num_devices < missing < 2 * num_devices else 0
     # At least half of the devices work on.
     ahead = max(missing, -(-num_devices // 2))
     rule = RunAheadRule(needed=needed, before=before, ahead=ahead, from_step=from_step)
-    return AdmissionChoice(why=why, rule=rule, staggered_from=staggered_from)
+    first_wave = _first_wave(executor, n_trials, missing)
+    if first_wave is None:
+        if executor.fusion_size:
+            why += "; members of a fused group advance together"
+        return AdmissionChoice(why=why, rule=rule, staggered_from=staggered_from)
+    first_groups = max(2, -(-first_wave // num_devices))
+    return AdmissionChoice(
+        why=f"{why}; {first_wave} trials begin, fused in groups of {first_groups} at most",
+        rule=rule,
+        staggered_from=staggered_from,
+        first_wave=first_wave,
+        first_groups=first_groups,
+    )
+
+
+def _first_wave(executor: HydraExecutor, n_trials: int | None, missing: int) -> int | None:
+    """Return the size of a first wave of fused trials; None where all that keep the devices busy begin at once.
+
+    Members of a group advance together, so the pruner has nothing to judge by before a first group has ended. A search
+    on CPUs begins with one group's worth of trials, shared by all devices: a smaller group's step is faster nearly in
+    proportion. On a GPU it may take as long, so that a first wave would delay all others by its whole length.
+    """
+    first_wave = max(executor.fusion_size, missing)
+    if not executor.fusion_size or first_wave >= executor.width:
+        return None
+    if not all(name.startswith("cpu") for name in executor.device_names):
+        return None
+    return None if n_trials is not None and n_trials < executor.width else first_wave
 
 
 def num_completed(study: Study) -> int:
@@ -161,8 +190,10 @@ def useless_pruner(
     """
     needed_in_all = completed_needed(study.pruner)
     choice = choice or AdmissionChoice()
+    if not needed_in_all or n_trials is None or len(study.directions) > 1:
+        return None
     # Members of a fused group advance together, whatever was chosen.
-    if not needed_in_all or n_trials is None or len(study.directions) > 1 or (choice.rule and not is_fused):
+    if choice.first_wave is not None or (choice.rule is not None and not is_fused):
         return None
     # Trials of earlier searches count: the pruner compares with them, too.
     needed = max(0, needed_in_all - num_completed(study))
