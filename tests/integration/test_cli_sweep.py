@@ -238,11 +238,14 @@ def test_a_pruner_that_cannot_work_so_wide_is_told_at_once_and_at_the_end(projec
     assert "hydra.admission: staggered" in done.stdout
 
 
-@pytest.mark.slow
-def test_staggered_admission_lets_it_work_and_the_summary_says_what_was_saved(project):
+def test_by_default_it_is_staggered_and_the_summary_says_what_was_saved(project):
     project.change("seed: 0", "seed: 0\nearly_terminate: {type: median, n_startup_trials: 1}")
     project.change("run_cap: 8", "run_cap: 12")
-    done = project.call("--max-concurrent", "12", "--admission", "staggered", "--policy", "fifo")
+    done = project.call("--max-concurrent", "12")
     assert done.returncode == 0, done.stderr
+    assert (
+        len(re.findall(r"^The oldest trials go first \(staggered\): MedianPruner compares", done.stdout, re.MULTILINE))
+        == 1
+    )
     assert "warning" not in done.stdout
     assert re.search(r"^units saved by pruning: [1-9]\d* \([1-9]\d*% of what was planned\)$", done.stdout, re.MULTILINE)

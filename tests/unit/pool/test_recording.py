@@ -50,17 +50,29 @@ def between_turns(monkeypatch):
     return lock
 
 
-def record(policy="lrtf", devices="cpu:2", answering: AbstractContextManager = nullcontext(), held=None, **options):  # noqa: B008
+def record(
+    policy="lrtf",
+    devices="cpu:2",
+    answering: AbstractContextManager = nullcontext(),  # noqa: B008
+    held=None,
+    *,
+    staggered=False,
+    **options,
+):
     """Three trials of different lengths; the fifth report is answered by pruning.
 
     Args:
+        staggered: how the trials are submitted.
         held: lets units begin once all trials are prepared; None: they begin as soon as they may.
     """
     if held is not None:
         options["instrument"] = held
     with running(**({"devices": devices, "policy": policy, "num_shards": 3, "record": True} | options)) as pool:
         stream, reports = pool.events(), 0
-        jobs = [pool.submit(task(epochs=epochs, validate=task().train), events=stream) for epochs in (2, 4, 3)]
+        jobs = [
+            pool.submit(task(epochs=epochs, validate=task().train), events=stream, staggered=staggered)
+            for epochs in (2, 4, 3)
+        ]
         if held is not None:
             until(lambda: not any(job.state in ("queued", "preparing") for job in jobs))
             held.go()
@@ -125,9 +137,13 @@ def test_one_device_is_replayed_to_the_nanosecond(policy, options, between_turns
     assert told[0] == told[1]
 
 
-def test_a_staggered_run_is_replayed_as_such():
-    recording = record("lrtf", "cpu:1", admission="staggered", max_concurrent=3).recording()
-    assert recording.admission == "staggered"
+@pytest.mark.parametrize("staggered", [True, False])
+def test_a_staggered_run_is_replayed_as_such(staggered):
+    """As an option of the pool, or of its jobs."""
+    admission = "auto" if staggered else "staggered"
+    recording = record("lrtf", "cpu:1", admission=admission, max_concurrent=3, staggered=staggered).recording()
+    assert recording.admission == admission
+    assert recorded_profile(recording)["admission"] == "staggered"
     played = replay(recording)
     assert played.simulated_orders == played.recorded_orders
 

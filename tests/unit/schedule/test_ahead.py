@@ -28,7 +28,7 @@ def unit(shard=0):
 class Course:
     """A scheduler with jobs of given lengths on devices, and what looks ahead of it."""
 
-    def __init__(self, lengths, devices=(HERE, THERE), policy="lrtf_paper", **options):
+    def __init__(self, lengths, devices=(HERE, THERE), policy="lrtf_paper", *, staggered="", **options):
         made = make_policy(policy) if isinstance(policy, str) else policy
         self.scheduler = Scheduler(policy=made, max_concurrent=len(lengths), **options)
         self.ahead = NextJobPredictor(made, self.scheduler)
@@ -36,7 +36,7 @@ class Course:
         for device in devices:
             self.ahead.set_speed(device, 1.0)
         self.tell(*[DeviceAdded(device=device) for device in devices])
-        self.tell(*[JobSubmitted(job=job) for job in lengths])
+        self.tell(*[JobSubmitted(job=job, staggered=job in staggered) for job in lengths])
         self.tell(*[JobAdmitted(job=job, unit=unit(), remaining_seconds=left) for job, left in lengths.items()])
 
     def tell(self, *events):
@@ -140,3 +140,12 @@ def test_where_admission_is_staggered_the_front_goes_first():
     course.tell(UnitFinished(job="a", device=HERE, seconds=1.0, unit=None, remaining_seconds=0.0))
     assert course.scheduler.front == ("b",)
     assert course.ahead.choose(HERE, course.own(HERE)) == "b", "the front has moved on"
+
+
+def test_jobs_that_are_not_staggered_are_predicted_beside_the_front():
+    lengths = {"a": 3.0, "b": 9.0, "c": 5.0, "d": 6.0}
+    course = Course(lengths, devices=[HERE], staggered="ab", admission="auto")
+    assert course.scheduler.running == {HERE: "d"}
+    assert course.ahead.choose(HERE, None) == "c", "of a, in the front, and c the longer; b is beyond the front"
+    course.tell(JobStopped(job="c"))
+    assert course.ahead.choose(HERE, None) == "a"
