@@ -4,6 +4,7 @@ A few pools cover every model, feature and optimizer; one of them, without its l
 product of models, features, cuts and devices, are marked slow.
 """
 
+from collections.abc import Hashable
 from functools import lru_cache
 from itertools import combinations
 from itertools import product as product_of
@@ -13,12 +14,14 @@ import pytest
 
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import TaskError
+from hydra_tune.shard.partition.plan_request import CapturedStep
 from tests.parity import cases
 from tests.parity.features import FEATURES, fits
 from tests.parity.observe import Seen, difference, reference_of, run
 from tests.parity.optimizers import OPTIMIZERS, OTHERS
 from tests.parity.registry import ENTRIES, FAMILIES, Spec, build, product
 from tests.parity.zoo.entry import MIXED
+from tests.support.captured_once import captured_once
 
 IN_EVERY_RUN = "two shards on cpu:2, but for the longest to capture"
 # Three quarters of the time.
@@ -59,6 +62,12 @@ def outcomes(specs: list[Spec], references: dict[Spec, Any], **options: Any) -> 
 def product_references(name: str) -> dict[Spec, Any]:
     """One for all cuts and devices, which a process sees one after the other."""
     return reference_of(product([name]))
+
+
+@lru_cache(maxsize=1)
+def captures(name: str) -> dict[Hashable, CapturedStep]:
+    """Captures of a model's steps, which know of no cut and of no device; each pool holds its plan against the eager step."""
+    return {}
 
 
 @lru_cache(maxsize=2)
@@ -132,8 +141,9 @@ PRODUCT = [
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint in an evaluation
 @pytest.mark.parametrize(("name", "cut", "devices"), PRODUCT)
 def test_the_product(name, cut, devices):
-    specs = product([name])
-    wrong = outcomes(specs, product_references(name), devices=devices, device_memory=cases.BUDGET, **cases.CUTS[cut])
+    options = {"devices": devices, "device_memory": cases.BUDGET, **cases.CUTS[cut]}
+    with captured_once(captures(name)):
+        wrong = outcomes(product([name]), product_references(name), **options)
     assert not wrong, "\n".join(wrong)
 
 

@@ -15,12 +15,13 @@ from hydra_tune.shard.partition.plan_request import CapturedStep, key_of
 
 
 @contextmanager
-def captured_once() -> Iterator[dict[Hashable, CapturedStep]]:
+def captured_once(known: dict[Hashable, CapturedStep] | None = None) -> Iterator[dict[Hashable, CapturedStep]]:
     """Libraries that ask for equal steps are given the same capture, with what has been measured of its parts.
 
-    Yields what is known; a test that counts captures, or changes how they are made, clears it first.
+    Yields what is known; a test that counts captures, or changes how they are made, clears it first. What is known from an
+    earlier block may be given.
     """
-    known: dict[Hashable, CapturedStep] = {}
+    known = {} if known is None else known
     measured_step, lock = PlanLibrary._measured_step, threading.RLock()
 
     def once(self: PlanLibrary, request: Any, answers: Any) -> CapturedStep:
