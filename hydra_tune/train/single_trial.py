@@ -50,6 +50,7 @@ from hydra_tune.train.trial import PendingReport, Said, Trial
 _END = object()
 # Key for steps of the user's own code among the times of units.
 _STEP = "step"
+_CHECKED_SHARE = 0.01  # of a trial's time, for comparisons of captured steps with eager steps before reports
 
 
 class _StoppedEarly(Exception):  # noqa: N818 - no error: the way out of the loops of a complete trial
@@ -58,6 +59,11 @@ class _StoppedEarly(Exception):  # noqa: N818 - no error: the way out of the loo
 
 class SingleTrial(Trial):
     """A trial with a training loop of its own."""
+
+    # The plan and the batch of the latest captured step, and seconds: of a comparison, and of all comparisons.
+    _latest: tuple[CachedPlan, Any] | None = None
+    _check_seconds = 0.0
+    _checks_seconds = 0.0
 
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
         """Build the model, draw the first batch and make its plan, without running a unit.
@@ -172,6 +178,7 @@ class SingleTrial(Trial):
                     cached_plan = self._plans.find(module, optimizer, self.state, piece.batch, leaves, "train")
                     self._plans.check_fresh(cached_plan, piece.batch, drawn)
                     leaves = cached_plan.with_numbers(leaves)
+                    self._latest = cached_plan, piece.batch
                     self._open_step = step = step or self._new_step(cached_plan)
                     yield from self._train_part(step, cached_plan, leaves, piece)
                 if step is not None and step.is_full:
@@ -587,6 +594,7 @@ class SingleTrial(Trial):
             self._reached(DataPosition(epoch=epoch, batches=batches))
 
     def _report(self, step: int, place: DataPosition) -> Generator[Said, None, None]:
+        self._check_captured_step()
         metrics = {"train_loss": self._interval.value()}
         self._interval = WeightedMean()
         if self.task.validate is not None:
@@ -610,6 +618,29 @@ class SingleTrial(Trial):
         yield PendingReport(step=step, metrics=dict(metrics))
         self._place = None
         self._check_stop()
+
+    def _check_captured_step(self) -> None:
+        """Compare the latest step's plan with the eager step, as often as takes a hundredth of the trial's time.
+
+        Raises:
+            TaskError: the plan gives other numbers than the eager step.
+        """
+        latest, self._latest = self._latest, None
+        if latest is None or self.module is None or latest[0].plan.eager:
+            return
+        if self.state is None or self.state.has_thawed:  # the next step has another plan
+            return
+        cached_plan, batch = latest
+        if not self._check_seconds and (seconds := cached_plan.prepared.seconds) is not None:
+            # The eager step twice, and the plan's units.
+            self._check_seconds = 3 * sum((*seconds.forward, *seconds.backward))
+        spent_seconds = self.progress.steps * self._train_times.total
+        if self._checks_seconds + self._check_seconds > _CHECKED_SHARE * spent_seconds:
+            return
+        began = time.perf_counter()
+        if self._plans.check_again(cached_plan, self.module, self.state, batch):
+            self._check_seconds = time.perf_counter() - began
+            self._checks_seconds += self._check_seconds
 
     def _check_stop(self) -> None:
         """Ask the user whether the trial is complete after its last report.

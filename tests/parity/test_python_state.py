@@ -6,6 +6,8 @@ The plain loop is `by_hand` of `test_stateful.py`, which shares nothing with the
 import logging
 import re
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from torch import nn
 
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import HydraTuneError
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.train import single_trial
 from tests.parity.changed_outside import KINDS, SHARED, reading
 from tests.parity.exact import differences, without_seconds
 from tests.parity.stateful import PROGRAMS, Program, batches, error, net, task
@@ -175,3 +179,44 @@ def test_one_capture_for_each_value(caplog):
     caplog.set_level(logging.INFO, "hydra_tune")
     trained([reading("a_variable", "batch")], num_shards="layer")
     assert captures(caplog) == 1
+
+
+def reading_a_file(path: Path) -> Program:
+    """A step that reads a number from a file, which the data write anew in the second epoch."""
+    path.write_text("1.0")
+    epochs = 0
+
+    def train() -> Iterator[Any]:
+        nonlocal epochs
+        epochs += 1
+        if epochs == 2:
+            path.write_text("3.0")
+        yield from batches()
+
+    def step(module: nn.Module, batch: Any) -> Any:
+        return error(module, batch) * float(path.read_text())
+
+    return Program(task=task(train=train, validate=batches, step=step))
+
+
+def test_a_change_that_no_guard_sees_fails_the_trial_at_its_next_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(single_trial, "_CHECKED_SHARE", 1e9)
+    (cut,) = trained([reading_a_file(tmp_path / "weight")], num_shards="layer")
+    assert "is no longer the step that the Python code makes" in str(cut)
+
+
+def test_comparisons_before_reports_take_a_share_of_the_time(tmp_path, monkeypatch):
+    compared = []
+    check_again = PlanLibrary.check_again
+
+    def counted(library: PlanLibrary, *arguments: Any) -> None:
+        compared.append(arguments)
+        check_again(library, *arguments)
+
+    monkeypatch.setattr(PlanLibrary, "check_again", counted)
+    for share in (0.0, 1e9):
+        monkeypatch.setattr(single_trial, "_CHECKED_SHARE", share)
+        expected = by_hand(Program(task=task(step=error)))
+        (actual,) = trained([Program(task=task(step=error))], num_shards="layer")
+        assert list(differences(expected, actual)) == []
+        assert len(compared) == (0 if share == 0.0 else 3)  # one for each report

@@ -229,26 +229,34 @@ class PlanLibrary:
                 raise NumberInputError(batches.places_of(batch), "its plan gave other numbers than the eager step")
             return entry.found
 
-    def confirm(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: batches.NumberedBatch) -> None:
-        """Compare a plan with the eager step once more, for other numbers than those of its capture.
+    def check_again(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: Any) -> None:
+        """Compare a plan with the eager step once more, on the host.
 
         Args:
-            prepared: the plan; afterwards confirmed or refused.
+            prepared: the plan.
             task: as of `prepare`.
             model: as of `prepare`.
-            batch: a batch with filled inputs; only read.
+            batch: a batch that the plan serves, with filled inputs if the plan has inputs for numbers; only read.
+
+        Raises:
+            CaptureError: the plan gives other numbers than the eager step.
+        """
+        with self._lock, preserved_streams(), GATE.shared(), intraop_threads(self.budget.host_threads):
+            verify(task, _twin(model, prepared.plan.mode), prepared.plan, batch)
+
+    def confirm(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: batches.NumberedBatch) -> None:
+        """Compare a plan with the eager step for other numbers than those of its capture; arguments as of `check_again`.
 
         Raises:
             NumberInputError: the plan gives other numbers than the eager step.
         """
         assert prepared.numbers is not None, "the plan has inputs for numbers"
-        with self._lock, preserved_streams(), GATE.shared(), intraop_threads(self.budget.host_threads):
-            try:
-                verify(task, _twin(model, prepared.plan.mode), prepared.plan, batch)
-            except CaptureError as error:
-                prepared.numbers.is_refused = True
-                raise NumberInputError(batch.places, error) from error
-            prepared.numbers.is_confirmed = True
+        try:
+            self.check_again(prepared, task, model, batch)
+        except CaptureError as error:
+            prepared.numbers.is_refused = True
+            raise NumberInputError(batch.places, error) from error
+        prepared.numbers.is_confirmed = True
 
     def foresee(
         self, task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any

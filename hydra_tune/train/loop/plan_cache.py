@@ -19,7 +19,7 @@ from torch import nn
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.analysis.module_mutation import check_state
-from hydra_tune.shard.capture.batch import BatchLeaves, NumberedBatch, containers
+from hydra_tune.shard.capture.batch import BatchLeaves, NumberedBatch, containers, flatten
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import is_unbuilt
 from hydra_tune.shard.partition.plan import ShardPlan
@@ -78,10 +78,16 @@ class CachedPlan:
         """Return the leaves of a batch with the inputs that Python computes from the numbers which the step reads now."""
         if self.prepared.numbers is None:
             return leaves
+        return replace(leaves, tensors=(*leaves.tensors, *self.numbered(None).inputs))
+
+    def numbered(self, batch: Batch) -> Batch:
+        """Return a batch with the inputs that Python computes from the present numbers; the batch itself if there are none."""
+        if self.prepared.numbers is None:
+            return batch
         assert self.python_state is not None, "a plan with inputs for numbers has a guard"
-        tensors = NumberedBatch.of(None, self.prepared.numbers.places).inputs
-        self.prepared.numbers.fill(tensors, self.python_state.numbers() or ())
-        return replace(leaves, tensors=(*leaves.tensors, *tensors))
+        numbered = NumberedBatch.of(batch, self.prepared.numbers.places)
+        self.prepared.numbers.fill(numbered.inputs, self.python_state.numbers() or ())
+        return numbered
 
 
 class TrialPlanCache:
@@ -190,10 +196,43 @@ class TrialPlanCache:
         present = cached_plan.python_state.numbers()
         if present is None or present == tuple(numbers.numbers):
             return
-        numbered = NumberedBatch.of(batch, numbers.places)
-        numbers.fill(numbered.inputs, present)
+        numbered = cached_plan.numbered(batch)
         with nullcontext() if state is None else state.whole(), self._streams.everything():
             self.library.confirm(cached_plan.prepared, self.task, module, numbered)
+
+    def check_again(self, cached_plan: CachedPlan, module: nn.Module, state: ModelState, batch: Batch) -> bool:
+        """Compare a plan with the eager step once more, between two steps; return whether there was a comparison.
+
+        A graph repeats what no guard can see: the contents of a file, a clock, the inside of an object of an extension
+        module.
+
+        Args:
+            cached_plan: the plan of an earlier batch.
+            module: the trial's module.
+            state: tensors of module and optimizer.
+            batch: the batch.
+
+        Raises:
+            TaskError: the plan gives other numbers than the eager step.
+        """
+        prepared, python_state = cached_plan.prepared, cached_plan.python_state
+        # Of a large model an eager step has no room, a GPU's steps take the host too long, and a compiled step rounds
+        # otherwise. After a change that the guard sees, the plan serves no more.
+        is_comparable = prepared.is_checked and not self.library.budget.checks_sample and self.task.compile is None
+        if not is_comparable or python_state is None or python_state.change() is not None or not cached_plan.holds:
+            return False
+        if self._serving([cached_plan], flatten(batch)) is None:  # a generator may have filled the batch's memory anew
+            return False
+        with state.whole(), self._streams.everything():
+            try:
+                self.library.check_again(prepared, self.task, module, cached_plan.numbered(batch))
+            except CaptureError as error:
+                raise TaskError(
+                    f"the captured step of this trial is no longer the step that the Python code makes: {error}. The code "
+                    "reads something that cannot be followed, such as a file, and its value has changed; give it with the "
+                    "batches, keep it in a variable or an attribute, or raise device_memory until the trial runs as it is"
+                ) from error
+        return True
 
     def _refuse_inputs(self, mode: str, python_state: PythonStateGuard | None, places: frozenset[str]) -> None:
         """Let numbers be constants of the graph: each further value needs a capture."""
