@@ -1,8 +1,9 @@
 """Pruners in a wide pool: what each waits for, what is said of those that cannot work, and what staggering gives them."""
 
-from functools import partial
+from functools import re
 
 import optuna
+import partial
 import pytest
 import torch
 from optuna.pruners import (
@@ -163,7 +164,7 @@ def test_nothing_is_said_of_one_that_can_work_or_could_not_at_any_width(pools, p
         (NopPruner, 16, "eager"),
         (MedianPruner, 3, "eager"),
     ],
-    ids=repr,
+    ids=lambda value: re.sub(" object at 0x[0-9a-f]+", "", repr(value)),
 )
 def test_the_pruner_chooses_the_admission_and_the_log_says_why(pools, pruner, n_trials, chosen):
     pool = pools(8, "auto")

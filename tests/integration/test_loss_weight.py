@@ -158,7 +158,9 @@ def test_a_new_sum_is_no_reason_for_a_new_capture(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"step": sample_mean, "loss_weight": None, "remainder": "divide_by_rest"}], ids=str
+    "changes",
+    [{}, {"step": sample_mean, "loss_weight": None, "remainder": "divide_by_rest"}],
+    ids=["weighed", "divided by the rest"],
 )
 @pytest.mark.parametrize("way", ["own code", "cut in 2"])
 def test_a_resumed_trial_goes_on_with_the_next_step(way, changes, tmp_path):
@@ -181,7 +183,9 @@ def test_a_resumed_trial_goes_on_with_the_next_step(way, changes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "validation", [{}, {"evaluate": lambda module, batch: {"loss": sample_mean(module, batch)}}], ids=str
+    "validation",
+    [{}, {"evaluate": lambda module, batch: {"loss": sample_mean(module, batch)}}],
+    ids=["weighed validation", "own validation"],
 )
 def test_fused_trials_are_weighed_each_by_itself(validation, monkeypatch, caplog):
     gather(monkeypatch, lambda count: count >= 3)
