@@ -1,5 +1,6 @@
 """A study whose trials are computed together has the values that each of them has alone."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -11,7 +12,7 @@ from hydra_tune import train_plain
 from hydra_tune.pool.job import OVER
 from tests.support.gathered import gather
 from tests.unit.pool.fusion.test_fused_pool import task
-from tests.unit.pool.tasks import running
+from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +107,35 @@ def test_a_search_that_fills_all_groups_begins_with_a_smaller_group_on_each_devi
         assert sizes[:4] == [2] * 4
     else:
         assert max(num_completed) == 0, "all together are over earlier"
+
+
+def test_a_first_wave_that_is_paused_holds_up_no_other_trial():
+    """All four are paused, and go on once another trial is over."""
+    jobs, ended = [], []
+
+    def unpause(*_):
+        for job in jobs[:4]:
+            job.unpause()
+
+    def note(study, trial):
+        ended.append(trial.number)
+        unpause()
+
+    def submitted(*given, **options):
+        jobs.append(submit(*given, **options))
+        if len(jobs) <= 4:
+            jobs[-1].pause()
+        return jobs[-1]
+
+    with running(fusion="on", fusion_size=4, devices="cpu:2") as pool:
+        submit, pool.submit = pool.submit, submitted
+        study = optuna.create_study(pruner=optuna.pruners.MedianPruner(n_startup_trials=2), executor=pool)
+        late = threading.Timer(PATIENCE_SECONDS, unpause)
+        late.start()
+        study.optimize(lambda trial: task(trial.number), n_trials=8, callbacks=[note])
+        late.cancel()
+    assert sorted(ended) == list(range(8))
+    assert ended[0] >= 4
 
 
 def test_a_pruner_that_groups_make_useless_is_told_without_staggering_which_would_not_help(caplog):

@@ -1,9 +1,11 @@
 """Pruners in a wide pool: what each waits for, what is said of those that cannot work, and what staggering gives them."""
 
-from functools import re
+import re
+import threading
+from dataclasses import replace
+from functools import partial
 
 import optuna
-import partial
 import pytest
 import torch
 from optuna.pruners import (
@@ -21,10 +23,11 @@ from optuna.pruners import (
 import hydra_tune_optuna
 from hydra_tune import HydraExecutor
 from hydra_tune_optuna.optuna_internals import completed_needed
+from hydra_tune_optuna.search import driver
 from hydra_tune_optuna.search.pruner_checks import RunAheadRule, choose_admission, num_unjudged, useless_pruner
-from tests.contract.optuna_drivers import Driver, build, metrics_task, optuna_log, record
+from tests.contract.optuna_drivers import Driver, batches, build, metrics_task, optuna_log, record
 from tests.support.gathered import gather
-from tests.unit.pool.tasks import task
+from tests.unit.pool.tasks import PATIENCE_SECONDS, task, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 
@@ -192,6 +195,7 @@ def test_as_many_run_ahead_as_the_pruner_needs_and_at_least_half_of_the_devices(
     def chosen(num_devices):
         monkeypatch.setattr(HydraExecutor, "device_names", tuple(map(str, range(num_devices))))
         choice = choose_admission(study, pool, n_trials=None)
+        assert choice.rule.at_least == -(-num_devices // 2)
         return choice.rule.ahead, choice.staggered_from
 
     assert choose_admission(study, pool, n_trials=None).rule.from_step == 2
@@ -211,6 +215,8 @@ def test_trials_wait_until_as_many_as_it_needs_have_completed():
     assert [number for number in range(1, 6) if rule.holds(number, 1, range(1, 6), 1)] == [3, 4, 5]
     assert not rule.holds(5, 1, range(3, 6), 3)
     assert not rule.holds(3, 1, [0, 1, 3, 4], 0), "2 failed, is paused or has not begun"
+    wider = RunAheadRule(needed=5, before=0, ahead=5, from_step=1, at_least=2)
+    assert [number for number in range(4, 9) if wider.holds(number, 1, range(4, 9), 4)] == [6, 7, 8], "4 is a long one"
 
 
 @pytest.fixture
@@ -335,6 +341,39 @@ def test_trials_do_not_wait_for_one_that_is_paused(pools):
     numbers = [trial.number for trial in sorted(study.trials, key=lambda trial: trial.datetime_complete)]
     assert numbers.index(0) > 0
     assert all(trial.state.is_finished() for trial in study.trials)
+
+
+def test_completed_trials_of_other_processes_end_the_wait(pools, monkeypatch):
+    """The first trial is over only after another one: what has completed elsewhere meanwhile is seen at once."""
+    monkeypatch.setattr(driver, "_RECOUNT_SECONDS", 0.01)
+    pool, jobs, in_time, is_over = pools(8, "auto"), [], [], threading.Event()
+    submit = pool.submit
+    monkeypatch.setattr(pool, "submit", lambda *given, **options: jobs.append(submit(*given, **options)) or jobs[-1])
+
+    def train():
+        if jobs and jobs[0].state in {"running", "waiting"} and not in_time:
+            until(lambda: [job.state for job in jobs[1:]] == ["waiting"] * 7)
+            elsewhere = optuna.trial.create_trial(value=0.0, intermediate_values=dict.fromkeys(range(9), 0.0))
+            study.add_trial(elsewhere)
+            in_time.append(is_over.wait(PATIENCE_SECONDS))
+        return batches()[:1]
+
+    def objective(trial):
+        described = good_then_bad(trial.number, epochs=20)
+        return described if trial.number else replace(described, train=train)
+
+    study = hydra_tune_optuna.create_study(pruner=MedianPruner(n_startup_trials=1), executor=pool)
+    study.optimize(objective, n_trials=8, callbacks=[lambda study, trial: is_over.set()])
+    assert in_time == [True]
+
+
+def test_a_report_costs_no_look_at_each_trial_that_waits(pools, monkeypatch):
+    looks, holds = [], RunAheadRule.holds
+    monkeypatch.setattr(RunAheadRule, "holds", lambda *given: looks.append(given[1]) or holds(*given))
+    study, _ = searched(pools(8, "auto"), MedianPruner(n_startup_trials=1), partial(good_then_bad, epochs=80))
+    num_reports = sum(len(trial.intermediate_values) for trial in study.trials)
+    assert num_reports == 87
+    assert len(looks) < 4 * num_reports, "seven wait"
 
 
 def test_trials_that_wait_are_judged_as_soon_as_it_can(pools):

@@ -47,6 +47,9 @@ _logger = get_logger("optuna.hydra_tune")  # shown and configured like Optuna's 
 _POLL_SECONDS = 0.1
 """Longest single wait of the driver for an event; between two waits, Ctrl-C gets through on every platform."""
 
+_RECOUNT_SECONDS = 1.0
+"""While trials wait for completed trials, how often those of other processes are counted."""
+
 _ENDED = frozenset({"completed", "pruned", "cancelled", "failed"})
 _NOT_BEGUN = frozenset({"queued", "preparing"})
 
@@ -143,6 +146,7 @@ class OptimizeDriver:
         self._running: dict[int, _PooledTrial] = {}
         self._held: dict[int, Reported] = {}  # reports that wait until the pruner has enough completed trials
         self._num_completed = 0 if limits.admission.rule is None else num_completed(study)
+        self._counted_seconds = self._started_seconds  # when the completed trials were last counted
         self._has_told_order = limits.width == 1  # one trial at a time leaves no choice
         self._error: Exception | None = None
         self._has_hinted = False
@@ -233,7 +237,9 @@ class OptimizeDriver:
         limits, rule, first_wave = self._limits, self._limits.admission.rule, self._limits.admission.first_wave
         if rule is None or first_wave is None or not self._waits_for_pruner:
             return limits.width
-        return min(limits.width, first_wave - (self._num_completed - rule.before))
+        # Paused trials would hold up all others.
+        num_paused = sum(running.job.paused for running in self._running.values())
+        return min(limits.width, first_wave - (self._num_completed - rule.before) + num_paused)
 
     @property
     def _waits_for_pruner(self) -> bool:
@@ -376,10 +382,14 @@ class OptimizeDriver:
 
     def _release_held(self) -> None:
         """Answer the reports that need not wait any longer; the pruner judges now."""
-        for key, report in list(self._held.items()):
+        if not self._held:
+            return
+        if time.monotonic() - self._counted_seconds >= _RECOUNT_SECONDS:
+            self._count_completed()
+        for key, report in sorted(self._held.items(), key=lambda item: self._running[item[0]].trial.number):
             running = self._running[key]
             if self._is_held(running.trial, report):
-                continue
+                return  # the younger trials wait, too
             del self._held[key]
             try:
                 prune = running.trial.should_prune()
@@ -391,6 +401,11 @@ class OptimizeDriver:
                 report.job.prune()
             else:
                 report.job.proceed()
+
+    def _count_completed(self) -> None:
+        """Count the study's completed trials, with those of other processes."""
+        self._num_completed = num_completed(self._study)
+        self._counted_seconds = time.monotonic()
 
     def _hint(self, job: Job) -> None:
         """Log once why the pruner can end no trial, if so."""
@@ -452,7 +467,7 @@ class OptimizeDriver:
         if final_state in (TrialState.COMPLETE, TrialState.PRUNED):
             self._collecting.told(trial.number)
         if self._limits.admission.rule is not None:
-            self._num_completed = num_completed(self._study)
+            self._count_completed()
         if self._limits.gc_after_trial:
             gc.collect()
         if final_state == TrialState.FAIL and error is not None and not isinstance(error, self._limits.catch):

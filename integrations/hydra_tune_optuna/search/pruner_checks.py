@@ -8,8 +8,9 @@ asks before each search, and `run_sweep` (`sweep.py`) before each sweep of the c
 Note: trials that run ahead. Staggered trials end early, but an idle device still trains trials that the pruner cannot
 judge yet. The median saves most if just the trials that it needs run to their ends first. So, until enough trials have
 completed, the oldest trials run ahead, and any other trial waits at its first report that the pruner could judge. Then
-devices may idle for the length of a trial at most, at the beginning of the search. In exchange no trial is trained that
-the pruner would have ended, so the search is over as early as without waiting (`benchmarks/admission.py`).
+half of the devices may idle for the length of a trial at most, at the beginning of the search. In exchange hardly any
+trial is trained that the pruner would have ended, so the search is over as early as without waiting
+(`benchmarks/admission.py`).
 """
 
 from collections.abc import Iterable
@@ -46,12 +47,14 @@ class RunAheadRule:
         before: trials completed before the search.
         ahead: trials of the search that run ahead.
         from_step: the first step at which the pruner compares trials.
+        at_least: trials that run ahead also when most of those needed have completed.
     """
 
     needed: int
     before: int
     ahead: int
     from_step: int
+    at_least: int = 1
 
     def holds(self, number: int, step: int, begun: Iterable[int], num_completed: int) -> bool:
         """Return whether a trial waits at a report.
@@ -65,7 +68,8 @@ class RunAheadRule:
         if num_completed >= self.needed or step < self.from_step:
             return False
         # Trials that have not begun may wait for memory that the trials held back have.
-        return sum(other < number for other in begun) >= self.ahead - (num_completed - self.before)
+        missing = self.ahead - (num_completed - self.before)
+        return sum(other < number for other in begun) >= max(missing, self.at_least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +119,9 @@ def choose_admission(study: Study, executor: HydraExecutor, *, n_trials: int | N
     why += f"; until {needed} have completed, others wait at the first report that it could judge"
     # One by one, a few more trials than devices would take as long as two for each device.
     staggered_from = missing if num_devices < missing < 2 * num_devices else 0
-    # At least half of the devices work on.
-    ahead = max(missing, -(-num_devices // 2))
-    rule = RunAheadRule(needed=needed, before=before, ahead=ahead, from_step=from_step)
+    # At least half of the devices work on, also while the last of the trials needed is far longer than the others.
+    half = -(-num_devices // 2)
+    rule = RunAheadRule(needed=needed, before=before, ahead=max(missing, half), from_step=from_step, at_least=half)
     first_wave = _first_wave(executor, n_trials, missing)
     if first_wave is None:
         if executor.fusion_size:
