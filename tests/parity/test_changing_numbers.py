@@ -62,6 +62,21 @@ def scaled_in_place(scores: Tensor, s: Schedule) -> Tensor:
     return scores
 
 
+def logarithm(s: Schedule) -> float:
+    try:
+        return math.log(s.count - 5)
+    except ValueError:
+        return 0.0
+
+
+def chaotic(s: Schedule) -> float:
+    """A result that each of many operations uses twice."""
+    share = 0.3 + s.weight / 10
+    for _ in range(40):
+        share = 3.5 * share * (1 - share)
+    return share
+
+
 # One capture serves all values.
 FOLLOWED: dict[str, Callable[[Schedule, nn.Module, Any], Tensor]] = {
     "a_weight": lambda s, module, batch: error(module, batch) + s.weight * size(module, batch),
@@ -82,6 +97,7 @@ FOLLOWED: dict[str, Callable[[Schedule, nn.Module, Any], Tensor]] = {
     "a_whole_part": lambda s, module, batch: (
         error(module, batch) * (1 + s.count // 100) + s.weight * size(module, batch)
     ),
+    "a_result_used_many_times": lambda s, module, batch: error(module, batch) * chaotic(s),
 }
 # Python takes the number itself, and each value has a capture; the numbers are right.
 TAKEN: dict[str, Callable[[Schedule, nn.Module, Any], Tensor]] = {
@@ -103,9 +119,24 @@ TAKEN: dict[str, Callable[[Schedule, nn.Module, Any], Tensor]] = {
     "in_low_precision": lambda s, module, batch: error(lambda x: (module(x).bfloat16() * s.weight).float(), batch),
     "a_choice": lambda s, module, batch: torch.where(module(batch[0]) > 0, s.weight, 0.0).mean() + error(module, batch),
     "a_list_of_numbers": lambda s, module, batch: error(module, batch) * torch.tensor([s.weight, 1.0]).sum(),
+    "an_error_that_is_caught": lambda s, module, batch: error(module, batch) + logarithm(s) * size(module, batch),
+    "a_complex_power": lambda s, module, batch: (
+        error(module, batch) + ((0.3 - s.weight) ** 0.5 * size(module, batch)).real
+    ),
+    "a_value_of_the_batch": lambda s, module, batch: (
+        error(module, batch) + (size(module, batch) if bool(batch[0].mean() * s.weight > 0.02) else 0.0)
+    ),
+    "the_exact_class": lambda s, module, batch: (
+        error(module, batch) * (1 + (s.count // 4 if type(s.count // 4) is int else 0))
+    ),
     "the_class": lambda s, module, batch: error(module, batch) * (s.weight if isinstance(s.weight, float) else 0.0),
 }
-QUICK = {"a_weight", "a_temperature", "a_decay", "a_cosine", "a_ramp", "a_branch", "a_minimum", "a_size"}
+QUICK = {"a_weight", "a_temperature", "a_decay", "a_cosine", "a_ramp", "a_branch", "a_minimum", "a_size"} | {
+    "a_result_used_many_times",
+    "an_error_that_is_caught",
+    "a_value_of_the_batch",
+    "the_exact_class",
+}
 
 
 def program_of(name: str) -> Program:
@@ -207,7 +238,27 @@ def of_a_function_used_twice() -> Program:
     )
 
 
-PLACES = [in_a_global, in_a_class, in_a_list, in_a_variable, in_nested_settings, of_a_function_used_twice]
+class Weight:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
+def in_a_key() -> Program:
+    weights = {Weight(): 1.0, Weight(): 0.5}
+
+    def advance() -> None:
+        for number, weight in enumerate(weights):
+            weight.value += 0.1 * (number + 1)
+
+    def step(module: nn.Module, batch: Any) -> Tensor:
+        return error(module, batch) + sum(
+            share * weight.value * size(module, batch) for weight, share in weights.items()
+        )
+
+    return advancing(advance, step=step)
+
+
+PLACES = [in_a_global, in_a_class, in_a_list, in_a_variable, in_nested_settings, of_a_function_used_twice, in_a_key]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)

@@ -217,6 +217,8 @@ def _number_inputs(
     numbers = state.numbers()
     if state.inputs != places or numbers is None:
         raise CaptureError(f"{', '.join(places)} cannot be followed as a number")
+    if state.asks_types:  # `type()` would show the stand-in of a number, and a branch may matter for later values only
+        raise CaptureError("the step's code calls type(), which shows the class of a number itself")
     inputs = NumberInputs(places, numbers)
     found.append(inputs)
     tracer = NumberInputTracer(inputs, batch.inputs, divides=divides)

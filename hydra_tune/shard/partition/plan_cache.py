@@ -323,7 +323,9 @@ class PlanLibrary:
     def _capture(self, request: ShardPlanRequest) -> PreparedPlan | CaptureError:
         """Return a verified plan, or the reason for having none; raise if the budget cannot be met."""
         outcome = self._attempt(request, [])
-        if isinstance(outcome, CaptureError) and not is_unbuilt(request.model) and (answers := _answers(request)):
+        # No answers for a step with inputs for numbers: they may depend on the numbers, and a guard replays constants.
+        may_answer = not is_unbuilt(request.model) and not batches.places_of(request.batch)
+        if isinstance(outcome, CaptureError) and may_answer and (answers := _answers(request)):
             # Without answers first: a step that needs no answers has a single plan for all batches.
             with_answers = self._attempt(request, answers)
             return outcome if isinstance(with_answers, CaptureError) else with_answers
@@ -372,6 +374,10 @@ class PlanLibrary:
             seconds, kept_seconds = self._verified(request, captured, answers, plan, kept, estimates)
         else:
             seconds, kept_seconds = estimates()
+        if captured.numbers is not None and request.guard is not None:
+            raise CaptureError(
+                "the step's Python asks for values of the batch, and the answers may depend on the number"
+            )
         activation_choice = None
         if kept_seconds is not None:
             if request.task.activations == "auto":

@@ -10,16 +10,16 @@ Example: for `kl * min(1.0, state["step"] / 100)` the place is `state["step"]`, 
 the plan serves as long as the quotient stays below 1.
 
 Note: what Python learns about a number. A comparison, an index, a text or a function of an extension module takes the
-number itself. Its answer is noted, and the plan serves only numbers that give the same answer. Only sums, differences,
-products and quotients of a number and a tensor become operators, because only there the bits cannot depend on whether
-a number or a tensor of one element is given.
+number itself. Its answer is noted, or that it is an error, and the plan serves only numbers that give the same answer.
+Only sums, differences, products and quotients of a number and a tensor become operators, because only there the bits
+cannot depend on whether a number or a tensor of one element is given.
 """
 
 import functools
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType
@@ -82,7 +82,7 @@ class NumberInputs:
         places: the numbers' places, in words.
         numbers: the numbers of the capture.
         inputs: compute the inputs, in the order of the graph's.
-        forms: the computations of the inputs; equal for equal computations.
+        forms: the computations and the inputs, in order; equal for equal computations.
         answers: what Python has asked about the numbers, and the answers.
         is_confirmed: whether the plan was compared with the eager step for other numbers than those of the capture.
         is_refused: whether that comparison has failed.
@@ -98,10 +98,7 @@ class NumberInputs:
 
     def hold(self, numbers: Numbers) -> bool:
         """Whether the graph is right for these numbers."""
-        try:
-            return all(repr(ask(numbers)) == answer for ask, answer in self.answers)
-        except ArithmeticError:  # the user's code fails as well, and shows the error
-            return False
+        return all(_answer(ask, numbers) == answer for ask, answer in self.answers)
 
     def serve(self, numbers: Numbers) -> bool:
         """Whether the graph is known to be right for these numbers: asked as `hold`, and confirmed once."""
@@ -118,9 +115,39 @@ class NumberInputs:
             tensor.fill_(value)
 
 
+def _answer(ask: Callable[[Numbers], object], numbers: Numbers) -> str:
+    """Return an answer about numbers, in words; also of a question that is an error, which the user's code may catch."""
+    try:
+        return repr(ask(numbers))
+    except Exception as error:  # noqa: BLE001 - as the user's code pleases
+        return f"raises {type(error).__name__}"
+
+
 def num_inputs(places: Sequence[str]) -> int:
     """Return the number of inputs that a graph gets for the numbers of some places."""
     return len(places) + _NUM_SPARE
+
+
+class _Computed:
+    """A place of a number, or the result of an operation on others."""
+
+    __slots__ = ("operands", "operation")
+
+    def __init__(self, operation: Callable[..., Any] | int, operands: Sequence[Any] = ()) -> None:
+        self.operation, self.operands = operation, operands
+
+    def __call__(self, numbers: Numbers) -> Any:
+        """Compute the result from the numbers of all places."""
+        return self.value(numbers, {})
+
+    def value(self, numbers: Numbers, known: dict[int, Any]) -> Any:
+        """Compute the result; `known` holds results of other operations on the same numbers."""
+        if isinstance(self.operation, int):
+            return numbers[self.operation]
+        if id(self) not in known:  # a result that is used several times is computed once
+            parts = [each.value(numbers, known) if type(each) is _Computed else each for each in self.operands]
+            known[id(self)] = self.operation(*parts)
+        return known[id(self)]
 
 
 class NumberInputTracer:
@@ -138,13 +165,21 @@ class NumberInputTracer:
 
     def __init__(self, inputs: NumberInputs, tensors: Sequence[Tensor], *, divides: bool) -> None:
         self._inputs, self._tensors = inputs, tensors
-        self._by_form: dict[object, Tensor] = {}
+        self._by_form: dict[int, Tensor] = {}
+        self._forms: dict[object, int] = {}
         self.divides = divides
         self.is_open = True
 
     def traced(self, index: int) -> "TracedNumber":
         """Return the traced number of a place."""
-        return TracedNumber(self, self._inputs.numbers[index], operator.itemgetter(index), self._inputs.places[index])
+        form = self.form_of(self._inputs.places[index])
+        return TracedNumber(self, self._inputs.numbers[index], _Computed(index), form)
+
+    def form_of(self, computation: Hashable) -> int:
+        """Return the number of a computation; equal for equal computations."""
+        if computation not in self._forms:
+            self._inputs.forms.append(computation)
+        return self._forms.setdefault(computation, len(self._forms))
 
     def ask(self, ask: Callable[[Numbers], object]) -> Any:
         """Return an answer about the numbers, for which alone the graph will be right.
@@ -153,9 +188,8 @@ class NumberInputTracer:
             CaptureError: the capture is over, and code has kept a number of the capture.
         """
         self._check_open()
-        answer = ask(self._inputs.numbers)
-        self._inputs.answers.append((ask, repr(answer)))
-        return answer
+        self._inputs.answers.append((ask, _answer(ask, self._inputs.numbers)))
+        return ask(self._inputs.numbers)
 
     def take(self, number: "TracedNumber") -> Number:
         """Return a number itself, for which alone the graph will be right."""
@@ -171,12 +205,13 @@ class NumberInputTracer:
         self._check_open()
         tensor = self._by_form.get(number.form)
         if tensor is None:
-            if len(self._by_form) == len(self._tensors):
+            if len(self._by_form) == len(self._tensors) or not self.ask(
+                lambda numbers: _is_exact(number.compute(numbers))
+            ):
                 return self.take(number)
             tensor = self._by_form[number.form] = self._tensors[len(self._by_form)]
             self._inputs.inputs.append(number.compute)
             self._inputs.forms.append(number.form)
-            self.ask(lambda numbers: _is_exact(number.compute(numbers)))
         return tensor.to(dtype)
 
     def _check_open(self) -> None:
@@ -190,14 +225,12 @@ class TracedNumber:
     Attributes:
         value: the number.
         compute: computes the number from the numbers of all places.
-        form: the place, or the operation and its operands; equal for equal computations.
+        form: the number of the computation; equal for equal computations.
     """
 
     __slots__ = ("_tracer", "compute", "form", "value")
 
-    def __init__(
-        self, tracer: NumberInputTracer, value: Number, compute: Callable[[Numbers], Any], form: object
-    ) -> None:
+    def __init__(self, tracer: NumberInputTracer, value: Number, compute: Callable[[Numbers], Any], form: int) -> None:
         self._tracer, self.value, self.compute, self.form = tracer, value, compute, form
 
     @property  # type: ignore[misc]
@@ -221,18 +254,19 @@ class TracedNumber:
     def derived(self, operation: Callable[..., Any], *operands: Any) -> Any:
         """Return the result of an operation on numbers."""
         tracer = self._tracer
-        computes = [each.compute if _is_traced(each) else None for each in operands]
         values = [each.value if _is_traced(each) else each for each in operands]
-
-        def compute(numbers: Numbers) -> Any:
-            parts = [values[i] if part is None else part(numbers) for i, part in enumerate(computes)]
-            return operation(*parts)
-
-        value = operation(*values)
+        compute = _Computed(operation, [each.compute if _is_traced(each) else each for each in operands])
+        try:
+            value = operation(*values)
+        except Exception:
+            tracer.ask(compute)  # noted, and raised again: the user's code may catch the error
+            raise
         if type(value) not in (int, float):
             return tracer.ask(compute)
+        if operation is operator.pow:  # a power of whole numbers may be a float, and one of floats may be complex
+            tracer.ask(lambda numbers: type(compute(numbers)))
         form = (operation, *(each.form if _is_traced(each) else (type(each), repr(each)) for each in operands))
-        return TracedNumber(tracer, value, compute, form)
+        return TracedNumber(tracer, value, compute, tracer.form_of(form))
 
     def as_tensor(self, dtype: torch.dtype | None = None, device: Any = None, *, requires_grad: bool = False) -> Tensor:
         """Return the number as `torch.tensor` does."""
@@ -267,8 +301,8 @@ def _is_traced(value: object) -> bool:
     return type(value) is TracedNumber
 
 
-def _is_exact(value: Number) -> bool:
-    return isinstance(value, float) or abs(value) <= _MOST_EXACT
+def _is_exact(value: object) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) <= _MOST_EXACT)
 
 
 def _number_itself(value: Any) -> Any:

@@ -114,6 +114,7 @@ class ReachableValues:
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
         names, stored, makes_up_names: as the arguments, for the code found by this walk.
         loaded: attributes that the code reads.
+        asks_types: whether the code may ask for the class of a value by `type(it)`.
         seen: the values found, by identity; kept alive, because identities of freed objects are given again.
     """
 
@@ -135,6 +136,7 @@ class ReachableValues:
         self.self_references: list[str] = []
         self.names, self.stored = names, stored
         self.loaded: frozenset[str] = frozenset()
+        self.asks_types = False
         self.makes_up_names = self._takes_all = takes_all
         self.seen: dict[int, object] = {}
         self._model, self._keeps_tensors, self._is_lenient = model, keeps_tensors, is_lenient
@@ -361,6 +363,9 @@ class ReachableValues:
         self.stored |= stored_names(code)
         self.loaded |= loaded_names(code)
         self.makes_up_names = self.makes_up_names or makes_up_names(code)
+        # The methods that frozen dataclasses are given ask for the class of the object itself.
+        is_of_dataclass = code.co_name in ("__setattr__", "__delattr__")
+        self.asks_types = self.asks_types or ("type" in global_names(code) and not is_of_dataclass)
         if "globals" in code.co_names and not self._is_lenient:
             raise CaptureError(f"{label} calls globals(), whose values cannot be followed")
         cells = function.__closure__ or ()
@@ -511,6 +516,8 @@ class ReachableValues:
         if self._may_follow(mapping, mapping.values(), label):
             for key, value in list(mapping.items()):
                 self.visit(value, f"{label}[{key!r}]"[:200], depth, library)
+                if not is_installed(type(key).__module__):  # an object of the user's, whose attributes may change
+                    self.visit(key, f"the key {key!r} of {label}"[:200], depth, library)
         self._attributes(mapping, label, depth, library)
 
     def _sequence(self, sequence: Any, label: str, depth: int, library: int) -> None:

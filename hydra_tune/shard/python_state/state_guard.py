@@ -36,13 +36,16 @@ class PythonStateGuard:
         is_lenient: whether to pass over what cannot be followed, instead of raising.
         inputs: numbers, in words, that may change because the graph takes them as inputs; unknown ones are left out.
 
+    Attributes:
+        asks_types: whether the step's code may ask for the class of a value by `type(it)`.
+
     Raises:
         CaptureError: the step may read more values than can be followed.
         TaskError: the step may draw from an iterator, which can be neither compared nor put back, reads a value of a thread,
             or holds another name for the memory of a parameter.
     """
 
-    __slots__ = ("_caches", "_holders", "_inputs", "_mode_of_model")
+    __slots__ = ("_caches", "_holders", "_inputs", "_mode_of_model", "asks_types")
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class PythonStateGuard:
                 f"{walk.aliases[0]} shares the memory of a parameter or buffer of the model, which moves as a model that is "
                 "cut or fused trains; read the parameter from the module in each step instead"
             )
-        self._holders, self._caches = walk.holders, walk.caches
+        self._holders, self._caches, self.asks_types = walk.holders, walk.caches, walk.asks_types
         is_training = mode == "train"
         # A model in the other mode is switched before its step, and then all its parts have the mode.
         self._mode_of_model = None if module.training == is_training else is_training
