@@ -1,7 +1,8 @@
 """A trial that begins again finds the user's functions with the state that they kept at that moment."""
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,16 +90,39 @@ def test_a_trial_begins_again_with_the_state_of_that_moment(saves, faulty_batch,
     assert all(tensor.equal(expected.state_dict()[name]) for name, tensor in result.state_dict().items())
 
 
-def test_state_that_cannot_be_put_back_is_named(tmp_path, caplog, monkeypatch):
+def in_the_environment(_batch: Any) -> None:
+    os.environ["DRAWN"] = str(int(os.environ["DRAWN"]) + 1)
+
+
+def in_an_iterator() -> Callable[[Any], object]:
+    numbers = itertools.count()
+    return lambda batch: next(numbers)
+
+
+def in_a_large_tensor() -> Callable[[Any], object]:
+    seen = torch.zeros(30_000)
+    return lambda batch: seen.add_(1.0)
+
+
+STUBBORN = {
+    "the environment": lambda: in_the_environment,
+    "the variable 'numbers' of": in_an_iterator,
+    "the tensor the variable 'seen' of": in_a_large_tensor,
+}
+
+
+@pytest.mark.parametrize("name", STUBBORN)
+def test_state_that_cannot_be_put_back_is_named(name, tmp_path, caplog, monkeypatch):
     monkeypatch.setenv("DRAWN", "0")
-    made = task(fault=(3, tmp_path / "fault"))
+    made, noted = task(fault=(3, tmp_path / "fault")), STUBBORN[name]()
     train = made.train
 
     def drawing() -> Iterator[Any]:
         for batch in train():
-            os.environ["DRAWN"] = str(int(os.environ["DRAWN"]) + 1)
+            noted(batch)
             yield batch
 
     with HydraExecutor("cpu:1") as pool:
         pool.run([replace(made, train=drawing)])
-    assert "begins again, but the environment has changed meanwhile and cannot be put back" in caplog.text
+    assert f"begins again, but {name}" in caplog.text
+    assert "may have changed meanwhile and cannot be put back" in caplog.text

@@ -287,8 +287,8 @@ class TrialCheckpointer:
         """
         if self._python_state is not None and (name := self._python_state.restore()) is not None:
             _LOGGER.warning(
-                "%s begins again, but %s has changed meanwhile and cannot be put back; if its numbers depend on that value, "
-                "they will be others",
+                "%s begins again, but %s may have changed meanwhile and cannot be put back; if its numbers depend on that "
+                "value, they will be others",
                 self._name,
                 name,
             )

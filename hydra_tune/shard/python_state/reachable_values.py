@@ -450,6 +450,7 @@ class ReachableValues:
             self._hold([f"the tensor {label}"], lambda: [tensor._version])  # noqa: SLF001 - the contents have no one order
             return
         if self._skips_large and tensor.nbytes > _MAX_DATA_BYTES:
+            self._hold([f"the tensor {label}"], lambda: [tensor._version, tensor.data_ptr()])  # noqa: SLF001
             return
         self._note_alias(_memory_of(tensor), f"the tensor {label}")
         gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None

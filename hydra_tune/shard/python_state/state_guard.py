@@ -110,10 +110,10 @@ class PythonStateGuard:
         """
         places = self._inputs[name]
         before = [(holder, index, holder.read()[index]) for holder, index in places]
-        for holder, index in places:
-            _write_at(holder, index, stand_in)
         is_set = False
         try:
+            for holder, index in places:
+                _write_at(holder, index, stand_in)
             yield
             is_set = any(holder.read()[index] is not stand_in for holder, index in places)
         finally:
@@ -202,26 +202,30 @@ class DataStateGuard:
 class TaskStateGuard:
     """Notes what a task's functions and data keep in Python, so that its trial can begin again from this moment.
 
-    Large tensors and arrays, and what cannot be followed, are passed over.
+    Of large tensors only a change is noted; large arrays, and what cannot be followed, are passed over.
 
     Args:
         task: the task of the trial.
         module: the trial's model, whose tensors are no Python state.
     """
 
-    __slots__ = ("_holders",)
+    __slots__ = ("_caches", "_holders", "_iterators")
 
     def __init__(self, task: TrainTask, module: nn.Module) -> None:
         functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
-        self._holders = walked(functions, module, keeps_tensors=True, is_lenient=True, skips_large=True).holders
+        walk = walked(functions, module, keeps_tensors=True, is_lenient=True, skips_large=True)
+        self._holders, self._caches, self._iterators = walk.holders, walk.caches, walk.iterators
 
     def restore(self) -> str | None:
-        """Put the noted values back; name a value that could not be put back, or None."""
+        """Put the noted values back; name a value that may have changed and could not be put back, or None."""
         for holder in self._holders:
             if holder.write is not None and holder.change() is not None:
                 holder.write(holder.noted)
+        for function, misses in self._caches:  # results may depend on values that were put back
+            if function.cache_info().misses != misses:
+                function.cache_clear()
         changes = (holder.change(by_step=True) for holder in self._holders if not holder.is_of_model)
-        return next((name for name in changes if name is not None), None)
+        return next((name for name in (*changes, *self._iterators) if name is not None), None)
 
 
 def check_own_copy(task: TrainTask, module: nn.Module, mode: str) -> None:
