@@ -5,7 +5,7 @@ so eager code that asks (optimizers, many models) takes other branches. And oneD
 other threads run other kernels, which round differently. Captures therefore run alone: all computation for a trial, the
 trial's own code or a shard unit, passes the gate shared, and a capture passes the gate exclusively.
 
-`PlanLibrary` (`shard/partition/plan_cache.py`) takes the gate exclusively for each capture; the units of a batch
+`captured_graph` (`shard/partition/trial_step.py`) takes the gate exclusively for each capture; the units of a batch
 (`train/loop/batch_units.py`) and a trial's own code between units (`train/trial.py`) take the gate shared.
 """
 

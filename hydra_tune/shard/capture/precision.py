@@ -5,7 +5,7 @@ In an eager step, a single region spans the whole forward. A parameter used by s
 gradients are added in the low precision. Regions around pieces would cast the parameter once per piece. `share_casts`
 therefore puts the single cast into the graph, as a value that may cross cuts like any other value; parameters used once
 are left to autocast. `cut_shard` (`shard/partition/subgraph.py`) wraps each new shard in `under_autocast`,
-`PlanLibrary` (`shard/partition/plan_cache.py`) calls `share_casts` after each capture, and `train/loop/direct.py` runs
+`captured_graph` (`shard/partition/trial_step.py`) calls `share_casts` after each capture, and `train/loop/direct.py` runs
 the user's own steps in `eager_autocast`.
 
 Note: torch keeps a process-wide cache of casts and clears the cache when any thread leaves a `torch.autocast` region.

@@ -2,7 +2,8 @@
 
 The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so a capture serves every
 trial of the same architecture. The module knows nothing of cutting or memory. `PlanLibrary`
-(`shard/partition/plan_cache.py`) calls `capture` for each new kind of batch; the pilot (`shard/cost/pilot.py`) and the
+(`shard/partition/plan_cache.py`) has `captured_graph` (`trial_step.py`) call `capture` for each new kind of batch; the pilot
+(`shard/cost/pilot.py`) and the
 splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is made.
 """
 

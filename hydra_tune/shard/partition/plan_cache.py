@@ -8,12 +8,11 @@ A trial (`train/loop/plan_cache.py`) asks for a plan when a new kind of batch co
 know the course of a trial, the schedule, or the places of blocks.
 """
 
-import copy
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,18 +25,14 @@ from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis, analyse
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.guards import BatchValueGuard
-from hydra_tune.shard.capture.meta_models import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
-from hydra_tune.shard.capture.precision import autocast, share_casts
+from hydra_tune.shard.capture.meta_models import is_unbuilt
 from hydra_tune.shard.capture.step_capture import (
     CapturedStepGraph,
     StateSpec,
-    capture,
     describe,
-    named_state,
     state_specs,
 )
-from hydra_tune.shard.capture.step_module import set_mode
-from hydra_tune.shard.capture.value_replay import Answer, answering, ask
+from hydra_tune.shard.capture.value_replay import Answer
 from hydra_tune.shard.cost.activation_policy import MeasuredActivationChoice, chosen, keeping, seconds_of
 from hydra_tune.shard.cost.compute_estimate import estimated_seconds
 from hydra_tune.shard.cost.microbatch_search import PieceCountChoice, StepCostEstimate
@@ -51,9 +46,10 @@ from hydra_tune.shard.partition.partition_planner import ShardPartitionPlanner
 from hydra_tune.shard.partition.plan import ShardPlan, build_plan
 from hydra_tune.shard.partition.plan_request import CapturedStep, ShardPlanRequest, TrialStateLayout, key_of
 from hydra_tune.shard.partition.shard_size_search import CHOICES
+from hydra_tune.shard.partition.trial_step import answers_to, captured_graph, hollow_twin_of, restored, twin_of
 from hydra_tune.shard.python_state.number_inputs import NumberInputError, NumberInputs
-from hydra_tune.shard.python_state.state_guard import PythonStateGuard, check_own_copy
-from hydra_tune.shard.verify.plan_check import changed_state, verify, verify_close
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard
+from hydra_tune.shard.verify.plan_check import verify, verify_close
 from hydra_tune.shard.verify.process_state import intraop_threads, preserved_streams
 from hydra_tune.shard.verify.sample_check import SampledStep, sample_of
 from hydra_tune.shard.verify.separable_optimizers import check_separable
@@ -242,7 +238,7 @@ class PlanLibrary:
             CaptureError: the plan gives other numbers than the eager step.
         """
         with self._lock, preserved_streams(), GATE.shared(), intraop_threads(self.budget.host_threads):
-            verify(task, _twin(model, prepared.plan.mode), prepared.plan, batch)
+            verify(task, twin_of(model, prepared.plan.mode), prepared.plan, batch)
 
     def confirm(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: batches.NumberedBatch) -> None:
         """Compare a plan with the eager step for other numbers than those of its capture; arguments as of `check_again`.
@@ -288,7 +284,7 @@ class PlanLibrary:
         )
         with self._lock, preserved_streams():
             estimate = self._look(request, [])
-            if isinstance(estimate, CaptureError) and not is_unbuilt(model) and (answers := _answers(request)):
+            if isinstance(estimate, CaptureError) and not is_unbuilt(model) and (answers := answers_to(request)):
                 with_answers = self._look(request, answers)
                 estimate = estimate if isinstance(with_answers, CaptureError) else with_answers
             with suppress(BudgetError):
@@ -325,7 +321,7 @@ class PlanLibrary:
         outcome = self._attempt(request, [])
         # No answers for a step with inputs for numbers: they may depend on the numbers, and a guard replays constants.
         may_answer = not is_unbuilt(request.model) and not batches.places_of(request.batch)
-        if isinstance(outcome, CaptureError) and may_answer and (answers := _answers(request)):
+        if isinstance(outcome, CaptureError) and may_answer and (answers := answers_to(request)):
             # Without answers first: a step that needs no answers has a single plan for all batches.
             with_answers = self._attempt(request, answers)
             return outcome if isinstance(with_answers, CaptureError) else with_answers
@@ -393,7 +389,7 @@ class PlanLibrary:
             # Bits are compared without the compiler only; the compiled plan is compared up to rounding.
             plan = build_plan(captured, analysis, pilot, edges, request.task.compile)
             with GATE.exclusive():  # the first run compiles
-                seconds = verify_close(request.task, _twin(request.model), plan, request.batch)
+                seconds = verify_close(request.task, twin_of(request.model), plan, request.batch)
         # Lazy: the search measures many candidates.
         smallest = functools.cache(partial(partitioner.least_budget, self.budget.num_shards, plan.peak_bytes))
         return PreparedPlan(
@@ -416,7 +412,7 @@ class PlanLibrary:
 
     def _captured(self, request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> CapturedStepGraph:
         # A GPU multiplies by the inverse of a number, and divides by a tensor.
-        return _captured(request, batch, answers, divides=not self.budget.checks_sample)
+        return captured_graph(request, batch, answers, divides=not self.budget.checks_sample)
 
     def _measured(
         self, request: ShardPlanRequest, captured: CapturedStepGraph, tensors: tuple[Tensor, ...]
@@ -475,7 +471,9 @@ class PlanLibrary:
         distinct_kept = None if kept is plan else kept
         with GATE.shared(), intraop_threads(self.budget.host_threads):
             twin = (
-                _twin(request.model, request.mode) if numbering is None else _hollow_twin(request.model, request.mode)
+                twin_of(request.model, request.mode)
+                if numbering is None
+                else hollow_twin_of(request.model, request.mode)
             )
             return verify(request.task, twin, plan, batch, request.guards, distinct_kept, request.effects, numbering)
 
@@ -523,9 +521,9 @@ class PlanLibrary:
 
     def _whole_for(self, request: ShardPlanRequest, reason: CaptureError, *, updates_on_host: bool) -> PreparedPlan:
         specs = state_specs(request.model)
-        twin = _twin(request.model, request.mode)
+        twin = twin_of(request.model, request.mode)
         # The memory of a whole step is measured by running the step.
-        with GATE.exclusive(), _restored(request, twin):
+        with GATE.exclusive(), restored(request, twin):
             plan = whole_plan(
                 request.task,
                 request.model,
@@ -556,104 +554,6 @@ def _serves(entry: _PlanLibraryEntry, request: ShardPlanRequest) -> bool:
         return True
     numbers = PythonStateGuard(request.task, request.model, request.mode, inputs=entry.found.numbers.places).numbers()
     return numbers is not None and entry.found.numbers.hold(numbers)
-
-
-def _twin(model: nn.Module, mode: str | None = None, *, has_values: bool = True) -> nn.Module:
-    """Return a copy of a model, in the mode of a step if given; without `has_values`, trained parameters are not copied."""
-    # Tensors that code has computed, as the weight of `torch.nn.utils.weight_norm`, have no copy in torch.
-    computed = [value for part in model.modules() for value in vars(part).values() if isinstance(value, Tensor)]
-    known = {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf}
-    if not has_values:
-        trained = [
-            parameter for parameter in model.parameters() if type(parameter) is nn.Parameter and parameter.requires_grad
-        ]
-        known |= {id(parameter): nn.Parameter(torch.empty_like(parameter)) for parameter in trained}
-    try:
-        twin = copy.deepcopy(model, known)
-    except Exception as error:
-        raise CaptureError(f"{type(model).__name__} cannot be copied: {describe(error)}") from error
-    if mode is not None:
-        set_mode(twin, mode)
-    return twin
-
-
-def _hollow_twin(model: nn.Module, mode: str) -> nn.Module:
-    """Return a copy of a model for a check without values: its parameters and buffers have memory that nobody touches."""
-    if any(type(tensor) not in (Tensor, nn.Parameter) for _, tensor in named_state(model)):
-        raise ValuesNeededError("a parameter or buffer is of a class of its own, which may compute otherwise")
-    twin = bodiless_twin(model)[0]
-    set_mode(twin, mode)
-    return twin
-
-
-def _captured(request: ShardPlanRequest, batch: Any, answers: list[Answer], *, divides: bool) -> CapturedStepGraph:
-    """Capture the step for a batch as a graph; arguments as of `capture`."""
-    if is_unbuilt(request.model):
-        return _captured_unbuilt(request, batch)
-    # Copied outside the gate, so that computations wait for the capture alone.
-    check_own_copy(request.task, request.model, request.mode)
-    # An export replaces parameters, and refuses a trained one that it meets elsewhere, so none of their values is read.
-    twin = _twin(request.model, request.mode, has_values=False)
-    # The check then starts from the streams before the capture: a step that seeds them would agree with the graph by luck.
-    with GATE.exclusive(), autocast(request.task.precision), _unchanged(request, twin), preserved_streams():
-        captured = capture(request.task, twin, batch, request.mode, answering(answers), divides=divides)
-    share_casts(captured, state_specs(request.model), captured.precision)
-    return captured
-
-
-def _captured_unbuilt(request: ShardPlanRequest, batch: Any) -> CapturedStepGraph:
-    """Capture the step of a model without bytes."""
-    mode = export_mode()
-    with mode:
-        twin = bodiless_twin(request.model)[0]
-    set_mode(twin, request.mode)
-    fakes = without_bytes(mode, batches.plain_mappings(batch))
-    with GATE.exclusive(), autocast(request.task.precision), _unchanged(request, twin):
-        captured = capture(request.task, twin, fakes, request.mode)
-    share_casts(captured, state_specs(request.model), captured.precision)
-    return replace(captured, constants={name: solid(tensor) for name, tensor in captured.constants.items()})
-
-
-def _answers(request: ShardPlanRequest) -> list[Answer]:
-    """Answers to the questions of the step's Python about this batch; empty if answers do not help."""
-    twin = _twin(request.model, request.mode)
-    # Exclusive, so that nothing else changes what is put back. An error in the user's code appears again when the model
-    # runs whole.
-    with suppress(Exception), GATE.exclusive(), _unchanged(request, twin), preserved_streams():
-        return ask(request.task, twin, request.mode, batches.copied(request.batch))
-    return []
-
-
-@contextmanager
-def _unchanged(request: ShardPlanRequest, twin: nn.Module) -> Iterator[None]:
-    """Refuse a step that changes its Python state, and put the state back: the trial's own steps are still to come.
-
-    Entered inside `GATE.exclusive`, so that nobody else changes the state meanwhile.
-
-    Raises:
-        CaptureError: the step inside the context has changed a value.
-    """
-    state = PythonStateGuard(request.task, twin, request.mode, keeps_tensors=True)
-    try:
-        yield
-        changed = state.change(by_step=True)
-    finally:
-        state.restore()
-    if changed is not None:
-        raise changed_state(changed)
-
-
-@contextmanager
-def _restored(request: ShardPlanRequest, twin: nn.Module) -> Iterator[None]:
-    """Put the step's Python state back afterwards, as far as the state can be followed; inside `GATE.exclusive`."""
-    try:
-        state = PythonStateGuard(request.task, twin, request.mode, keeps_tensors=True)
-    except CaptureError:
-        state = PythonStateGuard(request.task, twin, request.mode, keeps_tensors=True, is_lenient=True)
-    try:
-        yield
-    finally:
-        state.restore()
 
 
 def _check_gradients(captured: CapturedStepGraph, analysis: GraphAnalysis) -> None:

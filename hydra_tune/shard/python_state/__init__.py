@@ -1,6 +1,6 @@
 """The Python values that a step may read besides its batch and its model's tensors, and what has become of them.
 
 The package must not know captures, plans or trials. Read `state_guard` first: it says what is guarded and why. Then
-`reachable_values` (the walk from the user's functions), `value_holder` (a place, its values, and how they are put back) and
-`code_names` (names in code, and which code is installed).
+`reachable_values` (the walk from the user's functions), `value_holder` (a place, its values, and how they are put back),
+`number_inputs` (numbers that a graph takes as inputs) and `code_names` (names in code, and which code is installed).
 """

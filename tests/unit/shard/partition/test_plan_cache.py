@@ -20,6 +20,7 @@ from hydra_tune.errors import BudgetError, CaptureError, TaskError
 from hydra_tune.shard.capture.batch import flatten
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.partition import plan_cache as library_module
+from hydra_tune.shard.partition import trial_step as capture_module
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
 from tests.parity.models import build
@@ -60,13 +61,13 @@ def prepare(plans, task, batch=None, mode="train", like=None, model=None):
 def captures(monkeypatch):
     """The modes of the captures that really ran."""
     modes = []
-    real = library_module.capture
+    real = capture_module.capture
 
     def counted(task, twin, batch, mode, *rest, **options):
         modes.append(mode)
         return real(task, twin, batch, mode, *rest, **options)
 
-    monkeypatch.setattr(library_module, "capture", counted)
+    monkeypatch.setattr(capture_module, "capture", counted)
     return modes
 
 
@@ -220,14 +221,14 @@ def test_a_capture_is_alone_and_eager_code_never_sees_it(monkeypatch):
     """`torch.compiler.is_compiling()` is true in all threads while one exports."""
     exporting = threading.Event()
     alone, answers = [], []
-    real = library_module.capture
+    real = capture_module.capture
 
     def capture(task, twin, batch, mode, *rest, **options):
         exporting.set()
         alone.append(GATE._alone)
         return real(task, twin, batch, mode, *rest, **options)
 
-    monkeypatch.setattr(library_module, "capture", capture)
+    monkeypatch.setattr(capture_module, "capture", capture)
 
     def eager():
         assert exporting.wait(PATIENCE_SECONDS)
