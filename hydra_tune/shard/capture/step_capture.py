@@ -1,9 +1,8 @@
 """Captures model and step as a flat graph of aten operators, by `torch.export(strict=False)`.
 
 The graph takes state, constants and batch tensors as inputs and holds no tensor of any trial, so a capture serves every
-trial of the same architecture. The module knows nothing of cutting or memory. `PlanLibrary`
-(`shard/partition/plan_cache.py`) has `captured_graph` (`trial_step.py`) call `capture` for each new kind of batch; the pilot
-(`shard/cost/pilot.py`) and the
+trial of the same architecture. The module knows nothing of cutting or memory. `captured_graph`
+(`shard/partition/trial_step.py`) calls `capture` for each new kind of batch; the pilot (`shard/cost/pilot.py`) and the
 splitter (`shard/partition/subgraph.py`) then read the `CapturedStepGraph` while a plan is made.
 """
 
