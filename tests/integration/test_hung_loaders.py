@@ -38,7 +38,7 @@ def how(request, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("captured")
 
-    monkeypatch.setattr("hydra_tune.shard.partition.plan_cache.capture", refuse)
+    monkeypatch.setattr("hydra_tune.shard.partition.trial_step.capture", refuse)
     return {"num_shards": None}
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
 from hydra_tune.errors import TaskError
 from hydra_tune.pool.job import OVER
-from hydra_tune.shard.partition import plan_cache
+from hydra_tune.shard.partition import trial_step
 from tests.support.gathered import gather
 
 PATIENCE_SECONDS = 60
@@ -149,8 +149,8 @@ def test_the_plain_loop_weighs_too(changes):
 
 def test_a_new_sum_is_no_reason_for_a_new_capture(monkeypatch):
     captures = []
-    capture = plan_cache.capture
-    monkeypatch.setattr(plan_cache, "capture", lambda *given, **more: captures.append(1) or capture(*given, **more))
+    capture = trial_step.capture
+    monkeypatch.setattr(trial_step, "capture", lambda *given, **more: captures.append(1) or capture(*given, **more))
     with HydraExecutor("cpu:1", **WAYS["cut in 2"]) as pool:
         (result,) = pool.run([task()])
     assert_same(result, task())

@@ -37,7 +37,7 @@ def never_captured(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("captured")
 
-    monkeypatch.setattr("hydra_tune.shard.partition.plan_cache.capture", refuse)
+    monkeypatch.setattr("hydra_tune.shard.partition.trial_step.capture", refuse)
 
 
 class Hanging:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from hydra_tune import Result, TrainTask, train_plain
 from hydra_tune.errors import BudgetError, TaskError
-from hydra_tune.shard.partition import plan_cache
+from hydra_tune.shard.partition import trial_step
 from tests.parity import registry
 from tests.parity.models import GPT2, build
 from tests.support.tracker import StorageTracker
@@ -182,7 +182,7 @@ def test_trials_share_a_capture_where_they_are_cut_alike(captured_once):
     captured_once.clear()
     tasks = [task(split_operators={"embed": count, "head": 4}, seed=seed) for seed, count in enumerate((4, 4, 8))]
     with (
-        mock.patch.object(plan_cache, "capture", wraps=plan_cache.capture) as captures,
+        mock.patch.object(trial_step, "capture", wraps=trial_step.capture) as captures,
         running(devices="cpu:2") as pool,
     ):
         results = pool.run(tasks)

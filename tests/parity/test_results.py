@@ -141,7 +141,7 @@ def trained_in(way: str, tasks: list[TrainTask]) -> list[TrainingOutcome]:
     if way == "own, moved":
         return [moved(task) for task in tasks]
     capture = (
-        mock.patch("hydra_tune.shard.partition.plan_cache.capture", not_captured) if way == "whole" else nullcontext()
+        mock.patch("hydra_tune.shard.partition.trial_step.capture", not_captured) if way == "whole" else nullcontext()
     )
     options = {"devices": "cpu:1", "device_memory": "256MiB"} | WAYS[way]
     with capture, pytest.MonkeyPatch.context() as patch, HydraExecutor(**options) as pool:

@@ -450,6 +450,7 @@ class TrialCheckpointer:
             if self._end is not None:
                 return
             self._end = status
+        self._python_state = None  # refers to the trial's module, which a result's owner may have let go
         self._fail_requests()
         if self._folder is None:
             self._all.leave(self.path)

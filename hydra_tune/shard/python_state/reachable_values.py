@@ -636,7 +636,10 @@ class ReachableValues:
         attributes = vars(value)
         names = [name for name, item in attributes.items() if isinstance(item, PLAIN)]
         self._hold(
-            [label], lambda: list(map(attributes.get, names)), lambda values: write_names(attributes, names, values)
+            [label],
+            lambda: list(map(attributes.get, names)),
+            lambda values: write_names(attributes, names, values),
+            is_of_threads=True,
         )
 
     def _array(self, array: Any, label: str) -> None:

@@ -219,12 +219,12 @@ class TaskStateGuard:
     def restore(self) -> str | None:
         """Put the noted values back; name a value that may have changed and could not be put back, or None."""
         for holder in self._holders:
-            if holder.write is not None and holder.change() is not None:
-                holder.write(holder.noted)
+            holder.rewind()
         for function, misses in self._caches:  # results may depend on values that were put back
             if function.cache_info().misses != misses:
                 function.cache_clear()
-        changes = (holder.change(by_step=True) for holder in self._holders if not holder.is_of_model)
+        stubborn = (holder for holder in self._holders if not (holder.is_of_model or holder.is_of_threads))
+        changes = (holder.change(by_step=True) for holder in stubborn)
         return next((name for name in (*changes, *self._iterators) if name is not None), None)
 
 

@@ -23,6 +23,19 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dty
 EXACT = frozenset(PLAIN) - {enum.Enum}
 """Those without classes derived from them, which may add attributes."""
 
+_OF_THREADS = (
+    "threading",
+    "_thread",
+    "queue",
+    "_queue",
+    "multiprocessing",
+    "concurrent",
+    "asyncio",
+    "socket",
+    "subprocess",
+)
+"""Packages of the standard library whose objects belong to running threads and processes."""
+
 Values = Sequence[Any]
 
 
@@ -37,12 +50,23 @@ class ValueHolder:
         is_tensor: whether the place is a tensor, and the values its contents.
         is_filled_by_step: whether a step may set the values and still be captured: results that a function keeps, and what a
             library's model writes into its configuration once.
+        is_of_threads: whether threads wait for the values, so that they must not be put back while a trial begins again.
 
     Attributes:
         inputs: indices of numbers that may change, because the graph takes them as inputs; they stay of their class.
     """
 
-    __slots__ = ("inputs", "is_filled_by_step", "is_of_model", "is_tensor", "labels", "noted", "read", "write")
+    __slots__ = (
+        "inputs",
+        "is_filled_by_step",
+        "is_of_model",
+        "is_of_threads",
+        "is_tensor",
+        "labels",
+        "noted",
+        "read",
+        "write",
+    )
 
     def __init__(
         self,
@@ -53,9 +77,11 @@ class ValueHolder:
         is_of_model: bool = False,
         is_tensor: bool = False,
         is_filled_by_step: bool = False,
+        is_of_threads: bool = False,
     ) -> None:
         self.labels, self.read, self.write = labels, read, write
         self.is_of_model, self.is_tensor, self.is_filled_by_step = is_of_model, is_tensor, is_filled_by_step
+        self.is_of_threads = is_of_threads
         self.noted = read()
         self.inputs: set[int] = set()
 
@@ -85,6 +111,17 @@ class ValueHolder:
 
     def _is_input(self, index: int, value: object, known: object) -> bool:
         return index in self.inputs and _are_numbers(value, known)
+
+    def rewind(self) -> None:
+        """Put the noted values back, as far as nothing else works with them: no threads, queues, locks and connections."""
+        if self.write is None or self.is_of_threads or self.change() is None:
+            return
+        values, noted = self.read(), self.noted
+        if len(values) == len(noted):
+            pairs = zip(values, noted, strict=True)
+            self.write([value if _works_on(value) or _works_on(known) else known for value, known in pairs])
+        elif not any(map(_works_on, (*values, *noted))):
+            self.write(noted)
 
     def kept(self) -> set[str]:
         """Names of the model's attributes that are other objects than those noted, although `change(by_step=True)` is None."""
@@ -192,6 +229,11 @@ def _is_same(value: object, known: object) -> bool:
         same_attributes = type(value) in EXACT or getattr(value, "__dict__", 0) == getattr(known, "__dict__", 0)
         return same_attributes and repr(value) == repr(known)
     return isinstance(value, frozenset) and value == known
+
+
+def _works_on(value: object) -> bool:
+    """Whether something else may be at work with an object, such as a thread."""
+    return type(value).__module__.partition(".")[0] in _OF_THREADS
 
 
 def _are_numbers(*values: object) -> bool:

@@ -21,7 +21,7 @@ from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import run_figures
 from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
-from hydra_tune.shard.partition import plan_cache
+from hydra_tune.shard.partition import trial_step
 from tests.support.together import together
 from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, against_plain, running, until
 
@@ -312,8 +312,8 @@ def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plai
 def test_auto_captures_nothing_more_where_there_are_too_few_steps_to_find_out(monkeypatch, captured_once):
     """Trials of one family and of different dropout, which would have to be compared; waits until all are there."""
     captured = []
-    capture = plan_cache.capture
-    monkeypatch.setattr(plan_cache, "capture", lambda *given, **named: captured.append(1) or capture(*given, **named))
+    capture = trial_step.capture
+    monkeypatch.setattr(trial_step, "capture", lambda *given, **named: captured.append(1) or capture(*given, **named))
     described = [task(seed, model=partial(dropping, p=0.1 * seed)) for seed in range(1, 4)]
     counts = {}
     for fusion in ("off", "auto"):

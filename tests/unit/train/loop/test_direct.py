@@ -135,7 +135,7 @@ def test_nothing_is_captured_and_no_operator_is_followed_after_the_first_step(mo
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("captured")
 
-    monkeypatch.setattr("hydra_tune.shard.partition.plan_cache.capture", refuse)
+    monkeypatch.setattr("hydra_tune.shard.partition.trial_step.capture", refuse)
     followed = []
 
     class Seen(nn.Linear):
