@@ -45,5 +45,7 @@ def test_a_search_of_planned_steps_is_killed_and_gone_on_with(tmp_path, kind):
         assert ended(start(main, folder, result, kind, errors=errors, moment=moment), errors) == -9, moment
     assert not result.exists()
     assert ended(start(main, folder, result, kind, errors=errors), errors) == 0
-    assert list(differences(expected(2 if kind == "pair" else 4), load_tensors(result)[0])) == []
+    found = list(differences(expected(2 if kind == "pair" else 4), load_tensors(result)[0]))
+    # Where checkpoints are slow to write, the last process may find all trials at their ends, and makes no group.
+    assert [line for line in found if ".members" not in line] == []
     assert not [path.name for path in folder.rglob("*.tmp")]
