@@ -524,11 +524,10 @@ class Trial:
             for window in in_windows(drawn, length):
                 if self.task.loss_weight is None:
                     self._gradients.divisor = len(window)
-                    yield from window
-                    continue
-                with self._own_code():
-                    pairs = weighed(self.task, window)
-                yield from pairs
+                else:
+                    with self._own_code():
+                        window = weighed(self.task, window)  # noqa: PLW2901 - the batches in pairs
+                yield from window
 
     def _draw_pass(self, skipped: int) -> Generator[Any, None, None]:
         """Draw the batches of a training pass, without the batches trained on before the checkpoint."""

@@ -49,7 +49,6 @@ class GroupPlanCache:
         self._wanted: WeakKeyDictionary[PreparedPlan, tuple[MemberBatchRequest, MemberTrial]] = WeakKeyDictionary()
         self._counted: WeakKeyDictionary[PreparedPlan, dict[str, MaskedReduction]] = WeakKeyDictionary()
         self._pairs: dict[tuple[PreparedPlan, PreparedPlan], bool] = {}
-        self._num_numbered = 0  # captures with inputs for numbers
         self._known: dict[tuple[str, Hashable], list[tuple[PreparedPlan, Sequence[Tensor]]]] = {}
 
     def found(self, wanted: MemberBatchRequest) -> PreparedPlan | None:
@@ -125,14 +124,12 @@ class GroupPlanCache:
         return MemberDifferences(drops, rows, differences.numbered[1:])
 
     def _made(self, member: MemberTrial, wanted: MemberBatchRequest) -> PreparedPlan:
-        self._num_numbered += bool(wanted.places)
-        if self._num_numbered > _MAX_PLANS:
-            self._num_numbered = 0
-            raise NumberInputError(wanted.places, f"they have needed {_MAX_PLANS} captures in a group")
+        plans = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
+        if wanted.places and len(plans) == _MAX_PLANS:
+            raise NumberInputError(wanted.mode, wanted.places, f"they have needed {_MAX_PLANS} captures in a group")
         plan = self._plans.of_member(member, wanted, self._layout)
         self._wanted[plan] = wanted, member
         self._plans.stacked(plan, 1)  # raises now if the plan cannot be stacked
-        plans = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
         # Keep only the geometry: the batch itself may be large.
         plans.append((plan, [torch.empty_like(tensor, device="meta") for tensor in wanted.tensors]))
         del plans[:-_MAX_PLANS]

@@ -8,6 +8,7 @@ The group advances the members' own training loops (`membership.py`), picks the 
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
 
 from hydra_tune.batched.batched_optimizer import StackedOptimizer
@@ -107,8 +108,8 @@ class GroupTrial(Trial):
         self._planned = None if planner is None else PlannedStepCache(planner, device, desk.measured)
         self._units_done = 0  # of the current step
         # Numbers of the members' Python state, in words, by mode: inputs of the graphs, and those that cannot be inputs.
-        self._inputs: dict[str, frozenset[str]] = {}
-        self._not_inputs: dict[str, frozenset[str]] = {}
+        self._inputs: dict[str, frozenset[str]] = defaultdict(frozenset)
+        self._not_inputs: dict[str, frozenset[str]] = defaultdict(frozenset)
         self._num_comparisons = 0  # of members, because of numbers
         self._architectures = {seat.member.architecture for seat in seats}
         for seat in seats:
@@ -248,9 +249,8 @@ class GroupTrial(Trial):
             return self._chosen(wanting, choose)
         except NumberInputError as error:
             _LOGGER.info("%s", error)
-            mode = wanted_of(wanting[0]).mode
-            self._inputs[mode] = self._inputs.get(mode, frozenset()) - error.places
-            self._not_inputs[mode] = self._not_inputs.get(mode, frozenset()) | error.places
+            self._inputs[error.mode] -= error.places
+            self._not_inputs[error.mode] |= error.places
             return self._next(wanting, choose)
 
     def _chosen(
@@ -287,9 +287,8 @@ class GroupTrial(Trial):
             self._num_comparisons += 1
             if is_last or self._num_comparisons > _MAX_STATES:
                 self._num_comparisons = 0
-                raise NumberInputError(
-                    wanted_of(bucket[0]).places, "the steps of a group's members ask for other values"
-                )
+                places = wanted_of(bucket[0]).places
+                raise NumberInputError(plan.plan.mode, places, "the steps of a group's members ask for other values")
             del self._places.stacked[plan, are_padded(bucket)]
 
     def _follow_state(self, wanting: Sequence[GroupSlot]) -> None:
@@ -298,30 +297,35 @@ class GroupTrial(Trial):
         Raises:
             GroupBatchError: the state changes too often, or in the middle of a step, or cannot be compared.
         """
-        changes = {id(seat): seat.member.changed_state(wanted_of(seat).mode) for seat in wanting}
-        changed_seats = [seat for seat in wanting if changes[id(seat)] is not None]
-        change = None if not changed_seats else changes[id(changed_seats[0])]
-        if change is not None:
+        # All members, because their plans are compared: also those that want something else now, or have just joined.
+        modes = sorted({wanted_of(seat).mode for seat in wanting})
+        changes = [
+            (seat, mode, change)
+            for seat in self._places.live
+            for mode in modes
+            if (change := seat.member.changed_state(mode)) is not None
+        ]
+        what = changes[0][2] if changes else "its state"
+        if changes:
             if self._units_done:
-                raise GroupBatchError(f"{change} has changed within a step")
-            _LOGGER.info("%s has changed, so the step of a group is captured again", change)
-            mode = wanted_of(changed_seats[0]).mode
-            numbers = frozenset().union(*(seat.member.changed_numbers(mode) for seat in changed_seats))
-            self._inputs[mode] = self._inputs.get(mode, frozenset()) | numbers - self._not_inputs.get(mode, frozenset())
-        # A member that has just joined has no inputs yet.
-        stale_seats = [seat for seat in wanting if changes[id(seat)] is not None or seat.member.inputs != self._inputs]
+                raise GroupBatchError(f"{what} has changed within a step")
+            _LOGGER.info("%s has changed, so the step of a group is captured again", what)
+        for seat, mode, _ in changes:
+            self._inputs[mode] |= seat.member.changed_numbers(mode) - self._not_inputs[mode]
+        changed_seats = {id(seat) for seat, _, _ in changes}
+        stale_seats = [
+            seat for seat in self._places.live if id(seat) in changed_seats or seat.member.inputs != self._inputs
+        ]
         if not stale_seats:
             return
         for seat in stale_seats:
             try:
                 seat.member.identify(self._inputs)
             except UnfusableError as error:
-                raise GroupBatchError(f"{change or 'its state'} has changed: {error}") from error
+                raise GroupBatchError(f"{what} has changed: {error}") from error
         self._architectures |= {seat.member.architecture for seat in stale_seats}
         if len(self._architectures) > _MAX_STATES * len(self.seats):
-            raise GroupBatchError(
-                f"{change or 'its state'} has had {_MAX_STATES} values, and a group's step is captured for each"
-            )
+            raise GroupBatchError(f"{what} has had {_MAX_STATES} values, and a group's step is captured for each")
         self._kinds.forget()
         self._places.stacked.clear()
         self.captures.close()

@@ -219,10 +219,12 @@ class PlanLibrary:
                 self._keep(key, entry)
             if isinstance(entry.found, CaptureError):
                 if places := batches.places_of(batch):
-                    raise NumberInputError(places, entry.found)
+                    raise NumberInputError(mode, places, entry.found)
                 return replace(self._whole(request, entry.found), guard=entry.guard)
             if entry.found.numbers is not None and entry.found.numbers.is_refused:
-                raise NumberInputError(batches.places_of(batch), "its plan gave other numbers than the eager step")
+                raise NumberInputError(
+                    mode, batches.places_of(batch), "its plan gave other numbers than the eager step"
+                )
             return entry.found
 
     def check_again(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: Any) -> None:
@@ -251,7 +253,7 @@ class PlanLibrary:
             self.check_again(prepared, task, model, batch)
         except CaptureError as error:
             prepared.numbers.is_refused = True
-            raise NumberInputError(batch.places, error) from error
+            raise NumberInputError(prepared.plan.mode, batch.places, error) from error
         prepared.numbers.is_confirmed = True
 
     def foresee(

@@ -66,11 +66,12 @@ class NumberInputError(CaptureError):
     """Some numbers cannot be inputs of a step's graph: each value needs a capture.
 
     Attributes:
+        mode: "train" or "evaluate", of the step.
         places: the numbers' places, in words.
     """
 
-    def __init__(self, places: Iterable[str], reason: object) -> None:
-        self.places = frozenset(places)
+    def __init__(self, mode: str, places: Iterable[str], reason: object) -> None:
+        self.mode, self.places = mode, frozenset(places)
         super().__init__(f"{', '.join(sorted(self.places))} cannot be an input of the graph: {reason}")
 
 

@@ -190,11 +190,9 @@ class TrialPlanCache:
         Raises:
             NumberInputError: the plan gives other numbers than the eager step.
         """
-        numbers = cached_plan.prepared.numbers
-        if numbers is None or numbers.is_confirmed or cached_plan.python_state is None:
-            return
-        present = cached_plan.python_state.numbers()
-        if present is None or present == tuple(numbers.numbers):
+        numbers, python_state = cached_plan.prepared.numbers, cached_plan.python_state
+        present = None if numbers is None or python_state is None else python_state.numbers()
+        if numbers is None or present is None or numbers.serve(present):
             return
         numbered = cached_plan.numbered(batch)
         with nullcontext() if state is None else state.whole(), self._streams.everything():
