@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hydra_tune import HydraExecutor
+from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.shard.python_state import number_inputs
 from tests.parity.exact import differences
 from tests.parity.stateful import Program, Reads, batches, error, task
@@ -363,3 +363,33 @@ def test_members_have_numbers_of_their_own():
     for pace, result in zip(paces, results, strict=True):
         for name, tensor in by_hand(made(pace))["state"].items():
             torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_members_that_evaluate_at_different_steps_have_the_metrics_of_their_own_numbers():
+    """The evaluation takes the number itself, while the training has it as an input."""
+
+    def made(report_every: int, pace: float) -> Program:
+        schedule = Schedule()
+
+        def train() -> Iterator[Any]:
+            for batch in [*batches(), *batches()]:
+                schedule.weight += pace
+                yield batch
+
+        def evaluate(module: nn.Module, batch: Any) -> dict[str, Tensor]:
+            smoothing = min(0.9, schedule.weight / 4)
+            return {"loss": functional.cross_entropy(module(batch[0]), batch[1], label_smoothing=smoothing)}
+
+        def step(module: nn.Module, batch: Any) -> Tensor:
+            return error(module, batch) + schedule.weight * size(module, batch)
+
+        data = {"train": train, "validate": lambda: batches()[:2]}
+        return Program(task=task(**data, step=step, evaluate=evaluate, report_every=report_every, epochs=2))
+
+    members = [(3, 0.05), (2, 0.1), (1, 0.05)]
+    with HydraExecutor(devices="cpu:1", fusion="on") as pool:
+        results = pool.run([made(*member).task for member in members])
+    for member, result in zip(members, results, strict=True):
+        losses = [report["val_loss"] for report in result.history]
+        expected = [report["val_loss"] for report in train_plain(made(*member).task).history]
+        assert losses == pytest.approx(expected, rel=1e-4)
