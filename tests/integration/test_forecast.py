@@ -163,6 +163,47 @@ def test_it_says_how_the_trial_would_run():
     assert forecast.peak_bytes == pytest.approx(device.peak_bytes, rel=0.05)
 
 
+def parallel_of(devices: str = "cpu:2", num_shards: int | None = 4, **changes: Any) -> str | None:
+    with HydraExecutor(devices, device_memory="1MiB", num_shards=num_shards) as pool:
+        (trial,) = pool.plan([linear(3, **{"accumulate": 2} | changes)]).trials
+    return trial.parallel
+
+
+def test_it_says_how_batches_of_a_step_would_use_idle_devices() -> None:
+    assert parallel_of(devices="cpu:1") is None
+    assert parallel_of(accumulate=1) is None
+    for choice, way in (("data", "data-parallel"), ("pipeline", "pipelined")):
+        assert (
+            parallel_of(parallel=choice)
+            == f"batches of a step run {way} on idle devices, as parallel={choice!r} has it"
+        )
+    keeps = "batches of a step keep to one device, "
+    assert parallel_of(parallel="none") == keeps + "as parallel='none' has it"
+    assert parallel_of(num_shards=1, parallel="pipeline") == (
+        keeps + "because the model is one shard, and a pipeline needs two; give num_shards"
+    )
+    assert parallel_of(num_shards=None) == (
+        keeps + "because the trial runs as it is; parallel='data' would capture the step"
+    )
+
+
+@pytest.mark.parametrize(
+    ("link", "told"), [(None, "run data-parallel on idle"), ("20MB/s", "keep to one device, which")]
+)
+def test_it_predicts_what_idle_devices_gain(link: str | None, told: str) -> None:
+    """A batch takes some 50 ms, and its gradients 8 MB: quick to copy, or 400 ms."""
+    inputs = torch.randn(2048, 1024, generator=torch.Generator().manual_seed(0))
+    described = task(
+        model=lambda: nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024)),
+        train=torch.utils.data.TensorDataset(inputs, torch.zeros(2048, dtype=torch.long)),
+        batch_size=512,
+        accumulate=4,
+    )
+    with HydraExecutor("cpu:2", device_memory="128MiB", num_shards=2, link_bandwidth=link) as pool:
+        (trial,) = pool.plan([described]).trials
+    assert told in str(trial.parallel)
+
+
 def test_the_smallest_budget_will_do_and_much_less_will_not():
     with running(num_shards=LAYERS, device_memory=LINEAR_BUDGET) as pool:
         (trial,) = pool.plan([linear(5)]).trials

@@ -61,6 +61,12 @@ class ConfigurationForecast:
         trials = () if self.forecast is None else self.forecast.trials
         return [trial.placement for trial in trials if trial.placement is not None]
 
+    @property
+    def parallels(self) -> list[str]:
+        """How several batches of a step would use idle devices, where there are several of both."""
+        trials = () if self.forecast is None else self.forecast.trials
+        return [trial.parallel for trial in trials if trial.parallel is not None]
+
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`."""
         fields: dict[str, Any] = {"number": self.number, "params": dict(self.params), "error": self.error}
@@ -71,13 +77,15 @@ class ConfigurationForecast:
             fields["cuts"] = self.cuts
         if self.placements:
             fields["placements"] = self.placements
+        if self.parallels:
+            fields["parallels"] = self.parallels
         if self.forecast is None:
             return fields | {"smallest_budget_bytes": self.enough_bytes}
         plain = self.forecast.to_json()
         # Each configuration was planned alone, so its forecast has exactly one trial.
         (trial,) = plain.pop("trials")
-        # The name is the pool's, and the other three stand in the lists above, with their reasons.
-        del trial["name"], trial["split"], trial["cut"], trial["placement"]
+        # The name is the pool's, and the other four stand in the lists above, with their reasons.
+        del trial["name"], trial["split"], trial["cut"], trial["placement"], trial["parallel"]
         return {**fields, **trial, **plain}
 
 
@@ -113,7 +121,7 @@ def print_planned(
             console.print()
             console.print(line, soft_wrap=True)
     for configuration in planned:
-        for reason in (*configuration.splits, *configuration.cuts, *configuration.placements):
+        for reason in (*configuration.splits, *configuration.cuts, *configuration.placements, *configuration.parallels):
             console.print(Text(f"\ntrial {configuration.number}: {reason}"), soft_wrap=True)
         if configuration.error is not None:
             remedy = (

@@ -81,6 +81,9 @@ def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:
             engine[name] = value
             # An error about this value belongs to the command line, not to the file.
             places.pop(f"hydra.{name}", None)
+    if overrides.fusion == "off":
+        # The file's settings of fusion would be refused, as they have no effect.
+        engine = {name: value for name, value in engine.items() if not name.startswith("fusion_")}
     changes: dict[str, Any] = {}
     for name in ("storage", "checkpoint_dir", "checkpoint_every", "stop_seconds"):
         value = getattr(overrides, name)

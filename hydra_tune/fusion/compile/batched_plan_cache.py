@@ -46,7 +46,6 @@ class GroupPlanFactory:
     def __init__(self, library: PlanLibrary, backend: str | None = None) -> None:
         self.records = backend == CUDA_GRAPHS
         self._backend = None if self.records else backend
-        self._told: set[str] = set()
         self._library = library
         self._lock = threading.Lock()
         self._alike: set[Hashable] = set()
@@ -239,9 +238,6 @@ class GroupPlanFactory:
         """
         plan = prepared.plan
         is_on_gpu = place is not None and place.type != "cpu"
-        # Recording is for GPUs, and compiling for CPUs: warn if the user's choice does nothing here.
-        if is_on_gpu != self.records:
-            self._tell(is_on_gpu=is_on_gpu)
         if len(plan.shards) > 1 or is_traced(plan):
             return
         backend = self._backend if may_compile and not is_on_gpu else None
@@ -252,19 +248,6 @@ class GroupPlanFactory:
                 trace_step(plan, tensors, inputs, count, backend, divisor, place)
             except Exception as error:  # noqa: BLE001 - an untraced step runs operator by operator
                 _LOGGER.info("a group's step is not traced: %s", error)
-
-    def _tell(self, *, is_on_gpu: bool) -> None:
-        """Warn once that the requested option is for other devices."""
-        why = ""
-        if self.records:
-            why = (
-                f"fusion_compile={CUDA_GRAPHS!r} is for GPUs: on CPU devices the steps of groups run as they are traced"
-            )
-        elif is_on_gpu and self._backend is not None:
-            why = f"fusion_compile={self._backend!r} is for CPU devices: on GPUs the steps of groups run as they are traced"
-        if why and why not in self._told:
-            self._told.add(why)
-            _LOGGER.warning("%s", why)
 
 
 def _compared(

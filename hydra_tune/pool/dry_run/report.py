@@ -39,6 +39,7 @@ from hydra_tune.shard.partition.gradient_rules import GradientRules
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.task import TrainTask
+from hydra_tune.train.parallel.cost_model import CHOSEN_WAYS, ONE_DEVICE, PIPELINED
 from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.timing.fake_trial import TrialRehearsal
 from hydra_tune.train.timing.step_timing import timed_steps
@@ -78,6 +79,8 @@ class TrialForecast:
         cut: where `num_shards` is "tuned" and there was a choice, the choice and the reason; else None.
         optimizer_placement: where updates are computed: "device" or "host".
         placement: where `optimizer_placement` is "auto", the reason for the choice; else None.
+        parallel: how several batches of a step would use devices that have nothing else to do; None for steps of one
+            batch, or a single device. All other figures are of a step on one device.
         fusion: the other tasks that could share a fused group.
     """
 
@@ -100,6 +103,7 @@ class TrialForecast:
     cut: str | None
     optimizer_placement: str
     placement: str | None
+    parallel: str | None
     fusion: FusionForecast
 
 
@@ -426,12 +430,12 @@ class _ForecastBuilder:
             # out.
             before, after, count = plays[0].moved, last.moved, _STEPS_TOGETHER * len(self._parts)
         return PoolForecast(
-            trials=tuple(self._trial(name, part, last) for name, part in self._parts.items()),
+            trials=tuple(self._trial(name, part, last, self._devices) for name, part in self._parts.items()),
             devices={device.name: _of_device(device, last, before, after, count) for device in self._devices},
         )
 
     @staticmethod
-    def _trial(name: str, part: _ForecastTrial, play: PoolRehearsal) -> TrialForecast:
+    def _trial(name: str, part: _ForecastTrial, play: PoolRehearsal, devices: Sequence[Device]) -> TrialForecast:
         rehearsal = part.rehearsals[-1]
         plan = rehearsal.plan
         return TrialForecast(
@@ -454,8 +458,34 @@ class _ForecastBuilder:
             cut=part.why,
             optimizer_placement=plan.optimizer_placement,
             placement=part.placement_why,
+            parallel=_parallel(part, rehearsal, devices),
             fusion=part.fusion,
         )
+
+
+def _parallel(part: _ForecastTrial, rehearsal: TrialRehearsal, devices: Sequence[Device]) -> str | None:
+    """Say how the batches of a step would use several devices that have nothing else to do."""
+    choice, ways = part.task.parallel, rehearsal.parallel_ways()
+    if len(devices) == 1 or rehearsal.num_parts == 1:
+        return None
+    chosen = CHOSEN_WAYS.get(choice)
+    if choice == "none":
+        why = "as parallel='none' has it"
+    elif part.runs_own_code:
+        why = "because the trial runs as it is; parallel='data' would capture the step"
+    elif not ways or (chosen is not None and chosen not in ways):
+        why = f"because batches that run {chosen or ' or '.join(CHOSEN_WAYS.values())} would not have the same bits"
+        if chosen == PIPELINED and len(rehearsal.plan.shards) == 1:
+            why = "because the model is one shard, and a pipeline needs two; give num_shards"
+    elif chosen is None and part.link is not None:
+        best, share = rehearsal.fastest_way(devices, part.link)
+        if best != ONE_DEVICE:
+            return f"batches of a step run {best} on idle devices, predicted to take {share:.2f} of one device's time"
+        why = "which is predicted to be the fastest"
+    else:
+        condition = f"as parallel={choice!r} has it" if chosen else "where measured times show a gain"
+        return f"batches of a step run {chosen or ' or '.join(ways)} on idle devices, {condition}"
+    return f"batches of a step keep to one device, {why}"
 
 
 def _likeness(
@@ -465,7 +495,7 @@ def _likeness(
 
     Such tasks share a plan, and differ only in learning rates and other numbers that move no bytes.
     """
-    parts = (task.accumulate, task.num_pieces, repr(task.split_operators), knows_length)
+    parts = (task.accumulate, task.num_pieces, repr(task.split_operators), task.parallel, knows_length)
     return (id(prepared), GradientRules.of(task), optimizer_key(optimizer), *parts)
 
 

@@ -3,14 +3,19 @@
 `ExecutorSettings` (`settings.py`) runs the checks when a `HydraExecutor` is made, before any device is opened.
 """
 
+from collections.abc import Sequence
+
 import torch
 
+from hydra_tune.devices.device import Device
 from hydra_tune.devices.hardware.discovery import parse_bandwidth
 from hydra_tune.errors import ConfigError, with_hint
+from hydra_tune.fusion.compile.batched_plan_cache import CUDA_GRAPHS
 from hydra_tune.quantities import parse_bytes
 
 _PLACEMENTS = ("device", "host", "auto")
 _NAMED_CUTS = ("layer", "tuned")
+_FUSION_DEFAULTS = {"fusion_size": 16, "fusion_compile": None, "fusion_planner": "auto"}
 
 
 def members_of_group(fusion: object, most: object) -> int:
@@ -24,6 +29,43 @@ def members_of_group(fusion: object, most: object) -> int:
     if isinstance(most, bool) or not isinstance(most, int) or most < 2:  # noqa: PLR2004 - a group
         raise ConfigError(f"fusion_size must be a whole number of at least 2, not {most!r}")
     return 0 if fusion == "off" else most
+
+
+def check_fusion_acts(fusion: object, **options: object) -> None:
+    """Refuse an option of fusion that does nothing, because nothing is fused.
+
+    Args:
+        fusion: option of the executor.
+        options: `fusion_size`, `fusion_compile` and `fusion_planner`, by name.
+
+    Raises:
+        ConfigError: an option has another value than the executor's default.
+    """
+    for name, value in options.items():
+        if fusion == "off" and value != _FUSION_DEFAULTS[name]:
+            raise ConfigError(
+                f"{name}={value!r} does nothing with fusion='off'; give fusion='auto' or 'on', or leave {name} out"
+            )
+
+
+def check_compiler_acts(backend: str | None, devices: Sequence[Device]) -> None:
+    """Refuse a `fusion_compile` that no device of the pool uses.
+
+    Raises:
+        ConfigError: CUDA graphs on CPU devices, or a compiler on GPUs.
+    """
+    if backend is None:
+        return
+    if backend == CUDA_GRAPHS and all(device.is_host for device in devices):
+        raise ConfigError(
+            f"fusion_compile={backend!r} records steps on GPUs, and all devices of this pool are CPU devices; leave "
+            "fusion_compile out, or give a compiler for CPUs, such as 'inductor'"
+        )
+    if backend != CUDA_GRAPHS and not any(device.is_host for device in devices):
+        raise ConfigError(
+            f"fusion_compile={backend!r} compiles steps for CPU devices, and all devices of this pool are GPUs; leave "
+            f"fusion_compile out, or give {CUDA_GRAPHS!r}"
+        )
 
 
 def check_planner(planner: object) -> None:

@@ -30,8 +30,10 @@ from hydra_tune.pool.fusion.fused_pool import FusedPool
 from hydra_tune.pool.pool import Pool
 from hydra_tune.pool.runtime.cut_budget import budget_of
 from hydra_tune.pool.runtime.option_checks import (
+    check_compiler_acts,
     check_counts,
     check_flag,
+    check_fusion_acts,
     check_memory,
     check_placement,
     check_planner,
@@ -111,6 +113,12 @@ class ExecutorSettings:
         self.members = members_of_group(self.fusion, self.fusion_size)
         checked_backend("fusion_compile", self.fusion_compile)
         check_planner(self.fusion_planner)
+        check_fusion_acts(
+            self.fusion,
+            fusion_size=self.fusion_size,
+            fusion_compile=self.fusion_compile,
+            fusion_planner=self.fusion_planner,
+        )
         self._log_path = None if self.event_log is None else check_log_path(self.event_log)
         limit = self.event_log_limit
         self._log_limit = None if limit is None else parse_bytes(limit, what="event_log_limit")
@@ -155,6 +163,13 @@ class ExecutorSettings:
         """
         opening = open_planned_devices if self.plans_only else open_devices
         devices = opening(self.devices, self.device_memory, self.link_bandwidth)
+        if not self.plans_only:  # CPU devices may stand in for GPUs then
+            try:
+                check_compiler_acts(self.fusion_compile, devices)
+            except ConfigError:
+                for device in devices:
+                    device.close()
+                raise
         width = self.max_concurrent or 2 * len(devices)
         host_bytes = self._host_bytes or int(psutil.virtual_memory().available * _HOST_SHARE)
         library = PlanLibrary(

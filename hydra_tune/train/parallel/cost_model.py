@@ -46,7 +46,8 @@ PIPELINED = "pipelined"
 # Shards for each device from which teams pay: with fewer, teams mostly wait for each other.
 _SHARDS_FOR_EACH = 2
 WAYS = (ONE_DEVICE, GROUPED, DATA_PARALLEL, PIPELINED)
-_CHOSEN = {"data": DATA_PARALLEL, "pipeline": PIPELINED}
+CHOSEN_WAYS = {"data": DATA_PARALLEL, "pipeline": PIPELINED}
+"""The ways that a task may choose, by its `parallel`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ def fastest(
     if PIPELINED in ways and num_batches > 1 and len(shards) > 1:
         estimates.append(pipelined(shards, num_batches, offer))
     if parallel != "auto":
-        return next((estimate for estimate in estimates if estimate.way == _CHOSEN.get(parallel)), alone)
+        return next((estimate for estimate in estimates if estimate.way == CHOSEN_WAYS.get(parallel)), alone)
     return min(estimates, key=lambda estimate: estimate.seconds)
 
 

@@ -1,6 +1,7 @@
 """Arrangement of the batches of a trial's next optimizer step, decided anew for each step by the pool's present offer.
 
 `SingleTrial` (`train/single_trial.py`) calls `arrange` once the first of several batches of a step has been drawn.
+`TrialRehearsal` (`train/timing/fake_trial.py`) says beforehand which way a step would take on idle devices.
 """
 
 from hydra_tune.shard.partition.plan import ShardPlan
@@ -27,7 +28,7 @@ def arrange(
     """
     plan = kept.plan
     if kept.ways is None:
-        kept.ways = _ways(plan, state)
+        kept.ways = exact_ways(plan, state)
     offer = helpers.offer() if parallel != "none" and set(kept.ways) - {GROUPED} else None
     if offer is not None:
         best = fastest(shard_facts(plan, kept.times), count, offer, kept.ways, parallel)
@@ -48,8 +49,8 @@ def arrange(
     return StepStrategy(way=way, width=width, plan=plan) if width > 1 else None
 
 
-def _ways(plan: ShardPlan, state: ModelState) -> list[str]:
-    """Return the exact ways for a plan; groups only where they save bytes."""
+def exact_ways(plan: ShardPlan, state: ModelState) -> list[str]:
+    """Return the ways to run several batches of a step with equal bits; groups only where they save bytes."""
     ways = [DATA_PARALLEL] if plan.may_run_beside else []
     if may_pipeline(plan, state):
         ways.append(PIPELINED)

@@ -10,7 +10,7 @@ value of a fake returns 1. A graph runs once in each situation (`shard/fake/fake
 model that runs whole, runs every time.
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.devices.device import Device
+from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.memory.block import BlockKind
 from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.shard.capture.meta_models import bodiless_twin
@@ -32,9 +33,17 @@ from hydra_tune.train.loop.optimizer_step import OptimizerStep
 from hydra_tune.train.loop.plan_cache import CachedPlan
 from hydra_tune.train.loop.training_batch import BatchPart
 from hydra_tune.train.parallel import batch_grouping
-from hydra_tune.train.parallel.cost_model import GROUPED
+from hydra_tune.train.parallel.cost_model import (
+    CHOSEN_WAYS,
+    GROUPED,
+    DeviceOffer,
+    fastest,
+    on_one_device,
+    shard_facts,
+)
 from hydra_tune.train.parallel.parallel_step import ParallelStep
 from hydra_tune.train.parallel.pool_offers import StepStrategy
+from hydra_tune.train.parallel.step_strategy import exact_ways
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.model_state import ModelState
 from hydra_tune.train.timing.step_timing import StepTimes
@@ -101,6 +110,24 @@ class TrialRehearsal:
         groups = self.state.groups(self.plan.used_state())
         return sum(group.size for group in groups if group.kind is BlockKind.PARAMETERS)
 
+    def parallel_ways(self) -> list[str]:
+        """Return the ways that give a step's batches the same bits on several devices; none for a step of one batch."""
+        if self.num_parts == 1 or not self._knows_draws(self.plan):
+            return []
+        return [way for way in exact_ways(self.plan, self.state) if way in CHOSEN_WAYS.values()]
+
+    def fastest_way(self, devices: Sequence[Device], link: LinkCostModel) -> tuple[str, float]:
+        """Return the fastest way to run a step's batches on idle devices, and its time over that of one device."""
+        offer = DeviceOffer(
+            devices=tuple(device.name for device in devices),
+            budget_bytes=min(device.budget_bytes for device in devices),
+            bytes_per_second=link.bytes_per_second,
+            most_devices=len(devices),
+        )
+        shards, is_grouped = shard_facts(self.plan, self.times), self.together > 1
+        best = fastest(shards, self.num_parts, offer, [*self.parallel_ways(), *([GROUPED] if is_grouped else [])])
+        return best.way, best.seconds / on_one_device(shards, self.num_parts, offer, grouped=is_grouped).seconds
+
     def steps(self, count: int) -> Generator[PendingUnit | None, None, None]:
         """Yield the units of `count` optimizer steps, and None after each step."""
         for _ in range(count):
@@ -110,10 +137,12 @@ class TrialRehearsal:
 
     def _num_together(self, plan: ShardPlan) -> int:
         """Return the number of batches that go through each shard together."""
-        # As in `SingleTrial`: a batch joins others only where the number of its draws is known beforehand.
-        knows_draws = self._counts_draws or not plan.is_stochastic
-        is_grouped = knows_draws and plan.may_be_pipelined and batch_grouping.is_worth_it(plan)
+        is_grouped = self._knows_draws(plan) and plan.may_be_pipelined and batch_grouping.is_worth_it(plan)
         return self.num_parts if is_grouped else 1
+
+    def _knows_draws(self, plan: ShardPlan) -> bool:
+        """As in `SingleTrial`: a batch joins others only where the number of its draws is known beforehand."""
+        return self._counts_draws or not plan.is_stochastic
 
     def _step(self) -> Iterator[PendingUnit]:
         strategy = None

@@ -53,6 +53,12 @@ def test_what_is_given_replaces_what_was_written_and_its_place():
     assert spec.at("hydra.num_shards") == "space.yaml:10:3: hydra.num_shards"
 
 
+def test_fusion_off_takes_the_files_settings_of_fusion_with_it():
+    written = replace(SPEC, engine={"devices": "cpu:2", "fusion": "on", "fusion_size": 4, "fusion_planner": "off"})
+    engine = with_overrides(written, SweepFileOverrides(fusion="off")).engine
+    assert engine == {"devices": "cpu:2", "fusion": "off"}
+
+
 def test_a_sweep_must_end():
     endless = SweepSpec(file="space.yaml", task="train:build", metric="val_loss")
     with pytest.raises(SweepFileError, match=r"space\.yaml:1:1: run_cap is missing"):

@@ -11,13 +11,12 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, lr_scheduler
 from torch.utils.data import TensorDataset
 
-from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import BudgetError
 from hydra_tune.fusion.compile.cuda_graph_steps import GraphReplayPolicy, GroupCaptureCache
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.capture.capture_lock import GATE
-from tests.support.gathered import gather
 from tests.unit.fusion.groups import Run, assert_as_plain
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -222,12 +221,3 @@ def test_room_that_is_held_goes_before_any_block_and_never_keeps_a_unit_from_its
     with pytest.raises(BudgetError), pager.lease([], 1001):
         pass
     pager.device.close()
-
-
-def test_on_cpu_devices_it_says_that_it_is_for_gpus(caplog, monkeypatch):
-    tasks = [task(seed) for seed in range(2)]
-    gather(monkeypatch, lambda count: count >= len(tasks))
-    with HydraExecutor("cpu:1", "64MiB", fusion="on", fusion_compile="cudagraphs") as pool:
-        results = pool.run(tasks)
-    assert [result.group_size for result in results] == [2, 2]
-    assert caplog.text.count("fusion_compile='cudagraphs' is for GPUs") == 1

@@ -3,6 +3,7 @@
 import re
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.observe.event_log.run_figures import run_figures
 from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher
 from hydra_tune.pool.job import OVER, Failed, Finished, Reported
+from hydra_tune.pool.runtime.option_checks import check_compiler_acts
 from hydra_tune.shard.partition import trial_step
 from tests.support.together import together
 from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, against_plain, running, until
@@ -379,11 +381,23 @@ def test_one_that_was_taken_and_is_left_again_can_be_pruned_meanwhile(monkeypatc
         ({"fusion": "always"}, "'off', 'on' or 'auto', not 'always'"),
         ({"fusion": True}, "fusion"),
         ({"fusion": "on", "fusion_size": 1}, "fusion_size"),
+        ({"fusion_size": 8}, "fusion_size=8 does nothing with fusion='off'; give fusion='auto' or 'on', or leave"),
+        ({"fusion": "off", "fusion_planner": "off"}, "fusion_planner='off' does nothing with fusion='off'"),
+        ({"fusion_compile": "inductor"}, "fusion_compile='inductor' does nothing with fusion='off'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, told):
     with pytest.raises(ConfigError, match=told):
         HydraExecutor(**options)
+
+
+def test_a_compiler_that_no_device_of_the_pool_uses_is_refused():
+    with pytest.raises(ConfigError, match="fusion_compile='cudagraphs' records steps on GPUs, and all devices of this"):
+        HydraExecutor("cpu:1", "64MiB", fusion="on", fusion_compile="cudagraphs").submit(task())
+    gpu = SimpleNamespace(is_host=False)
+    with pytest.raises(ConfigError, match="fusion_compile='inductor' compiles steps for CPU devices, and all devices"):
+        check_compiler_acts("inductor", [gpu])
+    check_compiler_acts("cudagraphs", [gpu])
 
 
 def test_a_trial_that_comes_late_has_the_place_of_one_that_is_over(sizes):
