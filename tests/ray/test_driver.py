@@ -1,12 +1,15 @@
 """The driver is killed: a restored search ends with the weights of one that nothing has hit, and no old work goes on."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from pickle import UnpicklingError
 
+import cloudpickle
 import psutil
 import pytest
 
@@ -80,11 +83,28 @@ class Driver:
         return (self.folder / "said").read_text().split()[0], family
 
     def is_under_way(self):
-        """Whether there is a snapshot of the search that was written after a trial's third checkpoint."""
+        """Whether there is a whole snapshot of the search that was written after a trial's third checkpoint.
+
+        Ray copies the files of a snapshot one after the other, and in place: killed meanwhile, it leaves one cut off.
+        """
         folder = self.folder / "search"
-        snapshots = [path.stat().st_mtime for path in folder.glob("experiment_state-*.json")]
         saved = [path.stat().st_mtime for path in folder.glob("*/checkpoint_000002")]
-        return bool(snapshots and saved) and max(snapshots) > min(saved)
+        files = dict.fromkeys(folder.glob("experiment_state-*.json"), json.load)
+        files |= dict.fromkeys(folder.glob("basic-variant-state-*.json"), cloudpickle.load)
+        return (
+            bool(saved)
+            and len(files) == 2
+            and all(path.stat().st_mtime > min(saved) and is_whole(path, load) for path, load in files.items())
+        )
+
+
+def is_whole(path, load):
+    try:
+        with path.open("rb") as file:
+            load(file)
+    except (EOFError, ValueError, UnpicklingError):
+        return False
+    return True
 
 
 def restored(trained, folder):
