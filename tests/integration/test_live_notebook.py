@@ -17,16 +17,37 @@ task = TrainTask(
     model=lambda: torch.nn.Linear(8, 1),
     optimizer=torch.optim.SGD,
     loss=torch.nn.functional.mse_loss,
-    train=lambda: [(x, x.sum(1, keepdim=True))] * STEPS,
+    train=lambda: [(x, x.sum(1, keepdim=True))] * 4,
     epochs=3,
 )
 pool = HydraExecutor(devices="cpu:1", device_memory="1MiB")
 """
 SHOW = """
+import dataclasses, threading
+from IPython.display import DisplayHandle
+
+updated, update = threading.Semaphore(0), DisplayHandle.update
+
+def counted(*arguments, **options):
+    update(*arguments, **options)
+    updated.release()
+
+DisplayHandle.update = counted
+
+passes = []
+
+def watched():  # the first pass goes on until the view was drawn twice: once from beginning to end within the pass
+    mine = len(passes)
+    passes.append(mine)
+    for number in range(4):
+        if number == 2 and mine == 0:
+            assert updated.acquire(timeout=60) and updated.acquire(timeout=60)
+        yield x, x.sum(1, keepdim=True)
+
 print("before")
 with pool.live():
     print("within")
-    results = pool.run([task, task])
+    results = pool.run([dataclasses.replace(task, train=watched)] * 2)
 print("after", [result.status for result in results])
 """
 STOP = """
@@ -71,7 +92,7 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning", "default::RuntimeWarning")
 @pytest.mark.slow
 def test_a_cell_shows_the_pool_at_work_and_keeps_its_last_state(run):
-    outputs, updates = run(SETUP.replace("STEPS", "1500"), SHOW, STOP)
+    outputs, updates = run(SETUP, SHOW, STOP)
     shown = [output for output in outputs[1] if output["output_type"] == "display_data"]
     printed = "".join(output.get("text", "") for output in outputs[1] if output["output_type"] == "stream")
     assert printed == "before\nwithin\nafter ['completed', 'completed']\n"  # and no warning on standard error
