@@ -25,6 +25,7 @@ from hydra_tune.errors import CaptureError, HydraTuneError
 from hydra_tune.older_torch import mend_lstm_shapes
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.export_output import quiet_export
+from hydra_tune.shard.capture.own_functions import OwnFunctions, own_functions, put_calls
 from hydra_tune.shard.capture.step_module import MODEL_PREFIX, step_module
 from hydra_tune.shard.python_state.number_inputs import NumberInputs, NumberInputTracer, traced_numbers
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard
@@ -127,8 +128,10 @@ def capture(
     numbered = lambda batch: _number_inputs(task, twin, mode, batch, found, divides=divides)  # noqa: E731
     with torch.set_grad_enabled(mode == "train"):
         try:
-            with quiet_export(), _as_eager(wrapper, answering or nullcontext(), numbered):
-                program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
+            with quiet_export(), own_functions() as functions:
+                with _as_eager(wrapper, answering or nullcontext(), numbered, functions):
+                    program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
+                put_calls(program.graph_module)
         except HydraTuneError:  # raised by the step's wrapper, with a message for the user
             raise
         except Exception as error:
@@ -171,6 +174,7 @@ def _as_eager(
     wrapper: nn.Module,
     answering: AbstractContextManager[object],
     numbered: Callable[[Any], AbstractContextManager[object]],
+    functions: OwnFunctions,
 ) -> Iterator[None]:
     """Make the model's code believe in an eager run.
 
@@ -187,7 +191,9 @@ def _as_eager(
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
         try:
             with answering, _HookRefusalMode(), numbered(arguments[0]):
-                return forward(*arguments)
+                results = forward(*arguments)
+            functions.check(results)
+            return results
         finally:
             torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags  # noqa: SLF001
 

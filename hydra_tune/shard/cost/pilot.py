@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis, placeholders
+from hydra_tune.shard.capture.own_functions import opaque_calls
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec
 from hydra_tune.shard.cost.workspace import with_workspace
 from hydra_tune.shard.execute import compute
@@ -306,6 +307,8 @@ class ShardPilot:
     def cost_keeping(self, first: int, last: int) -> ShardCost | None:
         """Return the cost with activations kept between forward and backward unit; None if keeping is impossible."""
         shard = cut_shard(self._captured, self._analysis, first, last)
+        if shard.code is not None and any(call.keeps_tensors for call in opaque_calls(shard.code)):
+            return None
         try:
             forward_bytes, kept_sizes, backward_bytes = self._measure_keeping(shard)
         except NotKeepableError:

@@ -26,6 +26,7 @@ from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.guards import BatchValueGuard
 from hydra_tune.shard.capture.meta_models import is_unbuilt
+from hydra_tune.shard.capture.own_functions import opaque_calls
 from hydra_tune.shard.capture.step_capture import (
     CapturedStepGraph,
     StateSpec,
@@ -343,6 +344,8 @@ class PlanLibrary:
 
     def _measured_step(self, request: ShardPlanRequest, answers: list[Answer]) -> CapturedStep:
         captured = self._captured(request, request.batch, answers)
+        if request.task.compile is not None and opaque_calls(captured.module):
+            raise CaptureError("a compiler would trace the step's torch.autograd.Function")
         analysis, pilot = self._measured(request, captured, request.leaves.tensors)
         _check_gradients(captured, analysis)
         return CapturedStep(captured=captured, answers=answers, analysis=analysis, pilot=pilot)
@@ -560,4 +563,4 @@ def _serves(entry: _PlanLibraryEntry, request: ShardPlanRequest) -> bool:
 
 def _check_gradients(captured: CapturedStepGraph, analysis: GraphAnalysis) -> None:
     if captured.mode == "train" and not all(analysis.values[name].requires_grad for name in captured.outputs):
-        raise CaptureError("the captured loss has lost its gradients (reentrant checkpoints do that)")
+        raise CaptureError("the captured loss has no gradients")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis
+from hydra_tune.shard.capture.opaque_call import OpaqueCall
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph
 
 _UNKNOWN = object()
@@ -87,7 +88,8 @@ class ShardSignatureBuilder:
 
     def _token(self, node: fx.Node) -> object:
         """Operator with its plain arguments; `_UNKNOWN` for an operator that cannot be compared."""
-        is_plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem  # noqa: SLF001
+        is_operator = isinstance(node.target, torch._ops.OpOverload | OpaqueCall)  # noqa: SLF001
+        is_plain = is_operator or node.target is operator.getitem
         if node.op != "call_function" or not is_plain:
             return _UNKNOWN
         try:

@@ -123,9 +123,10 @@ def _check(
     _same_outcome("the captured graph gives other {what} than the eager step", eager, ours, is_same)
     if guards is not None and eager.reads == ours.reads:
         guards.clear()  # the graph's operators read the same values as the step's (`one_hot`): Python asked nothing
-    if eager.functions:
+    traced = sorted(function.__name__ for function in eager.functions - ours.functions)
+    if traced:
         # The gradients may agree with the gradients of the forward on a batch and differ on the next batch.
-        raise CaptureError(f"its backward runs a torch.autograd.Function of its own: {min(eager.functions)}")
+        raise CaptureError(f"its backward runs a torch.autograd.Function of its own: {traced[0]}")
     missing = sorted(eager.operators - ours.operators)
     if missing:
         # The results may agree on a batch and differ on the next batch.

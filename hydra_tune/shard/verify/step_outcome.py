@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from hydra_tune.devices.cpu import DefaultCpuGenerator
 from hydra_tune.devices.device import RandomGenerator
@@ -21,6 +22,7 @@ from hydra_tune.devices.own_generator import drawing_from
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.guards import READS, BatchGuardRecorder, BatchValueGuard
+from hydra_tune.shard.capture.own_functions import opaque_calls
 from hydra_tune.shard.capture.precision import eager_autocast
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import step_module
@@ -101,7 +103,7 @@ class StepOutcome:
         random_state: state of the generator after the step.
         operators: names of the computing operators.
         reads: values read by Python, in order; for a plan, only of the first run of each shard.
-        functions: names of the user's own `torch.autograd.Function`s in the backward.
+        functions: the user's own `torch.autograd.Function`s in the backward; for a plan, those that its graphs call.
     """
 
     results: dict[str, Tensor]
@@ -109,7 +111,7 @@ class StepOutcome:
     buffers: dict[str, Tensor]
     random_state: Tensor
     operators: frozenset[str]
-    functions: frozenset[str] = frozenset()
+    functions: frozenset[type] = frozenset()
     reads: tuple[str, ...] = ()
 
 
@@ -238,9 +240,9 @@ def run_eager(
     )
 
 
-def _own_functions(loss: Tensor) -> frozenset[str]:
-    """Names of the nodes of a loss's autograd graph with a backward in Python."""
-    names: set[str] = set()
+def _own_functions(loss: Tensor) -> frozenset[type]:
+    """Functions in a loss's autograd graph with a backward in Python; a capture resolves reentrant checkpoints."""
+    functions: set[type] = set()
     visited: set[Any] = {None}
     # A list and not a recursion, because a graph may be deeper than Python's stack.
     unvisited: list[Any] = [loss.grad_fn]
@@ -251,8 +253,8 @@ def _own_functions(loss: Tensor) -> frozenset[str]:
         visited.add(node)
         unvisited += [following for following, _ in node.next_functions]
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            names.add(type(node).__name__.removesuffix("Backward"))
-    return frozenset(names)
+            functions.add(node._forward_cls)  # type: ignore[attr-defined]  # noqa: SLF001
+    return frozenset(functions - {CheckpointFunction})
 
 
 def refuse_sparse(gradients: dict[str, Tensor]) -> None:
@@ -308,6 +310,12 @@ def run_plan(
         buffers={name: tensor.detach().clone() for name, tensor in twin.named_buffers()},
         random_state=final_state,
         operators=operators.seen(),
+        functions=frozenset(
+            call.function
+            for shard in plan.shards
+            if shard.graph.code is not None
+            for call in opaque_calls(shard.graph.code)
+        ),
         reads=reads,
     )
     return outcome, UnitSeconds(forward=tuple(forward), backward=tuple(backward))

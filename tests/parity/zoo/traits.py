@@ -260,9 +260,7 @@ ENTRIES = [
     _vectors("weight_norm", "`parametrizations.weight_norm`", weight_norm),
     _vectors("spectral_norm", "`parametrizations.spectral_norm`", spectral_norm),
     _vectors("checkpointed", "`torch.utils.checkpoint` inside, not reentrant", Checkpointed),
-    _vectors(
-        "checkpointed_reentrant", "`torch.utils.checkpoint` inside, reentrant", ReentrantlyCheckpointed, train="whole"
-    ),
+    _vectors("checkpointed_reentrant", "`torch.utils.checkpoint` inside, reentrant", ReentrantlyCheckpointed),
     _vectors("moving_average", "buffers that follow the activations", MovingAverage),
     _vectors("normalizations", "all kinds of dropout and of running statistics", Normalizations),
 ]

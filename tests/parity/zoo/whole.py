@@ -175,7 +175,7 @@ ENTRIES = [
     _entry("random_depth", "Python's `random` in forward", RandomDepth),
     _entry("numpy_noise", "numpy's generator in forward", NumpyNoise),
     _entry("counter", "a counter in forward", Counter),
-    _entry("custom_function", "a custom `autograd.Function`", CustomFunction),
+    _entry("custom_function", "a custom `autograd.Function`", CustomFunction, train="cut"),
     _entry("asks_requires_grad", "code that asks `requires_grad`", AsksRequiresGrad, train="cut"),
     _entry("asks_grad_enabled", "code that asks whether gradients are recorded", AsksGradEnabled, train="cut"),
     _entry("hooked", "`register_hook` in forward", Hooked),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn import functional
 
 from hydra_tune.errors import CaptureError
@@ -108,9 +109,14 @@ class StraightThrough(torch.autograd.Function):
         return gradient
 
 
+def unseen(function, *arguments):
+    """Call a Function as no capture notices."""
+    return super(_SingleLevelFunction, function).apply(*arguments)
+
+
 class Custom(Base):
     def middle(self, x):
-        return StraightThrough.apply(x)
+        return unseen(StraightThrough, x)
 
 
 class Hooked(Base):
@@ -136,7 +142,7 @@ class SparingCustom(Base):
     """No operator of the backward is missing in the graph, and on this batch no gradient differs."""
 
     def middle(self, x):
-        return SparingFunction.apply(x * (x.abs() < 1e6))
+        return unseen(SparingFunction, x * (x.abs() < 1e6))
 
 
 class SparingHook(Base):
