@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.observe import watched_ways
+from tests.parity.observe import Way, watched_ways
 from tests.parity.own_functions import CHECKPOINTS, KINDS, ODD, ODD_CHECKPOINTS, Around, Counts, Weighs
 from tests.unit.pool.tasks import SAMPLES, against_plain, task, train
 
@@ -22,22 +22,22 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def paths(middle: Any, shards: int = 3, **changes: Any) -> dict[str, int]:
-    """Number of shards by mode, 0 for whole, of a task whose numbers are the plain loop's."""
+def trained(middle: Any, shards: int = 3, **changes: Any) -> Way:
+    """How a task was run whose numbers are the plain loop's."""
     described = task(model=partial(Around, middle), validate=SAMPLES, batch_size=6, report_every=1, **changes)
     Counts.calls = 0
     with watched_ways() as ways:
         result = train(described, devices="cpu:2", num_shards=shards)
         Counts.calls = 0  # as where the trial began
         assert against_plain(described, result) == []
-    return ways[id(described)].shards
+    return ways[id(described)]
 
 
 @pytest.mark.parametrize("feature", TASKS)
 @pytest.mark.parametrize("kind", [*KINDS, *CHECKPOINTS])
 def test_a_cut_around_a_function(kind, feature):
     for shards in (2, 3):
-        found = paths((KINDS | CHECKPOINTS)[kind], shards, **TASKS[feature])
+        found = trained((KINDS | CHECKPOINTS)[kind], shards, **TASKS[feature]).shards
         assert found["train"] == shards
         assert found["evaluate"] > 0  # cut at the same parameters, which may leave fewer parts
 
@@ -45,12 +45,34 @@ def test_a_cut_around_a_function(kind, feature):
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("kind", [*KINDS, *CHECKPOINTS])
 def test_activations_of_a_function(kind, activations):
-    assert paths((KINDS | CHECKPOINTS)[kind], activations=activations)["train"] == 3
+    assert trained((KINDS | CHECKPOINTS)[kind], activations=activations).shards["train"] == 3
+
+
+REASONS = {
+    "reads a tensor of its own": "reads a tensor that is none of its arguments",
+    "draws": "it draws random numbers",
+    "draws in backward": "it draws random numbers",
+    "overwrites its input": "it overwrites an argument",
+    "counts its calls": "the step changes Counts.calls",
+    "asks for values": "_local_scalar_dense",
+    "computes by numpy": "numpy() is not supported",
+    "keeps a tensor at times": "give it to save_for_backward",
+    "returns a text": "it returns more than tensors",
+    "takes a function": "it is given a builtin_function_or_method",
+    "a class of a function": "its class is made inside a function",
+    "an error caught": "it draws random numbers",
+    "reads another tensor": "reads a tensor with gradients that is none of its inputs",
+    "one parameter in two regions": "other code use the same parameter",
+    "one parameter in a region and outside": "other code use the same parameter",
+    "draws anew": "than the eager step",
+}
 
 
 @pytest.mark.parametrize("kind", [*ODD, *ODD_CHECKPOINTS])
 def test_odd_functions_run_whole(kind):
-    assert paths((ODD | ODD_CHECKPOINTS)[kind], max_grad_norm=0.1)["train"] == 0
+    way = trained((ODD | ODD_CHECKPOINTS)[kind], max_grad_norm=0.1)
+    assert way.shards["train"] == 0
+    assert REASONS[kind] in way.reasons["train"]
 
 
 def test_state_that_only_a_backward_reads():
