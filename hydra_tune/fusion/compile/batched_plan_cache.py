@@ -5,6 +5,7 @@ A member's plan for a kind of batch is stacked and traced once for all groups of
 `GroupPlanCache` (`group_plan_cache.py`) asks the factory for plans when a group meets a new kind of batch.
 """
 
+import itertools
 import logging
 import threading
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -22,6 +23,8 @@ from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction
 from hydra_tune.shard.capture.batch import NumberedBatch
 from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.cost.pilot import ShardCost
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
 
@@ -304,6 +307,41 @@ def room_for(prepared: PreparedPlan, budget_bytes: int, most: int, least: int = 
     if room < least:
         raise UnfusableError("a device has no room for two of its kind at once")
     return room
+
+
+def parts_of(plan: ShardPlan, count: int, budget_bytes: int) -> list[range]:
+    """Return the slots that a group computes at once: all slots, or parts of about one size.
+
+    An evaluation leaves parameters as they are, so members may be evaluated one part after the other, beside the state of
+    all. A training step is never in parts.
+
+    Args:
+        plan: the group's plan.
+        count: number of slots.
+        budget_bytes: memory of a device.
+    """
+    if plan.mode == "train" or plan.peak_bytes <= budget_bytes:
+        return [range(count)]
+    costs = [shard.cost for shard in plan.shards]
+    most = min(count * (budget_bytes - cost.state_bytes) // max(1, _beside_state(cost)) for cost in costs)
+    num_parts = -(-count // max(1, most))
+    edges = [count * number // num_parts for number in range(num_parts + 1)]
+    return [range(begin, end) for begin, end in itertools.pairwise(edges)]
+
+
+def most_evaluated(prepared: PreparedPlan, budget_bytes: int) -> int:
+    """Return the number of members whose state fits a device beside the evaluation of one member.
+
+    Args:
+        prepared: a single member's plan of an evaluation.
+        budget_bytes: memory of a device.
+    """
+    costs = [shard.cost for shard in prepared.plan.shards]
+    return min((budget_bytes - _beside_state(cost)) // max(1, cost.state_bytes) for cost in costs)
+
+
+def _beside_state(cost: ShardCost) -> int:
+    return cost.value_bytes + cost.forward_workspace
 
 
 def layout_of(prepared: PreparedPlan) -> TrialStateLayout:

@@ -7,14 +7,13 @@ that can be padded and computed together with larger batches, such as the last b
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from hydra_tune.errors import GroupBatchError, UnfusableError
-from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, parts_of
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.group.slot import GroupSlot
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences
@@ -117,11 +116,7 @@ class GroupPlanCache:
             )
         except UnfusableError as error:
             raise _not_together(error) from error
-        rows = None if differences.rows is None else replace(differences.rows, of=differences.rows.of[1:])
-        if rows is not None and set(rows.of) == {0}:
-            rows = None
-        drops = {name: ps[1:] for name, ps in differences.drops.items()}
-        return MemberDifferences(drops, rows, differences.numbered[1:])
+        return differences.part(1)
 
     def _made(self, member: MemberTrial, wanted: MemberBatchRequest) -> PreparedPlan:
         plans = self._known.setdefault((wanted.mode, wanted.leaves.signature), [])
@@ -233,18 +228,21 @@ class GroupPlanCache:
         """Return the members, all with the same kind of batch, that a plan serves."""
         return [seat for seat in seats if _serves(own, wanted_of(seat))]
 
-    def make_ready(self, size: int, state: Mapping[str, Tensor], place: torch.device) -> None:
+    def make_ready(self, size: int, state: Mapping[str, Tensor], place: torch.device, budget_bytes: int) -> None:
         """Stack and trace all plans for a number of members; any thread may call.
 
         Args:
             size: number of members.
             state: the group's parameters and buffers; only the geometry counts.
             place: the device to trace for.
+            budget_bytes: as of `parts_of`.
         """
         # The group's thread may add plans meanwhile, so iterate over copies.
         for plans in list(self._known.values()):
             for plan, _ in list(plans):
-                self.trace(plan, size, state, place)
+                parts = parts_of(self._plans.stacked(plan, size).plan, size, budget_bytes)
+                for part_size in {len(slots) for slots in parts}:
+                    self.trace(plan, part_size, state, place)
 
     def stacked(self, size: int) -> Iterator[tuple[PreparedPlan, Sequence[Tensor]]]:
         """Yield every plan stacked for a number of members, with a member's batch (only the geometry counts)."""

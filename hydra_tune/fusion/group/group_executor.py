@@ -17,16 +17,18 @@ from hydra_tune.fusion.group.member import MemberBatchRequest
 from hydra_tune.fusion.group.membership import go_on
 from hydra_tune.fusion.group.multi_step_unit import GroupRound, RoundContext
 from hydra_tune.fusion.group.slot import GroupSlot
-from hydra_tune.fusion.group.slot_table import SlotTable
+from hydra_tune.fusion.group.slot_table import GroupPart, SlotTable
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.runtime.paired_unit import PairRoundHalf
 from hydra_tune.fusion.runtime.plan_autotuner import StepPlanAutotuner
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner, PlannedRound
 from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.loop.training_batch import BatchPart
 from hydra_tune.train.state.model_state import ModelState
+from hydra_tune.train.timing.unit_times import UnitTimes
 
 _UNKNOWN = 0  # number of batches in a step whose last batch is only known afterwards
 
@@ -50,6 +52,30 @@ class GroupExecutor:
         self.rows: HeadAssignment | None = None
         self.numbered: Sequence[PreparedPlan] = ()
         self.round: GroupRound | None = None
+
+    def set_up(
+        self,
+        bucket: Sequence[GroupSlot],
+        part: GroupPart,
+        plan: ShardPlan,
+        times: UnitTimes,
+        like: MemberBatchRequest | None,
+    ) -> tuple[BatchPart, StackedBatches, Collection[int]]:
+        """Configure the slots for the given members; return the part, the batches and the resting slots."""
+        self.numbered, self.rows = part.differences.numbered, part.differences.rows
+        batches = self.batches_of(bucket, like)
+        taking_part = {id(seat) for seat in bucket}
+        # Resting members must not draw: their streams would advance,
+        # and their later numbers would depend on the group's schedule.
+        active = [id(seat) in taking_part for seat in self._places.seats]
+        self._places.streams.active = active
+        self._places.streams.probabilities = part.differences.drops
+        if plan.mode == "train":
+            assert self._places.state is not None
+            assert isinstance(self._places.state.optimizer, StackedOptimizer)
+            self._places.state.optimizer.active = list(active)
+        resting = frozenset(index for index, is_active in enumerate(active) if not is_active)
+        return BatchPart(plan=plan, times=times, leaves=batches.leaves()), batches, resting
 
     def batches_of(self, bucket: Sequence[GroupSlot], like: MemberBatchRequest | None) -> StackedBatches:
         """Return the members' batches; a resting member computes on another member's batch."""
@@ -238,10 +264,10 @@ class GroupExecutor:
         self._places.streams.active = state.optimizer.active = active
         yield from step.finish()
 
-    def evaluated(
-        self, part: BatchPart, state: ModelState, resting: Collection[int]
-    ) -> Generator[PendingUnit, None, None]:
+    def evaluated(self, part: BatchPart, resting: Collection[int]) -> Generator[PendingUnit, None, None]:
         """Evaluate a batch of every active member."""
+        state = self._places.state
+        assert state is not None
         evaluation = GroupEvaluation(part.plan, part.times, state, part.leaves, self._places.streams, self._device)
         evaluation.resting, evaluation.collects = tuple(resting), self._collects
         try:

@@ -16,7 +16,7 @@ from hydra_tune.devices.cuda_graphs import CudaRecorder
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import GroupBatchError, UnfusableError
 from hydra_tune.fusion.compile.batched_plan import is_traced
-from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, parts_of
 from hydra_tune.fusion.compile.cuda_graph_steps import GroupCaptureCache
 from hydra_tune.fusion.compile.group_plan_cache import GroupPlanCache, wanted_of
 from hydra_tune.fusion.group.batch_bucketing import BucketScheduler
@@ -27,7 +27,7 @@ from hydra_tune.fusion.group.membership import MemberCoordinator
 from hydra_tune.fusion.group.multi_step_unit import may_go_round
 from hydra_tune.fusion.group.resize_policy import GroupResizePolicy
 from hydra_tune.fusion.group.slot import GroupDelegate, GroupSlot
-from hydra_tune.fusion.group.slot_table import SlotTable
+from hydra_tune.fusion.group.slot_table import GroupPart, SlotTable
 from hydra_tune.fusion.group.stacked_state import StackedModule, adopt, stacked_optimizer
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences
 from hydra_tune.fusion.runtime.pair_offer import PairingOffer
@@ -229,7 +229,7 @@ class GroupTrial(Trial):
                 yield from self._computing.accumulated(bucket, self._next_of_step, self._attendance.advance)
             else:
                 steps = yield from self._compute(
-                    bucket, *self._prepared(plan, are_padded(bucket)), is_all=len(bucket) == len(wanting)
+                    bucket, self._prepared(plan, are_padded(bucket)), is_all=len(bucket) == len(wanting)
                 )
                 self._count(bucket, len(wanting), steps)
             self._units_done = 0
@@ -281,7 +281,8 @@ class GroupTrial(Trial):
             NumberInputError: there are no such plans.
         """
         for is_last in (False, True):
-            numbered = self._prepared(plan, are_padded(bucket))[1].numbered
+            parts = self._prepared(plan, are_padded(bucket))
+            numbered = [own for part in parts for own in part.differences.numbered]
             if not numbered or all(self._kinds.confirm(numbered[self.seats.index(seat)], seat) for seat in bucket):
                 return
             self._num_comparisons += 1
@@ -336,7 +337,8 @@ class GroupTrial(Trial):
         """Prepare the next batch of an accumulated step; as of `GroupExecutor.accumulated`."""
         bucket, plan = self._next(going, lambda kinds: max(kinds.values(), key=len))
         seconds_left = self._step_left
-        part, _, resting, _ = self._set_up(bucket, *self._prepared(plan, are_padded(bucket)))
+        (whole,) = self._prepared(plan, are_padded(bucket))
+        part, _, resting, _ = self._set_up(bucket, whole)
         if self._units_done:  # the step has begun: `_set_up` must not restart its clock
             self._step_left = seconds_left
         self._count(bucket, len(going), 1)
@@ -374,7 +376,7 @@ class GroupTrial(Trial):
             size: number of slots.
         """
         if self.state is not None:
-            self._kinds.make_ready(size, self.state.tensors, self._device.torch_device)
+            self._kinds.make_ready(size, self.state.tensors, self._device.torch_device, self._budget_bytes)
         if self._planned is not None and self._kinds.first is not None:
             seats = self._places.live or self.seats
             # Vacant slots compute on a member's tensors too, so the last member stands for them.
@@ -384,10 +386,15 @@ class GroupTrial(Trial):
                 self._planned.make_ready(prepared, built, inputs, is_clipped=is_clipped)
 
     def _compute(
-        self, bucket: Sequence[GroupSlot], prepared: PreparedPlan, likeness: MemberDifferences, *, is_all: bool
+        self, bucket: Sequence[GroupSlot], parts: Sequence[GroupPart], *, is_all: bool
     ) -> Generator[PendingUnit, None, int]:
         """Run the wanted batches, plus further batches where several fit a unit; return the number run for each."""
-        part, batches, resting, like = self._set_up(bucket, prepared, likeness)
+        if len(parts) > 1:
+            yield from self._evaluate_in(parts, bucket)
+            return 1
+        (whole,) = parts
+        prepared, likeness = whole.prepared, whole.differences
+        part, batches, resting, like = self._set_up(bucket, whole)
         state = self.state
         assert state is not None
         if self.takes_turns and part.plan.mode == "train" and self._may_take_turns(prepared, likeness, like):
@@ -422,11 +429,33 @@ class GroupTrial(Trial):
         if part.plan.mode == "train":
             yield from self._computing.step(part, state, resting)
         else:
-            yield from self._computing.evaluated(part, state, resting)
+            yield from self._computing.evaluated(part, resting)
         return 1
 
+    def _evaluate_in(
+        self, parts: Sequence[GroupPart], bucket: Sequence[GroupSlot]
+    ) -> Generator[PendingUnit, None, None]:
+        """Evaluate a batch of every given member, one part after the other."""
+        like, chosen = wanted_of(bucket[0]) if are_padded(bucket) else None, {id(seat) for seat in bucket}
+        members = [
+            [seat for seat in self.seats[part.slots.start : part.slots.stop] if id(seat) in chosen] for part in parts
+        ]
+        num_parts = sum(map(bool, members))
+        self._step_left = 0.0
+        for part, own in zip(parts, members, strict=True):
+            if not own:
+                continue
+            times = self._evaluation_times = self._times.of(part.prepared, num_parts)
+            for seat in own:
+                seat.member.runs_at(times, "evaluate")
+            self._step_left = self._step_left or times.total
+            computing = GroupExecutor(self._places.part(part.slots), self._device)
+            batch, _, resting = computing.set_up(own, part, part.prepared.plan, times, like)
+            self._places.streams.active = [any(seat is one for one in own) for seat in self.seats]
+            yield from computing.evaluated(batch, resting)
+
     def _set_up(
-        self, bucket: Sequence[GroupSlot], prepared: PreparedPlan, likeness: MemberDifferences
+        self, bucket: Sequence[GroupSlot], whole: GroupPart
     ) -> tuple[BatchPart, StackedBatches, Collection[int], MemberBatchRequest | None]:
         """Configure the group for the given members.
 
@@ -434,32 +463,18 @@ class GroupTrial(Trial):
         """
         first_request = wanted_of(bucket[0])  # `GroupPlanCache.of` puts the largest batch first
         like = first_request if are_padded(bucket) else None
-        self._computing.numbered = likeness.numbered
-        batches = self._computing.batches_of(bucket, like)
-        records = (
-            self.records and first_request.mode == "train" and self.task.accumulate == 1 and is_traced(prepared.plan)
-        )
-        plan = self.captures.of(prepared.plan) if records else prepared.plan
-        times = self._times.of(prepared, self.task.accumulate if first_request.mode == "train" else 1)
-        part = BatchPart(plan=plan, times=times, leaves=batches.leaves())
-        taking_part = {id(seat) for seat in bucket}
-        # Resting members must not draw: their streams would advance,
-        # and their later numbers would depend on the group's schedule.
-        self._places.streams.active = active = [id(seat) in taking_part for seat in self.seats]
-        resting = frozenset(index for index, is_active in enumerate(active) if not is_active)
-        self._places.streams.probabilities = likeness.drops
-        self._computing.rows = likeness.rows
-        state = self.state
-        assert state is not None
-        self._step_left = part.times.total
+        plan, is_training = whole.prepared.plan, first_request.mode == "train"
+        if self.records and is_training and self.task.accumulate == 1 and is_traced(plan):
+            plan = self.captures.of(plan)
+        times = self._times.of(whole.prepared, self.task.accumulate if is_training else 1)
+        part, batches, resting = self._computing.set_up(bucket, whole, plan, times, like)
+        self._step_left = times.total
         for seat in bucket:
-            seat.member.runs_at(part.times, first_request.mode)
-        if first_request.mode == "train":
-            assert isinstance(state.optimizer, StackedOptimizer)
-            state.optimizer.active = list(active)
-            self._train_times = part.times
+            seat.member.runs_at(times, first_request.mode)
+        if is_training:
+            self._train_times = times
         else:
-            self._evaluation_times = part.times
+            self._evaluation_times = times
         return part, batches, resting, like
 
     def takes_part(self, offer: PairingOffer) -> None:
@@ -474,8 +489,11 @@ class GroupTrial(Trial):
         return is_whole and likeness.rows is None and like is None
 
     def _goes_round(self, prepared: PreparedPlan) -> bool:
-        budget_bytes = self._plans.library.budget.budget_bytes
-        return prepared.guard is None and may_go_round(prepared.plan, self._device, budget_bytes)
+        return prepared.guard is None and may_go_round(prepared.plan, self._device, self._budget_bytes)
+
+    @property
+    def _budget_bytes(self) -> int:
+        return self._plans.library.budget.budget_bytes
 
     def _made(self, seat: GroupSlot) -> PreparedPlan:
         """Make the plan for a member's wanted batch.
@@ -492,21 +510,24 @@ class GroupTrial(Trial):
             self._make_group_state(self._group_plans.stacked(self._kinds.first, len(self.seats)))
         return plan
 
-    def _prepared(self, own: PreparedPlan, is_padded: bool) -> tuple[PreparedPlan, MemberDifferences]:
-        """Return a member's plan stacked for the present slots, with the differences between the members."""
+    def _prepared(self, own: PreparedPlan, is_padded: bool) -> Sequence[GroupPart]:
+        """Return a member's plan stacked for the present slots, or for the parts that are evaluated at once."""
         if (own, is_padded) not in self._places.stacked:
-            size = len(self.seats)
+            size, state = len(self.seats), self.state
             likeness = self._kinds.likeness(own, [seat.member for seat in self.seats])
             counted = self._kinds.counted(own) if is_padded else None
-            stacked_plan = self._group_plans.stacked(
-                own, size, slots=likeness.drops, rows=likeness.rows, counted=counted
-            )
-            assert self.state is not None
-            self.state.adopt_state(list(stacked_plan.plan.used_state()), self._device)
-            self._kinds.trace(own, size, self.state.tensors, self._device.torch_device, likeness, counted)
+            whole = self._group_plans.stacked(own, size, slots=likeness.drops, rows=likeness.rows, counted=counted)
+            assert state is not None
+            state.adopt_state(list(whole.plan.used_state()), self._device)
+            parts: list[GroupPart] = []
+            for slots in parts_of(whole.plan, size, self._budget_bytes):
+                part = likeness.part(slots.start, slots.stop)
+                place = self._device.torch_device
+                stacked = self._kinds.trace(own, len(slots), state.tensors, place, part, counted)
+                parts.append(GroupPart(slots, stacked, part))
             if len(self._places.stacked) > _MAX_STACKED:
                 self._places.stacked.clear()
-            self._places.stacked[own, is_padded] = stacked_plan, likeness
+            self._places.stacked[own, is_padded] = tuple(parts)
         return self._places.stacked[own, is_padded]
 
     def _make_group_state(self, prepared: PreparedPlan, before: ModelState | None = None) -> None:

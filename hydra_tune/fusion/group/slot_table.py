@@ -10,16 +10,32 @@ optimizer. To change the number of slots (`resize_policy.py`), all members leave
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.group.group_rng import GroupStreams
 from hydra_tune.fusion.group.group_step import GroupGradients
 from hydra_tune.fusion.group.slot import GroupSlot, vacant
-from hydra_tune.fusion.group.stacked_state import hand_out, put_in
+from hydra_tune.fusion.group.stacked_state import hand_out, put_in, rows_of
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences
 from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.state.model_state import ModelState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupPart:
+    """Slots that are computed at once: all, or in an evaluation fewer where a device has no room for all.
+
+    Attributes:
+        slots: the slots, which are neighbours.
+        prepared: a member's plan, stacked for these slots.
+        differences: the differences between the members in these slots.
+    """
+
+    slots: range
+    prepared: PreparedPlan
+    differences: MemberDifferences
 
 
 class SlotTable:
@@ -34,13 +50,12 @@ class SlotTable:
         streams: the members' random streams.
         gradients: the members' gradient rules.
         state: the stacked state; None before the first step.
-        stacked: by a member's plan and whether batches are padded: the stacked plan, and the differences between the
-            present members.
+        stacked: by a member's plan and whether batches are padded: the parts of the group that are computed at once.
     """
 
     def __init__(self, seats: Sequence[GroupSlot], device: Device) -> None:
         self.state: ModelState | None = None
-        self.stacked: dict[tuple[PreparedPlan, bool], tuple[PreparedPlan, MemberDifferences]] = {}
+        self.stacked: dict[tuple[PreparedPlan, bool], tuple[GroupPart, ...]] = {}
         self._device = device
         self._sit(seats)
 
@@ -58,6 +73,13 @@ class SlotTable:
     def vacant(self) -> list[int]:
         """Indices of vacant slots."""
         return [index for index, seat in enumerate(self.seats) if seat.status is not None]
+
+    def part(self, slots: range) -> "SlotTable":
+        """Return a table of some slots, to evaluate their members on rows of the same state."""
+        part = SlotTable(self.seats[slots.start : slots.stop], self._device)
+        assert self.state is not None
+        part.state = rows_of(self.state, slots.start, slots.stop)
+        return part
 
     def welcome(self, seat: GroupSlot) -> None:
         """Mark a member as part of the group, once its state is in the stack."""

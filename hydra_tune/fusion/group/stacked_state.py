@@ -6,6 +6,7 @@ for example before a checkpoint or when a trial is pruned, and `put_in` copies a
 (`slot_table.py`) copies slots while no unit of the group runs.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -118,6 +119,29 @@ def put_in(state: ModelState, index: int, module: nn.Module, optimizer: Optimize
     # row to a device. Optimizer state that the group lacks is adopted afterwards, as new tensors.
     state.rewrite(write)
     state.adopt_saved({name: entries for name, entries in lacking.items() if entries}, device)
+
+
+def rows_of(state: ModelState, begin: int, end: int) -> ModelState:
+    """Return the state of the members from `begin` up to `end`, in the same blocks; only for evaluations."""
+    part = copy.copy(state)
+    part.tensors = _Rows(state.tensors, begin, end)
+    return part
+
+
+class _Rows(Mapping[str, Tensor]):
+    """Some rows of stacked tensors, cut at each look: paging gives the tensors other memory between two units."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], begin: int, end: int) -> None:
+        self._tensors, self._rows = tensors, slice(begin, end)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name].detach()[self._rows]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def adopt(

@@ -14,7 +14,7 @@ Note: losses and metrics. Graphs with a common beginning may have different ends
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,14 @@ class MemberDifferences:
     drops: Probabilities
     rows: HeadAssignment | None = None
     numbered: tuple[PreparedPlan, ...] = ()
+
+    def part(self, begin: int, end: int | None = None) -> "MemberDifferences":
+        """Return the differences between the members from `begin` up to `end`."""
+        rows = None if self.rows is None else replace(self.rows, of=self.rows.of[begin:end])
+        if rows is not None and set(rows.of) == {0}:
+            rows = None
+        drops = {name: ps[begin:end] for name, ps in self.drops.items()}
+        return MemberDifferences(drops, rows, self.numbered[begin:end])
 
 
 def with_stand_ins(code: fx.GraphModule, slots: frozenset[str]) -> fx.GraphModule:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
-from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, most_evaluated
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.matching.group_size_chooser import steps_of
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences
@@ -161,14 +161,14 @@ class PlannedSizeChooser:
         return stack_of(stacked_plan, built, wanted.leaves.tensors, is_clipped=is_clipped)
 
     def _most_evaluated(self, member: MemberTrial, own: PreparedPlan) -> int:
-        """Return how many trials fit an evaluation, which is never planned."""
+        """Return how many trials may be in a group whose members are evaluated one part after the other."""
         with member.peek() as first_batches:
             request = first_batches.get("evaluate")
             if request is None:
                 # Without a validation nothing else limits the size.
                 return 1 << 30
             evaluation_plan = self._plans.of_member(member, request, layout_of(own))
-        return self._planner.budget_bytes // evaluation_plan.plan.peak_bytes
+        return most_evaluated(evaluation_plan, self._planner.budget_bytes)
 
 
 def kept_way(planner: StepPlanner, stack: StackedStepSpec) -> PlannedSizeOption:

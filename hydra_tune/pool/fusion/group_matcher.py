@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError, UnfusableError
-from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, room_for
+from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, most_evaluated, room_for
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.matching.fusion_key import fusion_key
 from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChoice, GroupSizeChooser, steps_of
@@ -104,14 +104,15 @@ class GroupMatcher:
             prepared = self._plans.of_member(member, first_batches["train"])
             self._plans.stacked(prepared, self._most)
             budget_bytes = self._table.pool.budget_bytes
-            # Planned steps may compute more members than fit, so with a planner room for a single trial is enough.
-            most = room_for(prepared, budget_bytes, self._most_of(entry), 2 if self._sizes is None else 1)
+            most, kept_names = self._most_of(entry), {"train": prepared.effects.kept_names}
             # A group also evaluates its members: this step has to be stackable as well.
-            kept_names = {"train": prepared.effects.kept_names}
             if "evaluate" in first_batches:
                 evaluated = self._plans.of_member(member, first_batches["evaluate"], layout_of(prepared))
                 self._plans.stacked(evaluated, self._most)
                 kept_names["evaluate"] = evaluated.effects.kept_names
+                most = min(most, most_evaluated(evaluated, budget_bytes))
+            # Planned steps may compute more members than fit, so with a planner room for a single trial is enough.
+            most = room_for(prepared, budget_bytes, most, 2 if self._sizes is None else 1)
             try:
                 check_kept(member.task, member.built()[0], kept_names)
             except TaskError as error:

@@ -95,7 +95,7 @@ def unit_times(prepared: PreparedPlan, accumulate: int = 1, name: str | None = N
 
     Args:
         prepared: the plan, and the pilot's measured seconds, if any.
-        accumulate: batches of a step.
+        accumulate: batches of a step, or parts of a group's evaluation.
         name: name under which trials share measured times; None: the trial measures alone.
     """
     plan, seconds = prepared.plan, prepared.seconds
@@ -112,7 +112,8 @@ def unit_times(prepared: PreparedPlan, accumulate: int = 1, name: str | None = N
         if shard.trained:
             cost = shard.cost
             times["update", index] = update_guess(cost.trained_bytes * 2 + cost.optimizer_bytes)
-    repeated = ((kind, index) for kind in ("forward", "backward") for index in range(len(plan.shards)))
+    kinds = ("forward", "backward", "evaluate")
+    repeated = ((kind, index) for kind in kinds for index in range(len(plan.shards)))
     return UnitTimes(times, dict.fromkeys(repeated, accumulate), name)
 
 

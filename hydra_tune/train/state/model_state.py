@@ -104,7 +104,7 @@ class ModelState:
         self.around_step: Callable[[Device | None], AbstractContextManager[object]] = nullcontext
         self.module = module
         self.optimizer = optimizer
-        self.tensors: dict[str, Tensor] = dict(named_state(module))
+        self.tensors: Mapping[str, Tensor] = dict(named_state(module))
         owners = {name: shards[0] for name, shards in plan.used_state().items() if len(shards) == 1}
         self.layout = TrialStateLayout(plan=plan, owners=owners)
         self._frozen = {

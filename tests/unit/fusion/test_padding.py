@@ -99,7 +99,7 @@ def test_members_with_other_batch_sizes_are_as_alone(kind, sizes, optimizer):
     run = Run(tasks)
     assert_all_as_plain(run, tasks)
     assert is_always_one(run)
-    assert all(is_traced(found.plan) for found, _ in run.trial._places.stacked.values())
+    assert all(is_traced(whole.prepared.plan) for (whole,) in run.trial._places.stacked.values())
 
 
 def test_evaluations_of_other_sizes_are_one_as_well():
