@@ -8,6 +8,11 @@ that building, capturing, profiling and planning are counted; and once more the 
 Seconds are those of one step of one trial. What is swapped and computed again is of one step of all trials that are on the
 device at once, by the plan that ran last.
 
+    python benchmarks/planned_pool.py --multiples 1.3 1.7 2.5 5 10 [--trials 16] [--steps 40]
+
+how many trials are on the device at once, where its memory is so many times what one trial needs, in float64, with evaluations
+and the default options of a pool. It prints how many trials began in jobs of which sizes, and in how large groups each was.
+
 Trials take `--steps` optimizer steps, with an evaluation after every 40. Seconds want a machine that does nothing else, and
 rows of one block can be compared with each other alone.
 """
@@ -36,6 +41,7 @@ from hydra_tune import HydraExecutor, TrainTask  # noqa: E402 - needs the path a
 from hydra_tune.fusion.runtime.paired_unit import PairStepRunner  # noqa: E402
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner  # noqa: E402
 from hydra_tune.fusion.runtime.step_planner import PlannedStep  # noqa: E402
+from hydra_tune.pool.fusion.group_jobs import GroupJobLauncher  # noqa: E402
 from hydra_tune.pool.runtime.worker import Worker  # noqa: E402
 
 PLANNERS = ("off", "auto", "on")
@@ -126,9 +132,22 @@ def watched(seen: Seen) -> Iterator[None]:
         yield
 
 
-def task(seed: int, kind: str, steps: int, *, evaluates: bool = True) -> TrainTask:
+class Double(nn.Module):
+    """A model in float64."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = model().double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As of the model."""
+        return self.inner(x.double() if x.is_floating_point() else x)
+
+
+def task(seed: int, kind: str, steps: int, *, evaluates: bool = True, is_double: bool = False) -> TrainTask:
     """One trial."""
     model, inputs = MODELS[kind]
+    model = partial(Double, model) if is_double else model
     generator = torch.Generator().manual_seed(0)
     count = BATCH * min(EPOCH, steps)
     data = inputs(count, generator), torch.randint(4, (count,), generator=generator)
@@ -164,11 +183,42 @@ def one_run(planner: str, memory: int, options: argparse.Namespace, kind: str) -
     return seen
 
 
-def peak_of_one(kind: str) -> int:
+def peak_of_one(kind: str, *, is_double: bool = False) -> int:
     """Bytes that a step of one trial needs on a device."""
     with HydraExecutor("cpu:1", "1GiB") as pool:
-        (device,) = pool.plan([task(0, kind, EPOCH, evaluates=False)]).devices.values()
+        (device,) = pool.plan([task(0, kind, EPOCH, evaluates=False, is_double=is_double)]).devices.values()
     return device.peak_bytes
+
+
+def sizes_of(planner: str, memory: int, kind: str, trials: int, steps: int) -> tuple[list[int], Counter[int]]:
+    """How many trials each job of the pool began with, and how many were in groups of which size."""
+    began: list[int] = []
+    formed = GroupJobLauncher._formed  # noqa: SLF001 - where the jobs of a group are known
+
+    def noted(self: GroupJobLauncher, entry: Any, others: Any, *rest: Any) -> Any:
+        began.append(1 + len(others))
+        return formed(self, entry, others, *rest)
+
+    with (
+        mock.patch.object(GroupJobLauncher, "_formed", noted),
+        HydraExecutor("cpu:1", device_memory=memory, fusion="on", fusion_planner=planner) as pool,
+    ):
+        results = pool.run([task(seed, kind, steps, is_double=True) for seed in range(trials)])
+    return sorted(began, reverse=True), Counter(result.group_size for result in results)
+
+
+def show_sizes(options: argparse.Namespace) -> None:
+    """A row for each model, multiple of one trial's memory, and planner."""
+    print("model         memory  planner  at once  trials in groups of")
+    for kind in options.model:
+        one = peak_of_one(kind, is_double=True)
+        for multiple in options.multiples:
+            for planner in ("off", "on"):
+                began, groups = sizes_of(
+                    planner, int(multiple * one), kind, options.trials or 16, options.steps or EPOCH
+                )
+                told = ", ".join(f"{count} in {size}" for size, count in sorted(groups.items(), reverse=True))
+                print(f"{kind:12} {multiple:6g}x  {planner:7}  {max(began, default=1):7}  {told}", flush=True)
 
 
 def show(planner: str, runs: list[Seen], trial_steps: int) -> None:
@@ -198,11 +248,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=sorted(MODELS), default=["cnn"])
     parser.add_argument("--demand", nargs="+", type=float, default=[4.4, 3.0], help="of all trials, in devices")
-    parser.add_argument("--trials", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument(
+        "--multiples", nargs="+", type=float, help="show sizes alone, in so many times one trial's memory"
+    )
+    parser.add_argument("--trials", type=int, help="8, or 16 with --multiples")
+    parser.add_argument("--steps", type=int, help="400, or 40 with --multiples")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.multiples:
+        show_sizes(options)
+        return
+    options.trials, options.steps = options.trials or 8, options.steps or 400
     for kind in options.model:
         one = peak_of_one(kind)
         for demand in options.demand:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.fusion.runtime import plan_autotuner, planned_group_size
+from hydra_tune.fusion.runtime import plan_autotuner, planned_group_size, planned_size_search
 from hydra_tune.fusion.runtime.plan_report import PlannedSizeOption
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.planner.run.interpreter import MergedGraphInterpreter
@@ -252,7 +252,7 @@ def test_steps_are_timed_by_the_gpu_and_the_log_says_what_they_took(size, caplog
 
 def test_steps_that_prove_slower_are_given_up_with_auto(size, segments, monkeypatch, caplog):
     """Each graph has the GPU sleep first; from the ninth of twelve epochs on nobody is answered before that is seen."""
-    monkeypatch.setattr(planned_group_size, "_COST_SHARE", float("inf"))
+    monkeypatch.setattr(planned_size_search, "COST_SHARE", float("inf"))
     monkeypatch.setattr(StepPlanner, "kept_seconds", lambda _self, _stack: 1000.0)
     monkeypatch.setattr(plan_autotuner, "_WARM_UPS", 0)
     monkeypatch.setattr(plan_autotuner, "_TURNS", 1)

@@ -28,6 +28,7 @@ class PlannedSizeOption:
         peak_bytes: predicted peak memory; None without a plan.
         is_chosen: whether the way is chosen.
         why_not: why there is no plan; "" if there is a plan.
+        enough_bytes: memory of a device with which there would be a plan; None if unknown, or if there is a plan.
     """
 
     name: str
@@ -37,6 +38,7 @@ class PlannedSizeOption:
     peak_bytes: int | None = None
     is_chosen: bool = False
     why_not: str = ""
+    enough_bytes: int | None = None
 
     @property
     def trials(self) -> int:

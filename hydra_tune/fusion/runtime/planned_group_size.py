@@ -10,21 +10,24 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 
 from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, most_evaluated
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
 from hydra_tune.fusion.matching.group_size_chooser import steps_of
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences
+from hydra_tune.fusion.runtime import planned_size_search
 from hydra_tune.fusion.runtime.plan_report import KEPT, PAIR, WHOLE, PlannedSizeChoice, PlannedSizeOption, chosen_of
+from hydra_tune.fusion.runtime.planned_size_search import PlannedSizeSearch, PlanningBudget
 from hydra_tune.fusion.runtime.step_planner import OWN_LOSSES, StackedStepSpec, StepPlanner, stack_of
 from hydra_tune.shard.partition.plan_cache import PreparedPlan
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
-_MAX_TRIED = 3
-_COST_SHARE = 0.1  # share of the remaining work that planning may take
-_PLANNING = 5  # time to try all sizes over the time to trace and profile a step; 3.7 for small CNNs
+# First guess of the seconds for tracing and profiling a step: for any step, and for each operator of a trial's forward.
+_LOOK_SECONDS, _OPERATOR_SECONDS = 0.3, 0.01
 
 
 class PlannedSizeChooser:
@@ -35,13 +38,15 @@ class PlannedSizeChooser:
         planner: plans the groups' steps.
         insists: whether a job takes as many trials as can be planned, as a group or as two groups in turn; otherwise as
             many as are fastest.
+        num_devices: number of devices that share the steps, while tracing a step halts all of them.
 
     Attributes:
         insists: as given.
     """
 
-    def __init__(self, plans: GroupPlanFactory, planner: StepPlanner, *, insists: bool) -> None:
-        self._plans, self._planner, self.insists = plans, planner, insists
+    def __init__(self, plans: GroupPlanFactory, planner: StepPlanner, *, insists: bool, num_devices: int = 1) -> None:
+        self._plans, self._planner, self.insists, self._num_devices = plans, planner, insists, num_devices
+        self._pace = 1.0  # seconds for tracing and profiling over their first guess, the most so far
         self._lock = threading.Lock()
         self._known: dict[Hashable, dict[int, PlannedSizeChoice | None]] = {}
         self._looked: dict[Hashable, float] = {}  # seconds for tracing and profiling a group that fits
@@ -123,6 +128,22 @@ class PlannedSizeChooser:
         choices[len(members)] = self._best(key, own, likeness, members, wanted, room, least_gain)
         return choices[len(members)]
 
+    def check_worth(self, own: PreparedPlan, num_steps: float) -> None:
+        """Refuse trials whose steps would take too little time to find out whether planned steps are faster.
+
+        Args:
+            own: a trial's plan.
+            num_steps: remaining optimizer steps of all trials together, or an upper bound.
+
+        Raises:
+            UnfusableError: the trials are refused.
+        """
+        if self.insists or own.seconds is None:
+            return
+        work_seconds = (sum(own.seconds.forward) + sum(own.seconds.backward)) * num_steps / self._num_devices
+        if planned_size_search.COST_SHARE * work_seconds < self._pace * _look_seconds(own):
+            raise UnfusableError(_too_few(work_seconds))
+
     def _best(
         self,
         key: Hashable,
@@ -133,20 +154,30 @@ class PlannedSizeChooser:
         room: int,
         least_gain: float,
     ) -> PlannedSizeChoice:
+        num_steps = sum(steps_of(member) for member in members)
+        self.check_worth(own, num_steps)
         began = time.thread_time()
 
         def stack(begin: int, end: int) -> StackedStepSpec:
             return self._stack(own, found, members[begin:end], wanted)
 
         unplanned_way = kept_way(self._planner, stack(0, room))
-        work = unplanned_way.seconds_each * sum(steps_of(member) for member in members)
         # Tracing and profiling are cached, so only the first call measures their time; remember it.
-        profiling_seconds = self._looked.setdefault(key, time.thread_time() - began)
-        if not self.insists and _COST_SHARE * work < _PLANNING * profiling_seconds:
-            raise UnfusableError(f"their steps, {work:.3g} s in all, are too few to plan them")
-        evaluated = self._most_evaluated(members[0], own)
+        look_seconds = self._looked.setdefault(key, time.thread_time() - began)
+        self._pace = max(self._pace, look_seconds / _look_seconds(own))
+        work_seconds = unplanned_way.seconds_each * num_steps / self._num_devices
+        budget = PlanningBudget(work_seconds, look_seconds, insists=self.insists)
+        if not budget.allows(None):
+            raise UnfusableError(_too_few(work_seconds))
         choice = compared(
-            self._planner, stack, len(members), unplanned_way, evaluated, insists=self.insists, least_gain=least_gain
+            self._planner,
+            stack,
+            len(members),
+            unplanned_way,
+            self._most_evaluated(members[0], own),
+            insists=self.insists,
+            least_gain=least_gain,
+            budget=budget,
         )
         for line in choice.told:
             _LOGGER.info("predicted: %s", line)
@@ -158,7 +189,7 @@ class PlannedSizeChooser:
         stacked_plan = self._plans.stacked(own, len(members), slots=found.drops)
         is_clipped = any(member.task.max_grad_norm is not None for member in members)
         built = [member.built() for member in members]
-        return stack_of(stacked_plan, built, wanted.leaves.tensors, is_clipped=is_clipped)
+        return stack_of(stacked_plan, built, wanted.tensors, is_clipped=is_clipped)
 
     def _most_evaluated(self, member: MemberTrial, own: PreparedPlan) -> int:
         """Return how many trials may be in a group whose members are evaluated one part after the other."""
@@ -169,6 +200,15 @@ class PlannedSizeChooser:
                 return 1 << 30
             evaluation_plan = self._plans.of_member(member, request, layout_of(own))
         return most_evaluated(evaluation_plan, self._planner.budget_bytes)
+
+
+def _look_seconds(own: PreparedPlan) -> float:
+    """Guess the seconds for tracing and profiling a step."""
+    return _LOOK_SECONDS + _OPERATOR_SECONDS * len(own.plan.operators)
+
+
+def _too_few(work_seconds: float) -> str:
+    return f"their steps, {work_seconds:.3g} s on each device, are too few to plan them"
 
 
 def kept_way(planner: StepPlanner, stack: StackedStepSpec) -> PlannedSizeOption:
@@ -194,6 +234,7 @@ def compared(
     *,
     insists: bool,
     least_gain: float,
+    budget: PlanningBudget | None = None,
 ) -> PlannedSizeChoice:
     """Compare ways to compute more trials together than fit unplanned, and mark the preferred way.
 
@@ -205,25 +246,37 @@ def compared(
         most: limit on the members of a group, apart from the memory of steps.
         insists: as of `PlannedSizeChooser`.
         least_gain: required speedup per trial of planned steps over `kept`.
+        budget: limits the time of planning; None: no limit.
     """
     ways, chosen = [kept], kept
-    for size in _sizes(num_trials, kept.trials):
-        half = (size + 1) // 2
-        tried = [
-            _tried(planner, [stack(0, size)]) if size <= most else _not_evaluated(WHOLE, (size,), most),
-            _tried(planner, [stack(0, half), stack(half, size)])
-            if half <= most
-            else _not_evaluated(PAIR, (half, size - half), most),
-        ]
-        ways += tried
-        fastest = min(tried, key=lambda way: way.seconds_each)
-        # Sizes fall, so the first size with a plan is the largest.
-        if insists and fastest.seconds is not None:
-            chosen = fastest
-            break
-        if fastest.seconds_each < min(kept.seconds_each / least_gain, chosen.seconds_each):
-            chosen = fastest
+    most_trials = min(num_trials, 2 * most)
+    if num_trials > most_trials:
+        ways.append(_not_evaluated(num_trials, most))
+    first = most_trials if insists or budget is None else 2 * kept.trials
+    search = PlannedSizeSearch(kept.trials, most_trials, first, is_for_largest=insists)
+    while (size := search.next) is not None:
+        half, shares = (size + 1) // 2, [0.0]
+        for edges in [(0, size)] * (size <= most) + [(0, half, size)]:
+            gain = None if chosen is kept else kept.seconds_each / chosen.seconds_each
+            if budget is not None and not budget.allows(gain):
+                return chosen_of(ways, chosen)
+            with nullcontext() if budget is None else budget.spending():
+                way = _tried(planner, [stack(begin, end) for begin, end in pairwise(edges)])
+            ways.append(way)
+            shares.append(_share(way, planner.budget_bytes))
+            is_larger = insists and way.seconds is not None and size > chosen.trials
+            least = chosen.seconds_each if insists else min(chosen.seconds_each, kept.seconds_each / least_gain)
+            if is_larger or way.seconds_each < least:
+                chosen = way
+        search.tried(size, max(shares))
     return chosen_of(ways, chosen)
+
+
+def _share(way: PlannedSizeOption, budget_bytes: int) -> float:
+    """Return the memory that there is over the memory that a way needs; 1 if there is a plan, 0 if the need is unknown."""
+    if way.seconds is not None:
+        return 1.0
+    return 0.0 if way.enough_bytes is None else min(budget_bytes / way.enough_bytes, 0.999)
 
 
 def _tried(planner: StepPlanner, stacks: Sequence[StackedStepSpec]) -> PlannedSizeOption:
@@ -238,17 +291,11 @@ def _tried(planner: StepPlanner, stacks: Sequence[StackedStepSpec]) -> PlannedSi
             if not planner.fits(stack.prepared):
                 planner.planned(stack)
     except (BudgetError, UnfusableError) as error:
-        return replace(way, why_not=str(error))
+        return replace(way, why_not=str(error), enough_bytes=getattr(error, "enough_bytes", None))
     return replace(way, how=step.part.way, seconds=step.part.times.seconds, peak_bytes=step.peak_bytes)
 
 
-def _not_evaluated(name: str, sizes: tuple[int, ...], most: int) -> PlannedSizeOption:
+def _not_evaluated(num_trials: int, most: int) -> PlannedSizeOption:
     """Return a refused way in which a group has too many members to evaluate."""
-    why = f"a device has room for {most} of them when they are evaluated, which is not planned"
-    return PlannedSizeOption(name=name, sizes=sizes, why_not=why)
-
-
-def _sizes(most: int, room: int) -> list[int]:
-    """Return the sizes to try, largest first: all trials, and smaller powers of two."""
-    powers = [1 << power for power in range(most.bit_length() - 1, 0, -1)]
-    return [size for size in dict.fromkeys([most, *powers]) if size > room][:_MAX_TRIED]
+    why = f"a device has room for the state of {most} of them beside the evaluation of one"
+    return PlannedSizeOption(name=WHOLE, sizes=(num_trials,), why_not=why)

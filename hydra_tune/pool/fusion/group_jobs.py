@@ -89,7 +89,8 @@ class GroupJobLauncher:
         sizes = None
         if plans_steps != "off":
             self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment, lambda: table.pool.stands)
-            sizes = PlannedSizeChooser(self._plans, self._planner, insists=plans_steps == "on")
+            num_devices = len(table.pool.device_names)
+            sizes = PlannedSizeChooser(self._plans, self._planner, insists=plans_steps == "on", num_devices=num_devices)
         self._finder = GroupMatcher(table, self._plans, library, most, chooser, sizes)
         self.ends = GroupEndHandler(table, self)
 

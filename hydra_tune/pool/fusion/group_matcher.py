@@ -191,7 +191,9 @@ class GroupMatcher:
         room, most, free = entry.most, self._most_of(entry), self._table.free()
         assert entry.trial is not None
         try:
-            check_planned(entry.job.task, self._plans.of_member(entry.trial, wanted))
+            own = self._plans.of_member(entry.trial, wanted)
+            check_planned(entry.job.task, own)
+            sizes.check_worth(own, steps_of(entry.trial) * min(most, 1 + len(taken) + len(free)))
         except UnfusableError as error:
             if any(candidate.key in (None, entry.key) for candidate in free):
                 _LOGGER.info("no more than %d trials like %s are computed together: %s", room, entry.job.name, error)

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.runtime import planned_group_size
 from hydra_tune.fusion.runtime.plan_report import KEPT, PAIR, PlannedSizeOption, chosen_of
 from hydra_tune.fusion.runtime.planned_group_size import PlannedSizeChooser
 
-WANTED = SimpleNamespace(leaves=SimpleNamespace(tensors=()))
+WANTED = SimpleNamespace(tensors=())
+OWN = SimpleNamespace(seconds=None, plan=SimpleNamespace(operators=()))
 
 
 def member(loss="one"):
@@ -23,7 +25,7 @@ class Plans:
     """Of groups, whose members have one loss or several."""
 
     def of_members(self, members, wanted):
-        return None, SimpleNamespace(rows="rows" if len({one.loss for one in members}) > 1 else None, drops=())
+        return OWN, SimpleNamespace(rows="rows" if len({one.loss for one in members}) > 1 else None, drops=())
 
     def stacked(self, own, count, slots):
         return count
@@ -34,7 +36,7 @@ def asked(monkeypatch):
     """How many trials planned ways were compared for; four of them are to be a pair."""
     found = []
 
-    def compared(planner, stack, num_trials, kept, most, *, insists, least_gain):
+    def compared(planner, stack, num_trials, kept, most, *, insists, least_gain, budget):
         found.append(num_trials)
         size = min(4, num_trials)
         pair = PlannedSizeOption(name=PAIR, sizes=(size // 2, size - size // 2), seconds=1.0, peak_bytes=1)
@@ -79,3 +81,32 @@ def test_trials_that_were_too_few_to_be_planned_are_not_planned_when_fewer_are_l
     assert [sizes.keeps("kind", count, 1, clips=False) for count in (7, 8, 9)] == [True, True, False]
     assert best(sizes, [member()] * 7) is None
     assert asked == []
+
+
+def measured(seconds):
+    """A plan whose step was measured to take so long, in fifteen operators."""
+    return SimpleNamespace(
+        seconds=SimpleNamespace(forward=(seconds / 2,), backward=(seconds / 2,)),
+        plan=SimpleNamespace(operators=("",) * 15),
+    )
+
+
+@pytest.mark.parametrize(("seconds", "devices"), [(10.0, 1), (60.0, 4)])
+def test_a_search_in_which_a_look_takes_over_two_percent_has_none(seconds, devices):
+    """Tracing a step halts all devices."""
+    sizes = PlannedSizeChooser(Plans(), None, insists=False, num_devices=devices)
+    with pytest.raises(UnfusableError, match="too few to plan them"):
+        sizes.check_worth(measured(1e-3), seconds / 1e-3)
+    PlannedSizeChooser(Plans(), None, insists=True).check_worth(measured(1e-3), seconds / 1e-3)
+    PlannedSizeChooser(Plans(), None, insists=False).check_worth(measured(1e-3), 60.0 / 1e-3)
+
+
+def test_where_looks_take_longer_than_guessed_later_ones_are_expected_to(asked, monkeypatch):
+    times = iter([0.0, 2.0])
+    monkeypatch.setattr(planned_group_size, "steps_of", lambda _: 10)
+    monkeypatch.setattr(planned_group_size.time, "thread_time", lambda: next(times))
+    sizes = PlannedSizeChooser(Plans(), None, insists=False)
+    sizes.check_worth(measured(1e-3), 60_000)
+    assert best(sizes, [member()] * 8) is None
+    with pytest.raises(UnfusableError, match="too few to plan them"):
+        sizes.check_worth(measured(1e-3), 60_000)

@@ -11,7 +11,7 @@ from hydra_tune.fusion.group import membership
 from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.multi_step_unit import GroupRound
 from hydra_tune.fusion.matching.group_timing import FusionBenchmark
-from hydra_tune.fusion.runtime import plan_autotuner, planned_group_size
+from hydra_tune.fusion.runtime import plan_autotuner, planned_group_size, planned_size_search
 from hydra_tune.fusion.runtime.paired_unit import PairStepRunner
 from hydra_tune.fusion.runtime.plan_report import PlannedSizeOption
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
@@ -60,17 +60,17 @@ def kind(request):
 
 @pytest.fixture(autouse=True)
 def chosen(kind, monkeypatch):
-    """Plans are preferred to what fits, and few steps of them are timed; nothing else is planned than is wanted here."""
+    """Plans are preferred to what fits, and few steps of them are timed; all sizes but the wanted one seem slow."""
     tried = planned_group_size._tried
 
     def only(planner, stacks):
         sizes = tuple(one.updates.count for one in stacks)
         if sizes == ((4,) if kind == "group" else (4, 4)):
             return tried(planner, stacks)
-        return PlannedSizeOption(name="", sizes=sizes, why_not="not in this test")
+        return PlannedSizeOption(name="", sizes=sizes, seconds=1e9, peak_bytes=1)
 
     monkeypatch.setattr(planned_group_size, "_tried", only)
-    monkeypatch.setattr(planned_group_size, "_COST_SHARE", float("inf"))
+    monkeypatch.setattr(planned_size_search, "COST_SHARE", float("inf"))
     monkeypatch.setattr(StepPlanner, "kept_seconds", lambda _self, _stack: 10.0)
     monkeypatch.setattr(plan_autotuner, "_WARM_UPS", 0)
     monkeypatch.setattr(plan_autotuner, "_TURNS", 1)

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import ConfigError
-from hydra_tune.fusion.runtime import planned_group_size
+from hydra_tune.fusion.runtime import planned_size_search
 from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.pool.job import OVER, Reported
@@ -314,7 +314,7 @@ def test_planned_groups_are_what_is_predicted_to_be_faster(steps, monkeypatch, c
     with pool_of(fusion_planner="auto") as pool, caplog.at_level(logging.INFO, "hydra_tune.fusion"):
         assert {result.group_size for result in pool.run(tasks)} == {2}
     assert "too few to plan them" in caplog.text
-    monkeypatch.setattr(planned_group_size, "_COST_SHARE", float("inf"))
+    monkeypatch.setattr(planned_size_search, "COST_SHARE", float("inf"))
     for seconds, size in ((1e-9, 2), (10.0, 4)):
         monkeypatch.setattr(StepPlanner, "kept_seconds", lambda _self, _stack, seconds=seconds: seconds)
         with pool_of(fusion_planner="auto") as pool:
