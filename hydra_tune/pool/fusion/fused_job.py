@@ -42,8 +42,7 @@ class FusedJob:
         most: how many jobs of the same kind may form a group, or a pair of groups that take turns; 0: not determined
             yet.
         each: members of the larger group of such a pair; 0: as many as `most`.
-        kept: members of a group that fits a device without a plan, to fall back to if planned steps prove slower; 0: no
-            such group.
+        kept: members of a group that fits a device without a plan, to fall back to from planned steps; 0: no such group.
         told: the last report announced to the driver.
         faults: the job's faults so far.
         candidate: the job's trial during the comparison with another job's trial.

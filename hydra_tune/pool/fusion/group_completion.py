@@ -124,13 +124,13 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
     def _ran_out(self, group: LiveGroup, entries: Sequence[FusedJob], error: OutOfMemoryError) -> None:
         """Split a group that ran out of device memory.
 
-        The members continue in groups of at most half the size, in the end alone.
+        The members continue in groups of at most half the size, in the end alone; from planned steps in groups that fit
+        without a plan, if these are larger.
 
         If the failed unit was the first of its step and could be undone, the members continue where they were.
         Otherwise the members begin again from their last saved states, and end with the same results.
         """
-        size = len(group.trial.seats)
-        limit = size // 2
+        size, limit = len(group.trial.seats), group.smaller_size
         how = f"in groups of {limit} at most" if limit > 1 else "by themselves"
         _LOGGER.warning("a group of %d trials ran out of memory, and its trials go on %s: %s", size, how, error)
         is_undone = limit > 0 and not isinstance(error.__cause__, NotRepeatableError)

@@ -85,12 +85,13 @@ class GroupJobLauncher:
         self._library = library
         self._plans = GroupPlanFactory(library, backend)
         self._planner: StepPlanner | None = None
+        self._insists = plans_steps == "on"
         self._forming: FusedJob | None = None  # job whose carrier forms a group now
         sizes = None
         if plans_steps != "off":
             self._planner = StepPlanner(table.pool.budget_bytes, library.budget.alignment, lambda: table.pool.stands)
             num_devices = len(table.pool.device_names)
-            sizes = PlannedSizeChooser(self._plans, self._planner, insists=plans_steps == "on", num_devices=num_devices)
+            sizes = PlannedSizeChooser(self._plans, self._planner, insists=self._insists, num_devices=num_devices)
         self._finder = GroupMatcher(table, self._plans, library, most, chooser, sizes)
         self.ends = GroupEndHandler(table, self)
 
@@ -261,7 +262,9 @@ class GroupJobLauncher:
             each = entry.each or entry.most
             most = max(each, len(all_entries))
             size, seconds = entry.kept, partial(self._unplanned_seconds, entry.kept, device)
-            unplanned = SmallerGroupFallback(size=size, seconds=seconds) if size else None
+            unplanned = (
+                SmallerGroupFallback(size=size, seconds=seconds, is_compared=not self._insists) if size else None
+            )
             group = LiveGroup(pool, entry.carrier, entry.key, most, self.ends, building, timer, unplanned)
             group.entries = all_entries
             seats = [peer.sit() for peer in all_entries]

@@ -166,7 +166,7 @@ class GroupMatcher:
             raise
         if choice is not None:
             entry.most, entry.each = choice.size, choice.each
-            entry.kept = room if choice.size > room and not self._sizes.insists else 0
+            entry.kept = room if choice.size > room else 0
             with self._table.pool.changed:
                 carrier = entry.carrier
             if carrier is not None:

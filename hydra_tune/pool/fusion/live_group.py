@@ -51,10 +51,12 @@ class SmallerGroupFallback:
     Attributes:
         size: members of each smaller group.
         seconds: measures a step of such a group now, given a member and a batch of the member.
+        is_compared: whether such groups take over where planned steps prove slower.
     """
 
     size: int
     seconds: Callable[[MemberTrial, MemberBatchRequest], float]
+    is_compared: bool
 
 
 class LiveGroup:
@@ -68,7 +70,7 @@ class LiveGroup:
         keeping: receives news about members.
         building: thread that makes plans for other sizes.
         timer: thread that wakes the group at the end of a wait.
-        unplanned: alternative to compare with when planned steps prove slower than predicted; None: no comparison.
+        unplanned: alternative to planned steps; None: the group needs no plan.
 
     Attributes:
         trial: the group's trial, once made.
@@ -106,6 +108,13 @@ class LiveGroup:
         self._unplanned = unplanned
         self._ready: set[int] = set()
         self._asked: set[int] = set()
+
+    @property
+    def smaller_size(self) -> int:
+        """Size of the groups in which the members continue after memory has run out: half of the size, or as many as fit."""
+        size = len(self.trial.seats)
+        fitting = 0 if self._unplanned is None or self._unplanned.size >= size else self._unplanned.size
+        return max(size // 2, fitting)
 
     def has_room(self, *, grows: bool) -> bool:
         """Return whether another member may join, in a vacant slot or, if `grows`, a new one. Under the pool's lock."""
@@ -261,7 +270,7 @@ class LiveGroup:
         """As of `GroupDelegate`."""
         _FUSION_LOGGER.info("measured: %s", found.told)
         log_measured(self._pool.log, self.carrier.key, found)
-        if self._unplanned is not None and found.is_slower:
+        if self._unplanned is not None and self._unplanned.is_compared and found.is_slower:
             # On the `building` thread: a measurement takes a while, and the group goes on meanwhile.
             self._building.do(partial(self._compare, self._unplanned, found, like))
 

@@ -6,14 +6,17 @@ import pytest
 
 from benchmarks.planned_pool import peak_of_one, sizes_of
 from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory
 from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.runtime.planned_group_size import PlannedSizeChooser
+from hydra_tune.fusion.runtime.planned_unit import GroupStepRunner
 from hydra_tune.fusion.runtime.step_planner import StepPlanner
 from hydra_tune.shard.partition.budget import ShardPlanConstraints
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.train.data.index_gather import UngatheredBatches
 from tests.unit.pool.fusion.test_planned_steps import task
+from tests.unit.pool.tasks import running
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 
@@ -40,6 +43,19 @@ def test_a_planner_never_has_fewer_trials_on_a_device_than_fit_without(multiple)
 def test_in_most_memories_a_planner_has_half_as_many_again():
     gains = [at_once("on", multiple)[0] / at_once("off", multiple)[0] for multiple in MULTIPLES]
     assert sum(gain >= 1.5 for gain in gains) >= 3
+
+
+def test_a_planned_group_that_runs_out_of_memory_goes_on_in_groups_that_need_no_plan(monkeypatch):
+    """Three trials fit without a plan, so halves of four would be too few."""
+
+    def runs_out(self, operands):
+        raise OutOfMemoryError("as it happens", enough_bytes=None)
+
+    monkeypatch.setattr(GroupStepRunner, "forward", runs_out)
+    with running(fusion="on", fusion_size=4, fusion_planner="on", device_memory="490KiB") as pool:
+        results = pool.run([task(seed, epochs=8) for seed in range(4)])
+    assert [result.error for result in results] == [None] * 4
+    assert max(result.group_size for result in results) == 3
 
 
 def test_members_that_have_begun_and_draw_picks_are_planned_with_their_first_batch():
