@@ -7,7 +7,8 @@ import pytest
 
 from tests.parity.observe import Way, watched_ways
 from tests.parity.own_functions import CHECKPOINTS, KINDS, ODD, ODD_CHECKPOINTS, Around, Counts, Weighs
-from tests.unit.pool.tasks import SAMPLES, against_plain, task, train
+from tests.parity.test_fusion import TOLERANCE, fused, in_float64, worst
+from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, task, train
 
 pytestmark = [
     pytest.mark.usefixtures("captured_once"),
@@ -89,3 +90,13 @@ def test_state_that_only_a_backward_reads():
         assert ways[id(described)].shards == {"train": 3}
     finally:
         Weighs.weight = 2.0
+
+
+@pytest.mark.parametrize("kind", ["parameters", "several outputs", "tensors in its context"])
+def test_trials_with_functions_are_fused(kind, caplog):
+    batches = [(X[:8].double(), Y[:8])] * 3
+    changes = {"model": partial(Around, KINDS[kind]), "train": lambda: batches, "report_every": 1}
+    described = [in_float64(task(seed=seed, **changes)) for seed in (1, 2)]
+    results, reasons, is_fused = fused(described, caplog)
+    assert is_fused, reasons
+    assert max(worst(results, described)) < TOLERANCE
