@@ -177,4 +177,6 @@ def _transposed(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _are_alike(a: object, b: object) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.stride() == b.stride()
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype

@@ -41,6 +41,7 @@ class JointTrace:
         places: positions of `trained` among the shard's parameters and buffers.
         written: indices of gradients written directly into the given room.
         noise: the random numbers that the shard draws.
+        is_scaled: whether the trace takes the members' loss scales, behind the random numbers.
         loss: name of the losses.
         pure: the module before it received room; allocates all gradients itself.
         place: the device of the trace; the trace runs on every device of the same kind.
@@ -58,15 +59,22 @@ class JointTrace:
     place: torch.device
     forward: Callable[..., Sequence[Tensor]]
     code: Callable[..., Sequence[Tensor]] | None = None
+    is_scaled: bool = False
     _layouts: dict[tuple[int, ...], _Layouts] = field(default_factory=dict)
 
-    def draw(self, device: torch.device) -> list[Tensor]:
-        """Draw the random numbers of a run."""
+    def draw(self, device: torch.device, scales: Tensor | None = None) -> list[Tensor]:
+        """Draw the random numbers of a run; behind them come the members' loss scales, if the losses are scaled."""
+        behind = [scales.to(device)] if self.is_scaled and scales is not None else []
         if not self.noise:
-            return []
+            return behind
         group = own_generator()
         assert isinstance(group, GroupGenerator), "stacked members draw from generators of their own"
-        return draw_all(self.noise, group, device)
+        return [*draw_all(self.noise, group, device), *behind]
+
+    def room_for_noise(self, count: int, device: torch.device) -> list[Tensor]:
+        """Allocate room for the results of `draw`, for `count` members."""
+        scales = [torch.empty(count, device=device)] if self.is_scaled else []
+        return [*(noise_draw.room(count, device) for noise_draw in self.noise), *scales]
 
     def run(
         self, operands: ShardOperands, noise: Sequence[Tensor] | None = None, *, is_laid_out: bool = False
@@ -75,7 +83,7 @@ class JointTrace:
 
         Args:
             operands: operands of the shard.
-            noise: random numbers, if already drawn.
+            noise: result of `draw`, if already drawn.
             is_laid_out: whether to lay gradients out contiguously in the order of the parameters, so that the optimizer
                 can treat them as a single tensor (`flat_tensors.py`); such gradients share no bytes with other tensors.
         """
@@ -170,6 +178,7 @@ def traced(
     draws: bool = True,
     divisor: int = 1,
     place: torch.device | None = None,
+    is_scaled: bool = False,
 ) -> JointTrace | None:
     """Trace a shard whose only output is the loss; return None if its random draws depend on values.
 
@@ -184,6 +193,7 @@ def traced(
         divisor: divisor of every loss.
         place: the device to trace for, by default the operands' device; decompositions and kernels depend on the
             device.
+        is_scaled: whether each member's loss is multiplied by a scale of its own.
     """
     mode = FakeTensorMode()
     fakes = [_fake(mode, tensor.detach(), place) for tensor in operands.all]
@@ -192,6 +202,7 @@ def traced(
         return None
     with mode:
         noise = [n.room(count, fakes[0].device) for n in hoisted_draws]
+        noise += [torch.empty(count, device=fakes[0].device)] if is_scaled else []
     trained_at = [index for index, is_trained in enumerate(trains) if is_trained]
     reached_places: list[int] = []
 
@@ -204,7 +215,9 @@ def traced(
             (losses,) = run(*arguments)
             trained_tensors = [arguments[index] for index in trained_at]
             # No operator mixes members, so the gradient of the sum of all losses holds every member's own gradient.
-            loss_gradients = torch.full_like(losses, 1 / divisor)
+            scales = tensors[-1].to(losses.dtype) if is_scaled else None
+            # As the backward of `objective` begins.
+            loss_gradients = torch.full_like(losses, 1 / divisor) if scales is None else scales / divisor
             gradients = torch.autograd.grad(losses, trained_tensors, loss_gradients, allow_unused=True)
         reached_places[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
         return [losses, *(gradient for gradient in gradients if gradient is not None)]
@@ -223,7 +236,18 @@ def traced(
     trained = tuple(names[place] for place in reached_places)
     home = fakes[0].device
     forward = placed(module, home=home)
-    return JointTrace(module, trained, tuple(reached_places), written, tuple(hoisted_draws), loss, pure, home, forward)
+    return JointTrace(
+        module,
+        trained,
+        tuple(reached_places),
+        written,
+        tuple(hoisted_draws),
+        loss,
+        pure,
+        home,
+        forward,
+        is_scaled=is_scaled,
+    )
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> Tensor:

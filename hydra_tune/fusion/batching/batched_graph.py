@@ -27,9 +27,11 @@ from hydra_tune.fusion.batching.embedding_rules import TABLES, embedding_bag
 from hydra_tune.fusion.batching.per_member_fallback import apart, has_batched_form
 from hydra_tune.fusion.batching.random_decomposition import recorded
 from hydra_tune.fusion.batching.rnn_rules import RECURRENT
+from hydra_tune.fusion.batching.stacked_autocast import dtypes_of, has_recurrent_kernel, member_dtypes, prepared
 from hydra_tune.fusion.ragged.masked_loss import LOSS, MaskedReduction, counted_loss
 from hydra_tune.shard.analysis.random_ops import draws_random_numbers
 from hydra_tune.shard.capture.graph_device import moved, names_a_device
+from hydra_tune.task import Precision
 
 _CHECKS = frozenset([torch.ops.aten._assert_tensor_metadata.default])  # noqa: SLF001 - true for every batch of the kind
 _APART = frozenset(
@@ -68,13 +70,21 @@ class StackedGraph:
         module: the graph, captured for a single member.
         is_stacked: for every argument, whether the argument has the members in front.
         slots: names of dropout nodes with a separate probability for each member.
+        precision: precision of the step.
 
     Raises:
         UnfusableError: a node cannot run on stacked members; the message names the node.
     """
 
-    def __init__(self, module: fx.GraphModule, is_stacked: Sequence[bool], slots: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        is_stacked: Sequence[bool],
+        slots: frozenset[str] = frozenset(),
+        precision: Precision = "float32",
+    ) -> None:
         self._module = module
+        self._precision: Precision = precision
         self._stacked: set[fx.Node] = set()
         self._arguments: list[fx.Node] = []
         self._planned: list[tuple[fx.Node, _Run, tuple[Any, ...], dict[str, Any]]] = []
@@ -144,13 +154,12 @@ class StackedGraph:
             self._add_region(node, *arguments)
         elif not draws or node.target in _OWN_DRAWS:
             self._add_call(node, arguments, keywords)
-        elif (record := recorded(node) if isinstance(node.target, OpOverload) else None) is not None:
+        elif (record := recorded(node, self._precision)) is not None:
             self._add_draw(node, record, [placed.get(argument, argument) for argument in node.all_input_nodes])
         else:
             self._stacked.add(node)
             self._check_overwritten(node, arguments)
-            run = _under(self._apart(node.target, arguments, keywords, draws=True), enabled=self._gradients)
-            self._planned.append((node, run, arguments, keywords))
+            self._plan(node, self._apart(node.target, arguments, keywords, draws=True), arguments, keywords)
 
     def _add_draw(self, node: fx.Node, record: fx.Graph, inputs: Sequence[fx.Node]) -> None:
         """Add a random operator as its recorded primitives."""
@@ -182,7 +191,7 @@ class StackedGraph:
                 keywords = {key: fx.node.map_arg(value, placed.__getitem__) for key, value in primitive.kwargs.items()}
                 placed[primitive] = primitive
                 primitive.meta[_IS_DROPOUT] = node.target in _DROPOUT
-                self._add_call(primitive, arguments, keywords)
+                self._add_call(primitive, arguments, keywords, is_cast=True)
 
     def _add_region(self, node: fx.Node, enabled: bool, body: fx.GraphModule, *operands: fx.Node) -> None:
         """Add a region written under `torch.no_grad()` or `torch.enable_grad()`."""
@@ -221,7 +230,10 @@ class StackedGraph:
             self._stacked.add(node)
         self._planned.append((node, lambda _count, found, _keywords: found[0], (value,), {}))
 
-    def _add_call(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _add_call(
+        self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any], *, is_cast: bool = False
+    ) -> None:
+        """Add a call; `is_cast` says that the casts of autocast have nodes of their own."""
         target: Any = node.target
         if target is operator.getitem:
             if arguments[0] in self._stacked:
@@ -230,7 +242,8 @@ class StackedGraph:
             return
         if target is counted_loss:
             self._stacked.add(node)
-            self._planned.append((node, _counting(node.meta[LOSS], self._stacked_leaves(arguments, {})), arguments, {}))
+            run = _counting(node.meta[LOSS], self._stacked_leaves(arguments, {}), self._precision)
+            self._planned.append((node, run, arguments, {}))
             return
         self._check_dense(node, arguments, keywords)
         if "generator" in keywords:
@@ -243,7 +256,8 @@ class StackedGraph:
         elif self._is_stacked((arguments, keywords)):
             self._stacked.add(node)
             self._check_overwritten(node, arguments)
-            run = self._for_all(node, arguments, keywords)
+            is_low = target in RECURRENT and self._precision != "float32"
+            run = (self._recurrent if is_low else self._for_all)(node, arguments, keywords)
         # A fresh shared tensor that a later node fills in place with
         # members' values needs a separate copy for each member.
         elif _is_made_to_be_overwritten(node):
@@ -251,7 +265,15 @@ class StackedGraph:
             run = _once(target, expands=True)
         else:
             run = _once(target, expands=False)
-        self._planned.append((node, _under(run, enabled=self._gradients), arguments, keywords))
+        self._plan(node, run, arguments, keywords, is_cast=is_cast)
+
+    def _plan(
+        self, node: fx.Node, run: _Run, arguments: tuple[Any, ...], keywords: dict[str, Any], *, is_cast: bool = False
+    ) -> None:
+        run = _under(run, enabled=self._gradients)
+        if self._precision != "float32" and not is_cast:
+            run = _in_precision(run, node.target, self._stacked_leaves(arguments, keywords), self._precision)
+        self._planned.append((node, run, arguments, keywords))
 
     def _for_all(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Run:
         target: Any = node.target
@@ -263,6 +285,7 @@ class StackedGraph:
         # A rule may decline by returning None, and `torch.vmap` may fail for some arguments. The
         # order is rule, vmap, then each member alone; a failed vmap is not tried again for the node.
         is_batched = has_batched_form(target) and target._schema.name not in _APART  # noqa: SLF001
+        keeps_dtypes = self._dtype_check(target, are_stacked)
 
         def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
             """Compute the node for all members: by its rule, else by `torch.vmap`, else for each member alone."""
@@ -275,20 +298,66 @@ class StackedGraph:
                     Tensor, lambda t: t if next(flags) else _expanded(t, count), (tuple(found), given)
                 )
                 result = rule(*expanded_arguments[0], **expanded_arguments[1], **options)
-                if result is not None:
+                if result is not None and keeps_dtypes(result, found, given):
                     return result
             if is_batched:
                 try:
-                    return _mapped(target, found, given, are_stacked)
+                    result = _mapped(target, found, given, are_stacked)
                 except RuntimeError as error:
                     # Running out of memory says nothing about batching
                     # rules; the pager must see the error and retry the unit.
                     if isinstance(error, torch.OutOfMemoryError):
                         raise
                     is_batched = False
+                else:
+                    if keeps_dtypes(result, found, given):
+                        return result
+                    is_batched = False
             return by_itself(count, found, given)
 
         return run
+
+    def _recurrent(self, node: fx.Node, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Run:
+        """Return a run of recurrent layers in low precision, where torch's kernels round otherwise than cells do."""
+        target: Any = node.target
+        rule, are_stacked = self._rule_of(node), self._stacked_leaves(arguments, keywords)
+        assert rule is not None, "recurrent layers have rules"
+        by_itself = self._apart(target, arguments, keywords, draws=draws_random_numbers(node))
+        has_kernel: bool | None = None
+
+        def run(count: int, found: Sequence[Any], given: dict[str, Any]) -> Any:
+            nonlocal has_kernel
+            if has_kernel is None:
+                has_kernel = has_recurrent_kernel(target, found, given, are_stacked)
+            if not has_kernel:
+                flags = iter(are_stacked)
+                expanded_arguments = pytree.tree_map_only(
+                    Tensor, lambda t: t if next(flags) else _expanded(t, count), found
+                )
+                return rule(*expanded_arguments, **given)
+            if node.name in self._slots:
+                raise UnfusableError(
+                    f"{_told(node)} is one kernel in low precision, which takes a single probability of dropout"
+                )
+            return by_itself(count, found, given)
+
+        return run
+
+    def _dtype_check(
+        self, target: Any, are_stacked: Sequence[bool]
+    ) -> Callable[[Any, Sequence[Any], dict[str, Any]], bool]:
+        """Return whether a stacked result has the dtypes of a member's result, which only autocast may change."""
+        expected: list[torch.dtype] | None = None
+
+        def keeps(result: Any, found: Sequence[Any], given: dict[str, Any]) -> bool:
+            nonlocal expected
+            if self._precision == "float32":
+                return True
+            if expected is None:
+                expected = member_dtypes(target, found, given, are_stacked)
+            return dtypes_of(result) == expected
+
+        return keeps
 
     def _rule_of(self, node: fx.Node) -> Callable[..., Any] | None:
         target: Any = node.target
@@ -362,11 +431,27 @@ def _masks(slot: str, strides: Sequence[int], is_dropout: bool, is_stacked: bool
     return run
 
 
-def _counting(loss: MaskedReduction, stacked: Sequence[bool]) -> _Run:
+def _counting(loss: MaskedReduction, stacked: Sequence[bool], precision: Precision) -> _Run:
     def run(count: int, found: Sequence[Any], _keywords: dict[str, Any]) -> Tensor:
-        return loss(*(t if is_stacked else _expanded(t, count) for t, is_stacked in zip(found, stacked, strict=True)))
+        counts, *tensors = found
+        # The loss decides what is cast, not the operators of which its counted form is made.
+        cast_tensors, _, region = prepared(loss.target, tensors, loss.keywords, stacked[1:], precision)
+        arguments = zip([counts, *cast_tensors], stacked, strict=True)
+        with region:
+            return loss(*(t if is_stacked else _expanded(t, count) for t, is_stacked in arguments))
 
     return run
+
+
+def _in_precision(run: _Run, target: Any, are_stacked: Sequence[bool], precision: Precision) -> _Run:
+    """Return a run in the precision in which autocast runs the operator for a member."""
+
+    def run_cast(count: int, found: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        arguments, named_arguments, region = prepared(target, found, keywords, are_stacked, precision)
+        with region:
+            return run(count, arguments, named_arguments)
+
+    return run_cast
 
 
 def _once(target: Any, *, expands: bool) -> _Run:

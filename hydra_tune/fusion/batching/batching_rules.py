@@ -102,14 +102,18 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     """Normalize with members as additional samples, then apply each member's own scales."""
+    # The kernel of CPU devices takes samples in low precision beside scales in float32, and rounds once, at the end.
+    wide = next((scales.dtype for scales in (weight, bias) if scales is not None), x.dtype)
     # Without scales, because the kernel takes a single set of them for all samples.
-    normalized: Tensor = aten.layer_norm(x, normalized_shape, None, None, eps, cudnn_enable)
+    normalized: Tensor = aten.layer_norm(x.to(wide), normalized_shape, None, None, eps, cudnn_enable)
     shape = (x.size(0), *[1] * (x.dim() - 1 - len(normalized_shape)), *normalized_shape)
     if weight is not None and bias is not None:
-        return torch.addcmul(bias.view(shape), normalized, weight.view(shape))
-    if weight is not None:
-        return normalized * weight.view(shape)
-    return normalized if bias is None else normalized + bias.view(shape)
+        normalized = torch.addcmul(bias.view(shape), normalized, weight.view(shape))
+    elif weight is not None:
+        normalized = normalized * weight.view(shape)
+    elif bias is not None:
+        normalized = normalized + bias.view(shape)
+    return normalized.to(x.dtype)
 
 
 def view(x: Tensor, shape: Sequence[int], *, settles: bool = True) -> Tensor:

@@ -15,12 +15,16 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hydra_tune.shard.capture.precision import autocast
+from hydra_tune.task import Precision
 
-def recorded(node: fx.Node) -> fx.Graph | None:
+
+def recorded(node: fx.Node, precision: Precision = "float32") -> fx.Graph | None:
     """Return the primitives of a random operator, as a graph of a generator and the node's tensors.
 
     Args:
         node: a node of a captured graph, with values under `meta["val"]`.
+        precision: precision of the step; the casts of autocast are among the primitives, which run without autocast.
 
     Returns:
         The graph; None if the operator draws in a way that accepts no generator.
@@ -41,7 +45,7 @@ def recorded(node: fx.Node) -> fx.Graph | None:
         arguments = fx.node.map_arg(node.args, stand_ins.__getitem__)
         keywords = fx.node.map_arg(dict(node.kwargs), stand_ins.__getitem__)
         recorder = _PrimitiveRecorder([stand_ins[n] for n in node.all_input_nodes])
-        with recorder, torch.enable_grad():
+        with recorder, torch.enable_grad(), autocast(precision):
             result = target(*arguments, **keywords)
     return recorder.record(result)
 

@@ -19,6 +19,7 @@ from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction, with_counts
 from hydra_tune.fusion.ragged.multi_head_graph import StackedPrefix, with_results, with_tails
 from hydra_tune.shard.capture.step_module import Objective, loss_itself
+from hydra_tune.shard.capture.step_module import objective as step_objective
 from hydra_tune.shard.cost.pilot import ShardCost
 from hydra_tune.shard.execute import compute
 from hydra_tune.shard.execute.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape
@@ -26,6 +27,30 @@ from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.shard.partition.subgraph import ShardGraph
 
 _MULTIPLIED = tuple(name for name in ShardCost.__dataclass_fields__ if name.endswith(("_bytes", "_workspace")))
+
+
+@dataclass(frozen=True, slots=True)
+class SummedLosses:
+    """Objective of a group: the sum of the members' losses, each divided and scaled as in a single trial.
+
+    No operator mixes members, so the sum has each member's own gradients.
+
+    Attributes:
+        divisor: divisor of every loss.
+        scales: the members' loss scales, (members,); None if losses are not scaled.
+    """
+
+    divisor: int
+    scales: Tensor | None = None
+
+    def __call__(self, losses: Tensor) -> Tensor:
+        """Return the sum."""
+        return step_objective(self.divisor, self.scales)(losses).sum()
+
+
+def scales_of(objective: Objective) -> Tensor | None:
+    """Return the members' loss scales; None if losses are not scaled."""
+    return objective.scales if isinstance(objective, SummedLosses) else None
 
 
 @dataclass(slots=True)
@@ -73,7 +98,8 @@ class StackedPlanExecutor:
         """As of `compute.backward`; the objective is the sum of the members' losses."""
         trace = self.trace_on(shard, operands)
         if trace is not None:
-            return _with_memory_of_their_own(trace.run(operands))
+            noise = trace.draw(operands.state[0].device, scales_of(objective))
+            return _with_memory_of_their_own(trace.run(operands, noise))
         return compute.backward(shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective)
 
 
@@ -180,6 +206,7 @@ def trace_step(
         draws=draws,
         divisor=divisor,
         place=place,
+        is_scaled=graph.precision == "float16",
     )
     if trace is not None:
         if backend is not None:
@@ -213,7 +240,9 @@ def _stacked_shard(
     shard_slots = slots & {node.name for node in code.graph.nodes}
     code = with_stand_ins(code, shard_slots) if shard_slots else code
     graph = replace(
-        graph, module=StackedGraph(code, is_stacked, shard_slots), stochastic=graph.stochastic or bool(shard_slots)
+        graph,
+        module=StackedGraph(code, is_stacked, shard_slots, graph.precision),
+        stochastic=graph.stochastic or bool(shard_slots),
     )
     return replace(shard, graph=graph, cost=_multiplied(shard.cost, count))
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hydra_tune.batched.joint_graph import JointTrace
-from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor
+from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor, scales_of
 from hydra_tune.fusion.compile.torch_compile import difference
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import DeviceCacheReservation
@@ -187,7 +187,7 @@ class GroupCaptureCache:
             operands: operands of the shard.
             room_bytes: bytes that the step computes with.
             lease: the unit's lease.
-            noise: random numbers of the step, if already drawn.
+            noise: random numbers and loss scales of the step, if already drawn.
             is_laid_out: as of `JointTrace.run`; a step that records another lays nothing out.
         """
         place = operands.state[0].device
@@ -318,7 +318,7 @@ class CapturedPlanExecutor:
             return self.stacked.backward(
                 shard, operands, needs_gradient=needs_gradient, incoming=incoming, objective=objective
             )
-        return self.recorded(trace, shard, operands)
+        return self.recorded(trace, shard, operands, trace.draw(operands.state[0].device, scales_of(objective)))
 
     def recorded(
         self,

@@ -56,7 +56,7 @@ def _filled(trace: JointTrace, operands: ShardOperands, count: int) -> list[Tens
     # A separate generator with a fixed seed: both runs see equal inputs, and no trial's stream advances.
     generator = torch.Generator().manual_seed(0)
     tensors = []
-    for tensor in [*operands.all, *(noise_draw.room(count, operands.all[0].device) for noise_draw in trace.noise)]:
+    for tensor in [*operands.all, *trace.room_for_noise(count, operands.all[0].device)]:
         values = torch.zeros_like(tensor, requires_grad=False)
         if values.is_floating_point():
             values.copy_(0.1 * torch.rand(values.shape, generator=generator, dtype=values.dtype))

@@ -18,35 +18,43 @@ from torch.optim import Optimizer
 from hydra_tune.batched.batched_optimizer import StackedOptimizer
 from hydra_tune.batched.gradient_clipping import clip_, factors_of, norms_of
 from hydra_tune.devices.device import Device, RandomGenerator
+from hydra_tune.fusion.compile.batched_plan import SummedLosses
 from hydra_tune.fusion.compile.cuda_graph_steps import CapturedPlanExecutor
 from hydra_tune.fusion.group.group_rng import GroupStreams
-from hydra_tune.shard.capture.step_module import Objective, objective, on_host
+from hydra_tune.shard.capture.step_module import Objective, on_host
 from hydra_tune.shard.execute.chain import earlier_gradient_key, parameter_gradient_key
 from hydra_tune.shard.partition.plan import Shard
 from hydra_tune.task import TrainTask
 from hydra_tune.train.loop.batch_units import BatchUnits, EvaluationBatch, PendingUnit
-from hydra_tune.train.loop.gradient_rules import GradientProcessor
+from hydra_tune.train.loop.gradient_rules import GradientProcessor, check_unscalable, inverse_of
 from hydra_tune.train.loop.optimizer_step import OptimizerStep
 from hydra_tune.train.loop.training_batch import BatchPart, TrainingBatch
 
 
 class GroupGradients(GradientProcessor):
-    """Gradient rules of a group: a separate loss and a separate clipping norm for every member.
+    """Gradient rules of a group: a separate loss, loss scale and clipping norm for every member.
+
+    A member's loss scale stays in the member's own rules, so that its checkpoints hold the scale, and the member takes the
+    scale along where it joins or leaves.
 
     Args:
-        tasks: the members' tasks; a member without clipping keeps its gradients unchanged.
+        members: task and own rules of each member; a member without clipping keeps its gradients unchanged.
     """
 
-    def __init__(self, tasks: Sequence[TrainTask]) -> None:
+    def __init__(self, members: Sequence[tuple[TrainTask, GradientProcessor]]) -> None:
+        tasks = [task for task, _ in members]
         # The base class takes norms only for a task that clips, so
         # pass any such task; `limits` holds the members' own norms.
         super().__init__(next((task for task in tasks if task.max_grad_norm is not None), tasks[0]))
         self._limits = [task.max_grad_norm for task in tasks]
+        self._own = [rules for _, rules in members]
         self._member_norms: dict[str, Tensor] = {}
+        self._overflowed = torch.zeros(len(members), dtype=torch.bool, device="cpu")
+        self._stepping: list[bool] = []
 
-    def replace(self, index: int, task: TrainTask) -> None:
-        """Give a slot to another member's task."""
-        self._limits[index] = task.max_grad_norm
+    def replace(self, index: int, task: TrainTask, rules: GradientProcessor) -> None:
+        """Give a slot to another member."""
+        self._limits[index], self._own[index] = task.max_grad_norm, rules
         assert task.max_grad_norm is None or self._max_norm is not None, (
             "a group that does not clip admits nobody who does"
         )
@@ -58,14 +66,27 @@ class GroupGradients(GradientProcessor):
             [math.inf if limit is None else limit for limit in self._limits], dtype=torch.float64, device="cpu"
         )
 
-    def objective(self, share: float) -> Objective:
-        """Return the sum of the members' losses, each divided as in a single trial.
+    @property
+    def scales(self) -> Tensor | None:
+        """The members' loss scales: (members,), on the host; None if losses are not scaled."""
+        scales = [rules.scale for rules in self._own]
+        return None if self.is_plain else torch.stack([scale for scale in scales if scale is not None])
 
-        No operator mixes members, so the sum has each member's own gradients.
-        """
+    def objective(self, share: float) -> Objective:
+        """Return the sum of the members' losses."""
         assert share == 1.0, "a group takes batches whole"
-        scaled_losses = objective(self.divisor, None)
-        return lambda losses: scaled_losses(losses).sum()
+        return SummedLosses(self.divisor, self.scales)
+
+    def leave_out_overflowed(self, optimizer: Optimizer) -> None:
+        """Exclude members from the step whose scaled gradients, all complete now, are not finite."""
+        if self.is_plain:
+            return
+        assert isinstance(optimizer, StackedOptimizer), "not a group's state"
+        self._stepping = list(optimizer.active)
+        optimizer.active = [
+            active and not overflowed
+            for active, overflowed in zip(optimizer.active, self._overflowed.tolist(), strict=True)
+        ]
 
     def clip(self, parameters: Sequence[Tensor], order: Sequence[str]) -> None:
         """As of `GradientProcessor`, separately for every member."""
@@ -78,8 +99,14 @@ class GroupGradients(GradientProcessor):
             clip_(parameter.grad, factors)
 
     def next_step(self) -> None:
-        """Finish the step."""
-        super().next_step()
+        """Finish the step; the loss scales of the members that made the step adapt."""
+        if self._stepping:
+            for rules, overflowed, stepping in zip(self._own, self._overflowed.tolist(), self._stepping, strict=True):
+                # A vacant slot has the rules of a member in another slot.
+                if stepping:
+                    rules.adapt_scale(overflowed=overflowed)
+            self._stepping = []
+            self._overflowed.fill_(False)
         self._member_norms.clear()
 
     def _take_norms(self, gradients: Mapping[str, Tensor]) -> None:
@@ -88,6 +115,23 @@ class GroupGradients(GradientProcessor):
         norms = [norms_of(gradient) for gradient in gradients.values()]
         for name, member_norms in zip(gradients, torch.stack(norms).cpu(), strict=True):  # a single wait for a GPU
             self._member_norms[name] = member_norms
+
+    def _unscale(self, gradients: Mapping[str, Tensor], scale: Tensor) -> None:
+        """As of `GradientProcessor`, by each member's own scale."""
+        del scale
+        check_unscalable(gradients)
+        filled = [gradient for gradient in gradients.values() if gradient.numel()]
+        scales = self.scales
+        if not filled or scales is None:
+            return
+        inverse = inverse_of(scales)
+        # Before the product, as torch's kernel.
+        largest = [
+            torch.linalg.vector_norm(gradient.reshape(len(scales), -1), math.inf, 1).double() for gradient in filled
+        ]
+        for gradient in filled:
+            gradient.mul_(inverse.to(gradient).view(-1, *[1] * (gradient.dim() - 1)))
+        self._overflowed |= ~torch.stack(largest).isfinite().all(0).cpu()  # a single wait for a GPU
 
 
 def leave_out_bad(optimizer: Optimizer, losses: Sequence[float]) -> None:
@@ -205,6 +249,12 @@ class GroupStep(OptimizerStep):
         """The training loss of each member; arbitrary for resting members."""
         assert isinstance(self._batch, GroupBatch), "no batch has run"
         return self._batch.losses
+
+    def _takes_step(self) -> bool:
+        """As of `OptimizerStep`; members whose gradients are not finite take no step."""
+        assert isinstance(self._gradients, GroupGradients), "not a group's step"
+        self._gradients.leave_out_overflowed(self._state.optimizer)
+        return True
 
     def _batch_of(self, part: BatchPart) -> TrainingBatch:
         batch = GroupBatch(part, self._state, self._streams, self._device, self._gradients)

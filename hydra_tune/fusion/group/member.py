@@ -33,6 +33,7 @@ from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
 from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition
 from hydra_tune.train.data.handles import no_batch, num_samples, refuse_empty
 from hydra_tune.train.data.index_gather import UngatheredBatches
+from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.mean import EvaluationResults
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.single_trial import SingleTrial
@@ -224,6 +225,11 @@ class MemberTrial(SingleTrial):
     def streams(self) -> RandomStreams:
         """The trial's random streams."""
         return self._streams
+
+    @property
+    def gradient_rules(self) -> GradientProcessor:
+        """The trial's own gradient rules, which hold its loss scale inside a group too."""
+        return self._gradients
 
     def runs_at(self, times: UnitTimes, mode: str) -> None:
         """Set the expected times of the group's units, for `remaining_seconds`."""

@@ -29,7 +29,7 @@ from hydra_tune.devices.device import Device
 from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor
 from hydra_tune.fusion.compile.cuda_graph_steps import CapturedPlanExecutor
 from hydra_tune.fusion.group.batched_inputs import StackedBatches
-from hydra_tune.fusion.group.group_step import leave_out_bad, member_values
+from hydra_tune.fusion.group.group_step import GroupGradients, leave_out_bad, member_values
 from hydra_tune.memory.block import Block
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pager import Pager
@@ -39,7 +39,6 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.execute.compute import ShardGradients, ShardOperands
 from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
-from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.model_state import STEP_BEGUN, ModelState
 from hydra_tune.train.timing.unit_times import UnitTimes
@@ -66,7 +65,7 @@ class RoundContext:
     times: UnitTimes
     state: ModelState
     streams: RandomStreams
-    gradients: GradientProcessor
+    gradients: GroupGradients
     resting: Collection[int]
     collects: bool = False
 
@@ -263,7 +262,7 @@ class GroupRound:
         rules, trace = self._rules, self._rules.trace
         assert trace is not None
         if self._noise is None:
-            self._noise = trace.draw(device.torch_device)
+            self._noise = trace.draw(device.torch_device, rules.gradients.scales)
         with self._buffers_kept():
             noise = [tensor.clone() for tensor in self._noise]  # a step may overwrite its arguments
             result = self._computed(trace, operands, noise)
@@ -276,6 +275,7 @@ class GroupRound:
         with not_repeatable(STEP_BEGUN):
             if rules.gradients.has_two_phases:
                 rules.gradients.complete(rules.state.optimized(gradients))
+                rules.gradients.leave_out_overflowed(rules.state.optimizer)
             rules.state.update(rules.shard.trained, gradients, rules.gradients)
             rules.state.adopt_optimizer_state(names, device)
             rules.state.end_step()

@@ -62,7 +62,7 @@ class SlotTable:
     def _sit(self, seats: Sequence[GroupSlot]) -> None:
         self.seats = list(seats)
         self.streams = GroupStreams([seat.member.streams for seat in seats])
-        self.gradients = GroupGradients([seat.member.task for seat in seats])
+        self.gradients = GroupGradients([(seat.member.task, seat.member.gradient_rules) for seat in seats])
 
     @property
     def live(self) -> list[GroupSlot]:
@@ -92,7 +92,7 @@ class SlotTable:
         """Give a slot to another member, without copying its state into the stack yet."""
         self.seats[index] = seat
         self.streams.replace(index, seat.member.streams)
-        self.gradients.replace(index, seat.member.task)
+        self.gradients.replace(index, seat.member.task, seat.member.gradient_rules)
         # Stacked plans depend on the members' dropout probabilities and losses.
         self.stacked.clear()
 

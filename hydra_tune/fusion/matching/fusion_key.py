@@ -40,8 +40,6 @@ def check_task(task: TrainTask) -> None:
         )
     if task.splits_steps:
         raise UnfusableError(f"it has parallel={task.parallel!r}, and a group computes on one device")
-    if task.precision != "float32":
-        raise UnfusableError(f"it has precision={task.precision!r}, and groups run without autocast")
 
 
 @dataclass(frozen=True, slots=True)

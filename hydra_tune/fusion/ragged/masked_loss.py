@@ -58,11 +58,13 @@ class MaskedReduction:
             single = self.target(*tensors, reduction=_NONE, **self.keywords)
         is_own = is_own.view(len(counts), *[1] * self.dim, self.rows, *[1] * (single.dim() - self.dim - 2))
         # Select instead of multiplying by a mask: zero times infinity would be NaN.
-        total = torch.where(is_own, single, torch.zeros_like(single)).flatten(1).sum(1)
-        if self.reduction != _MEAN:
-            return total
-        # As many elements as torch's mean would divide by, of the samples that count alone.
-        return total / (counts * (single[0].numel() // self.rows * self.each))
+        # Rounded once, at the end, as torch's mean and sum of numbers in low precision.
+        wide = torch.promote_types(single.dtype, torch.float32)
+        total = torch.where(is_own, single, torch.zeros_like(single)).flatten(1).sum(1, dtype=wide)
+        if self.reduction == _MEAN:
+            # As many elements as torch's mean would divide by, of the samples that count alone.
+            total = total / (counts * (single[0].numel() // self.rows * self.each))
+        return total.to(single.dtype)
 
     def _of_classes(self, is_own: Tensor, scores: Tensor, target: Tensor) -> Tensor:
         ignored = self.keywords["ignore_index"]

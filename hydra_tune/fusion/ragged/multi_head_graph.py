@@ -91,9 +91,11 @@ class StackedPrefix:
         inputs: indices of the batch's tensors that the beginning takes.
         made: indices of the operators whose values the beginning returns.
         made_bytes: bytes of the returned values, for a single member.
+        precision: precision of the step.
     """
 
     def __init__(self, graph: ShardGraph, code: fx.GraphModule, rows: HeadAssignment, slots: frozenset[str]) -> None:
+        self.precision = graph.precision
         tails = rows.tails
         used_tails = [tail for number, tail in enumerate(tails.tails) if number in rows.of]
         self.made = tuple(sorted({number for tail in used_tails for number in tail.made}))
@@ -114,7 +116,7 @@ class StackedPrefix:
         is_stacked = [kind != "constant" for kind, _ in self.takes]
         if not any(is_stacked):
             raise UnfusableError("one of its shards depends on nothing of the trial")
-        self.run = StackedGraph(part, is_stacked, slots)
+        self.run = StackedGraph(part, is_stacked, slots, graph.precision)
 
 
 class _MultiHeadGraph:
@@ -132,7 +134,10 @@ class _MultiHeadGraph:
         self._names = names
         self._branches = [
             _StackedHead(
-                tail, [index for index, tail_number in enumerate(rows.of) if tail_number == number], prefix.made, places
+                tail,
+                [index for index, tail_number in enumerate(rows.of) if tail_number == number],
+                prefix,
+                places,
             )
             for number, tail in enumerate(rows.tails.tails)
             if number in rows.of
@@ -167,20 +172,19 @@ class _StackedHead:
         self,
         tail: LossHead,
         rows: list[int],
-        made: Sequence[int],
+        prefix: StackedPrefix,
         places: dict[tuple[str, str | int], int],
     ) -> None:
         self.rows = rows
         self._results = tail.results
-        self._made = [made.index(number) for number in tail.made]
+        self._made = [prefix.made.index(number) for number in tail.made]
         own_arguments: list[tuple[tuple[str, str | int], bool]] = [
             *((("input", index), True) for index in tail.inputs),
             *((("constant", name), False) for name in tail.constants),
         ]
         self._given = [(places[argument], is_stacked) for argument, is_stacked in own_arguments]
-        self._run = StackedGraph(
-            tail.code, [*[True] * len(tail.made), *(is_stacked for _, is_stacked in own_arguments)]
-        )
+        are_stacked = [*[True] * len(tail.made), *(is_stacked for _, is_stacked in own_arguments)]
+        self._run = StackedGraph(tail.code, are_stacked, precision=prefix.precision)
 
     def __call__(self, made: Sequence[Tensor], arguments: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the head's results by name, each a vector with an element per row."""

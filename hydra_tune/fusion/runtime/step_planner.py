@@ -272,6 +272,11 @@ class StepPlanner:
         if plan.mode != "train" or len(plan.shards) > 1:
             raise UnfusableError("steps of several shards are not planned; it runs unplanned")
         graph = plan.shards[0].graph
+        if graph.precision == "float16":
+            raise UnfusableError(
+                "it has precision='float16', whose loss scales no planned step follows; it runs unplanned. "
+                "precision='bfloat16' needs none"
+            )
         operands = ShardOperands(
             state=[stack.state[name] for name in graph.state],
             constants=[plan.constants[name] for name in graph.constants],

@@ -17,6 +17,7 @@ from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis
 from hydra_tune.shard.capture.graph_device import placed
 from hydra_tune.shard.capture.precision import under_autocast
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph
+from hydra_tune.task import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class ShardGraph:
         stochastic: whether the shard draws random numbers.
         counted_draws: whether a stochastic shard moves the generator by the same distance at each run.
         code: the graph run by `module`; None for a compiled graph or the user's own code.
+        precision: precision in which `module` runs `code`.
     """
 
     module: Callable[..., tuple[Tensor, ...]]
@@ -57,6 +59,7 @@ class ShardGraph:
     stochastic: bool
     counted_draws: bool = False
     code: fx.GraphModule | None = None
+    precision: Precision = "float32"
 
     @property
     def label(self) -> str:
@@ -120,6 +123,7 @@ def cut_shard(
         # A compiler may replace the operators, so their draws are no longer known.
         counted_draws=stochastic and backend is None and analysis.draws.are_counted(nodes),
         code=module if backend is None else None,
+        precision=captured.precision,
     )
 
 

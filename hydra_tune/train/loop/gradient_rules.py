@@ -45,6 +45,11 @@ class GradientProcessor:
         self._found_inf = False
 
     @property
+    def scale(self) -> Tensor | None:
+        """The present loss scale, on the host; None if the loss is not scaled."""
+        return self._scale
+
+    @property
     def has_two_phases(self) -> bool:
         """Whether no parameter may be updated before all gradients exist."""
         return self._max_norm is not None or self._scale is not None
@@ -100,13 +105,21 @@ class GradientProcessor:
 
     def next_step(self) -> None:
         """End the step: adapt the loss scale and forget the step's gradients."""
+        self.adapt_scale(overflowed=self._found_inf)
+        self._norms.clear()
+        self._found_inf = False
+
+    def adapt_scale(self, *, overflowed: bool) -> None:
+        """Adapt the loss scale after a step, if the loss is scaled.
+
+        Args:
+            overflowed: whether a gradient of the step was not finite.
+        """
         if self._scale is not None:
-            found_inf = torch.full((), float(self._found_inf))
+            found_inf = torch.full((), float(overflowed))
             torch._amp_update_scale_(
                 self._scale, self._growth, found_inf, _GROWTH_FACTOR, _BACKOFF_FACTOR, _GROWTH_INTERVAL
             )
-        self._norms.clear()
-        self._found_inf = False
 
     def state(self) -> dict[str, Any]:
         """Return the loss scale between two steps, for `restore`."""
@@ -127,17 +140,31 @@ class GradientProcessor:
             self._norms[name] = norm, gradient.dtype
 
     def _unscale(self, gradients: Mapping[str, Tensor], scale: Tensor) -> None:
-        # In double precision and then rounded, exactly as in torch.amp.GradScaler, for equal bits.
-        inverse = scale.double().reciprocal().float()
+        check_unscalable(gradients)
+        inverse = inverse_of(scale)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for name, gradient in gradients.items():
-            if gradient.dtype == torch.float16:
-                raise TaskError(
-                    f"the gradient of {name!r} is in float16, where precision='float16' cannot unscale it; leave the "
-                    "model's parameters in float32, autocast casts what should be cast"
-                )
+        for gradient in gradients.values():
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for same_dtype in by_dtype.values():
             found_inf = torch.zeros((), device=same_dtype[0].device)
             torch._amp_foreach_non_finite_check_and_unscale_(same_dtype, found_inf, inverse.to(found_inf.device))
             self._found_inf = self._found_inf or bool(found_inf.item())
+
+
+def inverse_of(scale: Tensor) -> Tensor:
+    """Return the inverse of loss scales: in double precision and then rounded, exactly as in `torch.amp.GradScaler`."""
+    return scale.double().reciprocal().float()
+
+
+def check_unscalable(gradients: Mapping[str, Tensor]) -> None:
+    """Refuse gradients in half precision, which unscaling would lose.
+
+    Raises:
+        TaskError: as said; the message names a parameter.
+    """
+    for name, gradient in gradients.items():
+        if gradient.dtype == torch.float16:
+            raise TaskError(
+                f"the gradient of {name!r} is in float16, where precision='float16' cannot unscale it; leave the "
+                "model's parameters in float32, autocast casts what should be cast"
+            )

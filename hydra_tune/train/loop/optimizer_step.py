@@ -237,15 +237,20 @@ class OptimizerStep:
         if self._gradients.has_two_phases:
             for update in self._waiting(set(gradients) - batch.completed):
                 yield batch.complete_unit(update)
-        if not self._gradients.skips_update:
+        takes_step = self._takes_step()
+        if takes_step:
             updates = self._waiting(set(gradients))
             for number, update in enumerate(updates):
                 yield batch.update_unit(update, partial(self._after_update, batch, updates[number + 1 :]))
         # Updates on the host must be over before the trial's own code runs again.
         self._state.settle()
-        if not self._gradients.skips_update:
+        if takes_step:
             self._state.end_step()
         self._gradients.next_step()
+
+    def _takes_step(self) -> bool:
+        """Return whether the step updates parameters, now that all gradients are complete."""
+        return not self._gradients.skips_update
 
     @staticmethod
     def _after_update(batch: TrainingBatch, left: Sequence[ShardUpdate]) -> list[UpcomingUnit]:

@@ -76,6 +76,8 @@ def test_what_may_be_another_for_each_member_is_not_in_the_key(changes):
         {"optimizer": partial(Adam, lr=0.1)},
         {"param_groups": one_group_each},
         {"accumulate": 2},
+        {"precision": "bfloat16"},
+        {"precision": "float16"},
     ],
 )
 def test_what_must_be_one_for_all_is_in_the_key(changes):
@@ -100,7 +102,6 @@ def test_nesterov_is_no_rate():
         ({"parallel": "pipeline", "accumulate": 2}, "parallel='pipeline'"),
         ({"split_operators": "1MiB"}, "split_operators"),
         ({"compile": "eager"}, "compile='eager'"),
-        ({"precision": "bfloat16"}, "precision='bfloat16'"),
     ],
 )
 def test_what_stays_out_is_told_why(changes, told):
