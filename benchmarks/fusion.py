@@ -1,6 +1,6 @@
 """CPU seconds of a step of N models one after the other, and of the same step stacked; ratios within one run.
 
-    python benchmarks/fusion.py [--compile inductor] [mlp] [cnn] [transformer]
+    python benchmarks/fusion.py [--compile inductor] [--precision bfloat16] [mlp] [cnn] [transformer]
 
 One intra-op thread. The stacked step is what the units of a group compute: the traced forward and backward, and the optimizer.
 What members do for themselves (drawing batches, schedules, reports) is in neither.
@@ -8,6 +8,7 @@ What members do for themselves (drawing batches, schedules, reports) is in neith
 
 import argparse
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -71,13 +72,14 @@ def milliseconds(run):
     return best * 1e3
 
 
-def sequential(build, optimizer, count, x, y):
+def sequential(build, optimizer, count, x, y, *, precision="float32"):
     models = [build() for _ in range(count)]
     optimizers = [optimizer(model.parameters()) for model in models]
 
     def run():
         for model, one in zip(models, optimizers, strict=True):
-            loss = functional.cross_entropy(model(x), y)
+            with nullcontext() if precision == "float32" else torch.autocast("cpu", getattr(torch, precision)):
+                loss = functional.cross_entropy(model(x), y)
             loss.backward()
             one.step()
             one.zero_grad()
@@ -86,12 +88,13 @@ def sequential(build, optimizer, count, x, y):
     return run
 
 
-def stacked(build, optimizer, count, x, y, *, backend=None):
+def stacked(build, optimizer, count, x, y, *, backend=None, precision="float32"):
     """The step of a group, and the seconds it takes to trace it."""
     device = CpuDevice(0, 1 << 33)
     library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 33, buffer_fraction=0.0, alignment=device.alignment))
     arguments = {"model": build, "optimizer": optimizer, "train": lambda: [(x, y)], "loss": functional.cross_entropy}
-    members = [MemberTrial(TrainTask(**arguments, seed=seed), library, device) for seed in range(count)]
+    tasks = [TrainTask(**arguments, seed=seed, precision=precision) for seed in range(count)]
+    members = [MemberTrial(task, library, device) for task in tasks]
     built = [member.built() for member in members]
     plans = GroupPlanFactory(library, backend)
     with members[0].peek() as first_batches:
@@ -133,6 +136,7 @@ def main():
     parser.add_argument(
         "--compile", metavar="BACKEND", help="of torch.compile; what tracing and compiling take is wall time then"
     )
+    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
     options = parser.parse_args()
     for name in options.models or CASES:
         build, count, inputs = CASES[name]
@@ -140,8 +144,8 @@ def main():
         y = torch.randint(10, (len(x),))
         optimizers = {"SGD": partial(SGD, lr=1e-3, momentum=0.9), "AdamW": partial(AdamW, lr=1e-3)}
         for kind, optimizer in optimizers.items():
-            before = milliseconds(sequential(build, optimizer, count, x, y))
-            run, seconds = stacked(build, optimizer, count, x, y, backend=options.compile)
+            before = milliseconds(sequential(build, optimizer, count, x, y, precision=options.precision))
+            run, seconds = stacked(build, optimizer, count, x, y, backend=options.compile, precision=options.precision)
             after = milliseconds(run)
             print(
                 f"{name:12} {count:2} {kind:9} {before:16.2f} ms {after:8.2f} ms {before / after:5.1f}x "

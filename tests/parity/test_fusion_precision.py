@@ -16,7 +16,10 @@ from hydra_tune.train.loop import gradient_rules
 from hydra_tune.train.single_trial import SingleTrial
 from tests.parity.registry import Spec, build
 from tests.parity.test_fusion import fused
+from tests.support.together import together
 from tests.unit.fusion.groups import Run
+from tests.unit.pool.fusion.test_fusion_checkpoints import stopped
+from tests.unit.pool.tasks import PATIENCE_SECONDS, running
 
 LOW = ("bfloat16", "float16")
 _GENERATOR = torch.Generator().manual_seed(1)
@@ -112,6 +115,7 @@ def growing(monkeypatch):
 
 VARIANTS = [
     {},
+    {"report_every": 6},  # several steps in a unit
     {"accumulate": 2},
     {"max_grad_norm": 0.05},
     {"accumulate": 2, "max_grad_norm": 0.05},
@@ -173,6 +177,33 @@ def test_a_member_that_joins_brings_its_own_scale():
     tasks = [task(train=data(0, 1, 2), seed=0, epochs=3), task(seed=1, epochs=1), task(train=data(4), seed=2, epochs=2)]
     run = Run(tasks[:2], later=[(3, tasks[2])])
     check(run, tasks)
+
+
+@pytest.mark.usefixtures("growing")
+@pytest.mark.parametrize(("first", "then"), [("on", "on"), ("on", "off"), ("off", "on")])
+def test_a_search_that_was_stopped_goes_on_with_its_scales_fused_or_not(tmp_path, monkeypatch, first, then):
+    made = [{"train": data(step), "seed": seed} for seed, step in enumerate((0, 2, 5))]
+    tasks = [task(validate=data(), epochs=4, report_every=2, **own) for own in made]
+    stopped(tmp_path, tasks, epochs=2, fusion=first)
+    scales, close = {}, SingleTrial.close
+
+    def closed(trial, **options):
+        scales[trial.task.seed] = scale_of(trial)
+        close(trial, **options)
+
+    monkeypatch.setattr(SingleTrial, "close", closed)
+    with running(checkpoint_dir=tmp_path, fusion=then) as pool:
+        found = [pool.find_checkpoint(f"trial {number}") for number in range(len(tasks))]
+        assert all(0 < one.steps < 24 for one in found)
+        with together():
+            jobs = [pool.submit(one, f"trial {n}", resume_from=found[n].path) for n, one in enumerate(tasks)]
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    resumed = dict(scales)
+    assert {result.group_size for result in results} == {3 if then == "on" else 1}
+    for result, own in zip(results, tasks, strict=True):
+        unfused, scale = alone(own)
+        assert_same(result.state_dict(), result.history, unfused.state_dict(), unfused.history)
+        assert resumed[own.seed] == scale
 
 
 @pytest.mark.parametrize("precision", LOW)

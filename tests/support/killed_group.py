@@ -1,4 +1,4 @@
-"""A fused search with checkpoints that may be killed at any moment; run as `python -m tests.support.killed_group FOLDER`."""
+"""A fused search that may be killed at any moment; run as `python -m tests.support.killed_group FOLDER PRECISION`."""
 
 import sys
 from functools import partial
@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune.task import Precision
 
 SEEDS = range(4)
 _GENERATOR = torch.Generator().manual_seed(1)
@@ -18,31 +19,33 @@ X = torch.randn(96, 32, generator=_GENERATOR, dtype=torch.float64)
 Y = torch.randint(4, (96,), generator=_GENERATOR)
 
 
-def model() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4)).double()
+def model(dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 4)).to(dtype)
 
 
-def described(seed: int) -> TrainTask:
-    """150 epochs of twelve steps, with a report after every fifth step."""
+def described(seed: int, precision: Precision = "float32") -> TrainTask:
+    """150 epochs of twelve steps, with a report after every fifth step; without autocast in float64."""
+    dtype = torch.float64 if precision == "float32" else torch.float32
     return TrainTask(
-        model=model,
+        model=partial(model, dtype),
         optimizer=partial(torch.optim.AdamW, lr=1e-3 * (seed + 1)),
         scheduler=partial(ExponentialLR, gamma=0.99),
-        train=TensorDataset(X, Y),
-        validate=TensorDataset(X[:24], Y[:24]),
+        train=TensorDataset(X.to(dtype), Y),
+        validate=TensorDataset(X[:24].to(dtype), Y[:24]),
         batch_size=8,
         loss=functional.cross_entropy,
         epochs=150,
         report_every=5,
         seed=seed,
+        precision=precision,
     )
 
 
-def main(folder: str) -> None:
+def main(folder: str, precision: Precision) -> None:
     """Train all, until somebody kills this process."""
     torch.set_num_threads(1)
     with HydraExecutor(devices="cpu:1", checkpoint_dir=Path(folder), fusion="on") as pool:
-        for job in [pool.submit(described(seed), str(seed)) for seed in SEEDS]:
+        for job in [pool.submit(described(seed, precision), str(seed)) for seed in SEEDS]:
             job.result()
 
 

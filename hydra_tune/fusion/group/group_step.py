@@ -51,6 +51,7 @@ class GroupGradients(GradientProcessor):
         self._member_norms: dict[str, Tensor] = {}
         self._overflowed = torch.zeros(len(members), dtype=torch.bool, device="cpu")
         self._stepping: list[bool] = []
+        self._optimizer: StackedOptimizer | None = None  # which leaves members out of this step
 
     def replace(self, index: int, task: TrainTask, rules: GradientProcessor) -> None:
         """Give a slot to another member."""
@@ -82,7 +83,7 @@ class GroupGradients(GradientProcessor):
         if self.is_plain:
             return
         assert isinstance(optimizer, StackedOptimizer), "not a group's state"
-        self._stepping = list(optimizer.active)
+        self._optimizer, self._stepping = optimizer, list(optimizer.active)
         optimizer.active = [
             active and not overflowed
             for active, overflowed in zip(optimizer.active, self._overflowed.tolist(), strict=True)
@@ -100,12 +101,13 @@ class GroupGradients(GradientProcessor):
 
     def next_step(self) -> None:
         """Finish the step; the loss scales of the members that made the step adapt."""
-        if self._stepping:
+        if self._optimizer is not None:
+            self._optimizer.active = list(self._stepping)  # a unit may go on with the next step
             for rules, overflowed, stepping in zip(self._own, self._overflowed.tolist(), self._stepping, strict=True):
                 # A vacant slot has the rules of a member in another slot.
                 if stepping:
                     rules.adapt_scale(overflowed=overflowed)
-            self._stepping = []
+            self._optimizer = None
             self._overflowed.fill_(False)
         self._member_norms.clear()
 

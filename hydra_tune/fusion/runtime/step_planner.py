@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.runtime.profiling_device import HOST, ProfilingDevice
-from hydra_tune.fusion.runtime.task_profiles import check_plannable
+from hydra_tune.fusion.runtime.task_profiles import check_plannable, check_unscaled
 from hydra_tune.planner.cost.peak_memory import simulated
 from hydra_tune.planner.ir.step_profile import SubArrayProfile
 from hydra_tune.planner.profile.allocator_rounding import allocated, on_all
@@ -272,11 +272,7 @@ class StepPlanner:
         if plan.mode != "train" or len(plan.shards) > 1:
             raise UnfusableError("steps of several shards are not planned; it runs unplanned")
         graph = plan.shards[0].graph
-        if graph.precision == "float16":
-            raise UnfusableError(
-                "it has precision='float16', whose loss scales no planned step follows; it runs unplanned. "
-                "precision='bfloat16' needs none"
-            )
+        check_unscaled(graph.precision)
         operands = ShardOperands(
             state=[stack.state[name] for name in graph.state],
             constants=[plan.constants[name] for name in graph.constants],

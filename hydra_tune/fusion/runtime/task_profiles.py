@@ -24,7 +24,7 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.execute.compute import ShardOperands
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
-from hydra_tune.task import TrainTask
+from hydra_tune.task import Precision, TrainTask
 
 
 def check_plannable(task: TrainTask, prepared: PreparedPlan) -> None:
@@ -45,6 +45,7 @@ def check_plannable(task: TrainTask, prepared: PreparedPlan) -> None:
             f"its model runs whole{why}: there is no graph of it that could be planned; it runs unplanned"
         )
     check_updates(prepared)
+    check_unscaled(task.precision)
     if task.accumulate > 1:
         raise UnfusableError(
             f"its steps are of several batches (accumulate={task.accumulate}), and plans are made of steps of one; it runs "
@@ -54,6 +55,19 @@ def check_plannable(task: TrainTask, prepared: PreparedPlan) -> None:
         raise UnfusableError(
             f"its step is cut into {len(plan.shards)} shards, and plans are made of steps in one; it runs unplanned. "
             "Where the device has room for one trial in one shard, it can be planned"
+        )
+
+
+def check_unscaled(precision: Precision) -> None:
+    """Refuse a precision whose losses are scaled: no planned step follows the members' scales.
+
+    Raises:
+        UnfusableError: as said.
+    """
+    if precision == "float16":
+        raise UnfusableError(
+            "it has precision='float16', whose loss scales no planned step follows; it runs unplanned. "
+            "precision='bfloat16' needs none"
         )
 
 

@@ -257,11 +257,19 @@ class ProfilingInterpreter:
         size = self._step.seen.sizes[storage]
         # Every tensor on the storage shows all its bytes. The size tells the storage among several results of a node.
         tensor = next(
-            leaf
-            for node in self._holders[storage]
-            for leaf in tree_leaves(self._values[self._places[node]])
-            if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() == size
+            (
+                leaf
+                for node in self._holders[storage]
+                for leaf in tree_leaves(self._values[self._places[node]])
+                if isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() == size
+            ),
+            None,
         )
+        if tensor is None:  # batch norm of numbers in low precision on a CPU
+            raise UnfusableError(
+                f"{self._holders[storage][0].target} gives tensors of other sizes on {self._device} than it does when it is "
+                "traced without bytes; it runs unplanned"
+            )
         if storage not in self._host:
             # Pinned as in planned runs, or the measured copies would be slower than the planned.
             pins = self._device.type == "cuda"

@@ -143,6 +143,15 @@ def test_an_operator_on_all_members_is_the_operator_on_each(name):
                 torch.testing.assert_close(a[i], b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("scales", [(), (floats(4).float(),), (floats(4).float(), floats(4).float())])
+def test_a_layer_norm_of_low_precision_beside_scales_of_float32_is_rounded_once(scales):
+    x = floats(5, 4).bfloat16()
+    made = RULES[aten.layer_norm.default](x, [4], *scales)
+    alone = [aten.layer_norm.default(x[i], [4], *(scale[i] for scale in scales)) for i in range(MEMBERS)]
+    assert made.dtype == torch.bfloat16
+    torch.testing.assert_close(made, torch.stack(alone), rtol=2**-8, atol=0)  # a last bit
+
+
 def test_what_a_convolution_makes_is_taken_as_it_lies():
     """No copies between convolution, batch norm, an elementwise operator, pooling and the next convolution."""
     conv, pool = RULES[aten.conv2d.default], RULES[aten.max_pool2d.default]

@@ -112,6 +112,35 @@ def test_a_group_that_does_not_fit_has_the_bits_of_one_that_does_in_the_memory_t
     assert "predicted: one group (4, " in caplog.text
 
 
+class Unnormed(CNN):
+    """Without batch norm, whose statistics in low precision are of another dtype than traced ones on CPU devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.Identity() for _ in self.convs)
+
+
+def test_a_group_in_bfloat16_that_does_not_fit_has_the_bits_of_one_that_does(steps):
+    tasks = [task(seed, model=Unnormed, precision="bfloat16") for seed in range(4)]
+    with running(fusion="on", fusion_size=4, fusion_planner="on", device_memory="210KiB") as pool:
+        results = pool.run(tasks)
+    with running(fusion="on", fusion_size=4, fusion_planner="off") as pool:
+        kept = pool.run(tasks)
+    assert {result.group_size for result in [*results, *kept]} == {4}
+    assert steps == [4] * 4
+    assert [bits(result) for result in results] == [bits(result) for result in kept]
+
+
+def test_batch_norm_in_low_precision_is_not_planned_and_the_log_says_why(steps, caplog):
+    caplog.set_level(logging.INFO, "hydra_tune.fusion")
+    with running(fusion="on", fusion_size=4, fusion_planner="on", device_memory="300KiB") as pool:
+        results = pool.run([task(seed, epochs=1, precision="bfloat16") for seed in range(4)])
+    assert [result.error for result in results] == [None] * 4
+    assert max(result.group_size for result in results) == 3
+    assert steps == []
+    assert "native_batch_norm.default gives tensors of other sizes on cpu" in caplog.text
+
+
 def pool_of(**options):
     return running(**({"fusion": "on", "fusion_size": 4, "fusion_planner": "on", "device_memory": MEMORY} | options))
 
@@ -194,6 +223,7 @@ class Asks(CNN):
 NOT_PLANNED = {
     "several batches": ({"accumulate": 2}, {}, r"of several batches \(accumulate=2\)"),
     "several shards": ({}, {"num_shards": 2}, "its step is cut into 2 shards"),
+    "loss scales": ({"precision": "float16"}, {"device_memory": "340KiB"}, r"it has precision='float16'"),
     "values of the batch": ({"model": Asks}, {}, "asks for values of the batch"),
 }
 
