@@ -160,6 +160,39 @@ def test_members_that_differ_in_all_that_they_may(precision):
     check(Run(tasks), tasks)
 
 
+def mean_of_low_precision(module, batch):
+    return (module(batch[0]) - batch[1][:, None]).square().mean() * 0.1
+
+
+def squares(outputs, target):
+    return functional.mse_loss(outputs.mean(1), target * 0.1)
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("loss", [functional.cross_entropy, squares, None], ids=["classes", "squares", "mean"])
+def test_smaller_batches_are_padded(precision, loss):
+    own = {"loss": loss, "step": None} if loss else {"step": mean_of_low_precision}
+    tasks = [
+        task(precision, seed=seed, train=TensorDataset(X, Y), batch_size=size, **own)
+        for seed, size in enumerate((8, 6, 16))
+    ]
+    run = Run(tasks)
+    assert any(is_padded for _, is_padded in run.trial._places.stacked)
+    check(run, tasks, ONE_BIT if precision == "float16" else 2.0**-8)
+
+
+@pytest.mark.parametrize("precision", LOW)
+def test_members_with_losses_of_their_own(precision):
+    losses = (functional.cross_entropy, partial(functional.cross_entropy, label_smoothing=0.1), squares)
+    tasks = [
+        task(precision, seed=seed, train=TensorDataset(X, Y), batch_size=8, step=None, loss=loss)
+        for seed, loss in enumerate(losses)
+    ]
+    run = Run(tasks)
+    assert run.sizes[0] == len(losses)
+    check(run, tasks)
+
+
 @pytest.mark.usefixtures("growing")
 def test_a_member_takes_its_scale_along_when_it_leaves_and_comes_back():
     tasks = [task(train=data(step), seed=seed, epochs=3) for seed, step in enumerate((0, 2, 5))]
