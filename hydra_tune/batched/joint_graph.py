@@ -10,7 +10,7 @@ first time, and `planner/trace/step_graph.py` traces each step to be planned; a 
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -224,6 +224,29 @@ def traced(
 
     with quiet_fakes():  # failed attempts at batching are expected here: `StackedGraph` falls back to single members
         module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
+    trained = tuple(names[place] for place in reached_places)
+    simplified = _simplified(module, mode, [*fakes, *noise], [fakes[place] for place in reached_places])
+    return replace(
+        simplified,
+        trained=trained,
+        places=tuple(reached_places),
+        noise=tuple(hoisted_draws),
+        loss=loss,
+        is_scaled=is_scaled,
+    )
+
+
+def _simplified(
+    module: fx.GraphModule, mode: FakeTensorMode, fakes: Sequence[Tensor], trained: Sequence[Tensor]
+) -> JointTrace:
+    """Return a trace that lacks what only the shard knows.
+
+    Args:
+        module: as traced.
+        mode: mode of the fakes.
+        fakes: the arguments of the module.
+        trained: the operands with gradients.
+    """
     tidy(module)
     # `compiled_trace` compiles the functional form, which allocates its own outputs.
     pure = fx.GraphModule(module, copy.deepcopy(module.graph))
@@ -232,21 +255,11 @@ def traced(
     # Last, because the other passes recognize operators by their overloads.
     call_directly(module)
     with mode, torch.no_grad():  # run once, so that a trace that cannot run is rejected now
-        module(*fakes, *noise, *[torch.empty_like(fakes[reached_places[index]]) for index in written])
-    trained = tuple(names[place] for place in reached_places)
+        module(*fakes, *[torch.empty_like(trained[index]) for index in written])
     home = fakes[0].device
     forward = placed(module, home=home)
     return JointTrace(
-        module,
-        trained,
-        tuple(reached_places),
-        written,
-        tuple(hoisted_draws),
-        loss,
-        pure,
-        home,
-        forward,
-        is_scaled=is_scaled,
+        module, trained=(), places=(), written=written, noise=(), loss="", pure=pure, place=home, forward=forward
     )
 
 
