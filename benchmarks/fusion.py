@@ -1,6 +1,6 @@
 """CPU seconds of a step of N models one after the other, and of the same step stacked; ratios within one run.
 
-    python benchmarks/fusion.py [--compile inductor] [--precision bfloat16] [mlp] [cnn] [transformer]
+    python benchmarks/fusion.py [--compile inductor] [--precision float32,bfloat16] [mlp] [cnn] [transformer] [bert] [wide]
 
 One intra-op thread. The stacked step is what the units of a group compute: the traced forward and backward, and the optimizer.
 What members do for themselves (drawing batches, schedules, reports) is in neither.
@@ -10,6 +10,7 @@ import argparse
 import time
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import torch
 from torch import nn
@@ -43,6 +44,26 @@ class Transformer(nn.Module):
         return self.head(self.layers(self.embedding(ids)).mean(1))
 
 
+class Bert(nn.Module):
+    """A BERT of two layers of width 64, from the transformers library."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - the other models do without
+
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+        sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        self.bert = BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=10, **sizes))
+
+    def forward(self, ids):
+        """Class scores."""
+        return self.bert(input_ids=ids).logits
+
+
+def wide():
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
 def mlp():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
@@ -57,6 +78,8 @@ CASES = {
     "mlp": (mlp, 16, lambda: torch.randn(32, 64)),
     "cnn": (cnn, 8, lambda: torch.randn(32, 1, 8, 8)),
     "transformer": (Transformer, 8, lambda: torch.randint(64, (8, 16))),
+    "bert": (Bert, 8, lambda: torch.randint(64, (8, 16))),
+    "wide": (wide, 8, lambda: torch.randn(64, 256)),
 }
 
 
@@ -130,25 +153,25 @@ def stacked(build, optimizer, count, x, y, *, backend=None, precision="float32")
 
 def main():
     torch.set_num_threads(1)
-    print("model        N  optimizer  one after the other  stacked  ratio  tracing")
+    print("model        N  optimizer precision  one after the other  stacked  ratio  tracing")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help=f"of {', '.join(CASES)}; all unless given")
     parser.add_argument(
         "--compile", metavar="BACKEND", help="of torch.compile; what tracing and compiling take is wall time then"
     )
-    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--precision", default="float32", help="float32 or bfloat16, or both with a comma between")
     options = parser.parse_args()
     for name in options.models or CASES:
         build, count, inputs = CASES[name]
         x = inputs()
         y = torch.randint(10, (len(x),))
         optimizers = {"SGD": partial(SGD, lr=1e-3, momentum=0.9), "AdamW": partial(AdamW, lr=1e-3)}
-        for kind, optimizer in optimizers.items():
-            before = milliseconds(sequential(build, optimizer, count, x, y, precision=options.precision))
-            run, seconds = stacked(build, optimizer, count, x, y, backend=options.compile, precision=options.precision)
+        for (kind, optimizer), precision in product(optimizers.items(), options.precision.split(",")):
+            before = milliseconds(sequential(build, optimizer, count, x, y, precision=precision))
+            run, seconds = stacked(build, optimizer, count, x, y, backend=options.compile, precision=precision)
             after = milliseconds(run)
             print(
-                f"{name:12} {count:2} {kind:9} {before:16.2f} ms {after:8.2f} ms {before / after:5.1f}x "
+                f"{name:12} {count:2} {kind:9} {precision:8} {before:16.2f} ms {after:8.2f} ms {before / after:5.1f}x "
                 f"{seconds:6.2f} s"
             )
 
