@@ -13,6 +13,8 @@ from torch.utils.data import TensorDataset
 from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
 from hydra_tune.batched.batched_random import HoistedDraw, TurnTakingGenerator, draw_all, dropout_mask
 from hydra_tune.devices.cuda import CudaGenerator
+from hydra_tune.fusion.compile import group_plan_cache
+from hydra_tune.fusion.group import group_trial
 from hydra_tune.pool.job import OVER
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -105,6 +107,40 @@ def test_members_train_as_in_a_plain_loop_on_the_host(kind, optimizer, compiles)
     found = run(tasks, fusion="on", fusion_compile=compiles)
     assert [result.group_size for result in found] == [3, 3, 3]
     assert_same(found, [train_plain(one) for one in tasks])
+
+
+@pytest.mark.parametrize("compiles", [None, "cudagraphs"])
+@pytest.mark.parametrize(("precision", "near"), [("bfloat16", 2**-5), ("float16", 2**-8)])
+def test_members_in_mixed_precision_are_near_the_trial_alone_on_the_gpu(precision, near, compiles):
+    """In float32 and not in float64, which autocast would leave; scaled gradients of a batch overflow in float16."""
+    inputs = X.float()
+    inputs[9] *= 100
+    changes = {"train": TensorDataset(inputs, Y), "precision": precision, "epochs": 2}
+    tasks = [task(seed, model=Drops, **changes) for seed in range(3)]
+    alone = [run([one])[0] for one in tasks]
+    found = run(tasks, fusion="on", fusion_compile=compiles)
+    assert [result.group_size for result in found] == [3, 3, 3]
+    for one, other in zip(found, alone, strict=True):
+        for name, tensor in other.state_dict().items():
+            torch.testing.assert_close(one.state_dict()[name].cpu(), tensor.cpu(), rtol=near, atol=near)
+
+
+def test_members_are_evaluated_in_parts(monkeypatch):
+    def halves(plan, count, budget_bytes):
+        del budget_bytes
+        middle = (count + 1) // 2
+        return [range(count)] if plan.mode == "train" else [range(middle), range(middle, count)]
+
+    for module in (group_trial, group_plan_cache):
+        monkeypatch.setattr(module, "parts_of", halves)
+    tasks = [task(seed, validate=TensorDataset(X[:20], Y[:20])) for seed in range(3)]
+    alone = [run([one])[0] for one in tasks]
+    found = run(tasks, fusion="on")
+    assert [result.group_size for result in found] == [3, 3, 3]
+    assert_same(found, alone)
+    for one, other in zip(found, alone, strict=True):
+        losses = [[entry["val_loss"] for entry in result.history] for result in (one, other)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-7)
 
 
 def test_what_makes_tensors_runs_unfused_too():
