@@ -48,7 +48,7 @@ def test_a_study_of_fused_trials_has_the_values_of_plain_loops():
     [
         ({"fusion": "on", "fusion_size": 4}, 4),
         ({"fusion": "auto", "fusion_size": 4, "devices": "cpu:2"}, 8),
-        ({"fusion": "off", "fusion_size": 4, "devices": "cpu:2"}, 4),
+        ({"fusion": "off", "devices": "cpu:2"}, 4),
         ({"fusion": "on", "fusion_size": 4, "max_concurrent": 1}, 1),
         ({"fusion": "on", "fusion_size": 4, "max_concurrent": 3, "admission": "staggered"}, 3),
     ],

@@ -106,7 +106,7 @@ def test_which_have_the_same_architecture(folder):
 
 def test_who_could_be_computed_together_is_said_with_what_it_gains_and_why_others_could_not(folder):
     model = folder / f"{MODULE}.py"
-    changed = "train=partial(one, 0), precision='bfloat16' if width == 256 else 'float32',"
+    changed = "train=partial(one, 0), split_batches=2 if width == 256 else 1,"
     model.write_text(model.read_text().replace("train=partial(one, 0),", changed))
     given = ("--trials", "4", "--device-memory", "1GiB")
     assert "together" not in run(folder, *given).stdout
@@ -119,7 +119,7 @@ def test_who_could_be_computed_together_is_said_with_what_it_gains_and_why_other
     lines = [line for line in done.stdout.splitlines() if line.startswith("c")]
     assert lines == [
         f"can be computed together, up to 16 at a time: {small}",
-        f"computed by itself, for it has precision='bfloat16', and groups run without autocast: {large}",
+        f"computed by itself, for it has split_batches=2, and a group takes each batch whole: {large}",
     ]
     done = run(folder, *given, "--probe", "--json")
     assert done.exit_code == 0, done.stderr
