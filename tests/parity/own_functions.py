@@ -220,6 +220,20 @@ class Weighs(Function):
         return gradient * Weighs.weight
 
 
+class OwnApply(Function):
+    @classmethod
+    def apply(cls, x):
+        return super().apply(x * 2)
+
+    @staticmethod
+    def forward(ctx: Any, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient):
+        return gradient * 0.5
+
+
 straight_through = StraightThrough.apply  # as code often keeps it
 
 
@@ -252,6 +266,10 @@ def _without_gradients(module: Around, x: Tensor) -> Tensor:
     return x * gate + StraightThrough.apply(x)
 
 
+def _in_a_checkpoint(module: Around, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: Once.apply(module.after(module.own(x))), x, use_reentrant=False)
+
+
 KINDS: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "straight through": lambda module, x: x + StraightThrough.apply(x),
     "parameters": lambda module, x: Product.apply(x, module.own.weight, module.own.bias),
@@ -269,6 +287,8 @@ KINDS: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "in a region": _in_a_region,
     "many calls": _twice,
     "under no_grad too": _without_gradients,
+    "an apply of its own": lambda module, x: OwnApply.apply(x),
+    "in a checkpoint": _in_a_checkpoint,
 }
 """Middles that become nodes of a graph."""
 
@@ -323,6 +343,31 @@ class Counts(Function):
     def forward(ctx: Any, x):
         Counts.calls += 1
         return x * (1 + Counts.calls % 3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient):
+        return gradient * 0.5
+
+
+class CountsInContext(Function):
+    """Counts in the class of its context, and shows the count late."""
+
+    @staticmethod
+    def forward(ctx: Any, x):
+        type(ctx).calls += 1
+        return x * (1 + type(ctx).calls // 5 % 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient):
+        return gradient * 0.5
+
+
+class Clamps(Function):
+    most = 100.0
+
+    @staticmethod
+    def forward(ctx: Any, x):
+        return x.clamp(max=Clamps.most)
 
     @staticmethod
     def backward(ctx: Any, gradient):
@@ -404,12 +449,23 @@ def _swallowed(module: Around, x: Tensor) -> Tensor:
         return x
 
 
+def _set_for_a_call(module: Around, x: Tensor) -> Tensor:
+    """Sets what a Function reads, to a value that makes no difference to these batches."""
+    Clamps.most = 50.0
+    try:
+        return Clamps.apply(x)
+    finally:
+        Clamps.most = 100.0
+
+
 ODD: dict[str, Callable[[Around, Tensor], Tensor]] = {
     "reads a tensor of its own": lambda module, x: ReadsTable.apply(x),
     "draws": lambda module, x: Draws.apply(x),
     "draws in backward": lambda module, x: DrawsInBackward.apply(x),
     "overwrites its input": lambda module, x: InPlace.apply(x * 1.5),
     "counts its calls": lambda module, x: Counts.apply(x),
+    "counts its calls in its context": lambda module, x: CountsInContext.apply(x),
+    "reads what is set for its call": _set_for_a_call,
     "asks for values": lambda module, x: AsksValues.apply(x),
     "computes by numpy": lambda module, x: ByNumpy.apply(x),
     "keeps a tensor at times": lambda module, x: KeepsAtTimes.apply(x),

@@ -6,7 +6,17 @@ from typing import Any
 import pytest
 
 from tests.parity.observe import Way, watched_ways
-from tests.parity.own_functions import CHECKPOINTS, KINDS, ODD, ODD_CHECKPOINTS, Around, Counts, Weighs
+from tests.parity.own_functions import (
+    CHECKPOINTS,
+    KINDS,
+    ODD,
+    ODD_CHECKPOINTS,
+    Around,
+    Counts,
+    CountsInContext,
+    StraightThrough,
+    Weighs,
+)
 from tests.parity.test_fusion import TOLERANCE, fused, in_float64, worst
 from tests.unit.pool.tasks import SAMPLES, X, Y, against_plain, task, train
 
@@ -26,10 +36,10 @@ TASKS: dict[str, dict[str, Any]] = {
 def trained(middle: Any, shards: int = 3, **changes: Any) -> Way:
     """How a task was run whose numbers are the plain loop's."""
     described = task(model=partial(Around, middle), validate=SAMPLES, batch_size=6, report_every=1, **changes)
-    Counts.calls = 0
+    Counts.calls = CountsInContext._backward_cls.calls = 0
     with watched_ways() as ways:
         result = train(described, devices="cpu:2", num_shards=shards)
-        Counts.calls = 0  # as where the trial began
+        Counts.calls = CountsInContext._backward_cls.calls = 0  # as where the trial began
         assert against_plain(described, result) == []
     return ways[id(described)]
 
@@ -55,6 +65,8 @@ REASONS = {
     "draws in backward": "it draws random numbers",
     "overwrites its input": "it overwrites an argument",
     "counts its calls": "the step changes Counts.calls",
+    "counts its calls in its context": "the step changes CountsInContextBackward.calls",
+    "reads what is set for its call": "the step changes Clamps.most, which Clamps reads",
     "asks for values": "_local_scalar_dense",
     "computes by numpy": "numpy() is not supported",
     "keeps a tensor at times": "give it to save_for_backward",
@@ -100,3 +112,40 @@ def test_trials_with_functions_are_fused(kind, caplog):
     results, reasons, is_fused = fused(described, caplog)
     assert is_fused, reasons
     assert max(worst(results, described)) < TOLERANCE
+
+
+@pytest.mark.parametrize("parallel", ["none", "data", "pipeline"])
+def test_data_that_change_what_a_function_reads(parallel):
+    def drawn() -> Any:
+        for place in range(0, 24, 4):
+            Weighs.weight = 1.0 + place % 16 / 8
+            yield X[place : place + 4].clone(), Y[place : place + 4].clone()
+
+    described = task(
+        model=partial(Around, lambda _, x: Weighs.apply(x)), train=drawn, epochs=4, accumulate=3, parallel=parallel
+    )
+    try:
+        with watched_ways() as ways:
+            result = train(described, devices="cpu:2", num_shards=2)
+        assert against_plain(described, result) == []
+        assert ways[id(described)].shards == {"train": 2}
+    finally:
+        Weighs.weight = 2.0
+
+
+def test_methods_that_are_replaced():
+    original = StraightThrough.forward
+
+    def replace(_module: Any, _optimizer: Any, steps: int) -> None:
+        other = lambda _ctx, x: x.clamp(-0.1, 0.1)  # noqa: E731
+        StraightThrough.forward = staticmethod(other if steps == 3 else original)
+
+    middle = lambda _, x: StraightThrough.apply(x)  # noqa: E731
+    described = task(model=partial(Around, middle), after_step=replace, validate=SAMPLES, report_every=1)
+    try:
+        with watched_ways() as ways:
+            result = train(described, devices="cpu:2", num_shards=3)
+        assert against_plain(described, result) == []
+        assert ways[id(described)].shards["train"] == 3
+    finally:
+        StraightThrough.forward = staticmethod(original)

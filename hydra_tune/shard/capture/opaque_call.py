@@ -41,13 +41,14 @@ class OpaqueCall:
     Attributes:
         function: as given.
         is_single: whether the Function returns a tensor, and no tuple.
+        reads_state: whether the Function reads Python state, which may have changed before a batch that waits is run.
         keeps_tensors: whether the Function keeps tensors beside those of `save_for_backward`. Nobody could move such
             tensors between a forward unit and its backward unit, so the backward unit computes the forward again.
     """
 
     def __init__(self, function: type[Function], arguments: Sequence[object]) -> None:
         self.function = function
-        self.is_single = self.keeps_tensors = False
+        self.is_single = self.reads_state = self.keeps_tensors = False
         self._arguments = tuple(arguments)
         # Code made of a graph calls the object by this name.
         self.__name__ = function.__name__
@@ -72,7 +73,8 @@ class OpaqueCall:
         """Return what the Function's own `apply` returns."""
         given = iter(tensors)
         arguments = [next(given) if argument is _TENSOR else _fresh(argument) for argument in self._arguments]
-        return self.function.apply(*arguments)  # type: ignore[no-untyped-call]
+        # Past an `apply` of the user's own, which has run in the capture.
+        return Function.apply.__func__(self.function, *arguments)  # type: ignore[attr-defined]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OpaqueCall) and self._key == other._key
@@ -105,7 +107,9 @@ def opaque_call(function: type[Function], arguments: Sequence[object], keywords:
             raise NotOpaqueError(f"it is given a {type(argument).__name__}")
     call = OpaqueCall(function, [_TENSOR if isinstance(argument, Tensor) else argument for argument in arguments])
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    # The hooks of a checkpoint around the call would run its region again in the trial's backward.
+    plainly = torch.autograd.graph.saved_tensors_hooks(_itself, _itself)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), plainly:
         leaves = [
             torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
             for tensor in tensors
@@ -165,6 +169,10 @@ class _ArgumentWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         self.know(*(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)))
         return result
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _identity(tensor: Tensor) -> int:

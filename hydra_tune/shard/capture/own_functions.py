@@ -10,11 +10,15 @@ the gradient of a parameter at once. A parameter that is used elsewhere as well 
 possibly only from the second batch of an accumulation on, so such a step is refused. A step is also refused if a region
 reads a tensor with gradients that is not among its inputs.
 
+Note: Python state. A node's Function reads its state each time that the graph runs, and a graph has no code that sets
+state. A step that sets such state for a call and puts the state back is refused.
+
 Note: calls without gradients. Under `no_grad`, or of tensors without gradients, a Function is its forward, and an export
 traces the operators of the forward.
 """
 
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +31,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from hydra_tune.errors import CaptureError
-from hydra_tune.shard.capture.opaque_call import OpaqueCall, opaque_call
+from hydra_tune.shard.capture.opaque_call import NotOpaqueError, OpaqueCall, opaque_call
+from hydra_tune.shard.python_state.reachable_values import walked
+from hydra_tune.shard.python_state.value_holder import MISSING, ValueHolder
 
 _CALLS: dict[int, OpaqueCall] = {}
 """Calls of the capture under way, by the number in their nodes; captures hold the gate alone."""
@@ -38,6 +44,15 @@ _LIBRARY.define("opaque_call(Tensor[] tensors, int number) -> Tensor[]")
 _LIBRARY.impl("opaque_call", lambda tensors, number: _CALLS[number](*tensors), "CompositeImplicitAutograd")
 _APPLY: Any = _SingleLevelFunction
 """The class above `Function`, where `apply` is replaced, because code may hold `apply` itself: `quantize = Quantize.apply`."""
+_CODE = (
+    type,
+    types.ModuleType,
+    types.CodeType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    staticmethod,
+    classmethod,
+)
 
 
 class OwnFunctions:
@@ -48,6 +63,7 @@ class OwnFunctions:
         self._is_inside = False  # whether a Function runs, which may call others
         self._refusal: CaptureError | None = None
         self._gradients = _RegionGradients()
+        self._states: dict[type[Function], list[ValueHolder]] = {}  # what each Function reads, as at its first call
 
     def apply(self, function: type[Function], *arguments: Any, **keywords: Any) -> Any:
         """Call a Function."""
@@ -73,7 +89,11 @@ class OwnFunctions:
             # Without modes of functions: they would write the Function's inside into the graph, and answer its questions.
             with torch._C.DisableTorchFunction():  # noqa: SLF001
                 with _disable_current_modes():
+                    if function not in self._states:
+                        self._states[function] = _state_of(function)
+                    self._check_states()
                     call = opaque_call(function, arguments, keywords)
+                    call.reads_state = bool(self._states[function])
                 number = len(_CALLS)
                 _CALLS[number] = call
                 outputs = torch.ops.hydra_tune.opaque_call(tensors, number)
@@ -106,7 +126,30 @@ class OwnFunctions:
         """
         if self._refusal is not None:  # the step may have caught the error
             raise self._refusal
+        try:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():  # noqa: SLF001
+                self._check_states()
+        except NotOpaqueError as error:
+            raise CaptureError(str(error)) from error
+        self._states.clear()  # export may run the step again
         self._gradients.enclose(results, [])
+
+    def _check_states(self) -> None:
+        for function, holders in self._states.items():
+            for holder in holders:
+                if (name := holder.change()) is not None:
+                    raise NotOpaqueError(f"the step changes {name}, which {function.__qualname__} reads at each run")
+
+
+def _state_of(function: type[Function]) -> list[ValueHolder]:
+    """Return the places of Python state that a Function may read, without places of mere code."""
+    holders = walked({function.__qualname__: function}, None, keeps_tensors=False, is_lenient=True).holders
+    return [
+        holder
+        for holder in holders
+        # Without defaults, which have no labels.
+        if not all(v is MISSING or isinstance(v, _CODE) for _, v in zip(holder.labels, holder.noted, strict=False))
+    ]
 
 
 class _RegionGradients:

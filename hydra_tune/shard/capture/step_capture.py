@@ -192,7 +192,7 @@ def _as_eager(
         try:
             with answering, _HookRefusalMode(), numbered(arguments[0]):
                 results = forward(*arguments)
-            functions.check(results)
+                functions.check(results)
             return results
         finally:
             torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = flags  # noqa: SLF001

@@ -119,9 +119,9 @@ class ShardPlan:
         """Whether steps of several batches may run at once with the same results as one after the other.
 
         False if a forward overwrites buffers read by the next forward (BatchNorm), if the step is the user's own code,
-        or if the number of random draws is not known beforehand.
+        if the number of random draws is not known beforehand, or if an operator reads Python state as it runs.
         """
-        return self._draws_are_counted and not any(shard.graph.written_state for shard in self.shards)
+        return self._may_wait and not any(shard.graph.written_state for shard in self.shards)
 
     @property
     def may_be_pipelined(self) -> bool:
@@ -130,7 +130,7 @@ class ShardPlan:
         The order holds in a pipeline, and also if all batches go through a shard before the next shard is loaded. A
         forward may then overwrite buffers (BatchNorm), unless another shard uses the buffers.
         """
-        if not self._draws_are_counted or len(self.shards) == 1:
+        if not self._may_wait or len(self.shards) == 1:
             return False
         # The order holds within a shard: units of two shards on the same buffer would meet in no fixed order.
         used = self.used_state()
@@ -142,9 +142,12 @@ class ShardPlan:
         return self.may_run_beside or self.may_be_pipelined
 
     @property
-    def _draws_are_counted(self) -> bool:
-        # The user's own code may draw from any generator, any number of times.
-        return not self.eager and all(shard.graph.counted_draws or not shard.graph.stochastic for shard in self.shards)
+    def _may_wait(self) -> bool:
+        # The user's own code may draw from any generator, any number of times, and reads the Python state that the data
+        # of later batches have left.
+        graphs = [shard.graph for shard in self.shards]
+        are_counted = all(graph.counted_draws or not graph.stochastic for graph in graphs)
+        return not self.eager and are_counted and not any(graph.reads_state for graph in graphs)
 
     def used_state(self) -> dict[str, list[int]]:
         """Name of each used parameter or buffer -> indices of the shards that use the tensor."""

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis
 from hydra_tune.shard.capture.graph_device import placed
+from hydra_tune.shard.capture.own_functions import opaque_calls
 from hydra_tune.shard.capture.precision import under_autocast
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph
 from hydra_tune.task import Precision
@@ -40,6 +41,7 @@ class ShardGraph:
             recompute needs their old values.
         stochastic: whether the shard draws random numbers.
         counted_draws: whether a stochastic shard moves the generator by the same distance at each run.
+        reads_state: whether an operator reads Python state as it runs (the user's own `torch.autograd.Function`).
         code: the graph run by `module`; None for a compiled graph or the user's own code.
         precision: precision in which `module` runs `code`.
     """
@@ -58,6 +60,7 @@ class ShardGraph:
     saved_state: tuple[str, ...]
     stochastic: bool
     counted_draws: bool = False
+    reads_state: bool = False
     code: fx.GraphModule | None = None
     precision: Precision = "float32"
 
@@ -122,6 +125,7 @@ def cut_shard(
         stochastic=stochastic,
         # A compiler may replace the operators, so their draws are no longer known.
         counted_draws=stochastic and backend is None and analysis.draws.are_counted(nodes),
+        reads_state=any(call.reads_state for call in opaque_calls(module)),
         code=module if backend is None else None,
         precision=captured.precision,
     )

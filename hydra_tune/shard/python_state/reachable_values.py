@@ -340,14 +340,22 @@ class ReachableValues:
                 continue
             self._classes.add((base, is_called))
             functions = [(name, member) for name, member in vars(base).items() if _is_code(member)]
-            for name, member in functions:
-                if not self._may_run(name, kind, is_called=is_called):
-                    continue
+            run = [(name, member) for name, member in functions if self._may_run(name, kind, is_called=is_called)]
+            for name, member in run:
                 for part in _parts_of_code(member):
                     self.visit(part, f"{base.__name__}.{name}", depth, library)
             # Also names that the class gets later, and that hide those of its bases from then on.
-            names = [name for name in self._known(vars(base), base) if not name.startswith("__")]
+            # Also methods that only a library's code calls, as of `autograd.Function`: a program may replace them.
+            known = dict.fromkeys([*self._known(vars(base), base), *(name for name, _ in run)])
+            names = [name for name in known if not name.startswith("__")]
             self._named(vars(base), names, base.__name__, depth, library, functools.partial(write_class, base, names))
+            if issubclass(base, torch.autograd.Function):
+                # `type(ctx)`, which torch makes for each Function.
+                node: Any = base._backward_cls  # noqa: SLF001
+                names = self._known(vars(node))
+                self._named(
+                    vars(node), names, node.__name__, depth, library, functools.partial(write_class, node, names)
+                )
 
     def _function(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
         if is_installed(function.__module__):
