@@ -22,11 +22,13 @@ from hydra_tune.batched.batched_random import GroupGenerator, HoistedDraw, draw_
 from hydra_tune.batched.flat_tensors import FlatLayout, runs
 from hydra_tune.batched.graph_cleanup import call_directly, overwrite, tidy, write_in_place
 from hydra_tune.devices.own_generator import own_generator
+from hydra_tune.errors import UnfusableError
 from hydra_tune.shard.capture.export_output import quiet_fakes
 from hydra_tune.shard.capture.graph_device import placed
 from hydra_tune.shard.execute.compute import ShardGradients, ShardOperands
 
 _MAX_REMEMBERED = 64
+_RECORDING = (torch.ops.aten.mkldnn_rnn_layer.default,)  # keep what their backward needs only in autograd's grad mode
 _Layouts = list[tuple[FlatLayout, list[int]]]
 """Layouts, each with the indices of the tensors of this layout."""
 
@@ -194,6 +196,9 @@ def traced(
         place: the device to trace for, by default the operands' device; decompositions and kernels depend on the
             device.
         is_scaled: whether each member's loss is multiplied by a scale of its own.
+
+    Raises:
+        UnfusableError: the shard has a kernel that no trace can call.
     """
     mode = FakeTensorMode()
     fakes = [_fake(mode, tensor.detach(), place) for tensor in operands.all]
@@ -224,6 +229,11 @@ def traced(
 
     with quiet_fakes():  # failed attempts at batching are expected here: `StackedGraph` falls back to single members
         module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
+    for kernel in _RECORDING:
+        if module.graph.find_nodes(op="call_function", target=kernel):
+            raise UnfusableError(
+                f"its kernel {kernel} keeps what its backward needs only where autograd records, and a trace runs without"
+            )
     trained = tuple(names[place] for place in reached_places)
     simplified = _simplified(module, mode, [*fakes, *noise], [fakes[place] for place in reached_places])
     return replace(

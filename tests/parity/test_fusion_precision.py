@@ -193,6 +193,46 @@ def test_members_with_losses_of_their_own(precision):
     check(run, tasks)
 
 
+class Sequence(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.LSTM(4, 8, 2, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.layers(x.view(-1, 2, 4))[0][:, -1])
+
+
+class WithRegion(Net):
+    """A model with a region in a precision of its own."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        hidden = self.first(x).relu()
+        with torch.autocast("cpu", dtype=self.dtype):
+            mixed = hidden @ hidden.T
+        return self.head(mixed @ hidden * 0.1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "model"),
+    [
+        ("bfloat16", Sequence),  # without dropout, for which no LSTM is traced
+        *((precision, partial(WithRegion, getattr(torch, other))) for precision in LOW for other in LOW),
+    ],
+    ids=["lstm", *(f"{other} in {precision}" for precision in LOW for other in LOW)],
+)
+def test_kernels_and_regions_of_their_own_do_not_part_members(precision, model):
+    tasks = [
+        task(precision, seed=seed, model=model, optimizer=partial(SGD, lr=1e-2), validate=data()) for seed in range(3)
+    ]
+    run = Run(tasks)
+    assert run.sizes[0] == len(tasks)
+    check(run, tasks, 2.0**-6)
+
+
 @pytest.mark.usefixtures("growing")
 def test_a_member_takes_its_scale_along_when_it_leaves_and_comes_back():
     tasks = [task(train=data(step), seed=seed, epochs=3) for seed, step in enumerate((0, 2, 5))]

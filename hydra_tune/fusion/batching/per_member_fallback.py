@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from hydra_tune.batched.batched_random import for_each
+from hydra_tune.shard.capture.precision import without_autocast
 
 _BATCHED = ("FuncTorchBatched", "FuncTorchBatchedDecomposition", "CompositeImplicitAutograd")
 
@@ -85,4 +86,8 @@ def _is_same(value: Any) -> bool:
 
 
 def _stack(rows: Sequence[Any]) -> Any:
-    return torch.stack(list(rows)) if isinstance(rows[0], Tensor) else rows[0]
+    if not isinstance(rows[0], Tensor):
+        return rows[0]
+    # Autocast refuses to stack numbers in the other low precision, or in float64, which a member's region may give.
+    with without_autocast(rows[0].device.type):
+        return torch.stack(list(rows))

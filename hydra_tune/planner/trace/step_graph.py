@@ -126,6 +126,8 @@ def step_graph(
         check_devices(names, operands)
     try:
         joint = traced(run, names, operands, trains, "loss", count, place=place)
+    except UnfusableError as error:
+        raise UnfusableError(f"{error}; it runs unplanned") from error
     except Exception as error:
         # The error rarely names the operator. A second trace under `OperatorCallRecorder` fails in the same place, and
         # the last call is the culprit.

@@ -59,6 +59,17 @@ def autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
 
 
 @contextmanager
+def without_autocast(device_type: str) -> Iterator[None]:
+    """Leave autocast for captured code; as `autocast`, does not clear the casts of other threads."""
+    before = torch.is_autocast_enabled(device_type)
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, before)
+
+
+@contextmanager
 def eager_autocast(precision: Precision, device_type: str = "cpu") -> Iterator[None]:
     """`torch.autocast` for the user's own code, entered by a single thread at a time.
 

@@ -141,6 +141,27 @@ def test_batch_norm_in_low_precision_is_not_planned_and_the_log_says_why(steps, 
     assert "native_batch_norm.default gives tensors of other sizes on cpu" in caplog.text
 
 
+class Rows(nn.Module):
+    """Reads an image row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.LSTM(24, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(x.permute(0, 2, 1, 3).flatten(2))[0][:, -1])
+
+
+def test_a_recurrent_kernel_in_low_precision_is_not_planned_and_the_log_says_why(steps, caplog):
+    caplog.set_level(logging.INFO, "hydra_tune.fusion")
+    with running(fusion="on", fusion_size=4, fusion_planner="on", device_memory="160KiB") as pool:
+        results = pool.run([task(seed, model=Rows, epochs=1, precision="bfloat16") for seed in range(4)])
+    assert [result.error for result in results] == [None] * 4
+    assert steps == []
+    assert "its kernel aten.mkldnn_rnn_layer.default keeps what its backward needs" in caplog.text
+    assert "it runs unplanned" in caplog.text
+
+
 def pool_of(**options):
     return running(**({"fusion": "on", "fusion_size": 4, "fusion_planner": "on", "device_memory": MEMORY} | options))
 
