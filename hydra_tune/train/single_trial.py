@@ -50,8 +50,7 @@ from hydra_tune.train.trial import PendingReport, Said, Trial
 _END = object()
 # Key for steps of the user's own code among the times of units.
 _STEP = "step"
-_CHECKED_SHARE = 0.01  # of the time of a trial's steps, for comparisons of captured steps with eager steps before reports
-_CHECKED_CAPTURES = 30  # a second of captures counts as so many of steps: short trials are compared at several reports
+_CHECKED_SHARE = 0.01  # of a trial's time, for comparisons of captured steps with eager steps before reports
 
 
 class _StoppedEarly(Exception):  # noqa: N818 - no error: the way out of the loops of a complete trial
@@ -621,7 +620,7 @@ class SingleTrial(Trial):
         self._check_stop()
 
     def _check_captured_step(self) -> None:
-        """Compare the latest step's plan with the eager step, as often as takes a small share of the trial's time.
+        """Compare the latest step's plan with the eager step, as often as takes a hundredth of the trial's time.
 
         Raises:
             TaskError: the plan gives other numbers than the eager step.
@@ -636,7 +635,6 @@ class SingleTrial(Trial):
             # The eager step twice, and the plan's units.
             self._check_seconds = 3 * sum((*seconds.forward, *seconds.backward))
         spent_seconds = self.progress.steps * self._train_times.total
-        spent_seconds += _CHECKED_CAPTURES * self._plans.capture_seconds
         if self._checks_seconds + self._check_seconds > _CHECKED_SHARE * spent_seconds:
             return
         began = time.perf_counter()

@@ -7,7 +7,6 @@ some captures further kinds run whole where the model fits, and only the most re
 """
 
 import logging
-import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -101,9 +100,6 @@ class TrialPlanCache:
         device: any device of the pool, for host memory.
         share: the trial's share of host memory; a further plan may need more.
         times: times of the units of plans, measured together by all trials of a pool.
-
-    Attributes:
-        capture_seconds: seconds that the trial's captures have taken.
     """
 
     def __init__(
@@ -124,7 +120,6 @@ class TrialPlanCache:
         # Least recently used first.
         self._kept: OrderedDict[Any, list[CachedPlan]] = OrderedDict()
         self._captures: Counter[str] = Counter()
-        self.capture_seconds = 0.0
         # By mode: a pass over the data, and its first batch, if the step changes its batches.
         self._changed_batches: dict[str, tuple[object, Batch]] = {}
         # By mode, the latest last.
@@ -366,7 +361,6 @@ class TrialPlanCache:
     ) -> CachedPlan:
         task = self.task
         self._captures[mode] += 1
-        began = time.perf_counter()
         # A capture copies the model, so all parameters have to be on the host meanwhile.
         with nullcontext() if state is None else state.whole(), self._streams.everything():
             prepared = self.library.prepare(
@@ -380,7 +374,6 @@ class TrialPlanCache:
                 None if state is None else state.layout,
                 prefer_whole=self._captures[mode] > _MAX_CAPTURES,
             )
-        self.capture_seconds += time.perf_counter() - began
         if mode == "train":
             prepared = self._times.settled(prepared, self._batches_per_step)
         if any(cached_plan.prepared is prepared for plans in self._kept.values() for cached_plan in plans):
