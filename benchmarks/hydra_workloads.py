@@ -1,7 +1,9 @@
 """HYDRA's Table 2, trained: both workloads, shrunk, on two CPU devices, beside other ways to train them.
 
-    python benchmarks/hydra_workloads.py --text wiki.test.tokens   # half an hour on two idle cores
-    python benchmarks/hydra_workloads.py --quick                   # under a minute, tiny models; the tests run this
+    python benchmarks/hydra_workloads.py --text wiki.test.tokens --steps 50   # on two idle cores; not run at full size yet
+    python benchmarks/hydra_workloads.py --quick --steps 1                    # some minutes, tiny models
+
+A trial of a few steps is mostly its capture, so take steps enough.
 
 The twelve trials of each workload are the paper's (`examples/paper`), smaller in depth and width alone: BERT over batches of
 8, 16 and 32 and four learning rates, ViT over six depths and batches of 64 and 128. Each trial takes a few steps. Without
@@ -45,6 +47,7 @@ MICROBATCHES = {"model parallel": 1, "GPipe": 8}
 PROCESSES = 2
 DEVICE_BYTES_OF_PARAMETER = {"bert": 11 / 1, "vit": 11 / 2}  # 11 GB, and models of 1 and of 2 billion parameters
 BYTES_OF_FLOP = 12e9 / 5.67e12  # a link's, beside the arithmetic that a GPU attains (docs/simulation.md)
+QUICK_MEMORY = "6MB"  # of each device, for tiny models
 DEPTHS = (24, 48, 64, 79, 119, 159)  # of the paper's ViTs, as far as sizes follow from depth
 
 
@@ -219,7 +222,7 @@ def pooled(tasks, workload, link, *, quick):
     with torch.device("meta"):
         largest = max(sum(p.numel() for p in task.model().parameters()) for task in tasks)
     # Activations of a tiny model are larger beside its parameters.
-    budget = "6MB" if quick else int(DEVICE_BYTES_OF_PARAMETER[workload] * largest)
+    budget = QUICK_MEMORY if quick else int(DEVICE_BYTES_OF_PARAMETER[workload] * largest)
     with HydraExecutor("cpu:2", device_memory=budget, link_bandwidth=link, max_concurrent=len(tasks)) as pool:
         results = pool.run(tasks)
         return {number: digest(result.state_dict()) for number, result in enumerate(results)}
@@ -309,7 +312,8 @@ def table(workload, arguments):
     print("| | seconds | over model parallel | a device's memory |\n|---|---|---|---|")
     for arm in arguments.arms:
         middle = statistics.median(seconds[arm])
-        memory = "in the paper's proportion" if arm in LIMITED else "not limited"
+        limit = QUICK_MEMORY if arguments.quick else "in the paper's proportion"
+        memory = limit if arm in LIMITED else "not limited"
         print(f"| {arm} | {middle:.1f} | {base / middle:.2f}x | {memory} |", flush=True)
 
 

@@ -219,21 +219,17 @@ def traced(
         with given(tensors[len(fakes) :]), torch.enable_grad():
             (losses,) = run(*arguments)
             trained_tensors = [arguments[index] for index in trained_at]
-            # No operator mixes members, so the gradient of the sum of all losses holds every member's own gradient.
             scales = tensors[-1].to(losses.dtype) if is_scaled else None
             # As the backward of `objective` begins.
             loss_gradients = torch.full_like(losses, 1 / divisor) if scales is None else scales / divisor
+            # No operator mixes members, so the gradient of the sum of all losses holds every member's own gradient.
             gradients = torch.autograd.grad(losses, trained_tensors, loss_gradients, allow_unused=True)
         reached_places[:] = [index for index, g in zip(trained_at, gradients, strict=True) if g is not None]
         return [losses, *(gradient for gradient in gradients if gradient is not None)]
 
     with quiet_fakes():  # failed attempts at batching are expected here: `StackedGraph` falls back to single members
         module = make_fx(joint, tracing_mode="fake")(*fakes, *noise)
-    for kernel in _RECORDING:
-        if module.graph.find_nodes(op="call_function", target=kernel):
-            raise UnfusableError(
-                f"its kernel {kernel} keeps what its backward needs only where autograd records, and a trace runs without"
-            )
+    _check_kernels(module)
     trained = tuple(names[place] for place in reached_places)
     simplified = _simplified(module, mode, [*fakes, *noise], [fakes[place] for place in reached_places])
     return replace(
@@ -244,6 +240,15 @@ def traced(
         loss=loss,
         is_scaled=is_scaled,
     )
+
+
+def _check_kernels(module: fx.GraphModule) -> None:
+    """Refuse a trace with a kernel that works only while autograd records; a trace runs without autograd."""
+    for kernel in _RECORDING:
+        if module.graph.find_nodes(op="call_function", target=kernel):
+            raise UnfusableError(
+                f"its kernel {kernel} keeps what its backward needs only where autograd records, and a trace runs without"
+            )
 
 
 def _simplified(
