@@ -55,8 +55,6 @@ FUSED = {
     "weights_in_a_deque",
     "weights_of_batches",
 }
-# All trials share the environment, and a trial that may be fused draws its first batch twice.
-SHARED = {"environment_variable"}
 # State that a checkpoint holds, or that the scheduler or `stop` sets anew from the epoch or the reports.
 RESUMED = [
     "alpha_of_an_own_scheduler",
@@ -95,7 +93,7 @@ def test_a_program_that_is_cut_has_the_bits_of_a_plain_loop(name: str) -> None:
     assert result.num_shards == (1 if name in WHOLE else SHARDS)
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in SHARED])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_that_are_fused_have_the_numbers_of_plain_loops(name: str) -> None:
     make = PROGRAMS[name]
     with HydraExecutor("cpu:1", fusion="on", fusion_size=4) as pool:

@@ -5,8 +5,10 @@ The plain loop is `by_hand` of `test_stateful.py`, which shares nothing with the
 
 import logging
 import re
+import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -181,27 +183,33 @@ def test_one_capture_for_each_value(caplog):
     assert captures(caplog) == 1
 
 
-def reading_a_file(path: Path) -> Program:
-    """A step that reads a number from a file, which the data write anew in the second epoch."""
-    path.write_text("1.0")
+def reading_a_database(path: Path) -> Program:
+    """A step that reads a number from a database, where the data change the number in the second epoch."""
+
+    def asked(statement: str) -> list[Any]:
+        with closing(sqlite3.connect(path)) as database, database:
+            return database.execute(statement).fetchall()
+
+    asked("CREATE TABLE numbers AS SELECT 1.0 AS weight")
     epochs = 0
 
     def train() -> Iterator[Any]:
         nonlocal epochs
         epochs += 1
         if epochs == 2:
-            path.write_text("3.0")
+            asked("UPDATE numbers SET weight = 3.0")
         yield from batches()
 
     def step(module: nn.Module, batch: Any) -> Any:
-        return error(module, batch) * float(path.read_text())
+        ((weight,),) = asked("SELECT weight FROM numbers")
+        return error(module, batch) * weight
 
     return Program(task=task(train=train, validate=batches, step=step))
 
 
 def test_a_change_that_no_guard_sees_fails_the_trial_at_its_next_report(tmp_path, monkeypatch):
     monkeypatch.setattr(single_trial, "_CHECKED_SHARE", 1e9)
-    (cut,) = trained([reading_a_file(tmp_path / "weight")], num_shards="layer")
+    (cut,) = trained([reading_a_database(tmp_path / "weight")], num_shards="layer")
     assert "is no longer the step that the Python code makes" in str(cut)
 
 

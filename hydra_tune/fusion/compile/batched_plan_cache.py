@@ -76,6 +76,7 @@ class GroupPlanFactory:
             prepared = self._library.prepare(member.task, module, optimizer, wanted.batch, wanted.mode, like)
         # Capturing an evaluation leaves the module in evaluation mode.
         module.train()
+        member.watch(wanted.mode, prepared.files)
         check_updates(prepared)
         if prepared.effects.changes_batch:
             raise UnfusableError("its step changes its batch, which a step of a group does not")
@@ -118,6 +119,7 @@ class GroupPlanFactory:
             key = object() if member.architecture is None else member.architecture
             if key not in plans:
                 plans[key] = self.of_member(member, wanted, like)
+            member.watch(wanted.mode, plans[key].files)
             member_plans.append(plans[key])
         differences = self._likeness(member_plans)
         if differences.rows is not None and any(plan.guard is not None for plan in member_plans):

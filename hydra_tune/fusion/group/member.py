@@ -21,6 +21,7 @@ from hydra_tune.errors import BadLossError, CaptureError, TaskError, UnfusableEr
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.shard.capture.fingerprint import architecture_key
+from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.state_guard import (
     DataStateGuard,
     PythonStateGuard,
@@ -163,6 +164,11 @@ class MemberTrial(SingleTrial):
         moment = (mode, len(self.history))
         is_same_moment, self._looked_at = moment == self._looked_at, moment
         return None if state is None else state.change(beside_model=is_same_moment)
+
+    def watch(self, mode: str, files: Sequence[FileHolder]) -> None:
+        """Look at the files that the captured step of a mode has read wherever its Python state is looked at."""
+        if mode in self._python_states:
+            self._python_states[mode].watch(files)
 
     def changed_numbers(self, mode: str) -> set[str]:
         """Return the numbers, in words, that have changed since `identify`; none if anything else has changed as well."""

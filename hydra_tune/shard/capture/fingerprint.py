@@ -18,6 +18,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -155,6 +156,8 @@ def _value(value: Any, seen: dict[int, int], depth: int) -> Hashable:
         # With the class, because 1, 1.0 and True are equal; floats by their bits, because 0.0 and -0.0 are equal, and NaN
         # is not equal to itself.
         return (type(value), value.hex() if isinstance(value, float) else value)
+    if isinstance(value, PurePath):
+        return (type(value), str(value))
     for kinds, make in _BY_TYPE:
         if isinstance(value, kinds):
             return make(value, seen, depth + 1)

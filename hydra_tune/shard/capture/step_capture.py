@@ -28,6 +28,7 @@ from hydra_tune.shard.capture.export_output import quiet_export
 from hydra_tune.shard.capture.own_functions import OwnFunctions, own_functions, put_calls
 from hydra_tune.shard.capture.step_module import MODEL_PREFIX, step_module
 from hydra_tune.shard.python_state.number_inputs import NumberInputs, NumberInputTracer, traced_numbers
+from hydra_tune.shard.python_state.opened_files import FileHolder, noting_files
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard
 from hydra_tune.task import Precision, TrainTask
 
@@ -60,6 +61,7 @@ class CapturedStepGraph:
         names: names of the outputs: `("loss",)` or the metrics.
         precision: precision of the run; casts are not part of the graph.
         numbers: inputs that Python computes from numbers; None if there are none.
+        files: files that the step has read.
     """
 
     module: fx.GraphModule
@@ -71,6 +73,7 @@ class CapturedStepGraph:
     names: tuple[str, ...]
     precision: Precision = "float32"
     numbers: NumberInputs | None = None
+    files: tuple[FileHolder, ...] = ()
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -125,18 +128,19 @@ def capture(
     mend_lstm_shapes()
     wrapper = step_module(task, twin, mode)
     found: list[NumberInputs] = []
+    files: dict[str, FileHolder] = {}
     numbered = lambda batch: _number_inputs(task, twin, mode, batch, found, divides=divides)  # noqa: E731
     with torch.set_grad_enabled(mode == "train"):
         try:
             with quiet_export(), own_functions() as functions:
-                with _as_eager(wrapper, answering or nullcontext(), numbered, functions):
+                with _as_eager(wrapper, answering or nullcontext(), numbered, functions, files):
                     program = torch.export.export(wrapper, (batches.plain_mappings(batch),), strict=False)
                 put_calls(program.graph_module)
         except HydraTuneError:  # raised by the step's wrapper, with a message for the user
             raise
         except Exception as error:
             raise CaptureError(f"torch.export cannot capture this model: {describe(error)}") from error
-    captured = _read(program, twin, mode, task.precision)
+    captured = replace(_read(program, twin, mode, task.precision), files=tuple(files.values()))
     if found:
         if any(inputs.forms != found[-1].forms for inputs in found):  # export may run the step several times
             raise CaptureError("the step computes with other numbers when it runs again")
@@ -175,6 +179,7 @@ def _as_eager(
     answering: AbstractContextManager[object],
     numbered: Callable[[Any], AbstractContextManager[object]],
     functions: OwnFunctions,
+    files: dict[str, FileHolder],
 ) -> Iterator[None]:
     """Make the model's code believe in an eager run.
 
@@ -190,7 +195,7 @@ def _as_eager(
         # The flags belong to the process; captures hold the gate alone, so no other thread sees the change.
         torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False  # noqa: SLF001
         try:
-            with answering, _HookRefusalMode(), numbered(arguments[0]):
+            with answering, _HookRefusalMode(), numbered(arguments[0]), noting_files(files):
                 results = forward(*arguments)
                 functions.check(results)
             return results

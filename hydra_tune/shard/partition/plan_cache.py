@@ -49,6 +49,7 @@ from hydra_tune.shard.partition.plan_request import CapturedStep, ShardPlanReque
 from hydra_tune.shard.partition.shard_size_search import CHOICES
 from hydra_tune.shard.partition.trial_step import answers_to, captured_graph, hollow_twin_of, restored, twin_of
 from hydra_tune.shard.python_state.number_inputs import NumberInputError, NumberInputs
+from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.state_guard import PythonStateGuard
 from hydra_tune.shard.verify.plan_check import verify, verify_close
 from hydra_tune.shard.verify.process_state import intraop_threads, preserved_streams
@@ -77,6 +78,7 @@ class PreparedPlan:
         placement_why: reason for the place of the updates, if there was a choice; else None.
         activation_choice: choice to be made once the units have been measured; None if the plan is final.
         numbers: inputs of the plan that Python computes from numbers; None if there are none.
+        files: files that the step has read during its capture.
     """
 
     plan: ShardPlan
@@ -89,6 +91,7 @@ class PreparedPlan:
     placement_why: str | None = None
     activation_choice: MeasuredActivationChoice | None = None
     numbers: NumberInputs | None = None
+    files: tuple[FileHolder, ...] = ()
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the plan serves a batch with these tensors; the batch must have the prepared signature."""
@@ -211,7 +214,9 @@ class PlanLibrary:
             with GATE.shared():
                 entry = next((e for e in entries if _serves(e, request)), None)
             if entry is None:
-                request = replace(request, foreseen=self._foreseen.get(key))
+                foreseen_step = self._foreseen.get(key)
+                if foreseen_step is not None and all(file.change() is None for file in foreseen_step.captured.files):
+                    request = replace(request, foreseen=foreseen_step)
                 outcome = self._capture(request)
                 entry = _PlanLibraryEntry(request.guard, outcome)
             # A measured step holds a whole graph, and only the first `prepare` after `foresee` can use the step.
@@ -408,6 +413,7 @@ class PlanLibrary:
             placement_why=partition.placement_why,
             activation_choice=activation_choice,
             numbers=captured.numbers,
+            files=captured.files,
         )
 
     def _may_check(self, request: ShardPlanRequest, whole: ShardCost) -> bool:
@@ -552,10 +558,14 @@ class PlanLibrary:
 
 
 def _serves(entry: _PlanLibraryEntry, request: ShardPlanRequest) -> bool:
-    """Whether an entry serves a batch with its tensors, and with the numbers that the step reads now."""
+    """Whether an entry serves a batch with its tensors, and with the numbers and files that the step reads now."""
     if entry.guard is not None and not entry.guard.holds(request.leaves.tensors):
         return False
-    if isinstance(entry.found, CaptureError) or entry.found.numbers is None:
+    if isinstance(entry.found, CaptureError):
+        return True
+    if any(file.change() is not None for file in entry.found.files):
+        return False
+    if entry.found.numbers is None:
         return True
     numbers = PythonStateGuard(request.task, request.model, request.mode, inputs=entry.found.numbers.places).numbers()
     return numbers is not None and entry.found.numbers.hold(numbers)

@@ -2,5 +2,6 @@
 
 The package must not know captures, plans or trials. Read `state_guard` first: it says what is guarded and why. Then
 `reachable_values` (the walk from the user's functions), `value_holder` (a place, its values, and how they are put back),
-`number_inputs` (numbers that a graph takes as inputs) and `code_names` (names in code, and which code is installed).
+`opened_files` (files that a step reads), `number_inputs` (numbers that a graph takes as inputs) and `code_names` (names in
+code, and which code is installed).
 """

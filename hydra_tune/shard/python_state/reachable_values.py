@@ -58,6 +58,7 @@ from hydra_tune.shard.python_state.value_holder import (
     pickled,
     write_bytes,
     write_class,
+    write_environment,
     write_function,
     write_mapping,
     write_names,
@@ -419,7 +420,12 @@ class ReachableValues:
     def _environment(self) -> None:
         if not self._has_environment:
             self._has_environment = True
-            self._hold(["the environment"], lambda: [hash(frozenset(os.environ.items()))])
+            noted = dict(os.environ)
+            self._hold(
+                ["the environment"],
+                lambda: [hash(frozenset(os.environ.items()))],
+                lambda _: write_environment(noted),
+            )
 
     def _of_thread(self, value: Any, label: str, depth: int, library: int) -> None:
         """A `threading.local` or a `ContextVar`."""

@@ -9,8 +9,10 @@ was only tried.
 `PlanLibrary` (`shard/partition/plan_cache.py`) sets a guard around each capture, and `shard/verify/plan_check.py` around
 the first eager step. `train/loop/plan_cache.py` and `fusion/group/member.py` ask a guard before a plan serves again.
 
-Note: what no guard sees. Code can read files, clocks, and the inside of objects of extension modules. The check of a new
-plan runs the step twice, and refuses a step that gives other numbers the second time.
+Note: files are not reached by a walk. A capture notes those that the step reads (`opened_files.py`), and `watch` adds them.
+
+Note: what no guard sees. Code can read clocks, and the inside of objects of extension modules. The check of a new plan
+runs the step twice, and refuses a step that gives other numbers the second time.
 """
 
 import hashlib
@@ -20,6 +22,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.reachable_values import walked
 from hydra_tune.shard.python_state.value_holder import ValueHolder
 from hydra_tune.task import TrainTask
@@ -75,6 +78,10 @@ class PythonStateGuard:
                     self._inputs[label].append((holder, index))
                     holder.inputs.add(index)
         self._inputs = {name: places for name, places in self._inputs.items() if places}
+
+    def watch(self, files: Iterable[FileHolder]) -> None:
+        """Add the files that the captured step has read."""
+        self._holders += [file for file in files if file not in self._holders]
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -7,10 +7,11 @@ import ctypes
 import enum
 import math
 import operator
+import os
 import pickle
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -325,6 +326,15 @@ def write_mapping(mapping: dict[Any, Any], values: Values) -> None:
     base.clear(mapping)
     for key, value in zip(values[:half], values[half:], strict=True):
         base.__setitem__(mapping, key, value)
+
+
+def write_environment(noted: Mapping[str, str]) -> None:
+    """Put the variables of the environment back that have changed."""
+    for name in os.environ.keys() - noted.keys():
+        del os.environ[name]
+    for name, value in noted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def write_sequence(sequence: Any, values: Values) -> None:

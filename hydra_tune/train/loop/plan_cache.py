@@ -201,8 +201,8 @@ class TrialPlanCache:
     def check_again(self, cached_plan: CachedPlan, module: nn.Module, state: ModelState, batch: Batch) -> bool:
         """Compare a plan with the eager step once more, between two steps; return whether there was a comparison.
 
-        A graph repeats what no guard can see: the contents of a file, a clock, the inside of an object of an extension
-        module.
+        A graph repeats what no guard can see: a clock, an answer of another process, the inside of an object of an
+        extension module.
 
         Args:
             cached_plan: the plan of an earlier batch.
@@ -227,8 +227,9 @@ class TrialPlanCache:
             except CaptureError as error:
                 raise TaskError(
                     f"the captured step of this trial is no longer the step that the Python code makes: {error}. The code "
-                    "reads something that cannot be followed, such as a file, and its value has changed; give it with the "
-                    "batches, keep it in a variable or an attribute, or raise device_memory until the trial runs as it is"
+                    "reads something that cannot be followed, such as another process's answer, and its value has changed; "
+                    "give it with the batches, keep it in a variable or an attribute, or raise device_memory until the trial "
+                    "runs as it is"
                 ) from error
         return True
 
@@ -374,6 +375,8 @@ class TrialPlanCache:
                 None if state is None else state.layout,
                 prefer_whole=self._captures[mode] > _MAX_CAPTURES,
             )
+        if python_state is not None:
+            python_state.watch(prepared.files)
         if mode == "train":
             prepared = self._times.settled(prepared, self._batches_per_step)
         if any(cached_plan.prepared is prepared for plans in self._kept.values() for cached_plan in plans):
