@@ -38,6 +38,7 @@ from hydra_tune.train.loop.microbatch_choice import piece_count
 from hydra_tune.train.loop.microbatches import MicroBatch, check_pieces, pieces, refuse_batch_norm
 from hydra_tune.train.loop.optimizer_step import OptimizerStep
 from hydra_tune.train.loop.plan_cache import CachedPlan
+from hydra_tune.train.loop.step_comparison import StepComparisons
 from hydra_tune.train.loop.training_batch import BatchPart
 from hydra_tune.train.mean import EvaluationResults, WeightedMean
 from hydra_tune.train.parallel.parallel_step import ParallelStep
@@ -50,7 +51,6 @@ from hydra_tune.train.trial import PendingReport, Said, Trial
 _END = object()
 # Key for steps of the user's own code among the times of units.
 _STEP = "step"
-_CHECKED_SHARE = 0.01  # of a trial's time, for comparisons of captured steps with eager steps before reports
 
 
 class _StoppedEarly(Exception):  # noqa: N818 - no error: the way out of the loops of a complete trial
@@ -60,10 +60,8 @@ class _StoppedEarly(Exception):  # noqa: N818 - no error: the way out of the loo
 class SingleTrial(Trial):
     """A trial with a training loop of its own."""
 
-    # The plan and the batch of the latest captured step, and seconds: of a comparison, and of all comparisons.
-    _latest: tuple[CachedPlan, Any] | None = None
-    _check_seconds = 0.0
-    _checks_seconds = 0.0
+    _latest: tuple[CachedPlan, Any] | None = None  # the plan and the batch of the latest captured step
+    _comparisons: StepComparisons | None = None
 
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
         """Build the model, draw the first batch and make its plan, without running a unit.
@@ -631,16 +629,12 @@ class SingleTrial(Trial):
         if self.state is None or self.state.has_thawed:  # the next step has another plan
             return
         cached_plan, batch = latest
-        if not self._check_seconds and (seconds := cached_plan.prepared.seconds) is not None:
-            # The eager step twice, and the plan's units.
-            self._check_seconds = 3 * sum((*seconds.forward, *seconds.backward))
-        spent_seconds = self.progress.steps * self._train_times.total
-        if self._checks_seconds + self._check_seconds > _CHECKED_SHARE * spent_seconds:
-            return
-        began = time.perf_counter()
-        if self._plans.check_again(cached_plan, self.module, self.state, batch):
-            self._check_seconds = time.perf_counter() - began
-            self._checks_seconds += self._check_seconds
+        self._comparisons = self._comparisons or StepComparisons()
+        self._comparisons.run(
+            cached_plan.prepared,
+            self.progress.steps * self._train_times.total,
+            partial(self._plans.check_again, cached_plan, self.module, self.state, batch),
+        )
 
     def _check_stop(self) -> None:
         """Ask the user whether the trial is complete after its last report.

@@ -19,7 +19,7 @@ from torch import nn
 from hydra_tune import HydraExecutor
 from hydra_tune.errors import HydraTuneError
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
-from hydra_tune.train import single_trial
+from hydra_tune.train.loop import step_comparison
 from tests.parity.changed_outside import KINDS, SHARED, reading
 from tests.parity.exact import differences, without_seconds
 from tests.parity.stateful import PROGRAMS, Program, batches, error, net, task
@@ -190,7 +190,7 @@ def reading_a_database(path: Path) -> Program:
         with closing(sqlite3.connect(path)) as database, database:
             return database.execute(statement).fetchall()
 
-    asked("CREATE TABLE numbers AS SELECT 1.0 AS weight")
+    asked("CREATE TABLE IF NOT EXISTS numbers AS SELECT 1.0 AS weight")
     epochs = 0
 
     def train() -> Iterator[Any]:
@@ -208,9 +208,20 @@ def reading_a_database(path: Path) -> Program:
 
 
 def test_a_change_that_no_guard_sees_fails_the_trial_at_its_next_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(single_trial, "_CHECKED_SHARE", 1e9)
+    monkeypatch.setattr(step_comparison, "SHARE", 1e9)
     (cut,) = trained([reading_a_database(tmp_path / "weight")], num_shards="layer")
     assert "is no longer the step that the Python code makes" in str(cut)
+
+
+@pytest.mark.parametrize("share", [1e9, 0.0])
+def test_a_change_that_no_guard_sees_fails_every_member_of_a_group(tmp_path, monkeypatch, caplog, share):
+    """One member's difference has all others compared; without a comparison, all go on with the old number."""
+    caplog.set_level(logging.INFO, "hydra_tune")
+    monkeypatch.setattr(step_comparison, "SHARE", share)
+    outcomes = trained([reading_a_database(tmp_path / "weight") for _ in range(3)], fusion="on")
+    assert "are fused" in caplog.text
+    for actual in outcomes:
+        assert ("is no longer the step that the Python code makes" in str(actual)) == (share > 0)
 
 
 def test_comparisons_before_reports_take_a_share_of_the_time(tmp_path, monkeypatch):
@@ -223,8 +234,13 @@ def test_comparisons_before_reports_take_a_share_of_the_time(tmp_path, monkeypat
 
     monkeypatch.setattr(PlanLibrary, "check_again", counted)
     for share in (0.0, 1e9):
-        monkeypatch.setattr(single_trial, "_CHECKED_SHARE", share)
+        monkeypatch.setattr(step_comparison, "SHARE", share)
         expected = by_hand(Program(task=task(step=error)))
         (actual,) = trained([Program(task=task(step=error))], num_shards="layer")
         assert list(differences(expected, actual)) == []
         assert len(compared) == (0 if share == 0.0 else 3)  # one for each report
+    compared.clear()
+    fused = trained([Program(task=task(step=error)) for _ in range(4)], fusion="on")
+    for actual in fused:
+        assert_close(by_hand(Program(task=task(step=error))), actual)
+    assert len(compared) == 3  # one for each report of the group

@@ -99,6 +99,14 @@ class GroupPlanCache:
             self._plans.confirm(own, seat.member, wanted)
         return True
 
+    def of_member(self, own: PreparedPlan, member: MemberTrial, request: MemberBatchRequest) -> PreparedPlan:
+        """Return the plan of a member that is computed together with the member of another plan.
+
+        Raises:
+            HydraTuneError: as of `PlanLibrary.prepare`.
+        """
+        return self._plans.of_member(member, request, None if own is self.first else self._layout)
+
     def likeness(self, own: PreparedPlan, members: Sequence[MemberTrial]) -> MemberDifferences:
         """Return the differences between the members for a plan.
 

@@ -21,6 +21,7 @@ from hydra_tune.errors import BadLossError, CaptureError, TaskError, UnfusableEr
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.shard.capture.fingerprint import architecture_key
+from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.state_guard import (
     DataStateGuard,
@@ -169,6 +170,34 @@ class MemberTrial(SingleTrial):
         """Look at the files that the captured step of a mode has read wherever its Python state is looked at."""
         if mode in self._python_states:
             self._python_states[mode].watch(files)
+
+    def compare(self, library: PlanLibrary, prepared: PreparedPlan, request: MemberBatchRequest) -> bool:
+        """Compare the member's own plan with the eager step once more; return whether there was a comparison.
+
+        Args:
+            library: made the plan.
+            prepared: the plan, not stacked.
+            request: a request that the plan has served.
+
+        Raises:
+            CaptureError: the plan gives other numbers than the eager step.
+        """
+        state, module = self._python_states.get(request.mode), self.built()[0]
+        # After a change that the guard sees, the plan serves no more.
+        if state is None or state.change() is not None:
+            return False
+        request = self.numbered(request)
+        batch = request.batch
+        if prepared.numbers is not None:
+            if not prepared.numbers.hold(request.numbers):
+                return False
+            prepared.numbers.fill(batch.inputs, request.numbers)
+        if not prepared.serves(batches.flatten(batch).tensors):  # a generator may have filled the batch's memory anew
+            return False
+        with self.streams.everything():
+            library.check_again(prepared, self.task, module, batch)
+        module.train()
+        return True
 
     def changed_numbers(self, mode: str) -> set[str]:
         """Return the numbers, in words, that have changed since `identify`; none if anything else has changed as well."""

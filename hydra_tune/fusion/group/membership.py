@@ -12,6 +12,7 @@ members rest.
 import time
 from collections.abc import Callable, Generator
 
+from hydra_tune.errors import TaskError
 from hydra_tune.fusion.group.member import MemberBatchRequest
 from hydra_tune.fusion.group.slot import GroupDelegate, GroupSlot
 from hydra_tune.fusion.group.slot_table import SlotTable
@@ -28,10 +29,18 @@ class MemberCoordinator:
         places: the group's slots.
         desk: receives events and answers questions about the slots, on the thread that advances the group.
         resize: changes the number of slots, if a change is due and prepared.
+        compare: compares a member's captured step with its eager step before a report; raises if they differ.
     """
 
-    def __init__(self, places: SlotTable, desk: GroupDelegate, resize: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        places: SlotTable,
+        desk: GroupDelegate,
+        resize: Callable[[], None],
+        compare: Callable[[GroupSlot], None],
+    ) -> None:
         self._places = places
+        self._compare = compare
         self._desk = desk
         self._resize = resize
         self._waits = 0
@@ -75,6 +84,8 @@ class MemberCoordinator:
             elif seat.is_paused:
                 self._leave(seat)
                 return
+            elif isinstance(seat.wants, PendingReport) and seat.waits_until is None and not self._is_right(seat):
+                self._end(seat, "failed")
             elif seat.wants is None or (isinstance(seat.wants, PendingReport) and not seat.waits):
                 self.advance(seat)
             else:
@@ -82,6 +93,14 @@ class MemberCoordinator:
                     seat.waits_until = time.monotonic() + PATIENCE_SECONDS
                     self._desk.reported(seat)
                 return
+
+    def _is_right(self, seat: GroupSlot) -> bool:
+        """Return whether no comparison of the member's captured step shows a difference; store an error."""
+        try:
+            self._compare(seat)
+        except TaskError as error:
+            seat.error = error
+        return seat.error is None
 
     @property
     def _answers_are_in(self) -> bool:

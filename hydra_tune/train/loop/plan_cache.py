@@ -201,9 +201,6 @@ class TrialPlanCache:
     def check_again(self, cached_plan: CachedPlan, module: nn.Module, state: ModelState, batch: Batch) -> bool:
         """Compare a plan with the eager step once more, between two steps; return whether there was a comparison.
 
-        A graph repeats what no guard can see: a clock, an answer of another process, the inside of an object of an
-        extension module.
-
         Args:
             cached_plan: the plan of an earlier batch.
             module: the trial's module.
@@ -211,7 +208,7 @@ class TrialPlanCache:
             batch: the batch.
 
         Raises:
-            TaskError: the plan gives other numbers than the eager step.
+            CaptureError: the plan gives other numbers than the eager step.
         """
         prepared, python_state = cached_plan.prepared, cached_plan.python_state
         # Of a large model an eager step has no room, a GPU's steps take the host too long, and a compiled step rounds
@@ -222,15 +219,7 @@ class TrialPlanCache:
         if self._serving([cached_plan], flatten(batch)) is None:  # a generator may have filled the batch's memory anew
             return False
         with state.whole(), self._streams.everything():
-            try:
-                self.library.check_again(prepared, self.task, module, cached_plan.numbered(batch))
-            except CaptureError as error:
-                raise TaskError(
-                    f"the captured step of this trial is no longer the step that the Python code makes: {error}. The code "
-                    "reads something that cannot be followed, such as another process's answer, and its value has changed; "
-                    "give it with the batches, keep it in a variable or an attribute, or raise device_memory until the trial "
-                    "runs as it is"
-                ) from error
+            self.library.check_again(prepared, self.task, module, cached_plan.numbered(batch))
         return True
 
     def _refuse_inputs(self, mode: str, python_state: PythonStateGuard | None, places: frozenset[str]) -> None:
