@@ -68,8 +68,8 @@ class Part:
 
 def gpu_parts():
     """In the order in which they run."""
-    for name in ("cuda", "cuda_graphs", "groups", "own_code", "planned_groups", "planned_pairs"):
-        yield Part(f"tests/{name}", _pytest(f"tests/gpu/test_{name}.py"), 200, is_timed=False)
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        yield Part(f"tests/{path.stem.removeprefix('test_')}", _pytest(f"tests/gpu/{path.name}"), 200, is_timed=False)
     for cut in ("own code", "one shard", "two shards", "three shards", "a shard per layer"):
         yield _script(f"parity/{cut}", 200, "gpu_parity.py", cut, "--events", "{folder}/events.jsonl", is_timed=False)
     sizes = ("--depth", "12", "--caps", "12", "6", "--host", "60", "--limit", "85")

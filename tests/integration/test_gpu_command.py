@@ -179,7 +179,7 @@ def test_parts_are_chosen_by_name_or_group(gpu):
     parts = list(gpu.gpu_parts())
     names = [part.name for part in gpu.chosen(parts, ["tests", "parity/two shards"], ["tests/cuda", "tests/groups"])]
     assert names == [
-        *("tests/cuda_graphs", "tests/own_code", "tests/planned_groups", "tests/planned_pairs"),
+        *("tests/cuda_graphs", "tests/own_code", "tests/own_functions", "tests/planned_groups", "tests/planned_pairs"),
         "parity/two shards",
     ]
     with pytest.raises(SystemExit, match="no part 'tets'"):
