@@ -78,6 +78,7 @@ def gpu_parts():
     for model in ("vit", "bert"):
         kept = ("--json", "{folder}/rows.json")
         yield _script(f"planner/{model}", 115, "mutwo.py", model, "--device", "cuda", "--minutes", "1.2", *kept)
+    yield _script("workloads", 145, "hydra_workloads.py", "--device", "cuda", "--steps", "30")
     yield _script("pool", 125, "gpu_pool.py", "--steps", "20", "--flying", "16", "--events", "{folder}/events.jsonl")
 
 

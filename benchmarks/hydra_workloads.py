@@ -2,6 +2,7 @@
 
     python benchmarks/hydra_workloads.py --text wiki.test.tokens --steps 50   # on two idle cores; not run at full size yet
     python benchmarks/hydra_workloads.py --quick --steps 1                    # some minutes, tiny models
+    python benchmarks/hydra_workloads.py --device cuda --steps 50             # on one GPU: the ways that need no second one
 
 A trial of a few steps is mostly its capture, so take steps enough.
 
@@ -43,6 +44,7 @@ sys.path.insert(0, str(PAPER))
 
 ARMS = ("plain", "task parallel", "model parallel", "GPipe", "FSDP2", "hydra-tune", "hydra-tune, link")
 LIMITED = ("hydra-tune", "hydra-tune, link")
+ON_ONE_GPU = ("plain", "task parallel", "hydra-tune")
 MICROBATCHES = {"model parallel": 1, "GPipe": 8}
 PROCESSES = 2
 DEVICE_BYTES_OF_PARAMETER = {"bert": 11 / 1, "vit": 11 / 2}  # 11 GB, and models of 1 and of 2 billion parameters
@@ -110,32 +112,32 @@ def data_of(task, workload, text, count, tokens, vocabulary):
     return Subset(task.train, range(count))
 
 
-def begun(task):
+def begun(task, device="cpu"):
     """A trial's model, optimizer and batches, as a plain loop makes them."""
     torch.manual_seed(task.seed)
-    module = task.model()
+    module = task.model().to(device)
     return module, task.optimizer(module.parameters()), DataLoader(task.train, task.batch_size, shuffle=True)
 
 
 def digest(state):
     content = hashlib.sha256()
     for name, tensor in sorted(state.items()):
-        content.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        content.update(name.encode() + tensor.cpu().contiguous().numpy().tobytes())
     return content.hexdigest()
 
 
 # The arms: each returns the digests of the weights that it can compare, by the trial's number.
 
 
-def plain(tasks, turns=None):
+def plain(tasks, device, turns=None):
     """One trial after the other; of several such loops, each takes the next trial that nobody has taken."""
     bits = {}
     for number, task in enumerate(tasks):
         if turns is not None and not taken(turns, number):
             continue
-        module, optimizer, loader = begun(task)
+        module, optimizer, loader = begun(task, device)
         for inputs, labels in loader:
-            task.loss(module(inputs), labels).backward()
+            task.loss(module(inputs.to(device)), labels.to(device)).backward()
             optimizer.step()
             optimizer.zero_grad()
         bits[number] = digest(module.state_dict())
@@ -216,14 +218,14 @@ def sharded(tasks, rank):
             optimizer.zero_grad()
 
 
-def pooled(tasks, workload, link, *, quick):
+def pooled(tasks, workload, link, devices, *, quick):
     from hydra_tune import HydraExecutor  # noqa: PLC0415
 
     with torch.device("meta"):
         largest = max(sum(p.numel() for p in task.model().parameters()) for task in tasks)
     # Activations of a tiny model are larger beside its parameters.
     budget = QUICK_MEMORY if quick else int(DEVICE_BYTES_OF_PARAMETER[workload] * largest)
-    with HydraExecutor("cpu:2", device_memory=budget, link_bandwidth=link, max_concurrent=len(tasks)) as pool:
+    with HydraExecutor(devices, device_memory=budget, link_bandwidth=link, max_concurrent=len(tasks)) as pool:
         results = pool.run(tasks)
         return {number: digest(result.state_dict()) for number, result in enumerate(results)}
 
@@ -241,15 +243,16 @@ def work(arguments):
         distributed.barrier()
     began, bits = time.monotonic(), {}
     if arm == "plain":
-        bits = plain(tasks)
+        bits = plain(tasks, arguments.device)
     elif arm == "task parallel":
-        bits = plain(tasks, Path(arguments.meeting))
+        bits = plain(tasks, arguments.device, Path(arguments.meeting))
     elif arm in MICROBATCHES:
         pipelined(tasks, rank, MICROBATCHES[arm])
     elif arm == "FSDP2":
         sharded(tasks, rank)
     else:
-        bits = pooled(tasks, arguments.workload, arguments.link, quick=arguments.quick)
+        devices = "cpu:2" if arguments.device == "cpu" else arguments.device
+        bits = pooled(tasks, arguments.workload, arguments.link, devices, quick=arguments.quick)
     if not is_alone:
         distributed.barrier()
     print("FIGURES", json.dumps({"seconds": time.monotonic() - began, "bits": bits}))
@@ -265,6 +268,7 @@ def run(arm, workload, arguments, link):
     count = 1 if arm in ("plain", *LIMITED) else PROCESSES
     with tempfile.TemporaryDirectory() as meeting:
         command = [sys.executable, __file__, "--arm", arm, "--workload", workload, "--steps", str(arguments.steps)]
+        command += ["--device", arguments.device]
         command += ["--meeting", meeting] + ["--quick"] * arguments.quick
         command += [] if arguments.text is None else ["--text", arguments.text]
         command += [] if link is None or arm != "hydra-tune, link" else ["--link", str(link)]
@@ -307,21 +311,31 @@ def table(workload, arguments):
         for arm in ("task parallel", *LIMITED):
             if "plain" in bits and bits.get(arm, bits["plain"]) != bits["plain"]:
                 raise SystemExit(f"{workload}, {arm}: other final weights than the plain loop's")
-    base = statistics.median(seconds["model parallel"])
+    first = "model parallel" if "model parallel" in seconds else next(iter(seconds))
+    base = statistics.median(seconds[first])
     print(f"\n{workload}: {arguments.steps} steps of each of 12 trials, {total / 1e9:.0f} GFLOP; link {link} bytes/s\n")
-    print("| | seconds | over model parallel | a device's memory |\n|---|---|---|---|")
+    print(f"| | seconds | over {first} | a device's memory |\n|---|---|---|---|")
     for arm in arguments.arms:
         middle = statistics.median(seconds[arm])
         limit = QUICK_MEMORY if arguments.quick else "in the paper's proportion"
         memory = limit if arm in LIMITED else "not limited"
         print(f"| {arm} | {middle:.1f} | {base / middle:.2f}x | {memory} |", flush=True)
+        if arguments.device == "cuda":  # for `gpu.py`
+            row = {
+                "workload": workload,
+                "arm": arm,
+                "seconds": round(middle, 2),
+                f"over {first}": round(base / middle, 2),
+            }
+            print("row: " + json.dumps(row), flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", help="a file of WikiText-2; without it, words are made up")
     parser.add_argument("--workloads", default="bert,vit", type=lambda text: text.split(","))
-    parser.add_argument("--arms", default=list(ARMS), type=lambda text: text.split(";"), help="some, with ; between")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="cpu: two CPU devices; cuda: one GPU")
+    parser.add_argument("--arms", type=lambda text: text.split(";"), help="some, with ; between")
     parser.add_argument("--steps", type=int, default=4, help="of each trial")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="tiny models")
@@ -335,6 +349,9 @@ def main():
     if arguments.arm is not None:
         work(arguments)
         return
+    arguments.arms = arguments.arms or list(ARMS if arguments.device == "cpu" else ON_ONE_GPU)
+    if arguments.device == "cuda" and not set(arguments.arms) <= set(ON_ONE_GPU):
+        raise SystemExit(f"one GPU serves {', '.join(ON_ONE_GPU)}")
     for workload in arguments.workloads:
         table(workload, arguments)
 
