@@ -17,12 +17,14 @@ class TrialMemoryContext:
 
     Args:
         on_failure: called once, on any thread, when bytes of the trial could not be kept; must not wait for blocks.
+        name: the trial's name in the log.
 
     Attributes:
         failure: the error; from then on the trial's host copies may be thrown away.
     """
 
-    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, on_failure: Callable[[BaseException], None], name: str = "the trial") -> None:
+        self.name = name
         self.failure: BaseException | None = None
         self._on_failure = on_failure
         self._is_stopped = False

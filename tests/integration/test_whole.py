@@ -1,5 +1,6 @@
 """Models that no graph can follow run whole, to the last bit, with their activations kept or spilled."""
 
+import logging
 import random
 from functools import partial
 from types import SimpleNamespace
@@ -232,6 +233,16 @@ def test_what_a_graph_cannot_follow_runs_whole(monkeypatch, trap):
     assert against_plain(make(), result) == []
     assert result.num_shards == 1
     assert "activations" not in device.bytes_out_by_kind, "they fit"
+
+
+def test_the_log_says_once_why_a_trial_runs_whole(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hydra_tune")
+    monkeypatch.setattr(NumpyNoise, "depth", 4)
+    with running(num_shards=3) as pool:
+        pool.submit(task(NumpyNoise), name="noisy").result(PATIENCE_SECONDS)
+    (line,) = (record.message for record in caplog.records if "runs whole" in record.message)
+    assert line.startswith("the step (train) of noisy runs whole and is not cut: ")
+    assert "numpy" in line
 
 
 # Of the others two share devices with sharded trials, below.

@@ -159,7 +159,7 @@ class JobState:
         self.turn = threading.RLock()
         self.telling = threading.Lock()
         self._log = log
-        self.tenant = TrialMemoryContext(on_failure)
+        self.tenant = TrialMemoryContext(on_failure, job.name)
         self.trial: Trial | None = None
         self.pending: PendingUnit | None = None
         self.spread: ParallelStep | None = None

@@ -18,6 +18,7 @@ from torch import nn
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.memory.trial_context import tenant_at_work
 from hydra_tune.shard.analysis.module_mutation import check_state
 from hydra_tune.shard.capture.batch import BatchLeaves, NumberedBatch, containers, flatten
 from hydra_tune.shard.capture.capture_lock import GATE
@@ -125,6 +126,7 @@ class TrialPlanCache:
         # By mode, the latest last.
         self._python_states: dict[str, list[PythonStateGuard]] = {}
         self._num_changes = 0
+        self._has_told_whole = False
         # Numbers of the step's Python state, in words: inputs of graphs, and those that cannot be inputs; both by mode.
         self._inputs: dict[str, set[str]] = {}
         self._not_inputs: dict[str, set[str]] = {}
@@ -325,6 +327,14 @@ class TrialPlanCache:
         else:
             _LOGGER.info("%s has changed, so the step is captured again", name)
 
+    def _tell_whole(self, plan: ShardPlan) -> None:
+        """Log why a step runs whole, once for the trial: the reason of its further steps is most often the same."""
+        if plan.eager and not self._has_told_whole:
+            self._has_told_whole = True
+            tenant = tenant_at_work()
+            name = "the trial" if tenant is None else tenant.name
+            CHOICES.info("the step (%s) of %s runs whole and is not cut: %s", plan.mode, name, plan.why_eager)
+
     def _forget(self, guard: PythonStateGuard) -> None:
         for plans in self._kept.values():
             plans[:] = [cached_plan for cached_plan in plans if cached_plan.python_state is not guard]
@@ -366,6 +376,7 @@ class TrialPlanCache:
             )
         if python_state is not None:
             python_state.watch(prepared.files)
+        self._tell_whole(prepared.plan)
         if mode == "train":
             prepared = self._times.settled(prepared, self._batches_per_step)
         if any(cached_plan.prepared is prepared for plans in self._kept.values() for cached_plan in plans):
