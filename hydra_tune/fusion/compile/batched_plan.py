@@ -14,7 +14,7 @@ from hydra_tune.batched.joint_graph import ForwardTrace, JointTrace, traced, tra
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.batching.batched_graph import StackedGraph
 from hydra_tune.fusion.compile.torch_compile import compiled_trace
-from hydra_tune.fusion.matching.plan_diff import with_stand_ins
+from hydra_tune.fusion.matching.plan_diff import refuse_whole, with_stand_ins
 from hydra_tune.fusion.ragged.loss_heads import HeadAssignment
 from hydra_tune.fusion.ragged.masked_loss import MaskedReduction, with_counts
 from hydra_tune.fusion.ragged.multi_head_graph import StackedPrefix, with_results, with_tails
@@ -139,8 +139,7 @@ def stacked_plan(
     Raises:
         UnfusableError: a shard cannot run on stacked members.
     """
-    if plan.eager:
-        raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
+    refuse_whole(plan)
     if rows is None:
         shards = tuple(_stacked_shard(shard, count, slots, counted) for shard in plan.shards)
         return replace(plan, shards=shards, computing=StackedPlanExecutor())

@@ -23,6 +23,22 @@ from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import TrainTask
 from hydra_tune.train.hooks import gradient_hooks
 
+# In words of a task's arguments.
+_PARTS = (
+    "model=",
+    "step=",
+    "torch's default dtype",
+    "precision=",
+    "compile=",
+    "loss_weight=",
+    "finish=",
+    "evaluate=",
+    "optimizer=",
+    "param_groups=",
+    "activations=",
+    "accumulate=",
+)
+
 
 def check_task(task: TrainTask) -> None:
     """Refuse a task that no group supports, before anything is built.
@@ -47,12 +63,13 @@ class FusionKey:
     """Properties shared by all trials of a group.
 
     Attributes:
-        family: decides equality of keys: everything except numbers inside the model, losses and metrics.
+        family: decides equality of keys: everything except numbers inside the model, losses and metrics. One part for
+            each of `_PARTS`.
         architecture: also covers the numbers; trials with equal architectures are alike, other trials may be alike
             (`GroupPlanFactory.check_alike`).
     """
 
-    family: Hashable
+    family: tuple[Hashable, ...]
     architecture: Hashable = field(compare=False)
 
 
@@ -77,7 +94,7 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
     names = {id(parameter): name for name, parameter in named_state(module)}
     groups = tuple(tuple(names[id(p)] for p in group["params"]) for group in optimizer.param_groups)
     family = (
-        _without_numbers(_without_losses(architecture)),
+        *_without_numbers(_without_losses(architecture)),
         # Metrics may differ between members where each is a number for each member.
         None if task.finish is None else _evaluation(architecture),
         options_key(optimizer),
@@ -86,6 +103,12 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
         task.accumulate,
     )
     return FusionKey(family, architecture)
+
+
+def differing_parts(one: FusionKey, other: FusionKey) -> list[str]:
+    """Name the arguments of two tasks in which their keys differ."""
+    pairs = zip(_PARTS, one.family, other.family, strict=True)
+    return [name for name, part, other_part in pairs if part != other_part]
 
 
 def _check_module(module: nn.Module) -> None:

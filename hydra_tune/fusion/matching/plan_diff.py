@@ -170,17 +170,30 @@ def _set(node: fx.Node, p: float) -> None:
     node.update_kwarg(name, p)
 
 
+def refuse_whole(plan: ShardPlan) -> None:
+    """Refuse a plan without a graph.
+
+    Raises:
+        UnfusableError: the plan runs the user's own code; the message gives the reason.
+    """
+    if plan.eager:
+        raise UnfusableError(
+            f"its model runs whole ({plan.why_eager}): there is no graph of it that several trials could share"
+        )
+
+
 def _check_plans(a: ShardPlan, b: ShardPlan) -> None:
     if a is b:
         return
-    if a.eager or b.eager:
-        raise UnfusableError("its model runs whole: there is no graph of it that several trials could share")
+    for plan in (a, b):
+        refuse_whole(plan)
     if len(a.shards) != len(b.shards) or a.outputs != b.outputs or a.mode != b.mode:
         raise UnfusableError("its graph is cut into different shards, or has different results")
-    if a.constants.keys() != b.constants.keys() or not all(
-        same_values(a.constants[n], b.constants[n]) for n in a.constants
-    ):
-        raise UnfusableError("its graph has different constants")
+    if a.constants.keys() != b.constants.keys():
+        raise UnfusableError(f"its graph has {len(b.constants)} tensors of its own, and the others' {len(a.constants)}")
+    for name, constant in a.constants.items():
+        if not same_values(constant, b.constants[name]):
+            raise UnfusableError(f"its graph has another value of the tensor {name} than the others'")
     for shard, other_shard in zip(a.shards, b.shards, strict=True):
         _check_shards(shard.graph, other_shard.graph)
 
@@ -254,7 +267,7 @@ def _begun(plan: ShardPlan, code: fx.GraphModule, others: Mapping[str, Tensor]) 
 def _attribute(node: fx.Node, one: fx.GraphModule, other: fx.GraphModule) -> object:
     name = str(node.target)
     try:
-        _check_attributes(getattr(one, name, None), getattr(other, name, None))
+        _check_attributes(getattr(one, name, None), getattr(other, name, None), name)
     except UnfusableError:
         # Attributes with different values get an identity that no other graph
         # shares, so operators that use such an attribute compare as different.
@@ -276,18 +289,18 @@ def _check_graphs(a: fx.GraphModule, b: fx.GraphModule, *, is_outer: bool) -> No
         raise UnfusableError(f"its graph has {len(b_nodes)} operators, and the others' {len(a_nodes)}")
     for one, two in zip(a_nodes, b_nodes, strict=True):
         if one.op == two.op == "get_attr":
-            _check_attributes(getattr(a, str(one.target)), getattr(b, str(two.target)))
+            _check_attributes(getattr(a, str(one.target)), getattr(b, str(two.target)), str(two.target))
             continue
         is_alike = one.op == two.op and (one.op in ("placeholder", "output") or one.target == two.target)
         if not is_alike or one.name != two.name or _key(one, numbers, is_outer) != _key(two, numbers, is_outer):
             raise UnfusableError(f"its graph has {two.target} ({two.name}) with other arguments than the others'")
 
 
-def _check_attributes(one: object, two: object) -> None:
+def _check_attributes(one: object, two: object, name: str) -> None:
     if isinstance(one, fx.GraphModule) and isinstance(two, fx.GraphModule):
         _check_graphs(one, two, is_outer=False)
     elif not (isinstance(one, Tensor) and isinstance(two, Tensor) and same_values(one, two)):
-        raise UnfusableError("its graph holds different values")
+        raise UnfusableError(f"its graph holds other values than the others' ({name})")
 
 
 def _key(node: fx.Node, numbers: Mapping[fx.Node, object], is_outer: bool) -> str:

@@ -33,6 +33,7 @@ class FusedJob:
         stop: the end requested by the driver, if any.
         trial: the job's own trial, once built.
         key: the fusion key, once known.
+        why_apart: reason for which the latest comparison with a job of the same key has failed; "" if none has.
         seat: the job's present or former slot in a group; None before the first slot.
         is_seated: whether the job holds the slot now.
         is_taken: whether another job's carrier has taken, or is about to take, the job.
@@ -83,6 +84,7 @@ class FusedJob:
         self.trial: MemberTrial | None = None
         self.candidate: MemberTrial | None = None
         self.loader_error: BaseException | None = None
+        self.why_apart = ""
         self.seat: GroupSlot | None = None
         self.is_seated = False
         self.is_taken = False

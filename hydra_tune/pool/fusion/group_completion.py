@@ -16,7 +16,7 @@ from hydra_tune.errors import GroupBatchError, OutOfMemoryError, first_line
 from hydra_tune.memory.pressure import NotRepeatableError
 from hydra_tune.pool.faults.retry import is_not_its_own
 from hydra_tune.pool.fusion.fused_job import FusedJob, GroupJobListener
-from hydra_tune.pool.fusion.job_table import FusedJobTable
+from hydra_tune.pool.fusion.job_table import FusedJobTable, GroupSizeLimit
 from hydra_tune.pool.fusion.live_group import GroupMemberListener, LiveGroup, tell
 from hydra_tune.pool.job import PoolEvent, Reported, Result
 from hydra_tune.pool.runtime.job_state import forget_locals
@@ -84,19 +84,16 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
             self._ran_out(group, members, error)
         elif isinstance(error, GroupBatchError):
             _LOGGER.warning("%s; the %d trials go on by themselves", error, len(members))
-            self._go_on_in(group, members, 1, is_undone=True)
+            self._go_on_in(group, members, GroupSizeLimit(1, str(error)), is_undone=True)
         elif group.goes_back_to and result.status == "completed":
-            self._go_on_in(group, members, group.goes_back_to, is_undone=True)
+            limit = GroupSizeLimit(group.goes_back_to, "planned steps of a larger group have proved slower")
+            self._go_on_in(group, members, limit, is_undone=True)
         elif error is not None and not is_not_its_own(error) and not self._table.pool.is_closed:
             # Any of the members may have caused the error, such as one with a label out of range. Alone, that member
             # fails, and the others do not.
-            _LOGGER.warning(
-                "a step of %d trials together failed (%s); they go on by themselves, from their last checkpoints or from their "
-                "beginning",
-                len(members),
-                first_line(error),
-            )
-            self._go_on_in(group, members, 1, is_undone=False)
+            why = f"a step of {len(members)} trials together failed ({first_line(error)})"
+            _LOGGER.warning("%s; they go on by themselves, from their last checkpoints or from their beginning", why)
+            self._go_on_in(group, members, GroupSizeLimit(1, why), is_undone=False)
         else:
             return False
         return True
@@ -134,10 +131,13 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
         how = f"in groups of {limit} at most" if limit > 1 else "by themselves"
         _LOGGER.warning("a group of %d trials ran out of memory, and its trials go on %s: %s", size, how, error)
         is_undone = limit > 0 and not isinstance(error.__cause__, NotRepeatableError)
-        self._go_on_in(group, entries, limit, is_undone=is_undone)
+        size_limit = GroupSizeLimit(limit, f"a group of {size} trials ran out of memory")
+        self._go_on_in(group, entries, size_limit, is_undone=is_undone)
 
-    def _go_on_in(self, group: LiveGroup, entries: Sequence[FusedJob], limit: int, *, is_undone: bool) -> None:
-        """Let the members of an ended group continue in groups of at most `limit` members.
+    def _go_on_in(
+        self, group: LiveGroup, entries: Sequence[FusedJob], limit: GroupSizeLimit, *, is_undone: bool
+    ) -> None:
+        """Let the members of an ended group continue in smaller groups.
 
         With `is_undone`, members handed back by the group continue where they were; all others begin from the last
         saved state.
@@ -146,9 +146,9 @@ class GroupEndHandler(GroupJobListener, GroupMemberListener):
             self._table.limits[group.key] = limit
         for entry in entries:
             if is_undone and entry.seat is not None and entry.seat.is_handed_back:
-                # The old plan of sizes is void: the job's next carrier looks for at most `limit` members.
+                # The old plan of sizes is void: the job's next carrier looks for at most that many members.
                 with self._table.pool.changed:
-                    entry.most, entry.each, entry.kept = limit, 0, 0
+                    entry.most, entry.each, entry.kept = limit.most, 0, 0
                     self.seat_left(entry)
             else:
                 self._begin_from(entry, self._table.pool.last_saved(entry))

@@ -251,11 +251,11 @@ class GroupJobLauncher:
     ) -> GroupTrial | PairTrial:
         """Make a group of the jobs found by a carrier, or a pair of groups that take turns."""
         all_entries = [entry, *others]
-        _LOGGER.info(
-            "%d trials are fused: %s",
-            len(all_entries),
-            ", ".join(peer.job.name for peer in all_entries),
-        )
+        if others:
+            names = ", ".join(peer.job.name for peer in all_entries)
+            _LOGGER.info("%d trials are fused: %s", len(all_entries), names)
+        else:
+            _LOGGER.info("%s has left its group and goes on in a group of its own", entry.job.name)
         with self._table.pool.changed:
             assert entry.carrier is not None
             pool, building, timer = self._table.pool, self._table.building, self._table.timer

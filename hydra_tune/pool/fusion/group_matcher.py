@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import TaskError, UnfusableError
+from hydra_tune.errors import TaskError, UnfusableError, first_line
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, most_evaluated, room_for
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
-from hydra_tune.fusion.matching.fusion_key import fusion_key
+from hydra_tune.fusion.matching.fusion_key import FusionKey, differing_parts, fusion_key
 from hydra_tune.fusion.matching.group_size_chooser import GroupSizeChoice, GroupSizeChooser, steps_of
 from hydra_tune.fusion.matching.group_size_policy import LEAST_GAIN
 from hydra_tune.fusion.runtime.planned_group_size import PlannedSizeChooser
@@ -100,6 +100,9 @@ class GroupMatcher:
         """
         if isinstance(entry.key, UnfusableError):
             raise entry.key
+        limit = self._table.limits.get(entry.key)
+        if limit is not None and limit.most <= 1:
+            raise UnfusableError(f"trials of its kind were fused before, and {limit.why}")
         with member.peek() as first_batches:
             prepared = self._plans.of_member(member, first_batches["train"])
             self._plans.stacked(prepared, self._most)
@@ -121,7 +124,8 @@ class GroupMatcher:
 
     def _most_of(self, entry: FusedJob) -> int:
         """Return the largest number of members in a job's group, lowered where memory has run out before."""
-        return min(self._table.limits.get(entry.key, self._most), entry.fusion_size or self._most)
+        limit = self._table.limits.get(entry.key)
+        return min(self._most if limit is None else limit.most, entry.fusion_size or self._most)
 
     def others(self, entry: FusedJob, wanted: MemberBatchRequest | None, device: Device) -> list[FusedJob]:
         """Find the other members for a job's group.
@@ -141,7 +145,26 @@ class GroupMatcher:
             taken_jobs = self._beyond(entry, taken_jobs, wanted, device)
         if entry.most == 1 and entry.seat is None:
             raise UnfusableError("a device has no room for two of its kind at once")
+        if not taken_jobs and entry.seat is None:
+            raise UnfusableError(self._why_nobody(entry))
         return taken_jobs
+
+    def _why_nobody(self, entry: FusedJob) -> str:
+        """Say why no waiting job has been taken for a job's group."""
+        waiting = [other for other in self._table.free() if other is not entry]
+        if not waiting:
+            return "no other trial waits to be fused"
+        alike = [other for other in waiting if other.key == entry.key]
+        for other in alike:
+            if other.why_apart:
+                return f"{other.job.name} is of its kind, and cannot share its graph: {other.why_apart}"
+        if alike:
+            return "the waiting trials of its kind were taken or came too late"
+        for other in waiting:
+            if isinstance(entry.key, FusionKey) and isinstance(other.key, FusionKey):
+                parts = " and ".join(differing_parts(entry.key, other.key))
+                return f"no waiting trial is of its kind; {other.job.name} differs in {parts}"
+        return "none of the waiting trials can be fused"
 
     def _beyond(
         self, entry: FusedJob, taken: list[FusedJob], wanted: MemberBatchRequest, device: Device
@@ -339,11 +362,13 @@ class GroupMatcher:
         try:
             self._plans.check_alike(first, member)
         except UnfusableError as error:
-            _LOGGER.info("%s cannot be fused with trials of its kind: %s", entry.job.name, error)
-            return False
-        except (Exception, LoaderInterrupt):  # noqa: BLE001 - the error comes up again when the trial runs
-            return False
-        return True
+            entry.why_apart = str(error)
+        except (Exception, LoaderInterrupt) as error:  # noqa: BLE001 - the error comes up again when the trial runs
+            entry.why_apart = f"the comparison has failed: {first_line(error)}"
+        else:
+            return True
+        _LOGGER.info("%s cannot be fused with trials of its kind: %s", entry.job.name, entry.why_apart)
+        return False
 
     @staticmethod
     def begin(entry: FusedJob) -> None:

@@ -7,6 +7,7 @@ Note: the table uses the pool's lock. Calls into the pool in reaction to an even
 """
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 
 from hydra_tune.pool.faults.task_thread import BackgroundCallQueue
 from hydra_tune.pool.fusion.fused_job import FusedJob
@@ -14,6 +15,14 @@ from hydra_tune.pool.fusion.live_group import LiveGroup
 from hydra_tune.pool.job import Failed, Finished, Result
 from hydra_tune.pool.pool import Pool
 from hydra_tune.train.data.loader_clock import LoaderInterrupt
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizeLimit:
+    """The largest number of members for a kind of trial, with the reason."""
+
+    most: int
+    why: str
 
 
 class FusedJobTable:
@@ -25,7 +34,7 @@ class FusedJobTable:
     Attributes:
         entries: the jobs by key, in the order of submission.
         groups: groups by their carrier's key.
-        limits: largest number of members by fusion key, where larger groups have run out of memory.
+        limits: limits of later groups by fusion key, where larger groups have ended before their members.
         building: thread that builds members and plans beside the pool's preparer.
         timer: thread for calls into the pool that must not be made under the lock, now or later.
     """
@@ -34,7 +43,7 @@ class FusedJobTable:
         self.pool = pool
         self.entries: dict[str, FusedJob] = {}
         self.groups: dict[str, LiveGroup] = {}
-        self.limits: dict[Hashable, int] = {}
+        self.limits: dict[Hashable, GroupSizeLimit] = {}
         self.building, self.timer = BackgroundCallQueue("hydra-members"), BackgroundCallQueue("hydra-groups")
 
     def free(self) -> list[FusedJob]:

@@ -155,6 +155,35 @@ def test_what_no_graph_would_have_runs_as_the_users_own_code(sizes, caplog, mode
         assert not against_plain(one, result)
 
 
+class Branches(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x if self[0].weight.sum() > 0 else -x)
+
+
+def branching():
+    return Branches(nn.Linear(8, 4).double())
+
+
+ALONE = {
+    "one trial": ([{}], "no other trial waits to be fused"),
+    "other options": ([{}, {"accumulate": 2, "optimizer": SGD}], r"job [01] differs in optimizer= and accumulate="),
+    "other numbers": ([{"model": partial(scaled, 16, scale)} for scale in (0.5, 1.5)], "elu.* with other arguments"),
+    "no graph": ([{"model": branching}] * 2, r"its model runs whole \(.*data-dependent.*\): there is no graph"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_each_trial_that_is_not_fused_has_a_reason_in_the_log(sizes, caplog, name):
+    changes, why = ALONE[name]
+    tasks = [task(seed, **own) for seed, own in enumerate(changes)]
+    with caplog.at_level("INFO", logger="hydra_tune.fusion"), running(fusion="on") as pool:
+        pool.run(tasks)
+    reasons = [record.message for record in caplog.records if "is not fused: " in record.message]
+    assert sizes == []
+    assert len(reasons) == len(tasks)
+    assert re.search(why, reasons[0]), reasons
+
+
 def test_a_group_has_no_more_members_than_it_may_have(sizes):
     """No unit runs before all groups are there: a trial that is prepared later may join a group whose members have ended."""
     held = Held()

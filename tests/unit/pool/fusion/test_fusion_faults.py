@@ -139,6 +139,20 @@ def test_a_member_that_fails_the_step_of_all_fails_alone(sizes, caplog):  # noqa
         assert_as_plain(results[number], tasks[number])
 
 
+def test_trials_after_a_failed_step_are_told_of_the_step(sizes, caplog):  # noqa: F811
+    wrong = Y.clone()
+    wrong[5] = 9
+    with caplog.at_level("INFO", logger="hydra_tune.fusion"), running(fusion="on") as pool:
+        trained(pool, [task(seed, train=TensorDataset(X, wrong)) for seed in range(2)])
+        caplog.clear()
+        trained(pool, [task(seed) for seed in range(2)])
+    reasons = [record.message for record in caplog.records if "is not fused: " in record.message]
+    assert sizes == [2]
+    assert len(reasons) == 2
+    for reason in reasons:
+        assert "a step of 2 trials together failed (IndexError: Target 9 is out of bounds.)" in reason
+
+
 def test_a_member_that_comes_to_a_batch_without_samples_fails_alone(sizes):  # noqa: F811
     seconds = [(X, Y), (X[:0], Y[:0])]
     tasks = [
