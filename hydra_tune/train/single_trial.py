@@ -111,7 +111,9 @@ class SingleTrial(Trial):
         module, optimizer = self._build()
         start = self._begin()
         if self._keeper is not None:
-            self._keeper.begins(self)
+            python_state = self._python_state()
+            self._python_changes.begins(python_state)
+            self._keeper.begins(python_state)
         # A checkpoint may be of the moment before its report was delivered.
         self._check_stop()
         yield from self._choose_way(module, optimizer)

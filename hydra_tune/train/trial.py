@@ -30,6 +30,7 @@ from hydra_tune.shard.python_state.state_guard import TaskStateGuard
 from hydra_tune.task import TrainTask, weighed
 from hydra_tune.train.building import build_model, build_optimizer
 from hydra_tune.train.checkpoint.compatibility import copied, is_of_the_pass
+from hydra_tune.train.checkpoint.python_changes import PythonChanges
 from hydra_tune.train.checkpoint.snapshot import SnapshotSaver, TrialStateSnapshot
 from hydra_tune.train.checkpoint.trial_checkpoint import (
     DataPosition,
@@ -129,7 +130,7 @@ class Trial:
         self._claimed: TrialClaim | None = None
         self._device, self._helpers = device, helpers
         self._lock = threading.Lock()
-        self._host, self._tenant = host, tenant
+        self._host, self._tenant, name = host, tenant, "the trial" if tenant is None else tenant.name
         self._streams = RandomStreams(task.seed)
         self._gradients = GradientProcessor(task)
         self._feed = TrialDataFeed(task.batch_size, self._own_code, self._streams.moves, self._waiting)
@@ -141,7 +142,7 @@ class Trial:
         # Set only while the trial may be saved.
         self._place: DataPosition | None = None
         self._pass_began: dict[str, Any] = {}
-        self._operators = SplitOperators()
+        self._operators, self._python_changes = SplitOperators(), PythonChanges(name)
         self._share = HostMemoryQuota(host, tenant)
         self._plans = TrialPlanCache(task, library, self._streams, device, self._share, times or SharedUnitTimes())
         self._interval = WeightedMean()
@@ -416,6 +417,7 @@ class Trial:
         # Reports continue the seconds of the interrupted run.
         self._started = time.perf_counter() - state["seconds"]
         self._pass_began = state["pass_began"]
+        self._python_changes.resumes(state.get("python", {}))
         count = state.get("split_batches")
         # The number from the beginning, because another number of pieces rounds differently.
         if self.task.split_batches == "auto" and count is not None:
@@ -449,8 +451,8 @@ class Trial:
         finally:
             self._place = None
 
-    def python_state(self) -> TaskStateGuard:
-        """As `SnapshotSource.python_state`."""
+    def _python_state(self) -> TaskStateGuard:
+        """Return the present values of what the user's functions keep in Python."""
         return TaskStateGuard(self.task, self._objects[0])
 
     def snapshot(self) -> TrialStateSnapshot:
@@ -465,6 +467,7 @@ class Trial:
             # Updates on the host may still be under way.
             self.state.settle()
         in_pass = self._place.batches > 0 and not self._place.is_over
+        python_state = self._python_state()
         # While values are read, a moved tensor's old memory has to stay.
         with self._reading():
             facts, tensors = encoded(
@@ -484,9 +487,10 @@ class Trial:
                     "units_run": self.units_run,
                     "seconds": time.perf_counter() - self._started,
                     "split_batches": self.split_batches,
+                    "python": self._python_changes.changed(python_state),
                 },
             )
-        return TrialStateSnapshot(facts=facts, tensors=tensors, state=self.state)
+        return TrialStateSnapshot(facts=facts, tensors=tensors, state=self.state, python_state=python_state)
 
     def _not_adopted(self) -> dict[str, Any]:
         """Return optimizer state that a resumed trial has not adopted yet.
@@ -532,6 +536,7 @@ class Trial:
     def _draw_pass(self, skipped: int) -> Generator[Any, None, None]:
         """Draw the batches of a training pass, without the batches trained on before the checkpoint."""
         if not skipped:
+            self._python_changes.compare(self._python_state)
             self._pass_began = {} if self._keeper is None else self._data_state()
             return self._draw("train")
         current_state, pass_start = self._data_state(), self._pass_began
@@ -539,6 +544,7 @@ class Trial:
         def go_on() -> None:
             # The repeated draws have moved the streams away from their positions in the checkpoint.
             self._restore_data(current_state)
+            self._python_changes.compare(self._python_state)
 
         self._streams.restore(pass_start["streams"])
         # Copied, because drawing changes the values in place, and the next checkpoint of the pass saves them again.

@@ -14,6 +14,8 @@ from torch.nn import functional
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 from hydra_tune.errors import SpillError
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+from tests.support.checkpointed import Collector, library, run
 
 _STREAM = torch.Generator().manual_seed(2)
 BATCHES = [(torch.randn(4, 8, generator=_STREAM), torch.randint(3, (4,), generator=_STREAM)) for _ in range(5)]
@@ -126,3 +128,27 @@ def test_state_that_cannot_be_put_back_is_named(name, tmp_path, caplog, monkeypa
         pool.run([replace(made, train=drawing)])
     assert f"begins again, but {name}" in caplog.text
     assert "may have changed meanwhile and cannot be put back" in caplog.text
+
+
+@pytest.mark.parametrize("num_shards", [None, 1], ids=["own code", "cut"])
+def test_a_resumed_trial_names_what_its_functions_have_lost(num_shards, caplog):
+    """The batches of a first pass that are drawn again bring the values of its checkpoints back."""
+    plans, keeper = library(num_shards=num_shards), Collector()
+    run(task(), plans, keeper)
+    names = [f"the variable 'schedule' of step=.{name}" for name in ("weight", "seen", "mean")]
+    for place, is_lost in {(0, 3): False, (1, 0): True, (1, 2): True}.items():
+        saved = next(
+            one for one in keeper.saved if (one.facts["place"]["epoch"], one.facts["place"]["batches"]) == place
+        )
+        caplog.clear()
+        run(task(), plans, beginning=StartCheckpoint(saved=saved))
+        assert ("is resumed, and" in caplog.text) == is_lost, place
+        assert all(name in caplog.text for name in names) == is_lost
+
+
+def test_a_resumed_trial_whose_functions_have_the_values_of_its_checkpoint_is_not_told(caplog):
+    plans, keeper, described = library(), Collector(), task()
+    run(described, plans, keeper)
+    last = StartCheckpoint(saved=keeper.saved[-1])
+    run(replace(described, epochs=3), plans, beginning=replace(last, allows_changes=True))
+    assert "is resumed, and" not in caplog.text

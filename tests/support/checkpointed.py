@@ -20,7 +20,7 @@ class Collector:
         self.saved: list[CheckpointContent] = []
         self.every_steps = 1
 
-    def begins(self, trial) -> None:
+    def begins(self, python_state) -> None:
         """A trial by hand begins again with functions of its own."""
 
     def reached(self, trial, *, steps, at_report, is_last) -> None:

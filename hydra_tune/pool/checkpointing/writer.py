@@ -331,9 +331,9 @@ class TrialCheckpointer:
         """As `SnapshotSaver.every_steps`."""
         return None if self._folder is None else self._all.every.steps
 
-    def begins(self, trial: SnapshotSource) -> None:
+    def begins(self, python_state: TaskStateGuard) -> None:
         """As `SnapshotSaver.begins`."""
-        self._python_state = trial.python_state()
+        self._python_state = python_state
 
     def reached(self, trial: SnapshotSource, *, steps: int, at_report: bool, is_last: bool) -> None:
         """As `SnapshotSaver.reached`."""
@@ -402,7 +402,7 @@ class TrialCheckpointer:
             raise
         # Never -1 again, which stands for a trial that `_check` has not seen.
         self._steps, self._seconds, self.has_any = max(steps, 0), time.monotonic(), True
-        self._python_state = trial.python_state()
+        self._python_state = snapshot.python_state
         if buffer is None:
             try:
                 self._write(content, files)

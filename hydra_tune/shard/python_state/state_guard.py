@@ -223,6 +223,16 @@ class TaskStateGuard:
         walk = walked(functions, module, keeps_tensors=True, is_lenient=True, skips_large=True)
         self._holders, self._caches, self._iterators = walk.holders, walk.caches, walk.iterators
 
+    def digests(self) -> dict[str, str]:
+        """Return digests of the plain values noted, by name; without the model's attributes, which a checkpoint has."""
+        parts: dict[str, list[object]] = {}
+        for holder in self._holders:
+            is_saved = holder.is_of_model or holder.labels[0].startswith("the tensor module")
+            if not (is_saved or holder.is_of_threads or holder.is_filled_by_step):
+                for name, part in holder.named_parts():
+                    parts.setdefault(name, []).append(part)
+        return {name: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for name, found in parts.items()}
+
     def restore(self) -> str | None:
         """Put the noted values back; name a value that may have changed and could not be put back, or None."""
         for holder in self._holders:

@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ _OF_THREADS = (
     "subprocess",
 )
 """Packages of the standard library whose objects belong to running threads and processes."""
+
+_MAX_NAMED = 4096  # values of a container that are looked at one by one
 
 Values = Sequence[Any]
 
@@ -148,6 +150,26 @@ class ValueHolder:
         for index in self.inputs:
             values[index] = type(values[index])
         return list(map(_plain_parts, values))
+
+    def named_parts(self) -> Iterator[tuple[str, object]]:
+        """Yield the noted values that are plain, with their names, as something with a `repr`; of many values the last one."""
+        values = self.noted[1:] if self.is_tensor else self.noted
+        if len(values) > _MAX_NAMED:
+            yield self.labels[-1], (len(values), values[-1] if type(values[-1]) in EXACT else None)
+            return
+        yield self.labels[-1], len(values)
+        for index, value in enumerate(values):
+            if type(value) in EXACT:
+                yield self.label_of(index), value
+            elif value is MISSING:
+                yield self.label_of(index), "missing"
+            elif isinstance(value, tuple | frozenset) and len(value) > _MAX_NAMED:
+                yield self.label_of(index), len(value)
+            elif type(value) is tuple and all(type(item) in EXACT for item in value):
+                yield self.label_of(index), value
+            # Lists, dicts and sets are places of their own.
+            elif isinstance(value, (tuple, frozenset, *PLAIN)) or _is_number_of_numpy(value):
+                yield self.label_of(index), _plain_parts(value)
 
     def change(self, *, by_step: bool = False) -> str | None:
         """Name the first value that differs from the noted value, or None; as of `PythonStateGuard.change`."""

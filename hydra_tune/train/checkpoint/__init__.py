@@ -2,5 +2,5 @@
 
 The package must not know files: `hydra_tune.checkpoint` writes. Read `trial_checkpoint` first, then `snapshot` (copies
 under locks) and `compatibility`, which compares a checkpoint with a task. `attribute_diff` finds changed attributes of
-the user's objects, and `weights` loads a model alone.
+the user's objects, `python_changes` names what a resumed trial's functions have lost, and `weights` loads a model alone.
 """

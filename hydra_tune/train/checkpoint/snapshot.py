@@ -27,11 +27,13 @@ class TrialStateSnapshot:
         facts: all parts of the state other than tensors.
         tensors: tensors by name: the live objects, wherever their bytes are now.
         state: owner of the groups with most of the tensors; None before the first step.
+        python_state: what the user's functions keep in Python, of which a checkpoint has digests alone.
     """
 
     facts: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     state: ModelState | None
+    python_state: TaskStateGuard
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +73,6 @@ class TrialStateSnapshot:
 class SnapshotSource(Protocol):
     """A trial between two of its steps, as seen by its keeper."""
 
-    def python_state(self) -> TaskStateGuard:
-        """Return the present values of what the user's functions keep in Python."""
-
     def snapshot(self) -> TrialStateSnapshot:
         """Return the present state.
 
@@ -89,8 +88,8 @@ class SnapshotSaver(Protocol):
     def every_steps(self) -> int | None:
         """Optimizer steps between two checkpoints; None if checkpoints do not depend on steps."""
 
-    def begins(self, trial: SnapshotSource) -> None:
-        """Note the state to which the trial would begin again; nothing has been drawn since the trial began or was resumed."""
+    def begins(self, python_state: TaskStateGuard) -> None:
+        """Note to which state of the user's functions the trial would begin again; nothing has been drawn so far."""
 
     def reached(self, trial: SnapshotSource, *, steps: int, at_report: bool, is_last: bool) -> None:
         """Save the trial if due; the trial is between two steps and continues when the call returns.
