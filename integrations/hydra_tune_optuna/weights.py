@@ -23,6 +23,7 @@ from torch import nn
 
 from hydra_tune import TrainTask
 from hydra_tune.checkpoint.best import BestWeights, Values, kept_trials, weights_file
+from hydra_tune.checkpoint.tensors import load_metadata
 from hydra_tune.errors import ConfigError, WeightsError
 from hydra_tune.paths import absolute_path
 from hydra_tune.train.checkpoint.weights import load_module as load_task_module
@@ -34,6 +35,7 @@ Build = Callable[[Any], Any]
 
 DEFAULT_DIR = "weights"
 _ATTRIBUTE = "hydra_tune:weights:"
+_EARLIER = "report of the value"  # in the metadata, where the value is not the last report's
 _NUM_NAMED = 10
 
 
@@ -129,6 +131,9 @@ class StudyWeights:
             "params": json.dumps(trial.params, default=str),
             "metrics": json.dumps(task.metrics),
         }
+        number = _earlier_report(trial, task, result.history)
+        if number is not None:
+            metadata[_EARLIER] = f"{number} of {len(result.history)}"
         try:
             # The method, not its result: only the weights of the best trials are ever copied.
             self._files.offer(trial.number, tuple(trial.values), result.state_dict, metadata)
@@ -166,6 +171,15 @@ class StudyWeights:
     def say_lost(self, number: int, why: str) -> None:
         """Report weights that could not be kept."""
         self._tell(f"The weights of trial {number} are not kept: {why}")
+
+
+def _earlier_report(trial: FrozenTrial, task: TrainTask, history: Sequence[Mapping[str, float]]) -> int | None:
+    """Return the number, from 1, of the report whose value a trial has, where the last report has another value."""
+    if task.result != "best":
+        return None
+    reported = [entry[task.metrics[0]] for entry in history]
+    is_earlier = bool(reported) and reported[-1] != trial.values[0] and trial.values[0] in reported
+    return reported.index(trial.values[0]) + 1 if is_earlier else None
 
 
 class _BestTrialSelector:
@@ -317,12 +331,14 @@ def load_module(
         The module on the host, in the mode set by its factory, for most models training mode; call `.eval()`.
 
     Raises:
-        WeightsError: the weights are not kept or do not fit the built model, or `build` returns no task.
+        WeightsError: the weights are not kept or do not fit the built model, the trial's value is that of an earlier
+            report (`result="best"`), or `build` returns no task.
         FileError: the file cannot be read, or is damaged.
         ValueError: the study has no best trial, or `build` draws a parameter unknown to the trial.
     """
     frozen = _frozen(study, trial)
     path = _path_of(study, frozen, weights_dir)
+    _refuse_later(path, frozen.number)
     task = build(optuna_internals.as_running(study, frozen))
     if not isinstance(task, TrainTask):
         raise WeightsError(
@@ -330,6 +346,19 @@ def load_module(
             f"study was searched with"
         )
     return load_task_module(task, path)
+
+
+def _refuse_later(path: Path, number: int) -> None:
+    """Refuse weights that do not give the value of their trial."""
+    report = load_metadata(path).get(_EARLIER)
+    if report is not None:
+        count = report.partition(" ")[0]
+        raise WeightsError(
+            f"the value of trial {number} is that of its report {report} (result='best'), and the kept weights are those of "
+            f"the last step, which give another value; train the trial's task again up to that report (dataclasses.replace("
+            f"task, stop=lambda history: len(history) == {count})), or load the weights of the last step with "
+            f"hydra_tune.load_module(task, weights_path(study, {number}))"
+        )
 
 
 def _frozen(study: Study, trial: FrozenTrial | int | None) -> FrozenTrial:

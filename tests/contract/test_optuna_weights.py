@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from functools import partial
 
 import optuna
@@ -13,7 +14,7 @@ from optuna.trial import TrialState
 from torch import nn
 
 import hydra_tune_optuna
-from hydra_tune import HydraTuneError, train_plain
+from hydra_tune import HydraTuneError, load_module, train_plain
 from hydra_tune.errors import ConfigError, FileError, WeightsError
 from tests.contract.optuna_drivers import (
     Driver,
@@ -251,6 +252,25 @@ def test_a_changed_architecture_is_refused_by_the_names_that_differ(pool):
         study.load_module(0, lambda trial: 1.0)
     with pytest.raises(WeightsError, match="there is no trial 7 in study"):
         study.load_module(7)
+
+
+def test_weights_of_another_step_than_the_value_are_refused_with_the_way_to_those_of_the_value(pool):
+    """Trial 0 gets worse after its second report, trial 1 ends with its best, and trial 2 reports its best twice."""
+    scores = [(0.5, 0.2, 0.4), (0.5, 0.4, 0.3), (0.4, 0.9, 0.4)]
+
+    def build(trial):
+        return metrics_task(*scores[trial.number], result="best")
+
+    study = create_study(pool, keep_best=3)
+    study.optimize(build, n_trials=3)
+    with pytest.raises(WeightsError, match=r"of its report 2 of 3 .*len\(history\) == 2"):
+        study.load_module(0)
+    last = load_module(build(study.trials[0]), hydra_tune_optuna.weights_path(study, 0))
+    assert_bitwise(last, build, study.trials[0])
+    for number in (1, 2):
+        assert_bitwise(study.load_module(number), build, study.trials[number])
+    again = train_plain(replace(build(study.trials[0]), stop=lambda history: len(history) == 2))
+    assert again.history[-1]["val_score"] == study.trials[0].value
 
 
 def test_damaged_weights_are_refused(pool):
