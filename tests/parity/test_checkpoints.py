@@ -120,6 +120,28 @@ class Lazy(Sampler[int]):
         return self.count
 
 
+class Over(Lazy):
+    """Is given what its loader need not have as its dataset."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(len(source))
+        self.source = source
+
+
+class Rows:
+    """A dataset of no class of torch's."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> Any:
+        return X[index], Y[index]
+
+
+class MoreRows(Rows):
+    """Of another class than a loader's dataset."""
+
+
 class Walk(IterableDataset[Any]):
     """A walk whose next place depends on the last one, by a stream of its own."""
 
@@ -162,6 +184,8 @@ DATA = {
     "workers": own_loader(num_workers=2),
     "augmented": DataLoader(Augmented(), 8, shuffle=True),
     "a sampler that draws": DataLoader(SAMPLES, 8, sampler=Lazy(24)),
+    "a sampler that draws, over another dataset": DataLoader(SAMPLES, 8, sampler=Over(Augmented())),
+    "a sampler that draws, over other rows": DataLoader(Rows(), 8, sampler=Over(Rows())),
     "an iterable with a place": DataLoader(Walk(), 8),
     "a loader that counts passes": GrowingNoise(SAMPLES, 8, shuffle=True),
     "a generator that draws": drawn_batches,
@@ -175,7 +199,7 @@ def test_the_very_same_batches_come(data):
     saved = assert_goes_on(described, every=data.startswith("a "))
     in_a_pass = [one for one in saved if one.facts["place"]["batches"] and not one.facts["place"]["is_over"]]
     # Where the next batches depend on what was drawn among other draws, a pass is saved at its end only.
-    assert bool(in_a_pass) == (data not in ("a sampler that draws", "a generator that draws"))
+    assert bool(in_a_pass) == (not data.startswith(("a sampler that draws", "a generator that draws")))
 
 
 def made_anew() -> DataLoader[Any]:
@@ -210,6 +234,14 @@ def by_callables(train: str, validate: str) -> TrainTask:
         "some": lambda: some,
     }
     return task(train=made[train], validate=made[validate], epochs=3)
+
+
+def test_what_a_sampler_is_over_and_nobody_knows_as_data_is_refused_with_what_to_do():
+    described = task(train=DataLoader(Rows(), 8, sampler=Over(MoreRows())))
+    with pytest.raises(
+        CheckpointError, match=r"source is of type .*MoreRows.* derive its class from torch\.utils\.data"
+    ):
+        run(described, library(), Collector())
 
 
 @pytest.mark.parametrize(

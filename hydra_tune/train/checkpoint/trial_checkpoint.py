@@ -336,7 +336,19 @@ def encoded(module: nn.Module, parts: Mapping[str, Any]) -> tuple[dict[str, Any]
         CheckpointError: a value that no checkpoint can hold; the message names the value.
     """
     tensors = {_WEIGHT + name: tensor for name, tensor in named_state(module)}
-    return {name: encode(value, name, tensors) for name, value in parts.items()}, tensors
+    facts = {}
+    for name, value in parts.items():
+        try:
+            facts[name] = encode(value, name, tensors)
+        except CheckpointError as error:
+            if name != "feed":
+                raise
+            raise CheckpointError(
+                f"{error}. The value belongs to a sampler, a loader or an IterableDataset of the trial: if it is data, derive "
+                "its class from torch.utils.data.Dataset, so that trials share the value and no checkpoint has it; else "
+                "give its owner state_dict() and load_state_dict()"
+            ) from None
+    return facts, tensors
 
 
 def decoded(saved: CheckpointContent) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from `TrialLoaderCopies`.
 """
 
 import copy
+import itertools
 import random
 import sys
 import weakref
@@ -218,9 +219,12 @@ class TrialLoaderCopies:
     def _deep(self, original: Any, dataset: Dataset[Any]) -> Any:
         """Return a deep copy of a user-defined sampler; the copy shares the data."""
         memo: dict[int, Any] = {}
-        for value in _data_of(dataset):
+        parts = getattr(original, "__dict__", {}).values()
+        # A sampler may be over another object than its loader's dataset, as over the whole of a part.
+        sources = [value for value in parts if isinstance(value, Dataset) or _is_alike(value, dataset)]
+        for value in itertools.chain.from_iterable(map(_data_of, (dataset, *sources))):
             memo[id(value)] = self._part_of_data(value)
-        for value in getattr(original, "__dict__", {}).values():
+        for value in parts:
             if _is_stream(value):
                 memo[id(value)] = self.stream_in(value)
             elif isinstance(value, Sampler):
@@ -299,6 +303,11 @@ def _data_of(dataset: object) -> Iterator[object]:
             if id(part) not in found:
                 found.add(id(part))
                 waiting.append(part)
+
+
+def _is_alike(value: object, dataset: object) -> bool:
+    """Whether an object is a dataset like another one, of a class that torch does not know as one."""
+    return type(value) is type(dataset) and type(value).__module__ != "builtins" and not isinstance(value, torch.Tensor)
 
 
 def _datasets_in(value: Any) -> list[Any]:
