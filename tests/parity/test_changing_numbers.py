@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.shard.python_state import number_inputs
@@ -268,6 +269,36 @@ def test_a_number_is_followed_wherever_it_lies(place, caplog):
     (actual,) = trained([place()], num_shards="layer")
     assert list(differences(expected, actual)) == []
     assert captures(caplog) <= 2  # one for each mode
+
+
+READINGS: dict[str, Callable[[LRScheduler], float]] = {
+    "its rate": lambda schedule: 10 * schedule.get_last_lr()[0],
+    "its count": lambda schedule: 0.1 * schedule.last_epoch,
+    "both": lambda schedule: schedule.get_last_lr()[0] + 0.1 * schedule.last_epoch,
+}
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_a_number_of_a_scheduler_of_torch_is_followed(reading, caplog):
+    """The scheduler makes a new list of rates at each step, and changes the options of its optimizer."""
+    caplog.set_level(logging.INFO, "hydra_tune")
+
+    def made() -> Program:
+        held: dict[str, LRScheduler] = {}
+
+        def scheduler(optimizer: torch.optim.Optimizer) -> LRScheduler:
+            held["schedule"] = CosineAnnealingLR(optimizer, 30)
+            return held["schedule"]
+
+        def step(module: nn.Module, batch: Any) -> Tensor:
+            return error(module, batch) + READINGS[reading](held["schedule"]) * size(module, batch)
+
+        return Program(task=task(train=batches, step=step, scheduler=scheduler, scheduler_interval="step"))
+
+    expected = by_hand(made())
+    (actual,) = trained([made()], num_shards="layer")
+    assert list(differences(expected, actual)) == []
+    assert captures(caplog) == 1
 
 
 @pytest.mark.parametrize("is_in_dict", [False, True])

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hydra_tune.errors import CaptureError, TaskError
@@ -83,6 +84,8 @@ _NOT_FOLLOWED = frozenset({"types", "argparse", "builtins", "logging", "threadin
 """Packages whose objects count by the attributes that the walked code names; of others' objects, all attributes count."""
 _WITHOUT_ATTRIBUTES = frozenset({"builtins", "abc", "typing", "collections", "contextlib", "enum"})
 """Packages whose classes read no attributes of their own from objects of derived classes."""
+_SCHEDULE_METHODS = frozenset({"step", "get_lr", "state_dict", "load_state_dict"})
+"""Methods of a scheduler that read more of its attributes, or set them."""
 _OF_PROCESS = random.random.__self__  # type: ignore[attr-defined]
 """The stream of the process, which all trials and threads draw from. `plan_check.py` refuses a step that draws from it."""
 _INTERNALS = frozenset(vars(nn.Module()))
@@ -576,6 +579,24 @@ class ReachableValues:
 
         self._hold([label], lambda: [generator.get_state().numpy().tobytes()], write)
 
+    def _schedule(self, schedule: LRScheduler, label: str, depth: int, library: int) -> None:
+        """A scheduler of torch's: its rates and the attributes that the code names, where nothing else of it is called."""
+        attributes = vars(schedule)
+        rates: Any = attributes.get("_last_lr")
+        is_read = _is_schedule_of_torch(schedule) and isinstance(rates, list)
+        if self._skips_large or self._takes_all or not is_read or not self.names.isdisjoint(_SCHEDULE_METHODS):
+            self._attributes(schedule, label, depth, library)
+            return
+        self._named(attributes, [name for name in attributes if name in self.names], label, depth, library + 1)
+        if "get_last_lr" in self.names:
+            # By the scheduler: each step of the scheduler makes another list.
+            holder = self._hold(
+                [f"{label}.get_last_lr()[{place}]" for place in range(len(rates))],
+                lambda: list(schedule._last_lr),  # noqa: SLF001
+                lambda values: setattr(schedule, "_last_lr", list(values)),
+            )
+            self.visit(tuple(holder.noted), f"{label}.get_last_lr()", depth, library + 1)
+
     def _reference(self, reference: weakref.ref[Any], label: str, depth: int, library: int) -> None:
         self.visit(reference(), label, depth, library)
 
@@ -730,6 +751,7 @@ _BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
     ((list, tuple, collections.deque), ReachableValues._sequence),  # noqa: SLF001
     ((set, frozenset), ReachableValues._set),  # noqa: SLF001
     (random.Random, ReachableValues._random),  # noqa: SLF001
+    (LRScheduler, ReachableValues._schedule),  # noqa: SLF001
     (torch.Generator, ReachableValues._generator),  # noqa: SLF001
     (weakref.ref, ReachableValues._reference),  # noqa: SLF001
     (type(functools.lru_cache(int)), ReachableValues._wrapped),  # noqa: SLF001
@@ -740,6 +762,11 @@ _BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
     (io.IOBase, ReachableValues._file),  # noqa: SLF001
     (Iterator, ReachableValues._iterator),  # noqa: SLF001
 )
+
+
+def _is_schedule_of_torch(schedule: LRScheduler) -> bool:
+    """Whether no code of the user's, in a class of its own, may read more of a scheduler."""
+    return type(schedule).__module__ == LRScheduler.__module__
 
 
 def _memory_of(tensor: Tensor) -> tuple[int, int]:
