@@ -26,6 +26,7 @@ _UNITS = {
 _BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(s|m|min|h)")
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_LEAST_TENTH = 0.05  # seconds; less would show as 0.0s
 _MINUTE = 60
 _HOUR = 3600
 _DAY = 86400
@@ -81,8 +82,9 @@ def format_bytes_up(size: float) -> str:
 
 
 def format_short_seconds(seconds: float) -> str:
-    """Format a short duration, such as a step: `1.25 s`, `12.3 ms`."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    """Format a short duration, such as a step, with three digits: `1.25 s`, `12.3 ms`, `0.045 ms`."""
+    # From half a millisecond below a second on, three digits of milliseconds would be `1e+03`.
+    return f"{seconds:.2f} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"  # noqa: PLR2004
 
 
 def parse_seconds(value: object, *, what: str) -> float:
@@ -110,7 +112,9 @@ def parse_seconds(value: object, *, what: str) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds for reading: `0.4s`, `12s`, `3m05s`, `2h10m`, `3d4h`."""
+    """Format seconds for reading: `12.3 ms`, `0.4s`, `12s`, `3m05s`, `2h10m`, `3d4h`."""
+    if 0 < seconds < _LEAST_TENTH:
+        return format_short_seconds(seconds)
     if seconds < 10:  # noqa: PLR2004 - below this tenths matter
         return f"{seconds:.1f}s"
     whole = round(seconds)

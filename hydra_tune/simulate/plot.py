@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.trace.gantt import GanttBar, GanttChart, GanttLane, draw
+from hydra_tune.quantities import format_short_seconds
 from hydra_tune.simulate.outcome import SimulationResult
 
 _MOST_DEVICES = 64
@@ -15,6 +16,8 @@ _LANES = {"unit": GanttLane(top=-0.4, height=0.62), "load": GanttLane(top=0.3, h
 
 def plot_timeline(result: SimulationResult, path: Path) -> None:
     """Draw the kept part of the timeline: a row for each device, a colour for each trial, loads as thin bars below.
+
+    The title has the figures of the whole simulation, and says which part the picture shows if not all.
 
     Args:
         result: simulated with a timeline.
@@ -36,7 +39,11 @@ def plot_timeline(result: SimulationResult, path: Path) -> None:
         )
         for interval in result.timeline
     ]
-    title = f"{result.policy}: makespan {result.makespan_seconds:.6g} s, utilisation {result.utilisation:.1%}"
     rows = [device.name for device in result.devices][:_MOST_DEVICES]
     span = (0.0, max(bar.end for bar in bars))
+    title = f"{result.policy}: makespan {format_short_seconds(result.makespan_seconds)}, utilisation {result.utilisation:.1%}"
+    # The figures are of the whole simulation, so the title says which part of the simulation the picture shows.
+    parts = [f"the first {format_short_seconds(span[1])}"] if span[1] < result.makespan_seconds else []
+    parts += [f"{len(rows)} of {len(result.devices)} devices"] if len(rows) < len(result.devices) else []
+    title += f" (shown: {' of '.join(parts)})" if parts else ""
     draw(GanttChart(title=title, rows=rows, lanes=_LANES, bars=bars, span=span), path)

@@ -86,6 +86,9 @@ def test_a_size_has_at_most_four_digits_before_its_unit(size):
     ("seconds", "text"),
     [
         (0, "0.0s"),
+        (4.2e-5, "0.042 ms"),
+        (0.0312, "31.2 ms"),
+        (0.05, "0.1s"),
         (0.44, "0.4s"),
         (9.94, "9.9s"),
         (12.4, "12s"),
@@ -101,7 +104,8 @@ def test_times_are_written_for_reading(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0.0 ms"), (0.01234, "12.3 ms"), (1.0, "1.00 s"), (75.5, "75.50 s")]
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (4.5e-5, "0.045 ms"), (0.01234, "12.3 ms"), (0.9997, "1.00 s"), (75.5, "75.50 s")],
 )
 def test_seconds_of_a_step_have_digits_that_tell_steps_apart(seconds, text):
     assert format_short_seconds(seconds) == text

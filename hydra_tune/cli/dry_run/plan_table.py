@@ -18,7 +18,7 @@ from hydra_tune.cli.sweep_file.domains import Scalar
 from hydra_tune.memory.block import BlockKind
 from hydra_tune.pool.dry_run.fusion_report import FusionForecast
 from hydra_tune.pool.dry_run.report import PoolForecast, TrialForecast
-from hydra_tune.quantities import format_bytes, format_bytes_up, format_seconds
+from hydra_tune.quantities import format_bytes, format_bytes_up, format_short_seconds
 
 _NOTHING = "-"
 
@@ -258,7 +258,7 @@ def _shape(found: Sequence[tuple[int, PoolForecast]]) -> list[_PlanTableColumn]:
         _PlanTableColumn("peak", [format_bytes(peak) for peak in peaks]),
         _PlanTableColumn("least budget", [format_bytes_up(trial.smallest_budget_bytes) for trial in trials]),
         _PlanTableColumn(
-            "step", [format_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING for trial in trials]
+            "step", [format_short_seconds(trial.step_seconds) if trial.step_seconds else _NOTHING for trial in trials]
         ),
     ]
 

@@ -12,6 +12,8 @@ sizes follow as long as they improve, and larger sizes if a line through the mea
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hydra_tune.quantities import format_short_seconds
+
 LEAST_GAIN = 1.2
 """Least speedup for which "auto" fuses trials."""
 
@@ -160,11 +162,13 @@ def _worst_cost(timing: FusionStepTimes, size: int) -> float:
 def why(timing: FusionStepTimes, size: int, most: int) -> str:
     """Describe a choice in words, with its numbers."""
     groups_text = ", ".join(
-        f"{count} together {seconds / count * 1e3:.3g} ms each ({timing.gain(count):.2f}x)"
+        f"{count} together {format_short_seconds(seconds / count)} each ({timing.gain(count):.2f}x)"
         for count, seconds in sorted(timing.group_seconds.items())
     )
-    alone_text = f"a step takes {timing.alone_seconds * 1e3:.3g} ms alone, {groups_text or 'and no group was timed'}"
-    drawing_text = f", beside {timing.drawing_seconds * 1e3:.3g} ms for drawing a batch"
+    alone_text = (
+        f"a step takes {format_short_seconds(timing.alone_seconds)} alone, {groups_text or 'and no group was timed'}"
+    )
+    drawing_text = f", beside {format_short_seconds(timing.drawing_seconds)} for drawing a batch"
     if size > 1:
         return f"{size} of {most} are computed together: {alone_text}{drawing_text}"
     return f"computed together they would not gain {LEAST_GAIN}x: {alone_text}{drawing_text}"

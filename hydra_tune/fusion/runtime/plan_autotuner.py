@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from hydra_tune.fusion.runtime.step_planner import PlannedStep
 from hydra_tune.planner.search.autotune import TOLERANCE
 from hydra_tune.planner.search.tournament import SpeedTournament
+from hydra_tune.quantities import format_short_seconds
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 _WARM_UPS, _TURNS = 2, 5
@@ -90,13 +91,13 @@ class AutotuneResult:
         """A description in words, with the numbers."""
         sizes = " + ".join(map(str, self.sizes))
         summary = (
-            f"a planned step of {sizes} takes {self.seconds * 1e3:.3g} ms, where {self.predicted_seconds * 1e3:.3g} ms were "
-            "predicted"
+            f"a planned step of {sizes} takes {format_short_seconds(self.seconds)}, where "
+            f"{format_short_seconds(self.predicted_seconds)} were predicted"
         )
         if not self.is_replanned:
             return summary
         ways = ", ".join(
-            f"{way.how} {way.seconds * 1e3:.3g} ms{' (chosen)' if way.is_chosen else ''}" for way in self.ways
+            f"{way.how} {format_short_seconds(way.seconds)}{' (chosen)' if way.is_chosen else ''}" for way in self.ways
         )
         return f"{summary}; planned once more, and run in turn: {ways}"
 

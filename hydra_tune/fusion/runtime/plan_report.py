@@ -8,7 +8,7 @@ makes the choice before a group is formed; `pool/dry_run/fusion_report.py` makes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hydra_tune.quantities import format_bytes
+from hydra_tune.quantities import format_bytes, format_short_seconds
 
 KEPT = "fits, one after another"
 WHOLE = "one group"
@@ -56,8 +56,8 @@ class PlannedSizeOption:
             return f"{self.name} ({sizes}): {self.why_not}"
         strategy = f", {self.how}" if self.how else ""
         return (
-            f"{self.name} ({sizes}{strategy}): a step takes {self.seconds * 1e3:.3g} ms, {self.seconds_each * 1e3:.3g} ms for "
-            f"each, and {format_bytes(self.peak_bytes)} at once"
+            f"{self.name} ({sizes}{strategy}): a step takes {format_short_seconds(self.seconds)}, "
+            f"{format_short_seconds(self.seconds_each)} for each, and {format_bytes(self.peak_bytes)} at once"
         )
 
 

@@ -32,7 +32,7 @@ from hydra_tune.planner.search.autotune import fitted, key_of
 from hydra_tune.planner.search.portfolio import MARGIN, Planner, PortfolioPlan, SubArrayPlan, limit_for
 from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import StepGraph, step_graph
-from hydra_tune.quantities import format_bytes
+from hydra_tune.quantities import format_bytes, format_short_seconds
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.execute.compute import ShardOperands
@@ -117,7 +117,7 @@ class PlannedStep:
         sizes = " and ".join(map(str, self.part.sizes))
         return (
             f"a step of {sizes} {'together' if len(self.graphs) == 1 else 'in turn'} takes "
-            f"{self.part.times.seconds * 1e3:.3g} ms and "
+            f"{format_short_seconds(self.part.times.seconds)} and "
             f"{format_bytes(self.peak_bytes)} at once, with {swaps} activations swapped and {recomputations} computed again"
         )
 

@@ -11,6 +11,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.observe.event_log.reader import RunLog
 from hydra_tune.observe.event_log.run_figures import RunFigures
 from hydra_tune.observe.trace.gantt import GanttBar, GanttChart, GanttLane, draw
+from hydra_tune.quantities import format_short_seconds
 
 _PALE = 0.35
 _MOST_DEVICES = 32
@@ -52,7 +53,7 @@ def plot_run(
             f"{figures.makespan_seconds:.3f}"
         )
     title = (
-        f"{figures.policy}: makespan {figures.makespan_seconds:.3f} s, utilisation {figures.utilisation:.1%}, "
+        f"{figures.policy}: makespan {format_short_seconds(figures.makespan_seconds)}, utilisation {figures.utilisation:.1%}, "
         f"{figures.overlap:.1%} of the copying under compute (pale: waited for)"
     )
     rows = list(log.budgets)[:_MOST_DEVICES]

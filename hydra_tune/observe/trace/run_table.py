@@ -12,7 +12,7 @@ from rich.text import Text
 
 from hydra_tune.observe.event_log.run_figures import DeviceFigures, RunFigures
 from hydra_tune.observe.event_log.writer import in_words
-from hydra_tune.quantities import format_bytes, format_seconds
+from hydra_tune.quantities import format_bytes, format_seconds, format_short_seconds
 
 _ENDS = ("completed", "pruned", "failed", "cancelled", "unknown")
 _MOST_CHOICES = 6  # choices of fusion shown
@@ -53,9 +53,9 @@ def _device_table(devices: tuple[DeviceFigures, ...]) -> Table:
         table.add_row(
             Text(device.name),
             f"{device.utilisation:.1%}",
-            f"{device.busy_seconds:.3f} s",
-            f"{device.waiting_seconds:.3f} s",
-            f"{device.copying_seconds:.3f} s",
+            format_short_seconds(device.busy_seconds),
+            format_short_seconds(device.waiting_seconds),
+            format_short_seconds(device.copying_seconds),
             f"{device.overlap:.1%}",
             str(device.units),
         )
@@ -77,7 +77,7 @@ def _totals(figures: RunFigures) -> Iterator[tuple[str, str]]:
     planned = figures.units_run + figures.units_saved
     ends = [f"{figures.trials[end]} {end}" for end in _ENDS if figures.trials.get(end)]
     yield "trials", ", ".join(ends)
-    yield "makespan", f"{figures.makespan_seconds:.3f} s"
+    yield "makespan", format_short_seconds(figures.makespan_seconds)
     yield "utilisation", f"{figures.utilisation:.1%}"
     yield "overlap", f"{figures.overlap:.1%} of the time that copies took lies under compute"
     yield (

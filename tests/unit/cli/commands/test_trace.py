@@ -32,13 +32,13 @@ def test_it_prints_the_figures_and_writes_the_trace_beside_the_log(log):
     result = call(log)
     assert result.exit_code == 0, result.output
     lines = [" ".join(line.split()) for line in result.output.splitlines()]
-    assert "cpu:0 10.0% 0.005 s 0.004 s 0.030 s 10.0% 1" in lines
-    assert "cpu:1 0.0% 0.000 s 0.003 s 0.003 s 0.0% 0" in lines
+    assert "cpu:0 10.0% 5 ms 4 ms 30 ms 10.0% 1" in lines
+    assert "cpu:1 0.0% 0 ms 3 ms 3 ms 0.0% 0" in lines
     assert "parameters 30 B 20 B 10 B" in lines
     assert "trials 1 pruned, 1 unknown" in lines
-    assert "makespan 0.010 s" in lines
+    assert "makespan 10 ms" in lines
     assert "units 1 run, 4 saved by pruning (80%)" in lines
-    assert "disk 0 B read, 9 B written, busy for 0.0s" in lines
+    assert "disk 0 B read, 9 B written, busy for 30 ms" in lines
     trace = log.parent / "run.trace.json"
     assert f"trace {trace}, for ui.perfetto.dev or chrome://tracing" in lines
     assert json.loads(trace.read_text())["traceEvents"]

@@ -142,7 +142,7 @@ def test_what_is_known_is_not_timed_again_and_a_refusal_is_remembered(monkeypatc
         chooser.refuse("another", 400)
         with pytest.raises(UnfusableError, match="399 optimizer steps in all are too few"):
             chooser.refuse("another", 399)
-    assert "1e+03 ms alone" in caplog.text
+    assert "1.00 s alone" in caplog.text
 
 
 def test_what_cannot_be_timed_is_not_fused(monkeypatch, caplog):

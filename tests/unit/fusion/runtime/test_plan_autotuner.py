@@ -87,7 +87,7 @@ def test_steps_that_take_other_than_predicted_are_planned_once_more_and_the_fast
         ("swaps alone", 1.9, True),
     ]
     assert [way.seconds for way in found.ways] == pytest.approx([2.0, 2.1, 1.8])
-    assert "takes 2e+03 ms, where 1e+03 ms were predicted; planned once more" in found.told
+    assert "takes 2.00 s, where 1.00 s were predicted; planned once more" in found.told
     assert [one.is_closed for one in made] == [True, True, False]
     assert ways.host_bytes == 10
 
