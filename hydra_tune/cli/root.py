@@ -14,8 +14,13 @@ import click
 
 from hydra_tune import __version__
 from hydra_tune.cli.commands.best import best
+from hydra_tune.cli.commands.check import check
 from hydra_tune.cli.commands.devices import devices
+from hydra_tune.cli.commands.init import init
+from hydra_tune.cli.commands.list import list_command, status
 from hydra_tune.cli.commands.plan import plan
+from hydra_tune.cli.commands.plot import plot
+from hydra_tune.cli.commands.show import show
 from hydra_tune.cli.commands.simulate import simulate_command
 from hydra_tune.cli.commands.sweep import sweep
 from hydra_tune.cli.commands.trace import trace
@@ -49,7 +54,13 @@ def main() -> None:
 
 
 main.add_command(best)
+main.add_command(check)
 main.add_command(devices)
+main.add_command(init)
+main.add_command(list_command, name="list")
+main.add_command(plot)
+main.add_command(show)
+main.add_command(status)
 main.add_command(simulate_command, name="simulate")
 main.add_command(plan)
 main.add_command(sweep)

@@ -7,10 +7,11 @@ take `executor=`.
 
 The package must not know shards or devices: an executor takes tasks and hands back reports. Read `study` and
 `pool_study` first, then `search`, the loop between study and pool, and `weights`, which keeps the best trials' weights.
-`sweep` and `finding` serve the command line, `monkeypatch` has `install`, and `optuna_internals` alone uses Optuna's
-private names.
+`sweep`, `finding` and `study_reader` serve the command line, `monkeypatch` has `install`, and `optuna_internals` alone
+uses Optuna's private names.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import optuna
@@ -39,12 +40,13 @@ from optuna import (
     visualization,
 )
 
-from hydra_tune_optuna import study
-from hydra_tune_optuna.errors import TrialCancelledError
-from hydra_tune_optuna.monkeypatch import install, uninstall
-from hydra_tune_optuna.pool_study import PoolStudy
-from hydra_tune_optuna.study import create_study, load_study
-from hydra_tune_optuna.weights import kept_weights, load_module, weights_path
+if TYPE_CHECKING:
+    from hydra_tune_optuna import study
+    from hydra_tune_optuna.errors import TrialCancelledError
+    from hydra_tune_optuna.monkeypatch import install, uninstall
+    from hydra_tune_optuna.pool_study import PoolStudy
+    from hydra_tune_optuna.study import create_study, load_study
+    from hydra_tune_optuna.weights import kept_weights, load_module, weights_path
 
 __all__ = [
     "PoolStudy",
@@ -81,11 +83,31 @@ __all__ = [
     "weights_path",
 ]
 
+# Imported on first use, because these modules import torch, and the reader of studies needs none of them.
+_HOMES = {
+    "PoolStudy": "pool_study",
+    "TrialCancelledError": "errors",
+    "create_study": "study",
+    "install": "monkeypatch",
+    "kept_weights": "weights",
+    "load_module": "weights",
+    "load_study": "study",
+    "uninstall": "monkeypatch",
+    "weights_path": "weights",
+}
+
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for a real one
 
     def __getattr__(name: str) -> object:
-        return getattr(optuna, name)
+        if name == "study":
+            return import_module("hydra_tune_optuna.study")
+        if name not in _HOMES:
+            return getattr(optuna, name)
+        value = getattr(import_module(f"hydra_tune_optuna.{_HOMES[name]}"), name)
+        # Cached as a module attribute: later accesses no longer come here.
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(optuna)})
+    return sorted({*globals(), *__all__, *dir(optuna)})

@@ -8,14 +8,11 @@ the observer. The module knows neither the form of a sweep file nor its display.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
-from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import TrainTask
@@ -28,11 +25,10 @@ from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.search.driver import job_name
 from hydra_tune_optuna.search.pruner_checks import PrunerRemedies, choose_admission, useless_pruner
 from hydra_tune_optuna.search.resume_sweep import going_on, keep_sampler
+from hydra_tune_optuna.storages import check_file, open_storage
 from hydra_tune_optuna.study import create_study
 from hydra_tune_optuna.weights import check_keeping, kept_weights
 
-_JOURNAL = "journal:"
-_FILES = ("journal://", "journal:", "sqlite:///")
 _NUM_NAMED = 5
 _RUN = "run"  # key of a sweep folder's note on the present run
 _REMEDIES = PrunerRemedies(
@@ -169,27 +165,6 @@ def _not_mine(numbers: Sequence[int]) -> str:
         f"{are.format(text)} running in the storage, and not from this checkpoint_dir: in another process, or one that died "
         "without saving; not waited for"
     )
-
-
-def check_file(url: str) -> None:
-    """Refuse a storage file that does not exist: Optuna would create the file, while a reader wants an error.
-
-    Raises:
-        ConfigError: no such file.
-    """
-    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
-    if prefix is not None:
-        # Without the options of a database's URL.
-        path = Path(url.removeprefix(prefix).partition("?")[0])
-        if not path.is_file():
-            raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
-
-
-def open_storage(url: str | None) -> str | BaseStorage | None:
-    """Convert a sweep file's storage to a URL or storage object for Optuna."""
-    if url is not None and url.startswith(_JOURNAL):
-        return JournalStorage(JournalFileBackend(url.removeprefix(_JOURNAL).removeprefix("//")))
-    return url
 
 
 def make_sampler(spec: SweepSpec) -> BaseSampler:

@@ -1,15 +1,19 @@
-"""`hydra-tune best`: the arguments. `hydra_tune.cli.run.export` does the work.
+"""`hydra-tune best`: the arguments. `hydra_tune.cli.run.export` writes weights, `hydra_tune.cli.inspect` finds the trial.
 
 `cli/root.py` adds the command to `hydra-tune`, and users call the command once trials of a sweep with `hydra.keep_best`
 have completed.
 """
 
+import json
 import sys
 from pathlib import Path
 
 import click
 
 from hydra_tune.cli.commands.sweep import USAGE
+from hydra_tune.cli.inspect.run_output import trial_data
+from hydra_tune.cli.inspect.run_scan import find_run
+from hydra_tune.cli.inspect.trial_output import chosen_trial, trial_text
 from hydra_tune.cli.run.weights_query import WeightsQuery
 from hydra_tune.cli.sweep_file.reader import read_sweep_file
 from hydra_tune.errors import ConfigError
@@ -29,28 +33,32 @@ Exit codes:
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    required=True,
-    help="Where the weights go, as safetensors.",
+    help="Write the weights to this file, as safetensors.",
 )
-@click.option("--storage", metavar="URL", help="Where the study is kept.  [that of the sweep file]")
-@click.option("--trial", type=click.IntRange(min=0), metavar="N", help="The trial.  [the best one]")
-@click.option("--weights-dir", metavar="DIR", help="Where the weights are now, if they were moved.")
-@click.option("--force", is_flag=True, help="Replace FILE.")
+@click.option("--storage", metavar="URL", help="Look for the study in this storage.  [that of the sweep file]")
+@click.option("--trial", type=click.IntRange(min=0), metavar="N", help="Take this trial.  [the best one]")
+@click.option("--weights-dir", metavar="DIR", help="Look for the weights in this folder, if they were moved.")
+@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 def best(
     *,
     study: str,
-    out: Path,
+    out: Path | None,
     storage: str | None,
     trial: int | None,
     weights_dir: str | None,
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write the weights of the best trial of STUDY to a file.
+    """Print the best trial of STUDY, and with --out write its weights to a file.
 
-    STUDY is a sweep file, or with --storage the name of a study. The sweep must have kept weights: hydra.keep_best.
+    STUDY is a sweep file, or with --storage the name of a study. For --out the sweep must have kept weights:
+    hydra.keep_best.
     """
+    if out is None:
+        if force or weights_dir is not None:
+            raise click.UsageError("--force and --weights-dir are for weights; give --out FILE as well")
+        sys.exit(_print_best(study, storage, trial, as_json=as_json))
     try:
         query = _query(study, storage, trial, weights_dir)
         # The write checks --out again; here a mistake is found before torch is imported and the storage is opened.
@@ -62,6 +70,20 @@ def best(
     from hydra_tune.cli.run.export import export  # noqa: PLC0415
 
     sys.exit(export(query, out, overwrite=force, as_json=as_json))
+
+
+def _print_best(study: str, storage: str | None, number: int | None, *, as_json: bool) -> int:
+    try:
+        run = find_run(study, storage)
+        trial = chosen_trial(run, number)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        return USAGE
+    if as_json:
+        click.echo(json.dumps({"study": run.study, "trial": trial.number, **trial_data(trial)}, allow_nan=False))
+    else:
+        click.echo(trial_text(run, trial))
+    return 0
 
 
 def _check_out(out: Path, *, force: bool) -> None:

@@ -15,6 +15,7 @@ import click
 from hydra_tune.checkpoint.every import parse_every
 from hydra_tune.cli.display.isolation import isolates, tell_crash
 from hydra_tune.cli.display.log_file import log_path
+from hydra_tune.cli.display.next_step import command_of
 from hydra_tune.cli.sweep_file.options import DisplayOptions, SweepFileOverrides, check_saving, with_overrides
 from hydra_tune.cli.sweep_file.overrides import set_option, with_settings
 from hydra_tune.cli.sweep_file.reader import read_sweep_file
@@ -184,7 +185,7 @@ def sweep(
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
-    display = DisplayOptions(as_json=as_json, live=not no_live)
+    display = DisplayOptions(as_json=as_json, live=not no_live, command=command_of(click.get_current_context()))
     # torch takes seconds to import; help, version and a wrong file do not wait for it.
     if ray_address is not None:
         from hydra_tune.cli.run.cluster import run_cluster_sweep  # noqa: PLC0415

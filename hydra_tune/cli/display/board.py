@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hydra_tune.cli.display.next_step import how_to_go_on, how_to_run_more, masked
 from hydra_tune.cli.display.trial_views import TrackedTrial, final_view, left_view, live_view
 from hydra_tune.cli.sweep_file.request import TrialRecord
 from hydra_tune.cli.sweep_file.spec import SweepSpec
@@ -37,10 +38,12 @@ class SweepProgressTracker:
         log: receives one line for each ended trial.
         event_log: the file of the event log; None: no log.
         warnings: warnings about the sweep itself, already shown.
+        command: the command that goes on with the sweep; None where not known.
 
     Attributes:
         last_error: error of the last failed trial, or of the sweep's end.
         on_settled: called when the process may end at any moment.
+        on_noted: receives facts about the study and its trials, for the event log.
     """
 
     def __init__(
@@ -49,12 +52,15 @@ class SweepProgressTracker:
         log: Callable[[str], None],
         event_log: Path | None = None,
         warnings: Iterable[str] = (),
+        command: str | None = None,
     ) -> None:
         self.last_error: BaseException | None = None
         self.on_settled: Callable[[], None] | None = None
+        self.on_noted: Callable[..., None] | None = None
         self._spec = spec
         self._log = log
         self._event_log = event_log
+        self._command = command
         self._status: Status = "running"
         self._error: str | None = None
         self._study: str | None = None
@@ -81,6 +87,21 @@ class SweepProgressTracker:
                 view = TrialView(number=record.number, state=record.state, earlier=True)
                 view = replace(view, params=dict(record.params), value=record.value)
                 self._entries[record.number] = TrackedTrial(view=view)
+        spec = self._spec
+        self._note(
+            what="opened",
+            name=spec.name,
+            study=study,
+            is_named=spec.study is not None,
+            storage=None if spec.storage is None else masked(spec.storage),
+            checkpoint_dir=spec.checkpoint_dir,
+            metric=spec.metric,
+            goal=spec.goal,
+            planned=num_planned,
+            file=spec.file,
+            folder=str(Path.cwd()),
+            command=self._command,
+        )
 
     def noted(self, text: str) -> None:
         """Show a line about the sweep itself."""
@@ -109,6 +130,7 @@ class SweepProgressTracker:
             entry = self._entries[number]
             entry.view = replace(entry.view, state="queued", params=dict(params), epoch=0, epochs=task.epochs)
             entry.task = task
+        self._note(what="built", number=number, params=dict(params))
 
     def submitted(self, job: Job) -> None:
         """Note the job of a task; the task object itself identifies the trial."""
@@ -136,6 +158,7 @@ class SweepProgressTracker:
             if is_hopeless:
                 self._error = f"the first {_FIRST_FAILURES} trials have all failed"
         self._log(trial_line(view, self._spec.metric))
+        self._note_end(view)
         return is_hopeless
 
     def left(self, number: int) -> None:
@@ -144,6 +167,7 @@ class SweepProgressTracker:
             view = left_view(self._entries[number])
             self._entries[number] = TrackedTrial(view=view)
         self._log(trial_line(view, self._spec.metric))
+        self._note_end(view)
 
     def settled(self) -> None:
         """Pass on that the process may end at any moment."""
@@ -199,6 +223,7 @@ class SweepProgressTracker:
                 event_log_bytes=None if stats.event_log is None else stats.event_log.nbytes,
                 event_log_dropped={} if stats.event_log is None else stats.event_log.dropped,
                 weights=dict(self._weights),
+                next_step=self._next_step(),
             )
             # Still under the lock: `_num_unstarted` counts the entries that the view shows.
             return with_outlook(view, self._forecaster, num_unstarted=self._num_unstarted(), stats=stats)
@@ -211,6 +236,27 @@ class SweepProgressTracker:
         if self._num_planned is None or self._status == "stopping":
             return None
         return max(0, self._num_planned - len(self._entries))
+
+    def _next_step(self) -> str | None:
+        """Advice after an interruption, or where all planned trials had ended before this run."""
+        spec, entries = self._spec, self._entries.values()
+        if self._command is None:
+            return None
+        if self._status == "interrupted":
+            is_kept = spec.storage is not None and spec.study is not None
+            return how_to_go_on(self._command, is_kept=is_kept, saves=spec.checkpoint_dir is not None)
+        has_nothing = self._num_planned is not None and all(entry.view.earlier for entry in entries)
+        if self._status == "completed" and has_nothing:
+            return how_to_run_more(len(entries), spec.file, is_grid=spec.method == "grid" and spec.run_cap is None)
+        return None
+
+    def _note(self, **facts: Any) -> None:
+        if self.on_noted is not None:
+            self.on_noted(**facts)
+
+    def _note_end(self, view: TrialView) -> None:
+        names = ("number", "state", "value", "params", "error")
+        self._note(what="ended", **{name: getattr(view, name) for name in names})
 
     def _log_file(self) -> str | None:
         """Path of the event log, once the file exists: the log begins with the first trial."""

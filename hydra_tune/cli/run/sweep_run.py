@@ -61,6 +61,12 @@ class _WatchedExecutor(HydraExecutor):
         self._watch(job)
         return job
 
+    def note(self, **facts: Any) -> None:
+        """Note facts about the study or one of its trials in the event log, if there is a log."""
+        log = self._started().log
+        if log is not None:
+            log.sweep(**facts)
+
 
 def run_sweep(
     spec: SweepSpec,
@@ -90,7 +96,7 @@ def run_sweep(
     if timeline is not None and not _is_writable(timeline):
         return FAILED
     output = SweepOutput(display)
-    board = SweepProgressTracker(spec, output.log, event_log, beginning.said)
+    board = SweepProgressTracker(spec, output.log, event_log, beginning.said, display.command)
     try:
         # Up to the end of the pool: running units and loader workers may print until then.
         with output.quiet():
@@ -100,6 +106,7 @@ def run_sweep(
             with _own_folder(spec, resume=resume) as folder:
                 watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
                 pool = opened(spec, partial(watched, **_saving(spec)))
+                board.on_noted = pool.note
                 request = SweepRequest(
                     spec=spec,
                     executor=pool,

@@ -53,10 +53,12 @@ class DisplayOptions:
     Args:
         as_json: one JSON object on standard output, and nothing else.
         live: the live view, if standard output is a terminal.
+        command: the command that goes on with the sweep, for people to copy; None where not known.
     """
 
     as_json: bool = False
     live: bool = True
+    command: str | None = None
 
 
 def with_overrides(spec: SweepSpec, overrides: SweepFileOverrides) -> SweepSpec:

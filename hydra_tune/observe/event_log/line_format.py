@@ -48,6 +48,7 @@ class EventLogFormatter:
             "disk": self.disk,
             "job": self.job,
             "device": self.device,
+            "sweep": self.sweep,
         }
 
     def made(self, record: tuple[Any, ...]) -> str:
@@ -171,6 +172,10 @@ class EventLogFormatter:
     def device(self, device: str, budget_bytes: int, what: str, at_ns: int) -> str:
         """Line of a device added or removed."""
         return _object(event="device", device=device, what=what, budget_bytes=budget_bytes, at_ns=at_ns - self.start_ns)
+
+    def sweep(self, facts: Mapping[str, Any]) -> str:
+        """Line of what a sweep says about its study or one of its trials."""
+        return _object(event="sweep", **{name: plain(value) for name, value in facts.items()})
 
     def lost(self, records: int) -> str:
         """Line with the number of records lost since the last such line."""

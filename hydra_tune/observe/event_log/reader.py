@@ -253,6 +253,8 @@ def _take_seldom(log: RunLog, data: dict[str, Any], event: str) -> None:
             # Two lines of this kind: the first gives the time, the last the counts.
             log.dropped = dict(data["records"])
             log.dropped_from_ns = data["at_ns"] if log.dropped_from_ns is None else log.dropped_from_ns
+        case "sweep":
+            pass  # `read_run_state` reads these
         case "end":
             log.end_ns, log.cpu_seconds = data["at_ns"], data["cpu_seconds"]
         case other:

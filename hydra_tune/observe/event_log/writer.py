@@ -16,6 +16,7 @@ details are dropped and counted by kind. Records of jobs, above all reports and 
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import sys
@@ -210,6 +211,10 @@ class EventLog:
         if self._thread is None:
             self._begin(at_ns)
 
+    def sweep(self, **facts: Any) -> None:
+        """Note what a sweep says about its study or one of its trials, for `hydra-tune status`; opens no file."""
+        self._append(("sweep", facts))
+
     def close(self) -> None:
         """Write the remaining records and end the log; no further events may follow."""
         with self._lock:
@@ -260,18 +265,32 @@ class EventLog:
                     self.path.unlink()
             # Unbuffered, so that every line written before a kill is in the file.
             with self.path.open("wb", buffering=0) as file:
-                self._write(file.fileno(), [self._lines.header(self._devices, self._facts)])
-                while not self._is_closing:
-                    self._awake.wait(_PERIOD_SECONDS)
-                    self._awake.clear()
-                    self._drain(file.fileno())
-                self._drain(file.fileno())
-                if self._is_full:
-                    self._write(file.fileno(), [self._lines.dropped(self.dropped)])
-                self._write(file.fileno(), [self._lines.end(time.thread_time())])
-            self._say_size()
+                with contextlib.suppress(OSError):  # a file system without locks
+                    # Held until the file is closed, or the process ends in whatever way: see `run_state.py`.
+                    fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+                try:
+                    self._write_all(file.fileno())
+                except Exception as error:  # noqa: BLE001 - as below
+                    self._give_up(error)
+                    # The file stays open and locked, because the run goes on.
+                    while not self._is_closing:
+                        self._awake.wait()
+                        self._awake.clear()
         except Exception as error:  # noqa: BLE001 - whatever is wrong with the log is not wrong with the training
             self._give_up(error)
+
+    def _write_all(self, descriptor: int) -> None:
+        """Write the log, from the first line to the last."""
+        self._write(descriptor, [self._lines.header(self._devices, self._facts)])
+        while not self._is_closing:
+            self._awake.wait(_PERIOD_SECONDS)
+            self._awake.clear()
+            self._drain(descriptor)
+        self._drain(descriptor)
+        if self._is_full:
+            self._write(descriptor, [self._lines.dropped(self.dropped)])
+        self._write(descriptor, [self._lines.end(time.thread_time())])
+        self._say_size()
 
     def _drain(self, descriptor: int) -> None:
         """Write all records of this moment."""

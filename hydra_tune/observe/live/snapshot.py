@@ -42,6 +42,7 @@ class TrialView:
         name: display name; None: derived from the number.
         values: the metric of the last reports, oldest first.
         compute_seconds: compute time of the trial's units.
+        metrics: all metrics as last reported; empty where not known.
     """
 
     number: int
@@ -63,6 +64,7 @@ class TrialView:
     name: str | None = None
     values: tuple[float, ...] = ()
     compute_seconds: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
@@ -133,6 +135,8 @@ class SweepView:
         weights: files of the kept weights, by trial, the best first.
         makespan_seconds: expected total time, as far as known; after the end, the actual time.
         bound_seconds: lower bound on the time of every schedule of the sweep's units on these devices.
+        next_step: advice on how to go on, after an interruption or where all planned trials were there already; None:
+            no advice.
     """
 
     # Below this time a sweep is mostly imports, captures and first batches, and the bound covers none of these.
@@ -158,6 +162,7 @@ class SweepView:
     weights: Mapping[int, str] = field(default_factory=dict)
     makespan_seconds: float | None = None
     bound_seconds: float | None = None
+    next_step: str | None = None
 
     def count(self, state: str) -> int:
         """Number of trials in `state`."""
@@ -170,6 +175,18 @@ class SweepView:
         valued = [t for t in self.trials if t.value is not None and not math.isnan(t.value)]
         ended = [t for t in valued if t.state in {"completed", "pruned"}]
         return tuple(sorted(ended, key=lambda t: (t.state != "completed", sign * (t.value or 0.0), t.number)))
+
+    @property
+    def unfinished(self) -> tuple[TrialView, ...]:
+        """Trials that were running when the sweep ended, best first; trials without a value come last."""
+        sign = -1.0 if self.goal == "maximize" else 1.0
+        unfinished = [t for t in self.trials if t.state in {LEFT, "cancelled"}]
+        return tuple(
+            sorted(
+                unfinished,
+                key=lambda t: (t.value is None or math.isnan(t.value), sign * (t.value or 0.0), t.number),
+            )
+        )
 
     @property
     def best_unfinished(self) -> TrialView | None:

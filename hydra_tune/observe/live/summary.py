@@ -20,6 +20,7 @@ from hydra_tune.quantities import format_bytes, format_seconds
 
 _NUM_BEST = 10
 _NUM_ERRORS = 3
+_NUM_UNFINISHED = 10
 _NUM_WEIGHTS = 3
 _COUNTED = ("completed", "pruned", "failed", "cancelled")
 _ENDS = {
@@ -59,6 +60,7 @@ def print_summary(console: Console, view: SweepView) -> None:
         if len(ranked) > _NUM_BEST:
             console.print(Text(f"... and {len(ranked) - _NUM_BEST} more", style="dim"))
         console.print()
+    _print_unfinished(console, view)
     # A `Text`, here and below, because rich reads markup in a str: brackets of an error or a path would vanish.
     for warning in view.warnings:
         console.print(Text(f"warning: {warning}", style="yellow"))
@@ -78,6 +80,8 @@ def print_summary(console: Console, view: SweepView) -> None:
         console.print()
     for line in _totals(view):
         console.print(Text(line), soft_wrap=True)  # unwrapped, for users copy the paths
+    if view.next_step is not None:
+        console.print(Text(view.next_step, style="bold"), soft_wrap=True)
 
 
 def _unfinished(view: SweepView) -> str:
@@ -88,6 +92,17 @@ def _unfinished(view: SweepView) -> str:
     epoch = "" if best.epoch is None else f" in epoch {text.epochs(best.epoch, best.epochs)}"
     params = f" ({text.params(best.params)})" if best.params else ""
     return f"; the best so far: {text.label(best)}, {view.metric} {text.number(best.value)}{epoch}{params}"
+
+
+def _print_unfinished(console: Console, view: SweepView) -> None:
+    """Print how far the trials were that an interrupted sweep was running."""
+    trials = view.unfinished if view.status == "interrupted" else ()
+    if not trials:
+        return
+    lines = [f"  {trial_line(trial, view.metric)}" for trial in trials[:_NUM_UNFINISHED]]
+    rest = [f"  ... and {len(trials) - _NUM_UNFINISHED} more"] if len(trials) > _NUM_UNFINISHED else []
+    for line in (f"running at the interruption: {len(trials)}", *lines, *rest, ""):
+        console.print(Text(line), soft_wrap=True)
 
 
 def _best_table(trials: tuple[TrialView, ...], view: SweepView) -> Table:
@@ -217,13 +232,14 @@ def to_json(view: SweepView) -> dict[str, Any]:
         "event_log_bytes": view.event_log_bytes,
         "event_log_dropped": dict(view.event_log_dropped),
         "weights": {str(number): path for number, path in view.weights.items()},
+        "next_step": view.next_step,
     }
 
 
 def _trial(trial: TrialView) -> dict[str, Any]:
     data = asdict(trial)
     # Only the live view needs these fields.
-    for live in ("step", "num_steps", "remaining_seconds", "name", "values"):
+    for live in ("step", "num_steps", "remaining_seconds", "name", "values", "metrics"):
         del data[live]
     return {name: text.plain(value) for name, value in data.items()}
 

@@ -1,0 +1,72 @@
+"""`hydra-tune list` and `hydra-tune status`: the arguments. `hydra_tune.cli.inspect` does the work.
+
+`cli/root.py` adds both commands to `hydra-tune`, and users call the commands during sweeps and afterwards. Neither imports
+torch.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from hydra_tune.cli.commands.sweep import USAGE
+from hydra_tune.cli.inspect.run_output import print_list, print_status, to_json
+from hydra_tune.cli.inspect.run_scan import find_runs
+from hydra_tune.errors import ConfigError
+
+_EXIT_CODES = """\b
+Exit codes:
+  0    done, also where there are no runs
+  2    there is no such folder or storage
+  130  interrupted by Ctrl-C
+"""
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output."
+    )(command)
+    command = click.option("--storage", metavar="URL", help="Look only for the studies in this storage.")(command)
+    return click.argument("folder", default=".", type=click.Path(path_type=Path))(command)
+
+
+@click.command(epilog=_EXIT_CODES)
+@_options
+def list_command(*, folder: Path, storage: str | None, as_json: bool) -> None:
+    """List the runs of FOLDER, or of a storage: a line for each.
+
+    Looks for sweep files, SQLite files and event logs in FOLDER, by default the current one, and in FOLDER/runs.
+    """
+    _show(folder, storage, as_json=as_json, with_trials=False)
+
+
+@click.command(epilog=_EXIT_CODES)
+@_options
+def status(*, folder: Path, storage: str | None, as_json: bool) -> None:
+    """Show how far the runs of FOLDER, or of a storage, have come, and how they go on.
+
+    Tells a running sweep from a killed one by the lock of its event log or of its checkpoints. Looks in the same places as
+    hydra-tune list.
+    """
+    _show(folder, storage, as_json=as_json, with_trials=True)
+
+
+def _show(folder: Path, storage: str | None, *, as_json: bool, with_trials: bool) -> None:
+    try:
+        runs, notes = find_runs(folder, storage)
+    except ConfigError as error:
+        click.echo(str(error), err=True)
+        sys.exit(USAGE)
+    for note in notes:
+        click.echo(note, err=True)
+    if as_json:
+        click.echo(json.dumps({"runs": [to_json(run, with_trials=with_trials) for run in runs]}, allow_nan=False))
+    elif not runs:
+        place = folder.resolve() if storage is None else storage
+        click.echo(f"no runs in {place}; hydra-tune init writes a sweep to begin with, and hydra-tune sweep runs one")
+    else:
+        (print_status if with_trials else print_list)(Console(highlight=False), runs)

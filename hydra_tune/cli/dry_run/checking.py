@@ -1,0 +1,136 @@
+"""Checks a sweep as far as that is possible without training, and describes what would run.
+
+`cli/commands/check.py` calls `run_check` for `hydra-tune check`, once the sweep file is read.
+"""
+
+import json
+import sys
+import traceback
+from typing import Any
+
+from hydra_tune.cli.display.isolation import isolates
+from hydra_tune.cli.display.next_step import masked
+from hydra_tune.cli.display.output import SweepOutput
+from hydra_tune.cli.dry_run.sampling import sample
+from hydra_tune.cli.run.sweep_run import DONE, INTERRUPTED, TUNER, USAGE, opened
+from hydra_tune.cli.run.task_building import TaskBuilder
+from hydra_tune.cli.run.task_ref import load_task
+from hydra_tune.cli.run.tuners import TUNERS, find
+from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, FloatDomain, grid_size
+from hydra_tune.cli.sweep_file.options import DisplayOptions, check_saving
+from hydra_tune.cli.sweep_file.spec import SweepSpec
+from hydra_tune.errors import ConfigError, HydraTuneError, TaskError
+from hydra_tune.executor import HydraExecutor
+from hydra_tune.observe.live import text
+
+_MOST_VALUES = 8
+
+
+def run_check(spec: SweepSpec, *, as_json: bool) -> int:
+    """Check a sweep and print what would run.
+
+    Args:
+        spec: the sweep.
+        as_json: one JSON object on standard output, and nothing else.
+
+    Returns:
+        The exit code of the program.
+    """
+    output, stdout = SweepOutput(DisplayOptions(as_json=as_json, live=False)), sys.stdout
+    try:
+        # The user's module may print while it is imported.
+        with output.quiet():
+            check_saving(spec, resume=False)
+            function = load_task(spec)
+            find(TUNERS, TUNER)
+            _build_one(TaskBuilder(spec=spec, function=function))
+            with opened(spec, _pool) as pool:
+                plan = _description(spec, pool)
+    except ConfigError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - it is output
+        return USAGE
+    except HydraTuneError as error:
+        if error.__cause__ is not None:  # the user's code may raise anything
+            traceback.print_exception(error.__cause__, file=sys.stderr)
+        print(error, file=sys.stderr)  # noqa: T201 - it is output
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if as_json:
+        print(json.dumps({"file": spec.file, "task": spec.task, **plan}, allow_nan=False), file=stdout)
+    else:
+        print(f"{spec.file} is a sweep that would begin", file=stdout)
+        for name, value in plan.items():
+            lines = value if isinstance(value, list) else [value]
+            for line in lines:
+                print(f"  {name:<12} {line}", file=stdout)
+    return DONE
+
+
+def _pool(**engine: Any) -> HydraExecutor:
+    """Make a pool with the sweep's options, which makes no folder when it opens its devices."""
+    HydraExecutor(**engine)  # for its errors alone: some options depend on spill_dir
+    return HydraExecutor(**{**engine, "spill_dir": None})
+
+
+def _build_one(build: TaskBuilder) -> None:
+    """Build the task of one configuration, which must report the sweep's metric.
+
+    Raises:
+        TaskError: the user's function has failed, or has returned something else.
+    """
+    spec = build.spec
+    if spec.parameters is None:
+        return  # the function draws from a tuner's trial, and there is no study here
+    (params,) = sample(spec.parameters, 1, spec.seed or 0)
+    try:
+        build(**params)
+    except HydraTuneError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"{spec.at('task')}: {spec.task} failed with {text.params(params)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _description(spec: SweepSpec, pool: HydraExecutor) -> dict[str, Any]:
+    """Describe what would run, by short names."""
+    saving = "not kept: the study ends with its process"
+    if spec.storage is not None:
+        saving = f"{spec.study or 'a study without a name'} in {masked(spec.storage)}"
+    checkpoints = "none: running trials begin anew after an interruption"
+    if spec.checkpoint_dir is not None:
+        own = ", in a process of its own" if isolates(spec, None, is_on_cluster=False) else ""
+        checkpoints = f"in {spec.checkpoint_dir}{own}"
+    pruning = "none" if spec.pruning is None else f"{spec.pruning.type} {text.params(spec.pruning.options)}".rstrip()
+    parameters = spec.parameters or {}
+    return {
+        "runs": f"{_count(spec)} of {spec.task}, drawn by {spec.method}, to {spec.goal} {spec.metric}",
+        "parameters": [f"{name}: {_domain(domain)}" for name, domain in parameters.items()]
+        or ["drawn by the task from its trial"],
+        "pruning": pruning,
+        "devices": f"{', '.join(pool.device_names)}; {pool.width} trials in flight",
+        "study": saving,
+        "checkpoints": checkpoints,
+    }
+
+
+def _count(spec: SweepSpec) -> str:
+    if spec.run_cap is not None:
+        return f"{spec.run_cap} trials"
+    if spec.method == "grid":
+        return f"{grid_size(spec.parameters or {})} trials, the whole grid,"
+    return "trials without end, unless --run-cap or --timeout is given,"
+
+
+def _domain(domain: Domain) -> str:
+    if isinstance(domain, ChoiceDomain):
+        if len(domain.values) == 1:
+            return str(domain.values[0])
+        shown = ", ".join(map(str, domain.values[:_MOST_VALUES]))
+        return f"one of {shown}{', ...' if len(domain.values) > _MOST_VALUES else ''}"
+    step = (
+        domain.multiple or domain.step if isinstance(domain, FloatDomain) else domain.step if domain.step > 1 else None
+    )
+    spread = ", over magnitudes" if domain.log else ""
+    return f"from {domain.low} to {domain.high}{'' if step is None else f' in steps of {step}'}{spread}"

@@ -1,0 +1,62 @@
+"""The interface between the command line and a tuner's finished or running studies.
+
+`run_scan.py` and `hydra_tune.cli.commands.plot` find a `StudyReader` through the entry points `hydra_tune.studies`; the
+one for Optuna is in `integrations/hydra_tune_optuna/study_reader.py`.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from hydra_tune.observe.live.snapshot import Goal, TrialView
+
+STUDIES = "hydra_tune.studies"
+"""Group of entry points: each of a class without arguments that is a `StudyReader`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRecord:
+    """A study as its storage has it.
+
+    Args:
+        name: of the study.
+        goals: one for each objective.
+        trials: all trials, by number; `step` is the last reported step, `metrics` has numbers that a program has noted, and
+            with several objectives their values.
+        best: numbers of the best trials: one, or with several objectives the Pareto front.
+        started_at: start of the first trial; None without trials.
+    """
+
+    name: str
+    goals: tuple[Goal, ...]
+    trials: tuple[TrialView, ...]
+    best: tuple[int, ...]
+    started_at: datetime | None = None
+
+
+class StudyReader(Protocol):
+    """Reads studies; creates and changes nothing."""
+
+    def read(self, storage: str) -> tuple[StudyRecord, ...]:
+        """Read all studies of a storage, by name.
+
+        Raises:
+            ConfigError: the storage does not exist, or cannot be read.
+        """
+
+    def plot(self, storage: str, study: str, path: Path) -> tuple[str, ...]:
+        """Draw a study: learning curves, parallel coordinates and importances.
+
+        Args:
+            storage: storage of the study.
+            study: name of the study.
+            path: the file to write, `.png` or `.html`.
+
+        Returns:
+            A sentence for each picture that could not be drawn.
+
+        Raises:
+            ConfigError: a library is missing, the study is missing, or no picture can be drawn.
+            OSError: the file cannot be written.
+        """

@@ -1,0 +1,111 @@
+"""`SweepRunRecord`: one run of the past or present, with its state.
+
+`run_scan.py` makes the records, and `run_output.py` and `trial_output.py` print them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from hydra_tune.observe.event_log.run_state import RunState
+from hydra_tune.observe.live.snapshot import ENDED, LEFT, Goal, SweepView, TrialView
+
+RunPhase = Literal["running", "killed", "interrupted", "finished", "idle", "unclear"]
+UNDER_WAY = frozenset({"queued", "preparing", "running", "waiting", "paused", LEFT})
+"""States of trials that have begun and not ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepRunRecord:
+    """A run: a study with all its sweeps, or a run whose study was in memory.
+
+    Args:
+        name: of the study, else of the sweep or the log.
+        phase: `running`: its process lives; `killed`: its process ended without a word; `interrupted`: it ended in order
+            before all planned trials; `finished`; `idle`: no trial is running, and nothing says how many are planned;
+            `unclear`: trials are running in the storage, and neither log nor lock says whether their process lives.
+        trials: all trials, by number.
+        goals: one for each objective; empty where not known.
+        best: numbers of the best trials.
+        metric: name of the metric; None where not known.
+        planned: number of trials planned; None where not known.
+        study: name of the study; None for a study in memory.
+        storage: storage of the study.
+        logs: files of the event logs, the newest last.
+        file: the sweep file.
+        started_at: start of the newest process, or of the first trial where no log is known.
+        next_step: how to go on; None: nothing to do.
+    """
+
+    name: str
+    phase: RunPhase
+    trials: tuple[TrialView, ...]
+    goals: tuple[Goal, ...] = ()
+    best: tuple[int, ...] = ()
+    metric: str | None = None
+    planned: int | None = None
+    study: str | None = None
+    storage: str | None = None
+    logs: tuple[Path, ...] = ()
+    file: str | None = None
+    started_at: datetime | None = None
+    next_step: str | None = None
+
+    @property
+    def metric_name(self) -> str:
+        """Name of the metric for tables."""
+        return self.metric or "value"
+
+    @property
+    def ranked(self) -> tuple[TrialView, ...]:
+        """All trials, the best first; trials without a value come last."""
+        goal = self.goals[0] if self.goals else "minimize"
+        view = SweepView(name=self.name, metric=self.metric_name, goal=goal, status="completed", trials=self.trials)
+        first = [trial for trial in self.trials if trial.number in self.best]
+        chosen = {trial.number: trial for trial in (*first, *view.ranked, *self.trials)}
+        return tuple(chosen.values())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of trials by state, in a fixed order, without states that no trial is in."""
+        states = [trial.state for trial in self.trials]
+        order = ("completed", "pruned", "failed", "cancelled", LEFT)
+        return {state: states.count(state) for state in dict.fromkeys((*order, *sorted(states))) if state in states}
+
+    @property
+    def num_ended(self) -> int:
+        """Number of trials that have ended."""
+        return num_ended(self.trials)
+
+
+def num_ended(trials: Sequence[TrialView]) -> int:
+    """Count trials that have ended."""
+    return sum(trial.state in ENDED for trial in trials)
+
+
+def phase_of(
+    trials: Sequence[TrialView], log: RunState | None, *, planned: int | None, is_alive: bool, has_folder: bool
+) -> RunPhase:
+    """Decide the state of a run.
+
+    Args:
+        trials: all trials.
+        log: the newest event log; None: no log is known.
+        planned: number of trials planned, if known.
+        is_alive: whether a process holds a lock of the run.
+        has_folder: whether the sweep has a folder with a lock, which tells that no process runs the sweep.
+    """
+    if is_alive:
+        return "running"
+    if planned is not None and num_ended(trials) >= planned:
+        return "finished"
+    if log is not None and not log.is_ended:
+        return "killed"
+    is_under_way = any(trial.state in UNDER_WAY for trial in trials)
+    if log is not None:
+        return "interrupted" if is_under_way or planned is not None else "finished"
+    if is_under_way:
+        return "interrupted" if has_folder else "unclear"
+    return "idle"
