@@ -49,7 +49,9 @@ class OptunaStudyReader:
     def plot(self, storage: str, study: str, path: Path) -> tuple[str, ...]:
         """Draw a study with Optuna's own plots, one below the other."""
         with _reading(storage):
-            loaded = optuna.load_study(study_name=study, storage=open_storage(storage))
+            opened = open_storage(storage)
+            assert opened is not None
+            loaded = optuna.load_study(study_name=study, storage=opened)
         as_html = path.suffix.lower() == ".html"
         pictures, missing = [], []
         draw = _html if as_html else _pixels

@@ -50,10 +50,10 @@ def best(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Print the best trial of STUDY, and with --out write its weights to a file.
+    """Print the best trial of STUDY, or export its weights.
 
-    STUDY is a sweep file, or with --storage the name of a study. For --out the sweep must have kept weights:
-    hydra.keep_best.
+    With --out the weights are written to a file. STUDY is a sweep file, or with --storage the name of a study. For
+    --out the sweep must have kept weights: hydra.keep_best.
     """
     if out is None:
         if force or weights_dir is not None:

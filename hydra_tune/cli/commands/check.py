@@ -26,7 +26,7 @@ Exit codes:
 @set_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 def check(*, file: Path, settings: tuple[str, ...], as_json: bool) -> None:
-    """Check FILE without training, and say what hydra-tune sweep would run.
+    """Check FILE without training, and say what would run.
 
     Checks the keys, imports the task, builds the task of one configuration, and opens the devices with the options of
     FILE. Creates no storage, no log and no folder.

@@ -31,15 +31,18 @@ _WIDE = 100  # columns from which on all rates fit
 
 @click.command(epilog=_EXIT_CODES)
 @click.option(
-    "--devices", metavar="NAMES", default="auto", help="Devices to look at, e.g. cpu:2, cuda, cuda:0,1.  [auto]"
+    "--devices", metavar="NAMES", default="auto", help="Look at these devices, e.g. cpu:2, cuda, cuda:0,1.  [auto]"
 )
-@click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
+@click.option(
+    "--device-memory", metavar="SIZE", callback=check_size, help="Use so many bytes of each device, e.g. 11GiB."
+)
 @click.option("--no-measure", is_flag=True, help="Do not measure how fast copies are.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 def devices(*, devices: str, device_memory: str | None, no_measure: bool, as_json: bool) -> None:
-    """Show the devices that a pool finds here: memory, the pool's share of the memory, and the speed of copies.
+    """Show the devices that a pool finds here.
 
-    Trains nothing, and frees everything at the end.
+    Shows their memory, the pool's share of the memory, and the speed of copies. Trains nothing, and frees
+    everything at the end.
     """
     from hydra_tune.devices.hardware.survey import survey  # noqa: PLC0415 - torch takes seconds to import
 

@@ -24,9 +24,10 @@ Exit codes:
 @click.command(epilog=_EXIT_CODES)
 @click.argument("folder", default=".", type=click.Path(path_type=Path))
 def init(*, folder: Path) -> None:
-    """Write a sweep to begin with into FOLDER, by default the current one: space.yaml and train.py.
+    """Write a first sweep into FOLDER: space.yaml and train.py.
 
-    Both files have comments, and run as they are in under a minute on a CPU. Nothing is replaced.
+    FOLDER is by default the current one. Both files have comments, and run as they are in under a minute on a CPU.
+    Nothing is replaced.
     """
     try:
         paths = write_starter(folder)

@@ -37,7 +37,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(epilog=_EXIT_CODES)
 @_options
 def list_command(*, folder: Path, storage: str | None, as_json: bool) -> None:
-    """List the runs of FOLDER, or of a storage: a line for each.
+    """List the runs of FOLDER or of a storage.
 
     Looks for sweep files, SQLite files and event logs in FOLDER, by default the current one, and in FOLDER/runs.
     """
@@ -47,10 +47,10 @@ def list_command(*, folder: Path, storage: str | None, as_json: bool) -> None:
 @click.command(epilog=_EXIT_CODES)
 @_options
 def status(*, folder: Path, storage: str | None, as_json: bool) -> None:
-    """Show how far the runs of FOLDER, or of a storage, have come, and how they go on.
+    """Show how far runs have come, and how they go on.
 
-    Tells a running sweep from a killed one by the lock of its event log or of its checkpoints. Looks in the same places as
-    hydra-tune list.
+    Looks at the runs of FOLDER, or of a storage. Tells a running sweep from a killed one by the lock of its event
+    log or of its checkpoints. Looks in the same places as hydra-tune list.
     """
     _show(folder, storage, as_json=as_json, with_trials=True)
 

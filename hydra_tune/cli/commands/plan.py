@@ -46,11 +46,13 @@ def _count(spec: SweepSpec) -> int:
     "--trials",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"Configurations to plan.  [a grid's, else at most {_MOST}]",
+    help=f"Plan N configurations.  [a grid's, else at most {_MOST}]",
 )
-@click.option("--seed", type=int, metavar="N", help="Seed of the draws.  [the file's, or 0]")
-@click.option("--devices", metavar="NAMES", help="Devices to plan for, e.g. auto, cpu:2, cuda, cuda:0,1.")
-@click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
+@click.option("--seed", type=int, metavar="N", help="Draw the configurations with this seed.  [the file's, or 0]")
+@click.option("--devices", metavar="NAMES", help="Plan for these devices, e.g. auto, cpu:2, cuda, cuda:0,1.")
+@click.option(
+    "--device-memory", metavar="SIZE", callback=check_size, help="Use so many bytes of each device, e.g. 11GiB."
+)
 @click.option(
     "--fusion",
     "--fuse",
@@ -61,7 +63,7 @@ def _count(spec: SweepSpec) -> int:
 @click.option("--probe", is_flag=True, help="Time a few steps alone and together, where --fusion auto would do so.")
 @click.option("--profile", is_flag=True, help="Show where a step's memory is, and what planned groups would cost.")
 @click.option(
-    "--profile-trials", type=click.IntRange(min=1), metavar="N", help="For so many trials.  [a group's, at most 8]"
+    "--profile-trials", type=click.IntRange(min=1), metavar="N", help="Show it for N trials.  [a group's, at most 8]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 def plan(
@@ -78,10 +80,10 @@ def plan(
     profile_trials: int | None,
     as_json: bool,
 ) -> None:
-    """Show what trials of the sweep that FILE describes would do, without training.
+    """Show what trials of the sweep in FILE would do.
 
-    Takes all configurations of a small grid, or draws some from all over the space. For each configuration: shards,
-    units, memory, the smallest sufficient budget, and the bytes that a step moves, by kind.
+    Trains nothing. Takes all configurations of a small grid, or draws some from all over the space. For each
+    configuration: shards, units, memory, the smallest sufficient budget, and the bytes that a step moves, by kind.
     """
     try:
         spec = with_settings(read_sweep_file(file), settings)

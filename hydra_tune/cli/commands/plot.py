@@ -34,9 +34,10 @@ Exit codes:
 )
 @click.option("--storage", metavar="URL", help="Look for the study in this storage.")
 def plot(*, run: str | None, out: Path, storage: str | None) -> None:
-    """Draw RUN: learning curves, parallel coordinates and importances of parameters, by Optuna's own plots.
+    """Draw the trials of RUN as a PNG, or for a browser.
 
-    RUN is a sweep file, an event log, an SQLite file or the name of a study, which must be in a storage.
+    Optuna's own plots show learning curves, parallel coordinates and importances of parameters. RUN is a sweep
+    file, an event log, an SQLite file or the name of a study, which must be in a storage.
     """
     if out.suffix.lower() not in (".png", ".html"):
         raise click.UsageError(f"--out {out} must end in .png or .html")

@@ -34,7 +34,7 @@ _TOP = 10
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, a line for each trial.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 def show(*, run: str | None, storage: str | None, top: int | None, as_csv: bool, as_json: bool) -> None:
-    """Show the best trials of RUN, with their parameters and metrics.
+    """Show the best trials of RUN.
 
     RUN is a sweep file, an event log, an SQLite file or the name of a study. Without RUN, the only run is shown.
     """

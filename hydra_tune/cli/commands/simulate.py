@@ -116,39 +116,75 @@ def _outages(context: click.Context, parameter: click.Parameter, values: tuple[s
 
 @click.command(epilog=_EXIT_CODES)
 @click.argument("profile", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--trials", type=int, metavar="N", help="Trials.")
-@click.option("--shards", type=int, metavar="N", help="Shards of each trial.  [4]")
-@click.option("--steps", type=int, metavar="N", help="Training steps of an epoch.  [100]")
-@click.option("--epochs", type=int, metavar="N", help="Epochs; each ends with a report.  [1]")
-@click.option("--forward-seconds", type=float, metavar="S", help="Of one shard's forward unit.  [0.1]")
-@click.option("--backward-seconds", type=float, metavar="S", help="Of one shard's backward unit.  [0.2]")
-@click.option("--burst-seconds", type=float, metavar="S", help="Of steps that run as one unit; with --shards 1.  [0]")
-@click.option("--shard-memory", callback=_size, metavar="SIZE", help="Bytes of one shard, e.g. 1GiB.")
+@click.option("--trials", type=int, metavar="N", help="Simulate N trials.")
+@click.option("--shards", type=int, metavar="N", help="Cut each trial into N shards.  [4]")
+@click.option("--steps", type=int, metavar="N", help="Train N steps in each epoch.  [100]")
+@click.option("--epochs", type=int, metavar="N", help="Train N epochs, each of which ends with a report.  [1]")
+@click.option("--forward-seconds", type=float, metavar="S", help="A forward unit of one shard takes so long.  [0.1]")
+@click.option("--backward-seconds", type=float, metavar="S", help="A backward unit of one shard takes so long.  [0.2]")
+@click.option(
+    "--burst-seconds", type=float, metavar="S", help="Run so many seconds of steps as one unit; with --shards 1.  [0]"
+)
+@click.option("--shard-memory", callback=_size, metavar="SIZE", help="Each shard has so many bytes, e.g. 1GiB.")
 @click.option("--spread", type=float, metavar="X", help="Draw each trial's speed between 1/X and X.  [1]")
-@click.option("--arrival-gap", type=float, metavar="S", help="Mean seconds from one trial's arrival to the next.  [0]")
+@click.option("--arrival-gap", type=float, metavar="S", help="Let trials arrive so many seconds apart on average.  [0]")
 @click.option("--estimate-error", type=float, metavar="X", help="Mislead the scheduler by 1/X to X.  [1]")
-@click.option("--survival", callback=_shares, metavar="SHARES", help="Shares that go on after each report: 1,0.5,0.25.")
-@click.option("--devices", type=int, metavar="N", help="Devices; of a profile's, the first N.")
-@click.option("--speeds", callback=_shares, metavar="NUMBERS", help="Speeds of the devices, in turn: 1,0.5.")
-@click.option("--device-memory", callback=_size, metavar="SIZE", help="Bytes for shards on each device.")
-@click.option("--bandwidth", callback=_size, metavar="SIZE", help="Bytes a second to each device, e.g. 12GB/s.")
-@click.option("--nodes", type=int, metavar="N", help="Machines that the devices are in.  [1]")
-@click.option("--network-bandwidth", callback=_size, metavar="SIZE", help="Bytes a second between machines.")
 @click.option(
-    "--slow", "slowdowns", multiple=True, callback=_slowdowns, metavar="DEVICE,AT,FACTOR", help="A speed changes."
+    "--survival",
+    callback=_shares,
+    metavar="SHARES",
+    help="Let these shares of the trials go on after each report, e.g. 1,0.5,0.25.",
+)
+@click.option("--devices", type=int, metavar="N", help="Use N devices, or the first N of PROFILE.")
+@click.option(
+    "--speeds", callback=_shares, metavar="NUMBERS", help="Give the devices these speeds, in turn, e.g. 1,0.5."
+)
+@click.option("--device-memory", callback=_size, metavar="SIZE", help="Each device has so many bytes for shards.")
+@click.option(
+    "--bandwidth", callback=_size, metavar="SIZE", help="Copy so many bytes a second to each device, e.g. 12GB/s."
+)
+@click.option("--nodes", type=int, metavar="N", help="Spread the devices over N machines.  [1]")
+@click.option(
+    "--network-bandwidth", callback=_size, metavar="SIZE", help="Copy so many bytes a second between machines."
 )
 @click.option(
-    "--lose", "outages", multiple=True, callback=_outages, metavar="DEVICE,AT[,UNTIL]", help="A device is lost."
+    "--slow",
+    "slowdowns",
+    multiple=True,
+    callback=_slowdowns,
+    metavar="DEVICE,AT,FACTOR",
+    help="Change the speed of a device at some second; may be given several times.",
 )
-@click.option("--no-overlap", is_flag=True, help="No double buffering: loads wait for the device.")
-@click.option("--policy", metavar="NAME", default="lrtf", show_default=True, help="The scheduler's policy.")
-@click.option("--max-concurrent", type=int, metavar="N", help="Trials admitted at once.")
 @click.option(
-    "--admission", type=click.Choice(ADMISSIONS[1:]), help="Whether all of them advance, or the oldest first."
+    "--lose",
+    "outages",
+    multiple=True,
+    callback=_outages,
+    metavar="DEVICE,AT[,UNTIL]",
+    help="Lose a device at some second; may be given several times.",
 )
-@click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="Seed of all draws.")
-@click.option("--timeline", type=click.IntRange(min=0), metavar="N", default=0, help="Keep the first N bars, in JSON.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw them: a PNG.")
+@click.option("--no-overlap", is_flag=True, help="Let loads wait for the device, without double buffering.")
+@click.option("--policy", metavar="NAME", default="lrtf", show_default=True, help="Choose shard units by this policy.")
+@click.option("--max-concurrent", type=int, metavar="N", help="Keep at most N trials in flight.")
+@click.option(
+    "--admission",
+    type=click.Choice(ADMISSIONS[1:]),
+    help="Let all trials in flight advance (eager), or the oldest first (staggered).",
+)
+@click.option("--seed", type=int, metavar="N", default=0, show_default=True, help="Draw everything with this seed.")
+@click.option(
+    "--timeline",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    help="Keep the first N bars of the timeline for the JSON.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw the timeline as a PNG, by default its first 2,000 bars.",
+)
 @click.option(
     "--optimum",
     type=click.FloatRange(min=0, min_open=True),
@@ -177,9 +213,10 @@ def simulate_command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Simulate the trials and devices of PROFILE, or those that the options describe.
+    """Play trials on a virtual clock, without devices.
 
-    Options that describe trials are for use without PROFILE; all other options also override PROFILE.
+    Simulates the trials and devices of PROFILE, or those that the options describe. Options that describe trials
+    are for use without PROFILE; all other options also override PROFILE.
     """
     # A plot needs bars, even where --timeline was not given.
     output = _SimulationOutputOptions(as_json=as_json, plot=plot, timeline=timeline or (_PLOT_BARS if plot else 0))

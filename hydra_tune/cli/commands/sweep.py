@@ -80,42 +80,46 @@ def _check_cluster(given: dict[str, object]) -> None:
 @click.command(epilog=_EXIT_CODES)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @set_option
-@click.option("--devices", metavar="NAMES", help="Devices to use, e.g. auto, cpu:2, cuda, cuda:0,1.")
-@click.option("--device-memory", metavar="SIZE", callback=check_size, help="Bytes to use on each device, e.g. 11GiB.")
-@click.option("--max-concurrent", type=click.IntRange(min=1), metavar="N", help="Trials in flight at once.")
+@click.option("--devices", metavar="NAMES", help="Use these devices, e.g. auto, cpu:2, cuda, cuda:0,1.")
 @click.option(
-    "--admission", type=click.Choice(ADMISSIONS), help="Whether all trials in flight advance, or the oldest first."
+    "--device-memory", metavar="SIZE", callback=check_size, help="Use so many bytes of each device, e.g. 11GiB."
 )
-@click.option("--policy", metavar="NAME", callback=_policy, help="How shard units are chosen, e.g. lrtf.")
+@click.option("--max-concurrent", type=click.IntRange(min=1), metavar="N", help="Keep at most N trials in flight.")
+@click.option(
+    "--admission",
+    type=click.Choice(ADMISSIONS),
+    help="Let all trials in flight advance (eager), or the oldest first (staggered).",
+)
+@click.option("--policy", metavar="NAME", callback=_policy, help="Choose shard units by this policy, e.g. lrtf.")
 @click.option(
     "--fusion",
     "--fuse",
     "fusion",
     type=click.Choice(("auto", "on", "off")),
-    help="Whether trials of one architecture are computed together.",
+    help="Compute trials of one architecture together.",
 )
-@click.option("--run-cap", type=click.IntRange(min=1), metavar="N", help="Trials of the whole study.")
+@click.option("--run-cap", type=click.IntRange(min=1), metavar="N", help="Run until the whole study has N trials.")
 @click.option(
     "--timeout",
     "timeout_seconds",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Start no trial later than this; running ones finish.",
+    help="Start no trial later than this; running trials finish.",
 )
-@click.option("--storage", metavar="URL", help="Where the study is kept, e.g. sqlite:///trials.db.")
-@click.option("--resume", is_flag=True, help="Go on with what was interrupted; an error if there is no such study.")
-@click.option("--checkpoint-dir", metavar="DIR", help="Where running trials are saved, to go on from.")
+@click.option("--storage", metavar="URL", help="Keep the study in this storage, e.g. sqlite:///trials.db.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted study, which must exist.")
+@click.option("--checkpoint-dir", metavar="DIR", help="Save running trials in this folder, to go on from there.")
 @click.option(
     "--checkpoint-every",
     metavar="STEPS|TIME",
     callback=_every,
-    help="How often, beside their reports: optimizer steps, or a time, e.g. 5min.",
+    help="Save them so often beside their reports: optimizer steps, or a time, e.g. 5min.",
 )
 @click.option(
     "--stop-seconds",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="How soon after Ctrl-C or SIGTERM the process ends.  [30]",
+    help="End the process so soon after Ctrl-C or SIGTERM.  [30]",
 )
 @click.option(
     "--timeline",
@@ -127,13 +131,13 @@ def _check_cluster(given: dict[str, object]) -> None:
     "--log",
     "event_log",
     metavar="FILE",
-    help="Where the event log goes, which hydra-tune trace reads.  [runs/NAME-TIME-PROCESS.jsonl]",
+    help="Write the event log, which hydra-tune trace reads, to this file.  [runs/NAME-TIME-PROCESS.jsonl]",
 )
 @click.option(
     "--event-log-limit",
     metavar="SIZE",
     callback=check_size,
-    help="Size at which units and copies are left out of it, and counted.  [5MB]",
+    help="Leave units and copies out of the log beyond this size, and count them.  [5MB]",
 )
 @click.option("--no-log", is_flag=True, help="Write no event log.")
 @click.option(
@@ -146,7 +150,7 @@ def _check_cluster(given: dict[str, object]) -> None:
     "--isolate/--no-isolate",
     "isolate",
     default=None,
-    help="Whether the sweep goes on after a crash of its process; with --checkpoint-dir it does unless told otherwise.",
+    help="Go on after a crash of the sweep's process, or not.  [with --checkpoint-dir it goes on]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")
 @click.option("--no-live", is_flag=True, help="Print a line for each trial instead of the live view.")

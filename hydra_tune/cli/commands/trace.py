@@ -35,9 +35,11 @@ Exit codes:
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Where the trace goes.  [LOG with .trace.json]",
+    help="Write the trace to this file.  [LOG with .trace.json]",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw it, too: a PNG.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Draw the run as a PNG, too."
+)
 @click.option("--from", "start", type=float, metavar="S", help="Draw from this second on.  [the first unit]")
 @click.option("--to", "end", type=float, metavar="S", help="Draw up to this second.  [the last unit]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output.")

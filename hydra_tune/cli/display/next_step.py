@@ -10,7 +10,7 @@ import shlex
 import click
 from click.core import ParameterSource
 
-_PASSWORD = re.compile(r"(://[^:/@\s]*):[^@/\s]*@")
+_PASSWORD = re.compile(r"(://[^:/@\s]*):[^/\s]*@")
 _ONCE = frozenset({"resume", "as_json", "no_live", "event_log", "timeline"})  # of one run, not of the sweep
 
 

@@ -26,7 +26,7 @@ def set_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "settings",
         multiple=True,
         metavar="NAME=VALUE",
-        help="Another value for a parameter that FILE fixes with value:; may be given several times.",
+        help="Change a parameter that FILE fixes with value:; may be given several times.",
     )(command)
 
 

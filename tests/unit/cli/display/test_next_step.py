@@ -1,0 +1,60 @@
+"""How a sweep goes on: the command as the user has typed it, without passwords, and the advice."""
+
+import pytest
+
+from hydra_tune.cli.commands.sweep import sweep
+from hydra_tune.cli.display.next_step import command_of, how_to_go_on, masked
+
+
+def command(*arguments):
+    with sweep.make_context("sweep", list(arguments)) as context:
+        return command_of(context)
+
+
+def test_the_command_has_what_was_typed_and_belongs_to_the_sweep(tmp_path):
+    file = tmp_path / "a space.yaml"
+    file.touch()
+    assert command(str(file)) == f"hydra-tune sweep '{file}'"
+    typed = [
+        "--set",
+        "a=1",
+        "--set",
+        "b=x y",
+        "--run-cap",
+        "3",
+        "--no-isolate",
+        "--fuse",
+        "on",
+        "--checkpoint-every",
+        "7",
+    ]
+    once = ["--resume", "--json", "--no-live", "--log", "x.jsonl", "--timeline", "t.json"]
+    assert command(str(file), *typed, *once) == (
+        f"hydra-tune sweep '{file}' --set a=1 --set 'b=x y' --fusion on --run-cap 3 --checkpoint-every 7 --no-isolate"
+    )
+    stored = command(str(file), "--storage", "postgresql://me:secret@host/db")
+    assert "secret" not in stored
+    assert "me:***@host/db" in stored
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("mysql+pymysql://u:p@ss@h/db", "mysql+pymysql://u:***@h/db"),
+        ("postgresql://u@h/db", "postgresql://u@h/db"),
+        ("sqlite:///a:b@c.db", "sqlite:///a:b@c.db"),
+    ],
+)
+def test_only_passwords_are_masked(url, shown):
+    assert masked(url) == shown
+
+
+def test_the_advice_depends_on_what_is_kept():
+    assert (
+        how_to_go_on("hydra-tune sweep s.yaml", is_kept=True, saves=True)
+        == "to go on: hydra-tune sweep s.yaml --resume"
+    )
+    assert how_to_go_on("hydra-tune sweep s.yaml", is_kept=True, saves=False).startswith(
+        "to go on: hydra-tune sweep s.yaml (running trials begin anew"
+    )
+    assert "was kept in memory; give hydra.storage" in how_to_go_on("x", is_kept=False, saves=False)
