@@ -5,20 +5,18 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from hydra_tune.cli.commands.best import best
-from hydra_tune.cli.commands.devices import devices
-from hydra_tune.cli.commands.plan import plan
-from hydra_tune.cli.commands.simulate import simulate_command
-from hydra_tune.cli.commands.sweep import sweep
-from hydra_tune.cli.commands.trace import trace
+from hydra_tune.cli import main
+from hydra_tune.cli.inspect.run_output import to_json as run_to_json
+from hydra_tune.cli.inspect.sweep_run_record import SweepRunRecord
 from hydra_tune.cli.sweep_file.distributions import DISTRIBUTIONS
 from hydra_tune.cli.sweep_file.reader import read_sweep_file
 from hydra_tune.cli.sweep_file.sweep_model import PRUNING, HydraSection, SweepFileDocument
 from hydra_tune.devices.hardware.link import LinkRates
 from hydra_tune.devices.hardware.survey import DeviceSurvey, PeerPath, SurveyedDevice
 from hydra_tune.observe.event_log.run_figures import DeviceFigures, RunFigures
-from hydra_tune.observe.live.snapshot import SweepView
+from hydra_tune.observe.live.snapshot import SweepView, TrialView
 from hydra_tune.observe.live.summary import to_json
 from hydra_tune.simulate import DeviceOutcome, Interval, SimulationResult
 from hydra_tune.simulate.profile import (
@@ -59,7 +57,7 @@ def test_the_defaults_of_early_termination_are_the_documented_ones(kind):
     "option",
     [
         name
-        for command in (sweep, plan, devices, best, simulate_command, trace)
+        for command in main.commands.values()
         for option in command.params
         for name in option.opts
         if name.startswith("--")
@@ -67,6 +65,37 @@ def test_the_defaults_of_early_termination_are_the_documented_ones(kind):
 )
 def test_every_option_is_documented(option):
     assert f"`{option}" in CLI
+
+
+@pytest.mark.parametrize("command", main.commands)
+def test_every_command_has_a_section(command):
+    assert f"`hydra-tune {command}`" in CLI
+    assert re.search(rf"^    hydra-tune {command}\b", CLI, re.MULTILINE)
+
+
+def test_every_key_of_a_run_is_documented():
+    run = SweepRunRecord(name="first", phase="idle", trials=(TrialView(number=0, state="completed"),))
+    data = run_to_json(run)
+    assert [key for key in (*data, *data["trials"][0]) if f"`{key}`" not in CLI] == []
+
+
+@pytest.mark.parametrize("name", main.commands)
+def test_help_texts_are_sentences(name):
+    command = main.commands[name]
+    helps = [option.help for option in command.params if option.opts[0].startswith("--")]
+    for text in (command.get_short_help_str(limit=64), *helps):
+        assert re.fullmatch(r"[A-Z].*[.](  \[.*\])?", text, re.DOTALL), text
+        assert not text.endswith("..."), text
+
+
+def test_the_shell_can_complete_commands_and_options():
+    for words, expected in (("hydra-tune sta", "status"), ("hydra-tune show --t", "--top")):
+        environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        done = CliRunner(env={"_HYDRA_TUNE_COMPLETE": "bash_complete", **environment}).invoke(
+            main, prog_name="hydra-tune"
+        )
+        assert f"plain,{expected}\n" in done.output
+    assert "_HYDRA_TUNE_COMPLETE=bash_source" in CLI
 
 
 def test_every_key_of_the_json_is_documented():
