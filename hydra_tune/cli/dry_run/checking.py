@@ -8,7 +8,6 @@ import sys
 import traceback
 from typing import Any
 
-from hydra_tune.cli.display.isolation import isolates
 from hydra_tune.cli.display.next_step import masked
 from hydra_tune.cli.display.output import SweepOutput
 from hydra_tune.cli.dry_run.sampling import sample
@@ -98,10 +97,7 @@ def _description(spec: SweepSpec, pool: HydraExecutor) -> dict[str, Any]:
     saving = "not kept: the study ends with its process"
     if spec.storage is not None:
         saving = f"{spec.study or 'a study without a name'} in {masked(spec.storage)}"
-    checkpoints = "none: running trials begin anew after an interruption"
-    if spec.checkpoint_dir is not None:
-        own = ", in a process of its own" if isolates(spec, None, is_on_cluster=False) else ""
-        checkpoints = f"in {spec.checkpoint_dir}{own}"
+    checkpoints = spec.checkpoint_dir or "none: running trials begin anew after an interruption"
     pruning = "none" if spec.pruning is None else f"{spec.pruning.type} {text.params(spec.pruning.options)}".rstrip()
     parameters = spec.parameters or {}
     return {

@@ -214,7 +214,8 @@ def _is_database(path: Path) -> bool:
         return False
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
-            return bool(connection.execute("select 1 from sqlite_master where name = 'studies'").fetchall())
+            names = {name for (name,) in connection.execute("select name from sqlite_master")}
+            return {"studies", "trials", "version_info"} <= names
     except sqlite3.OperationalError:  # locked just now: the reader waits longer
         return True
     except sqlite3.DatabaseError:

@@ -1,0 +1,121 @@
+"""Runs are found where they are, told apart, and left as they are; SQLite files are real."""
+
+import sqlite3
+from datetime import UTC, datetime, timedelta
+
+import optuna
+import pytest
+
+from hydra_tune.cli.inspect.run_scan import find_run, find_runs
+from hydra_tune.cli.inspect.sweep_run_record import phase_of
+from hydra_tune.errors import ConfigError
+from hydra_tune.observe.event_log.run_state import RunState
+from hydra_tune.observe.live.snapshot import TrialView
+from tests.unit.observe.event_log.test_writer import made
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def study(name, storage="sqlite:///trials.db", num_trials=2, **options):
+    created = optuna.create_study(study_name=name, storage=storage, **options)
+    count = len(created.directions)
+    created.optimize(lambda trial: (trial.suggest_float("x", 0, 1),) * count, n_trials=num_trials)
+    return created
+
+
+def log_of(path, **facts):
+    log = made(path)
+    facts = {"name": "first", "study": "first", "is_named": True, "checkpoint_dir": None, "metric": "loss", **facts}
+    log.sweep(what="opened", goal="minimize", file="space.yaml", command="hydra-tune sweep space.yaml", **facts)
+    log.job("0:trial 0", "submitted", priority=0)
+    log.close()
+
+
+def test_a_database_of_another_program_is_left_alone(folder):
+    with sqlite3.connect("other.db") as connection:
+        connection.execute("create table studies (x)")
+    connection.close()
+    (folder / "text.db").write_text("no database")
+    (folder / "compose.yaml").write_text("services: {}\n")
+    before = (folder / "other.db").read_bytes()
+    assert find_runs(folder) == ([], [])
+    assert (folder / "other.db").read_bytes() == before
+
+
+def test_a_study_and_its_log_are_one_run(folder):
+    study("first")
+    log_of(folder / "runs" / "a.jsonl", storage="sqlite:///trials.db", folder=str(folder), planned=2)
+    log_of(folder / "runs" / "b.jsonl", storage=None, folder=str(folder), planned=2)
+    runs, notes = find_runs(folder)
+    assert notes == []
+    assert {(run.phase, run.storage is None, len(run.logs), run.metric) for run in runs} == {
+        ("finished", False, 1, "loss"),
+        ("interrupted", True, 1, "loss"),
+    }
+    assert find_run("first", "sqlite:///trials.db").phase == "finished"
+    with pytest.raises(ConfigError, match="there are 2 runs 'first' in this folder"):
+        find_run("first", None)
+    assert "was kept in memory" in find_run("runs/b.jsonl", None).next_step
+
+
+def test_the_log_of_a_deleted_study_is_not_taken_for_the_new_ones(folder, monkeypatch):
+    log_of(folder / "old.jsonl", storage="sqlite:///trials.db", folder=str(folder), planned=5)
+    old = (folder / "old.jsonl").read_text()
+    year_ago = (datetime.now(UTC) - timedelta(days=365)).isoformat()
+    started = old.partition('"started_at":"')[2].partition('"')[0]
+    (folder / "old.jsonl").write_text(old.replace(started, year_ago))
+    study("first")
+    (run,) = find_runs(folder)[0]
+    assert (run.phase, run.logs, run.planned) == ("idle", (), None)
+
+
+def test_a_storage_with_a_password_is_known_by_its_log_alone(folder):
+    log_of(folder / "a.jsonl", storage="postgresql://me:***@nowhere/db", folder=str(folder), planned=3)
+    runs, notes = find_runs(folder)
+    assert [(run.name, run.phase) for run in runs] == [("first", "interrupted")]
+    assert notes == []
+
+
+def test_several_objectives_have_a_front_and_no_best_trial(folder):
+    created = study("two", directions=["minimize", "maximize"], num_trials=3)
+    run = find_run("two", None)
+    assert sorted(run.best) == sorted(trial.number for trial in created.best_trials)
+    assert run.ranked[0].metrics.keys() == {"value_0", "value_1"}
+
+
+def test_a_storage_that_cannot_be_read_is_named_and_the_others_are_shown(folder):
+    study("first")
+    with sqlite3.connect("broken.db") as connection:
+        for name in ("studies", "trials", "version_info"):
+            connection.execute(f"create table {name} (x)")
+    connection.close()
+    runs, notes = find_runs(folder)
+    assert [run.name for run in runs] == ["first"]
+    assert len(notes) == 1
+    assert "broken.db' cannot be read" in notes[0]
+    with pytest.raises(ConfigError, match="there is no file"):
+        find_runs(folder, "sqlite:///nowhere.db")
+    assert not (folder / "nowhere.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("states", "log", "planned", "has_folder", "phase"),
+    [
+        (["completed"], {"is_ended": False}, 2, False, "killed"),
+        (["completed", "failed"], {"is_ended": False}, 2, False, "finished"),
+        (["completed", "running"], {"is_ended": True}, 2, True, "interrupted"),
+        (["completed"], {"is_ended": True}, None, False, "finished"),
+        (["running"], None, 2, True, "interrupted"),
+        (["running"], None, 2, False, "unclear"),
+        (["completed"], None, None, False, "idle"),
+    ],
+)
+def test_the_state_of_a_run_that_no_process_has(states, log, planned, has_folder, phase, folder):
+    trials = [TrialView(number=number, state=state) for number, state in enumerate(states)]
+    state = None if log is None else RunState(path=folder, started_at=datetime.now(UTC), is_alive=False, **log)
+    assert phase_of(trials, state, planned=planned, is_alive=False, has_folder=has_folder) == phase
+    assert phase_of(trials, state, planned=planned, is_alive=True, has_folder=has_folder) == "running"
