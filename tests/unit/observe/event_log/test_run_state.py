@@ -48,16 +48,19 @@ def test_a_sweep_knows_its_trials_better_than_the_pool(path):
     log.job("0:trial 7", "report", step=3, metrics={"val_loss": float("nan"), "train_loss": 2.0}, waits=True)
     log.job("0:trial 7", "over", status="cancelled", metrics={}, error=None)
     log.sweep(what="ended", number=7, state="completed", value=0.25, params={"lr": 0.5, "name": "nan"}, error=None)
+    log.job("2:trial 8", "running")
+    log.job("2:trial 8", "over", status="cancelled", metrics={}, error=None)
     log.job("1:other", "submitted", priority=0)
     log.unit("cpu:0", "0:trial 7", "forward", 0, 1, 2, 3, is_failed=False)
     log.close()
     state = read_run_state(path)
     assert (state.sweep["study"], state.sweep["planned"]) == ("first", 2)
-    trial, other = state.trials.values()
+    trial, fused, other = state.trials.values()
+    assert (fused.number, fused.state) == (8, "running")
     assert (trial.number, trial.state, trial.value, trial.step) == (7, "completed", 0.25, 3)
     assert trial.params == {"lr": 0.5, "name": "nan"}
     assert math.isnan(trial.metrics["val_loss"])
-    assert (other.number, other.name, other.state) == (1, "other", "queued")
+    assert (other.number, other.name, other.state) == (2, "other", "queued")
     assert len(read_log(path).units) == 1, "the notes of a sweep are none of a trace's business"
 
 
