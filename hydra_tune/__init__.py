@@ -23,6 +23,7 @@ _HOMES = {
     "Reported": "hydra_tune.pool.job",
     "Result": "hydra_tune.pool.job",
     "ShapesOnly": "hydra_tune.shapes_only",
+    "SharedModule": "hydra_tune.train.shared_module",
     "TrainTask": "hydra_tune.task",
     "TrialsFailed": "hydra_tune.errors",
     "load_module": "hydra_tune.train.checkpoint.weights",

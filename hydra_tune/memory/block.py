@@ -169,6 +169,12 @@ class Block:
         self.state = state
 
     is_loose = False
+    lies_in_place = False  # whether a load takes the host copy itself for the device's
+
+    def at(self, pager: PagerInterface) -> "Block":
+        """Return the block that a unit on the pager's device needs: the block itself, unless it stands for others."""
+        del pager
+        return self
 
     def is_shared(self) -> bool:
         """Whether other objects know of the memory of a loose block."""

@@ -16,8 +16,9 @@ forward and then backward, so the least recently used shard has the most distant
 per step, always in the same order, so the most recently used state has the most distant next use. The trial on the
 device is likely to continue (`ShardedLRTF`), so the blocks of other trials are needed later than its own blocks. Hence
 the order: optimizer state of other trials, most recently used first; other blocks of other trials, least recently used
-first; then the same two groups of the running trial. Blocks already on the way out for room go before all of these,
-because the choice was made when there was time and now costs nothing. Blocks just sent ahead go last.
+first; then the same two groups of the running trial, with which tensors shared by trials count. Blocks already on the way
+out for room go before all of these, because the choice was made when there was time and now costs nothing. Blocks just
+sent ahead go last.
 `benchmarks/victims.py` counts the bytes moved under this order: never more than under LRU, and down to a third.
 
 Note: locks. A unit pins its blocks, then makes room, then loads. Pinning waits for the lock of one block and holds no
@@ -172,7 +173,7 @@ class Pager:
         Raises:
             BudgetError: the blocks and the workspace do not fit the budget together.
         """
-        return Lease(self, list(dict.fromkeys(blocks)), workspace_bytes)
+        return Lease(self, list(dict.fromkeys(block.at(self) for block in blocks)), workspace_bytes)
 
     def bring(self, blocks: Sequence[Block], workspace_bytes: int) -> None:
         """Load pinned blocks and reserve the workspace."""
@@ -294,13 +295,15 @@ class Pager:
             block.tier.recall(block, self.device)
         start = time.perf_counter_ns()
         assert block.host is not None, "a block that is nowhere"
-        data = self.device.empty(block.size)
-        begun = time.perf_counter()
-        self.device.load([(block.host, data)])
-        self.link.copied(block.size, time.perf_counter() - begun)
+        data = block.host
+        if not block.lies_in_place:
+            data = self.device.empty(block.size)
+            begun = time.perf_counter()
+            self.device.load([(block.host, data)])
+            self.link.copied(block.size, time.perf_counter() - begun)
+            self.bytes_in[block.kind] += block.size
         if block.tier is not None:
             block.tier.loaded(block)
-        self.bytes_in[block.kind] += block.size
         block.enter(BlockState.RESIDENT)
         block.data, block.home, block.dirty = data, self, False
         self._list(block)
@@ -473,7 +476,7 @@ class Pager:
                 leaving_blocks.append(block)
             elif coming is not None and self.num_leases - coming.lease <= _SENT_LEASES:
                 sent_blocks.append(block)
-            elif block.owner != self.owner:
+            elif block.owner not in (self.owner, None):
                 (latest_state if block.kind is BlockKind.OPTIMIZER else other_blocks).append(block)
             else:
                 (own_state if block.kind is BlockKind.OPTIMIZER else own_blocks).append(block)

@@ -39,6 +39,10 @@ class UnitMemoryNeeds:
     blocks: Sequence[Block]
     workspace_bytes: int = 0
 
+    def at(self, pager: Pager) -> "UnitMemoryNeeds":
+        """Return the needs with the blocks on the pager's device."""
+        return UnitMemoryNeeds([block.at(pager) for block in self.blocks], self.workspace_bytes)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks and of the workspace."""
@@ -79,6 +83,7 @@ class BlockPrefetcher:
 
     def send(self, needs: Sequence[UnitMemoryNeeds]) -> None:
         """Send blocks that fit beside the running unit and beside blocks needed earlier."""
+        needs = [need.at(self._pager) for need in needs]
         wanted_blocks = [block for need in needs for block in need.blocks]
         if self._pager.host is not None:
             self._pager.host.expect(wanted_blocks)
@@ -119,7 +124,8 @@ class _UnitPrefetch:
         if not block.lock.acquire(blocking=False):
             return  # another thread is moving the block at the moment
         try:
-            is_free = block.coming is None and block.pinned_for is None and not block.is_loose
+            is_free = block.coming is None and block.pinned_for is None
+            is_free = is_free and not (block.is_loose or block.lies_in_place)
             if is_free and self._can_come(block) and self._make_room(block.nbytes):
                 self._start(block)
         finally:

@@ -46,7 +46,7 @@ from hydra_tune.pool.faults.retry import FaultRecovery, JobRetryAccount
 from hydra_tune.pool.fusion.fusion_hint import FusionAdvisor
 from hydra_tune.pool.job import OVER, EventStream, Job, JobProgress
 from hydra_tune.pool.runtime.dispatcher import JobDispatcher
-from hydra_tune.pool.runtime.job_state import JobState, progress_without_trial
+from hydra_tune.pool.runtime.job_state import JobState, granted_bytes, progress_without_trial
 from hydra_tune.pool.runtime.preparer import JobPreparer
 from hydra_tune.pool.runtime.recorder import PoolRecorder
 from hydra_tune.pool.runtime.worker import RESUME, Instrument, Worker
@@ -257,8 +257,8 @@ class Pool:
         """Grant a job further host memory if enough is free; always refuse where a disk extends the host memory."""
         with self._changed:
             record = self._records.get(job.key)
-            granted_bytes = sum(other.host_bytes for other in self._records.values())
-            if record is None or self._host is not None or granted_bytes + nbytes > self._host_bytes:
+            taken_bytes = granted_bytes(self._records.values())
+            if record is None or self._host is not None or taken_bytes + nbytes > self._host_bytes:
                 return False
             record.host_bytes += nbytes
             return True

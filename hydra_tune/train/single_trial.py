@@ -534,7 +534,15 @@ class SingleTrial(Trial):
         self._share.check(plan)
         previous_state, self._left = self._left, None
         self.state = state = ModelState(
-            module, optimizer, plan, self._device, self._host, self._tenant, previous_state, runs_own_code=runs_own_code
+            module,
+            optimizer,
+            plan,
+            self._device,
+            self._host,
+            self._tenant,
+            previous_state,
+            runs_own_code=runs_own_code,
+            may_share=True,
         )
         if previous_state is not None:
             state.adopt_saved(previous_state.optimizer_state(), self._device)

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.memory.host.host_tier import HostTier
+from hydra_tune.memory.shared_file import SharedFile
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_operators
@@ -56,6 +57,7 @@ from hydra_tune.train.parallel.pool_offers import DeviceLender
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.host_quota import HostMemoryQuota, fixed_bytes, largest_bytes
 from hydra_tune.train.state.model_state import ModelState, check_optimizer
+from hydra_tune.train.state.shared_state import digests
 from hydra_tune.train.timing.shared_times import SharedUnitTimes
 from hydra_tune.train.timing.unit_times import TrialProgressCounts, UnitTimes
 
@@ -274,6 +276,11 @@ class Trial:
         return self.state.nbytes + sum(shard.cost.held_bytes for shard in shards)
 
     @property
+    def shared_files(self) -> dict[SharedFile, int]:
+        """Files that the trial's parameters share with other trials, and the host memory of each in bytes."""
+        return {} if self.state is None else self.state.shared.files
+
+    @property
     def fixed_host_bytes(self) -> int:
         """Host memory that cannot go to disk while the trial lives, in bytes: spilled activations of whole units."""
         return 0 if self.state is None else fixed_bytes(self.state.layout.plan)
@@ -489,6 +496,7 @@ class Trial:
                     "split_batches": self.split_batches,
                     "python": self._python_changes.changed(python_state),
                 },
+                digests(self._built.module) if self.state is None else self.state.shared.digests(),
             )
         return TrialStateSnapshot(facts=facts, tensors=tensors, state=self.state, python_state=python_state)
 

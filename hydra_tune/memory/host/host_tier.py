@@ -45,7 +45,7 @@ import contextlib
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hydra_tune.devices.device import Device
@@ -56,6 +56,7 @@ from hydra_tune.memory.host.disk import SpillDisk
 from hydra_tune.memory.host.host_eviction import HostTierEntry, costs_nothing, is_far, is_moving, may_always, worth
 from hydra_tune.memory.ledger import MemoryLedger
 from hydra_tune.memory.reuse_distance import BlockUseHistory
+from hydra_tune.memory.shared_file import SharedFile
 from hydra_tune.memory.trial_context import TrialMemoryContext, check_tenant, tenant_at_work
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
@@ -89,10 +90,11 @@ class _VictimSearchResult:
 
 @dataclass(frozen=True, slots=True)
 class _TrialHostMinimum:
-    """Host memory that a trial needs even if everything else goes to disk."""
+    """Host memory that a trial needs even if everything else goes to disk; files in `shared` count once for all trials."""
 
     fixed_bytes: int
     largest_bytes: int
+    shared: Mapping[SharedFile, int]
 
 
 class HostTier:
@@ -111,6 +113,7 @@ class HostTier:
         self._entries: dict[int, HostTierEntry] = {}
         self._shares: dict[TrialMemoryContext, _TrialHostMinimum] = {}
         self._reserved: dict[TrialMemoryContext, int] = {}
+        self._shared: dict[SharedFile, int] = {}  # files on the ledger
         self._lock = threading.Lock()
         self._times = itertools.count(1)
         self._now = 0
@@ -138,22 +141,33 @@ class HostTier:
                 f"least {format_bytes_up(nbytes)}, or cut the model finer (num_shards)"
             )
 
-    def admit(self, tenant: TrialMemoryContext, fixed_bytes: int, largest_bytes: int) -> bool:
+    def admit(
+        self,
+        tenant: TrialMemoryContext,
+        fixed_bytes: int,
+        largest_bytes: int,
+        shared: Mapping[SharedFile, int] | None = None,
+    ) -> bool:
         """Admit a trial, or let an admitted trial need more; return False if there is no room beside the other trials.
 
         Args:
             tenant: the trial.
             fixed_bytes: bytes that cannot go to disk; taken by `reserve`.
             largest_bytes: size of the trial's largest block.
+            shared: files shared with other trials, which never go to disk, and their bytes; None: as before.
         """
         with self._lock:
             # Of the blocks that can go to disk, only the largest counts: any other host copy can make way for a block
             # in transit.
-            shares = [share for other, share in self._shares.items() if other is not tenant]
-            fixed = sum(share.fixed_bytes for share in shares) + fixed_bytes
-            if fixed + max([largest_bytes, *(share.largest_bytes for share in shares)]) > self.ledger.budget_bytes:
+            before = self._shares.get(tenant)
+            if shared is None:
+                shared = {} if before is None else before.shared
+            own = _TrialHostMinimum(fixed_bytes, largest_bytes, shared)
+            shares = [own, *(share for other, share in self._shares.items() if other is not tenant)]
+            fixed = sum(share.fixed_bytes for share in shares) + sum(_files_of(shares).values())
+            if fixed + max(share.largest_bytes for share in shares) > self.ledger.budget_bytes:
                 return False
-            self._shares[tenant] = _TrialHostMinimum(fixed_bytes, largest_bytes)
+            self._shares[tenant] = own
         return True
 
     def reserve(self, tenant: TrialMemoryContext) -> None:
@@ -161,6 +175,16 @@ class HostTier:
         share, taken_bytes = self._shares.get(tenant), self._reserved.get(tenant, 0)
         if share is None:
             return
+        for file, nbytes in share.shared.items():
+            if file in self._shared:
+                continue
+            self.take(nbytes)
+            with self._lock:
+                # Another trial of the file may have been faster.
+                is_taken = file in self._shared
+                self._shared[file] = nbytes
+            if is_taken:
+                self.ledger.give_back(nbytes)
         if share.fixed_bytes > taken_bytes:
             # Outside the lock of the tier, because `take` waits and needs the lock for its search.
             self.take(share.fixed_bytes - taken_bytes)
@@ -174,6 +198,8 @@ class HostTier:
         with self._lock:
             self._shares.pop(tenant, None)
             taken_bytes = self._reserved.pop(tenant, 0)
+            left = self._shared.keys() - _files_of(self._shares.values()).keys()
+            taken_bytes += sum(self._shared.pop(file) for file in left)
         self.ledger.give_back(taken_bytes)
 
     # Copies.
@@ -370,7 +396,8 @@ class HostTier:
         with self._lock:
             now = self._now
             on_host = [entry for entry in self._entries.values() if entry.on_host]
-            counted = sum(self._reserved.values()) + sum(entry.block.nbytes for entry in on_host)
+            counted = sum(self._reserved.values()) + sum(self._shared.values())
+            counted += sum(entry.block.nbytes for entry in on_host)
         candidates = [entry for entry in on_host if not entry.holds]
         # The remaining bytes on the ledger belong to copies being allocated or given up at this moment.
         search.is_busy = len(candidates) < len(on_host) or self.ledger.used_bytes > counted
@@ -473,6 +500,11 @@ class HostTier:
         block.moved()
         block.enter(BlockState.HOST)
         entry.on_host = True
+
+
+def _files_of(shares: Iterable[_TrialHostMinimum]) -> dict[SharedFile, int]:
+    """Return the files of several trials, each once, and their bytes."""
+    return {file: nbytes for share in shares for file, nbytes in share.shared.items()}
 
 
 def _blame(failed: Sequence[tuple[Block, SpillError]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.memory.host.host_tier import HostTier
-from hydra_tune.pool.runtime.job_state import JobState
+from hydra_tune.pool.runtime.job_state import JobState, granted_bytes
 from hydra_tune.pool.stats import DiskStats
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
@@ -22,18 +22,23 @@ def has_room(record: JobState, others: Iterable[JobState], host_bytes: int, host
         BudgetError: the job would not fit even alone.
     """
     assert record.trial is not None
-    need, capacity = record.trial.host_bytes, host_bytes if host is None else host.capacity_bytes
-    if need > capacity:
-        raise BudgetError(_refusal(record.job.name, need, capacity, host_bytes, host))
-    if need + sum(other.host_bytes for other in others) > capacity:
+    capacity = host_bytes if host is None else host.capacity_bytes
+    shared = record.trial.shared_files
+    own_bytes, shared_bytes = record.trial.host_bytes, sum(shared.values())
+    if own_bytes + shared_bytes > capacity:
+        raise BudgetError(_refusal(record.job.name, own_bytes + shared_bytes, capacity, host_bytes, host))
+    others = [other for other in others if other is not record]
+    present = {file for other in others for file in other.shared}
+    missing_bytes = sum(nbytes for file, nbytes in shared.items() if file not in present)
+    if own_bytes + missing_bytes + granted_bytes(others) > capacity:
         return False
     if host is not None:
         # The disk takes the rest, but host memory has to hold what cannot go to disk, and the largest block on its way.
         fixed, largest = record.trial.fixed_host_bytes, record.trial.largest_host_bytes
-        host.check(fixed + largest)
-        if not host.admit(record.tenant, fixed, largest):
+        host.check(shared_bytes + fixed + largest)
+        if not host.admit(record.tenant, fixed, largest, shared):
             return False
-    record.host_bytes = need
+    record.host_bytes, record.shared = own_bytes, shared
     return True
 
 

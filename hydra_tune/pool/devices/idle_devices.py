@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.link_meter import bytes_per_second
 from hydra_tune.memory.pager import Pager
-from hydra_tune.pool.runtime.job_state import JobState
+from hydra_tune.pool.runtime.job_state import JobState, granted_bytes
 from hydra_tune.schedule import Scheduler
 from hydra_tune.train.parallel.cost_model import ONE_DEVICE, DeviceOffer
 
@@ -65,7 +65,7 @@ class PoolDeviceLender:
     def lend(self, record: JobState, way: str, nbytes: int, most: int) -> int:
         """Grant host memory for batches side by side, and return how many batches may run at the same time."""
         with self._changed:
-            free = self._capacity_bytes() - sum(other.host_bytes for other in self._records.values())
+            free = self._capacity_bytes() - granted_bytes(self._records.values())
             # The first batch needs no loan: the job's own host memory covers a single batch.
             count = max(0, min(most - 1, free // max(1, nbytes)))
             # Also part of `host_bytes`, by which the preparer and other loans see what is taken.

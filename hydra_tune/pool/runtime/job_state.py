@@ -9,9 +9,10 @@ record frees the trial's memory and returns a `Result`.
 import contextlib
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from hydra_tune.memory.shared_file import SharedFile
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.checkpointing.writer import TrialCheckpointer
@@ -115,6 +116,7 @@ class JobState:
         error: the reason of a failure.
         host_bytes: host memory granted to the job in bytes, or host memory and disk together.
         lent_bytes: the part of `host_bytes` granted for batches side by side.
+        shared: files whose host memory the job shares with others, with their bytes; not part of `host_bytes`.
         is_released: whether the scheduler has forgotten the job.
         told_of: the last report announced to the driver.
         priority: the job's priority in the scheduler.
@@ -168,6 +170,7 @@ class JobState:
         self.error: BaseException | None = None
         self.host_bytes = 0
         self.lent_bytes = 0
+        self.shared: Mapping[SharedFile, int] = {}
         self.lost_before: frozenset[str] = frozenset()  # devices lost, and their blocks given up, before the last unit
         self.is_released = False
         self.begins_again = False
@@ -372,6 +375,15 @@ class JobState:
         if trial is None:
             return progress_without_trial(self.job)
         return progress_of(self.job, trial)
+
+
+def granted_bytes(records: Iterable[JobState]) -> int:
+    """Host memory granted to jobs in bytes; a file shared by several jobs counts once. Under the pool's lock."""
+    total, shared = 0, dict[SharedFile, int]()
+    for record in records:
+        total += record.host_bytes
+        shared |= record.shared
+    return total + sum(shared.values())
 
 
 def progress_of(job: Job, trial: Trial) -> JobProgress:

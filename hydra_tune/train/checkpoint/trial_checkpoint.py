@@ -7,7 +7,8 @@ Note: contents of a checkpoint. Parameters and buffers, non-persistent buffers i
 options of its groups, by parameter name; the scheduler; the loss scale; all random streams; the positions of the data's
 samplers and generators, now and at the beginning of the present pass; reports and counts; gradients that are left
 between two steps; and changed attributes of model and optimizer. Classes are not saved: the factories of the resumed
-task build model and optimizer.
+task build model and optimizer. Of a parameter in a shared base, only the digest is saved: the resumed task builds the same
+base, and another base is refused.
 """
 
 import logging
@@ -26,6 +27,8 @@ from torch.optim.swa_utils import AveragedModel
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.checkpoint.values import decode, encode
 from hydra_tune.errors import CheckpointError
+from hydra_tune.memory.shared_file import digest_of, shared_source
+from hydra_tune.shard.capture.batch import same_bits
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.verify.plan_check import tensor_attributes
 from hydra_tune.task import TrainTask
@@ -325,19 +328,22 @@ def _classes(module: nn.Module) -> dict[str, type]:
     return {path: getattr(part, "cls_to_become", None) or type(part) for path, part in module.named_modules()}
 
 
-def encoded(module: nn.Module, parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def encoded(
+    module: nn.Module, parts: Mapping[str, Any], shared: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Encode a trial's state as JSON values, and its tensors by name; the tensors are the live tensors.
 
     Args:
         module: module whose parameters and buffers are among the tensors.
         parts: the rest of the state.
+        shared: digests of parameters in a shared base, by name; their bytes are left out.
 
     Raises:
         CheckpointError: a value that no checkpoint can hold; the message names the value.
     """
-    tensors = {_WEIGHT + name: tensor for name, tensor in named_state(module)}
+    tensors = {_WEIGHT + name: tensor for name, tensor in named_state(module) if name not in shared}
     facts = {}
-    for name, value in parts.items():
+    for name, value in {**parts, "shared": dict(shared)}.items():
         try:
             facts[name] = encode(value, name, tensors)
         except CheckpointError as error:
@@ -359,6 +365,7 @@ def decoded(saved: CheckpointContent) -> dict[str, Any]:
     """
     parts: dict[str, Any] = decode(dict(saved.facts), saved.tensors)
     parts["model"] = {n.removeprefix(_WEIGHT): tensor for n, tensor in saved.tensors.items() if n.startswith(_WEIGHT)}
+    parts.setdefault("shared", {})
     missing_parts = {"made_for", "optimizer", "streams", "place"} - parts.keys()
     if missing_parts:
         raise CheckpointError(f"the checkpoint has no {min(missing_parts)!r}, so it is not a trial's checkpoint")
@@ -371,8 +378,12 @@ def copy_weights(module: nn.Module, state: Mapping[str, Any]) -> None:
     Args:
         module: the module; gets the buffers that training has added, replaced by others of another kind, or set to None.
         state: result of `decoded`.
+
+    Raises:
+        CheckpointError: the module has another base.
     """
-    saved_tensors = state["model"]
+    saved_tensors, shared = state["model"], state["shared"]
+    check_base(module, shared)
     # A lazy tensor has no shape before the first forward.
     for name, lazy in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(lazy) and name in saved_tensors:
@@ -382,11 +393,36 @@ def copy_weights(module: nn.Module, state: Mapping[str, Any]) -> None:
         for name, saved in saved_tensors.items():
             tensor = named.get(name)
             if tensor is not None and (tensor.shape, tensor.dtype) == (saved.shape, saved.dtype):
-                tensor.copy_(saved)
+                # A tensor in a shared file would get bytes of its own by the write.
+                if shared_source(tensor) is None or not same_bits(tensor.detach(), saved):
+                    tensor.copy_(saved)
             else:
                 _put_buffer(module, name, saved.clone(), is_persistent=name not in state.get("not_persistent", ()))
-    for name in named.keys() - saved_tensors.keys():
+    for name in named.keys() - saved_tensors.keys() - shared.keys():
         _put_buffer(module, name, None)
+
+
+def check_base(module: nn.Module, shared: Mapping[str, str]) -> None:
+    """Check that a module has the base of a checkpoint.
+
+    Args:
+        module: the module.
+        shared: digests of the parameters in the checkpoint's base, by name.
+
+    Raises:
+        CheckpointError: a parameter is missing, or has other bytes.
+    """
+    named = dict(module.named_parameters()) if shared else {}
+    for name, digest in shared.items():
+        parameter = named.get(name)
+        source = None if parameter is None else shared_source(parameter)
+        found = source.digest if source is not None else None if parameter is None else digest_of(parameter.detach())
+        if found != digest:
+            raise CheckpointError(
+                f"the checkpoint is of another base: parameter {name!r} of the base has digest {digest} in the checkpoint, and "
+                f"the one that model= builds {'is missing' if found is None else f'has {found}'}; build the base from which "
+                "the trial was trained"
+            )
 
 
 def _put_buffer(module: nn.Module, name: str, tensor: Tensor | None, *, is_persistent: bool = True) -> None:

@@ -6,6 +6,7 @@ that could not be pickled.
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.compatibility import kinds_as_built, kinds_of
-from hydra_tune.train.checkpoint.trial_checkpoint import copy_weights, decoded, with_extra_state
+from hydra_tune.train.checkpoint.trial_checkpoint import check_base, copy_weights, decoded, with_extra_state
 from hydra_tune.train.rng.rng_streams import RandomStreams
 
 _NUM_NAMED = 3
@@ -77,7 +78,8 @@ def _from_checkpoint(task: TrainTask, path: Path) -> nn.Module:
             copy_weights(module, state)
             _set_extra_state(module, state["extra"])
             return module
-    return with_weights(task, state["model"], state["extra"], what=f"the checkpoint in {str(path)!r}")
+    what = f"the checkpoint in {str(path)!r}"
+    return with_weights(task, state["model"], state["extra"], shared=state["shared"], what=what)
 
 
 def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -87,7 +89,12 @@ def weights_of(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def with_weights(
-    task: TrainTask, tensors: Mapping[str, Tensor], extra: Mapping[str, Any], *, what: str = "what was trained"
+    task: TrainTask,
+    tensors: Mapping[str, Tensor],
+    extra: Mapping[str, Any],
+    *,
+    shared: Mapping[str, str] = MappingProxyType({}),
+    what: str = "what was trained",
 ) -> nn.Module:
     """Build the task's model anew, as `load_module` does, and set all parameters and buffers.
 
@@ -95,15 +102,18 @@ def with_weights(
         task: builds the model.
         tensors: tensors from `weights_of` or a checkpoint.
         extra: extra states from the same source.
+        shared: digests of parameters in a shared base, by name, which the task's model must have.
         what: name of the weights in messages.
 
     Raises:
         WeightsError: the model has other tensors.
+        CheckpointError: the model has another base.
         Exception: any error of the task's `model`.
     """
     with RandomStreams(task.seed).everything(), GATE.shared(), torch.no_grad():
         module = task.model()
-        named = dict(named_state(module))
+        check_base(module, shared)
+        named = {name: tensor for name, tensor in named_state(module) if name not in shared}
         differing = _differences(named, dict(tensors))
         if differing:
             raise WeightsError(

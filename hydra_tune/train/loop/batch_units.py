@@ -9,7 +9,7 @@ workspace that its computation needs, and the units that are expected next.
 
 import time
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -212,7 +212,7 @@ class BatchUnits:
             kind=kind,
             shard=0,
             seconds=self._times.of((kind, 0)),
-            blocks=lambda: list[Block](self._state.groups(self._plan.shards[0].graph.state)),
+            blocks=lambda: self._state.blocks(self._plan.shards[0].graph.state),
             workspace_bytes=self._workspace(kind, 0),
         )
 
@@ -222,7 +222,7 @@ class BatchUnits:
     def _blocks(self, kind: str, index: int) -> list[Block]:
         """Return the blocks needed on the device by a unit with a shard's graph, the parameters first."""
         graph = self._plan.shards[index].graph
-        return [*self._state.groups(graph.state), *self._graph_blocks(kind, index)]
+        return [*self._state.blocks(graph.state), *self._graph_blocks(kind, index)]
 
     def _graph_blocks(self, kind: str, index: int) -> list[Block]:
         """Return the same blocks without parameters and buffers."""
@@ -289,11 +289,20 @@ class BatchUnits:
                 bring_home(block)
         return watch.seconds
 
-    def _lease(
-        self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int
-    ) -> AbstractContextManager[Lease]:
-        """Lease parameters and buffers, other blocks, and workspace."""
-        return pager.lease([*self._state.groups(names), *blocks], workspace)
+    @contextmanager
+    def _lease(self, pager: Pager, names: tuple[str, ...], blocks: list[Block], workspace: int) -> Iterator[Lease]:
+        """Lease parameters and buffers, other blocks, and workspace; shared parameters have stand-ins."""
+        shared = self._state.shared
+        # The user's own code reads the module's own parameters.
+        with (
+            pager.lease([*self._state.blocks(names), *blocks], workspace) as lease,
+            shared.pointed(pager) if self._plan.eager else nullcontext(),
+        ):
+            self._store.stand_ins = {} if self._plan.eager else shared.views(names, pager)
+            try:
+                yield lease
+            finally:
+                self._store.stand_ins = {}
 
     def _room(self, shard: Shard, lease: Lease, workspace: int, device: Device) -> AbstractContextManager[object]:
         """Return the context that accounts for memory of the user's own code; for a graph, the pilot already has."""

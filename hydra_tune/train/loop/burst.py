@@ -164,11 +164,12 @@ class BurstRunner:
                 block.dirty = True
             self._lease, self.has_device = lease, True
             try:
-                with self._direct.held(lease, device), self._surroundings(device):
-                    self._steps(lease, device)
-                # A burst without its lease has no room for new groups; the next burst refreshes them.
-                if self.has_device:
-                    self._state.refresh(lease, device)
+                with self._state.shared.pointed(pager):
+                    with self._direct.held(lease, device), self._surroundings(device):
+                        self._steps(lease, device)
+                    # A burst without its lease has no room for new groups; the next burst refreshes them.
+                    if self.has_device:
+                        self._state.refresh(lease, device)
             finally:
                 self._lease, self.has_device = None, False
         self._note_pace(pager)

@@ -263,11 +263,8 @@ class TrainingBatch(BatchUnits):
         """Lease blocks, with stand-ins for the parameters where an update on the host may be under way."""
         with super()._lease(pager, names, blocks, workspace) as lease:
             if self._plan.updates_on_host and not self._plan.eager:
-                self._store.stand_ins = self._state.stand_ins(names)
-            try:
-                yield lease
-            finally:
-                self._store.stand_ins = {}
+                self._store.stand_ins = {**self._store.stand_ins, **self._state.stand_ins(names)}
+            yield lease
 
     def _forward(self, index: int, device: Device) -> None:
         self._chain.forward(index, self._generator(device))

@@ -47,6 +47,7 @@ from hydra_tune.shard.partition.subgraph import ShardGraph
 from hydra_tune.shard.verify.separable_optimizers import check_separable
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
+from hydra_tune.train.state.shared_state import SharedTensors
 
 _NUMBERS = itertools.count()
 # Key of the optimizer state's single group, where units run the user's own code.
@@ -70,8 +71,10 @@ class ModelState:
         runs_own_code: whether units run the user's own step on the module; `refresh` then follows the changes.
         is_separable: whether the optimizer is known to step each parameter by itself; else an optimizer that steps
             parameters apart is checked.
+        may_share: whether frozen parameters in a shared file share the copies of other trials.
 
     Attributes:
+        shared: the parameters that other trials have as well; they are in no group.
         number: number of the trial, for its blocks.
         recomputed: graphs of shards whose activations are no longer kept, because memory has run out.
         readers: readers of parameters, buffers and optimizer state between units.
@@ -92,19 +95,26 @@ class ModelState:
         *,
         runs_own_code: bool = False,
         is_separable: bool = False,
+        may_share: bool = False,
     ) -> None:
-        self._host = host
+        self._host, self._device = host, device
         self._runs_own_code = runs_own_code
         self._is_loose = runs_own_code and device.keeps_tensors
         self.tenant = tenant
         self.number: int = next(_NUMBERS) if before is None else before.number
         self.watcher: Callable[[int, str | None], None] | None = None
-        self.recomputed: list[ShardGraph] = []
-        self.readers = TrialTensorReaders()
+        self.recomputed, self.readers = list[ShardGraph](), TrialTensorReaders()
         self.around_step: Callable[[Device | None], AbstractContextManager[object]] = nullcontext
         self.module = module
         self.optimizer = optimizer
         self.tensors: Mapping[str, Tensor] = dict(named_state(module))
+        self.shared = SharedTensors(
+            self.tensors if may_share else {},
+            {name for shard in plan.shards for name in shard.graph.written_state},
+            self.number,
+            device.alignment,
+            runs_own_code=plan.eager,
+        )
         owners = {name: shards[0] for name, shards in plan.used_state().items() if len(shards) == 1}
         self.layout = TrialStateLayout(plan=plan, owners=owners)
         self._frozen = {
@@ -154,8 +164,12 @@ class ModelState:
         return self._names[id(tensor)]
 
     def groups(self, names: Iterable[str]) -> list[TensorBlock]:
-        """Return the groups of the named parameters and buffers."""
-        return list(dict.fromkeys(self._group_of[name] for name in names))
+        """Return the groups of the named parameters and buffers; shared parameters are in no group."""
+        return list(dict.fromkeys(self._group_of[name] for name in names if name not in self.shared))
+
+    def blocks(self, names: Sequence[str]) -> list[Block]:
+        """Return the blocks of the named parameters and buffers: groups, and shared parameters."""
+        return [*self.groups(names), *self.shared.blocks(names)]
 
     def optimizer_groups(self, names: tuple[str, ...]) -> list[TensorBlock]:
         """Return the groups of the named parameters' optimizer state; none before the first update."""
@@ -183,6 +197,7 @@ class ModelState:
             TaskError: the code has added, removed or replaced parameters or buffers, or trains a frozen parameter.
         """
         check_state(self.tensors, self.module)
+        self._own_again(self.shared.lost(self.tensors))
         self._collect(self._blocks(), "the model's forward")
         self.check_frozen()
 
@@ -426,8 +441,11 @@ class ModelState:
         """
         self.tensors = dict(named_state(self.module))
         self._names = {id(tensor): name for name, tensor in self.tensors.items()}
+        self.shared.part_with(self.shared.lost(self.tensors))
         parts: dict[BlockKind, list[Tensor]] = {BlockKind.PARAMETERS: [], BlockKind.BUFFERS: []}
-        for tensor in self.tensors.values():
+        for name, tensor in self.tensors.items():
+            if name in self.shared:
+                continue
             parts[BlockKind.PARAMETERS if isinstance(tensor, nn.Parameter) else BlockKind.BUFFERS].append(tensor)
         present_groups = dict.fromkeys(self._group_of.values())
         for kind, tensors in parts.items():
@@ -487,7 +505,7 @@ class ModelState:
 
     def own_code_blocks(self) -> list[Block]:
         """Return the blocks needed on the device by a unit with the user's own code."""
-        return list(self._blocks())
+        return [*self._blocks(), *self.shared.blocks()]
 
     def rewrite(self, write: Callable[[Tensor], None]) -> None:
         """Change tensors of the state on the host, group by group; no unit of the trial may run meanwhile.
@@ -557,6 +575,7 @@ class ModelState:
         """
         with self.whole():
             yield
+            self._own_again(self.shared.lost(self.tensors, is_thorough=True))
             self.check()
             for block in self._blocks():
                 with block.lock:
@@ -588,6 +607,7 @@ class ModelState:
                 refuse the tensors.
         """
         self.settle()
+        self.shared.leave()
         storages = Counter(
             storage_identity(tensor) for block in self._blocks() if block.is_loose for tensor in block.tensors
         )
@@ -608,6 +628,7 @@ class ModelState:
     def drop(self) -> None:
         """Give up all device and host copies; the module must not be used afterwards."""
         self._host_updates.wait_quietly()
+        self.shared.leave()
         for block in self._blocks():
             drop(block)
 
@@ -620,7 +641,7 @@ class ModelState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all groups, as they lie on the host."""
+        """Bytes of all groups, as they lie on the host; without shared parameters, which belong to no single trial."""
         return sum(block.nbytes for block in self._blocks())
 
     def _blocks(self) -> list[TensorBlock]:
@@ -651,6 +672,8 @@ class ModelState:
     def _build(self, plan: ShardPlan, device: Device) -> None:
         members: dict[tuple[BlockKind, object], list[str]] = {}
         for name in plan.used_state():
+            if name in self.shared:
+                continue
             kind = BlockKind.PARAMETERS if isinstance(self.tensors[name], nn.Parameter) else BlockKind.BUFFERS
             members.setdefault((kind, self.layout.owners.get(name, name)), []).append(name)
         for (kind, owner), names in members.items():
@@ -661,7 +684,7 @@ class ModelState:
 
     def adopt_state(self, names: Sequence[str], device: Device) -> None:
         """Group parameters and buffers that the first plan did not use and a later plan does."""
-        new_names = [name for name in names if name not in self._group_of]
+        new_names = [name for name in names if name not in self._group_of and name not in self.shared]
         for kind, members in (
             (BlockKind.PARAMETERS, [n for n in new_names if isinstance(self.tensors[n], nn.Parameter)]),
             (BlockKind.BUFFERS, [n for n in new_names if not isinstance(self.tensors[n], nn.Parameter)]),
@@ -670,6 +693,11 @@ class ModelState:
                 tensors = [self.tensors[name] for name in members]
                 group = self._new_group(kind, tensors, device)
                 self._group_of.update(dict.fromkeys(members, group))
+
+    def _own_again(self, names: Sequence[str]) -> None:
+        """Give the trial groups of its own for parameters that are shared no more."""
+        self.shared.part_with(names)
+        self.adopt_state(names, self._device)
 
 
 def optimizer_tensors(optimizer: Optimizer, device: Device) -> list[Tensor]:

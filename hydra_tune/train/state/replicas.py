@@ -134,8 +134,9 @@ class ParameterReplicas:
                     if block not in self.moving:
                         block.pinned_for = None
             raise
-        with pager.lease([*chosen.values(), *blocks], workspace_bytes) as lease:
-            yield lease, self._stand_ins(names, chosen)
+        shared = self._state.shared
+        with pager.lease([*chosen.values(), *shared.blocks(names), *blocks], workspace_bytes) as lease:
+            yield lease, self._stand_ins(names, chosen) | shared.views(names, pager)
 
     def close(self) -> None:
         """Give up all copies; no unit that reads a copy may be running."""

@@ -17,6 +17,7 @@ from hydra_tune.memory.host.disk import SpillDisk
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.host.spill_dir import SpillFolder
 from hydra_tune.memory.pager import Pager
+from hydra_tune.memory.shared_file import SharedFile
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from tests.support.gated import settle
 
@@ -276,3 +277,21 @@ def test_blocks_on_disk_keep_no_handles(pager):
     assert sum(on_disk(made) for made in groups) == 38
     assert handles() <= before
     assert [made.tensors[0].unique().tolist() for made in groups] == [[value] for value in range(40)]
+
+
+def test_a_file_shared_by_trials_counts_once_and_goes_with_the_last(pager):
+    first, second = (TrialMemoryContext(lambda _: None) for _ in range(2))
+    file = SharedFile({"weight": torch.zeros(1)})
+    shared = {file: SIZE}
+    assert not pager.host.admit(first, SIZE // 2, SIZE, shared), "the file, fixed bytes and a block do not fit together"
+    assert pager.host.admit(first, 0, SIZE, shared)
+    pager.host.reserve(first)
+    assert pager.host.ledger.used_bytes == SIZE
+    assert pager.host.admit(second, 0, SIZE, shared)
+    pager.host.reserve(second)
+    assert pager.host.ledger.used_bytes == SIZE
+    assert not pager.host.admit(second, SIZE // 2, SIZE), "a further kind of batch"
+    pager.host.leave(first)
+    assert pager.host.ledger.used_bytes == SIZE
+    pager.host.leave(second)
+    assert pager.host.ledger.used_bytes == 0

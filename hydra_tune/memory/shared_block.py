@@ -1,0 +1,96 @@
+"""Copies of shared tensors on devices: one copy a device for all trials that need the tensor there.
+
+`ModelState` (`train/state/model_state.py`) makes a `SharedBlockHandle` for each shared tensor of a trial, and lists the
+handles among the blocks of the trial's units. A pager that leases or prefetches blocks asks each block for the block on
+its own device (`Block.at`): a handle leads to the copy there, and any other block is meant itself.
+
+A copy is a block like any other, with two differences. Its bytes come from the shared file and never change, so the copy is
+always clean and has no host copy of its own. And it belongs to no trial: the copy goes with the last trial that has a
+handle on the tensor. A device runs one unit at a time, so one unit at most computes with a copy.
+"""
+
+import threading
+import weakref
+
+from hydra_tune.memory.block import Block, BlockKind, PagerInterface
+from hydra_tune.memory.block_release import drop
+from hydra_tune.memory.shared_file import SharedTensor
+
+_LOCK = threading.Lock()
+# Weak: the handles of the trials keep a copy alive.
+_COPIES: "weakref.WeakValueDictionary[tuple[SharedTensor, PagerInterface], SharedBlockCopy]" = (
+    weakref.WeakValueDictionary()
+)
+
+
+class SharedBlockCopy(Block):
+    """A shared tensor on a device.
+
+    Attributes:
+        users: handles that lead to the copy.
+        lies_in_place: whether the device computes with the bytes of the file itself, so that a load only counts them.
+    """
+
+    __slots__ = ("__weakref__", "lies_in_place", "users")
+
+    def __init__(self, source: SharedTensor, alignment: int) -> None:
+        super().__init__(BlockKind.PARAMETERS, source.flat.numel(), alignment)
+        self.host = source.flat
+        self.users: set[SharedBlockHandle] = set()
+        self.lies_in_place = False
+
+
+class SharedBlockHandle(Block):
+    """A trial's share of a shared tensor; holds no bytes itself.
+
+    Args:
+        source: the tensor.
+        owner: number of the trial.
+        alignment: alignment of the devices.
+        may_lie_in_place: whether a device that computes on host tensors may use the bytes of the file itself.
+
+    Attributes:
+        source: as given.
+    """
+
+    __slots__ = ("_copies", "_may_lie_in_place", "source")
+
+    def __init__(self, source: SharedTensor, owner: int, alignment: int, *, may_lie_in_place: bool) -> None:
+        super().__init__(BlockKind.PARAMETERS, source.flat.numel(), alignment)
+        self.owner = owner
+        self.source = source
+        self._may_lie_in_place = may_lie_in_place
+        self._copies: dict[PagerInterface, SharedBlockCopy] | None = {}  # None: the trial is over
+
+    def at(self, pager: PagerInterface) -> Block:
+        """Return the copy on the pager's device, made if there is none; the handle itself once the trial is over."""
+        with self.lock:
+            if self._copies is None:
+                return self
+            copy = self._copies.get(pager)
+            if copy is None:
+                copy = self._copies[pager] = self._joined(pager)
+        if copy.home is None and copy.coming is None:
+            copy.lies_in_place = self._may_lie_in_place and pager.device.keeps_tensors
+        return copy
+
+    def _joined(self, pager: PagerInterface) -> SharedBlockCopy:
+        with _LOCK:
+            copy = _COPIES.get((self.source, pager))
+            if copy is None:
+                copy = _COPIES[self.source, pager] = SharedBlockCopy(self.source, pager.device.alignment)
+            copy.users.add(self)
+        return copy
+
+    def leave(self) -> None:
+        """Give the share up; the copies that nobody else uses are freed. No unit of the trial may run."""
+        with self.lock:
+            copies, self._copies = self._copies or {}, None
+        for pager, copy in copies.items():
+            with _LOCK:
+                copy.users.discard(self)
+                is_last = not copy.users
+                if is_last:
+                    del _COPIES[self.source, pager]
+            if is_last:
+                drop(copy)
