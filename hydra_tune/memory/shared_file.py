@@ -132,6 +132,20 @@ def shared_source(tensor: Tensor) -> SharedTensor | None:
     return None if _is_written(tensor, source) else source
 
 
+def shown_again(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
+    """Return, by `id`, a frozen parameter that shows the same file for each frozen parameter that shows a file."""
+    places: dict[SharedFile, dict[str, Tensor]] = {}
+    shown: dict[int, nn.Parameter] = {}
+    for parameter in parameters:
+        source = None if parameter.requires_grad else shared_source(parameter)
+        if source is None:
+            continue
+        if source.file not in places:
+            places[source.file] = source.file.mapped()
+        shown[id(parameter)] = nn.Parameter(places[source.file][source.name], requires_grad=False)
+    return shown
+
+
 def digest_of(tensor: Tensor) -> str:
     """Return a digest of a dense tensor on the host: of dtype, shape, strides and bytes."""
     content = hashlib.blake2b(digest_size=16)

@@ -394,6 +394,53 @@ def test_a_base_goes_to_another_process_by_its_recipe(base, plain):
     assert copy.deepcopy(base) is base
 
 
+@pytest.mark.slow
+def test_a_llama_of_half_precision_is_a_base():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    llama = SharedModule(lambda: transformers.LlamaForCausalLM(config).bfloat16())
+
+    def model(rank):
+        made = llama.module()
+        for layer in made.model.layers:
+            layer.self_attn.q_proj = Lora(layer.self_attn.q_proj, rank).bfloat16()
+        made.model.norm.weight.requires_grad_(True)
+        return made
+
+    tokens = torch.randint(256, (16, 12), generator=torch.Generator().manual_seed(0))
+    tasks = [
+        task(
+            partial(model, rank),
+            seed=rank,
+            train=TensorDataset(tokens),
+            validate=None,
+            loss=None,
+            step=lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss,
+            batch_size=4,
+            max_grad_norm=1.0,
+            accumulate=2,
+        )
+        for rank in (2, 8)
+    ]
+    plain = [train_plain(each) for each in tasks]
+    for options in ({}, {"device_memory": "240KiB"}):
+        with HydraExecutor("cpu:1", **options) as pool:
+            results = pool.run(tasks)
+        for result, expected in zip(results, plain, strict=True):
+            assert (result.num_shards > 1) == bool(options)
+            assert_same(result, expected)
+
+
 def test_a_base_that_is_no_module_or_not_on_the_host_is_refused_by_name():
     with pytest.raises(TaskError, match="SharedModule needs a function"):
         SharedModule(Trunk())

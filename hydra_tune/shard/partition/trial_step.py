@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.errors import CaptureError
+from hydra_tune.memory.shared_file import shown_again
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes
@@ -29,10 +30,14 @@ from hydra_tune.shard.verify.value_numbering import ValuesNeededError
 
 
 def twin_of(model: nn.Module, mode: str | None = None, *, has_values: bool = True) -> nn.Module:
-    """Return a copy of a model, in the mode of a step if given; without `has_values`, trained parameters are not copied."""
+    """Return a copy of a model, in the mode of a step if given; without `has_values`, trained parameters are not copied.
+
+    Frozen parameters in a shared file are not copied either: the copy shows the file once more.
+    """
     # Tensors that code has computed, as the weight of `torch.nn.utils.weight_norm`, have no copy in torch.
     computed = [value for part in model.modules() for value in vars(part).values() if isinstance(value, Tensor)]
     known = {id(tensor): tensor.detach().clone() for tensor in computed if not tensor.is_leaf}
+    known |= shown_again(model.parameters())
     if not has_values:
         trained = [
             parameter for parameter in model.parameters() if type(parameter) is nn.Parameter and parameter.requires_grad

@@ -82,7 +82,7 @@ class SharedTensors:
         homes = {
             name: self._tensors[name].data
             for name, handle in self._handles.items()
-            if not handle.at(pager).lies_in_place
+            if not handle.at(pager).lies_in_place and _mark_of(self._tensors[name]) == self._marks[name]
         }
         for name in homes:
             self._point(name, self._view(name, pager))
@@ -92,7 +92,7 @@ class SharedTensors:
         finally:
             for name, home in homes.items():
                 # The code may have given the parameter other memory, or may train it from now on.
-                if name not in self._handles:
+                if name not in self._handles or self._tensors[name].data_ptr() != self._marks[name][0]:
                     continue
                 if self._is_spoiled(name):
                     written.append(name)
@@ -163,7 +163,8 @@ class SharedTensors:
     def _reload(self, name: str, pager: Pager) -> None:
         copy = self._handles[name].at(pager)
         if copy.host is not None and copy.data is not None:
-            pager.device.load([(copy.host, copy.data)])
+            # By `.data`: a graph that another trial has kept would refuse a newer version, and the bytes are what they were.
+            pager.device.load([(copy.host, copy.data.data)])
 
 
 def digests(module: nn.Module) -> dict[str, str]:
