@@ -13,7 +13,7 @@ import pytest
 from hydra_tune import HydraExecutor
 from hydra_tune.checkpoint.tensors import load_tensors
 from tests.parity.exact import differences
-from tests.support.killed import train
+from tests.support.killed import WITH_BASE, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,5 +46,5 @@ def test_killed_and_gone_on_with(tmp_path):
     assert process.returncode == -signal.SIGKILL
     ended(start(tmp_path / "saved", tmp_path / "result", epochs, "cpu:2"))
     with HydraExecutor(devices="cpu:1", num_shards=1) as pool:
-        expected = train(pool, epochs)
+        expected = train(pool, epochs, names=WITH_BASE)
     assert list(differences(expected, load_tensors(tmp_path / "result")[0])) == []

@@ -296,6 +296,16 @@ def test_a_base_written_in_training_becomes_the_writers_own(base, plain, way, af
     assert_same(other, plain[3])
 
 
+def test_a_device_counts_what_a_writer_owns_beside_the_base(base):
+    resident = {}
+    for after_step in (None, merge_counted):
+        with HydraExecutor(**PATHS["whole"]) as pool:
+            writer = task(partial(adapted, base, RANKS[1]), after_step=after_step)
+            at_first_report(pool, [writer, lora_tasks(base)[1]])
+            resident[after_step] = pool.stats().devices["cpu:0"].resident_bytes
+    assert resident[merge_counted] - resident[None] == WIDTH * WIDTH * 4
+
+
 def test_a_write_to_a_copy_that_others_compute_with_fails_its_trial_alone(base, plain):
     writer = task(partial(adapted, base, 4), after_step=merge_counted)
     with HydraExecutor(**PATHS["behind a link"]) as pool:

@@ -4,7 +4,7 @@ Run as `python -m tests.support.killed FOLDER RESULT`: goes on from what is in F
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune import HydraExecutor, SharedModule, TrainTask
 from hydra_tune.checkpoint.tensors import save_tensors
 
 NAMES = ("first", "second")
+WITH_BASE = (*NAMES, "on a base")
 
 
 def model() -> nn.Module:
@@ -25,11 +26,21 @@ def model() -> nn.Module:
     )
 
 
+BASE = SharedModule(model)
+
+
+def probe() -> nn.Module:
+    """A new head on the shared base."""
+    made = BASE.module()
+    made[-1] = nn.Linear(256, 4)
+    return made
+
+
 def described(seed: int, epochs: int) -> TrainTask:
     made = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(96, 32, generator=made), torch.randint(4, (96,), generator=made))
     return TrainTask(
-        model=model,
+        model=probe if seed == len(NAMES) else model,
         optimizer=partial(torch.optim.AdamW, lr=1e-3),
         train=DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(seed)),
         loss=functional.cross_entropy,
@@ -41,10 +52,12 @@ def described(seed: int, epochs: int) -> TrainTask:
     )
 
 
-def train(pool: HydraExecutor, epochs: int, *, begun: Callable[[], object] = int) -> dict[str, torch.Tensor]:
+def train(
+    pool: HydraExecutor, epochs: int, *, names: Sequence[str] = NAMES, begun: Callable[[], object] = int
+) -> dict[str, torch.Tensor]:
     """Train all to the end, from the last checkpoints if the pool has any; returns all that has to be the same."""
     jobs = []
-    for seed, name in enumerate(NAMES):
+    for seed, name in enumerate(names):
         found = None if pool.checkpoint_dir is None else pool.find_checkpoint(name)
         jobs.append(pool.submit(described(seed, epochs), name, resume_from=None if found is None else found.path))
     begun()
@@ -66,7 +79,8 @@ def main(folder: str, result: str, epochs: str, devices: str) -> None:
     """Train to the end, from the last checkpoints."""
     torch.set_num_threads(1)
     with HydraExecutor(devices=devices, checkpoint_dir=folder, checkpoint_every=3, num_shards=2) as pool:
-        tensors = train(pool, int(epochs), begun=lambda: print("begun", flush=True))  # noqa: T201 - whoever kills waits for it
+        # Whoever kills waits for the line.
+        tensors = train(pool, int(epochs), names=WITH_BASE, begun=lambda: print("begun", flush=True))  # noqa: T201
     save_tensors(Path(result), tensors)
 
 
