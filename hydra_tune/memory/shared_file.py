@@ -19,6 +19,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -108,7 +109,8 @@ class SharedFile:
         weakref.finalize(mapping, _forget, list(sources)).atexit = False
         with _LOCK:
             _SOURCES.update(sources)
-        return {name: source.slot.view(flats[name]) for name, source in self.tensors.items()}
+        with unseen():
+            return {name: source.slot.view(flats[name]) for name, source in self.tensors.items()}
 
     def _mapping(self) -> mmap.mmap:
         return mmap.mmap(self._file, self.nbytes, access=mmap.ACCESS_COPY)
@@ -116,6 +118,11 @@ class SharedFile:
     def _flat(self, mapping: mmap.mmap, name: str) -> Tensor:
         offset, size = self._places[name]
         return torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=offset)
+
+
+def unseen() -> AbstractContextManager[object]:
+    """Context in which no dispatch mode sees operators: a mode that limits or forgoes memory would take a mapping for more."""
+    return torch._C._DisableTorchDispatch()  # noqa: SLF001 - torch has no other name for it
 
 
 def shared_source(tensor: Tensor) -> SharedTensor | None:

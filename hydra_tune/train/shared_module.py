@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_tune.errors import TaskError
-from hydra_tune.memory.shared_file import SharedFile
+from hydra_tune.memory.shared_file import SharedFile, unseen
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.train.rng.rng_streams import RandomStreams
 
@@ -143,7 +143,8 @@ def _copied(model: nn.Module, places: dict[str, Tensor]) -> nn.Module:
         if place is None:
             continue
         if isinstance(tensor, nn.Parameter):
-            place = nn.Parameter(place, requires_grad=False)
+            with unseen():
+                place = nn.Parameter(place, requires_grad=False)
         # Marks that libraries leave on their parameters.
         vars(place).update(vars(tensor))
         memo[id(tensor)] = place

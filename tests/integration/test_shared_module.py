@@ -329,6 +329,7 @@ def test_the_model_of_a_result_is_the_users_own(base, plain):
 
 
 def test_nothing_of_a_base_stays_once_nobody_has_it():
+    gc.collect()
     before = len(shared_file._SOURCES)
     unseen = SharedModule(Trunk)
     with HydraExecutor(**CUT) as pool:

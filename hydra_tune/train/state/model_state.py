@@ -684,7 +684,9 @@ class ModelState:
 
     def adopt_state(self, names: Sequence[str], device: Device) -> None:
         """Group parameters and buffers that the first plan did not use and a later plan does."""
-        new_names = [name for name in names if name not in self._group_of and name not in self.shared]
+        self._group([name for name in names if name not in self._group_of and name not in self.shared], device)
+
+    def _group(self, new_names: Sequence[str], device: Device) -> None:
         for kind, members in (
             (BlockKind.PARAMETERS, [n for n in new_names if isinstance(self.tensors[n], nn.Parameter)]),
             (BlockKind.BUFFERS, [n for n in new_names if not isinstance(self.tensors[n], nn.Parameter)]),
@@ -696,8 +698,9 @@ class ModelState:
 
     def _own_again(self, names: Sequence[str]) -> None:
         """Give the trial groups of its own for parameters that are shared no more."""
+        # In this order: a prefetch, on another thread, finds each parameter in one place at least.
+        self._group(names, self._device)
         self.shared.part_with(names)
-        self.adopt_state(names, self._device)
 
 
 def optimizer_tensors(optimizer: Optimizer, device: Device) -> list[Tensor]:
