@@ -65,6 +65,23 @@ class MLP(nn.Module):
         return self.head(x)
 
 
+class Tuned(nn.Module):
+    """Layers that train, with dropout, on top of frozen ones, of which the backward needs no maps; not in the table."""
+
+    def __init__(self, width, frozen, depth):
+        super().__init__()
+        self.frozen = nn.ModuleList(nn.Linear(width, width).requires_grad_(False) for _ in range(frozen))
+        self.layers, self.head = nn.ModuleList(nn.Linear(width, width) for _ in range(depth)), nn.Linear(width, 10)
+
+    def forward(self, x):
+        """Class scores."""
+        for layer in self.frozen:
+            x = functional.relu(layer(x))
+        for layer in self.layers:
+            x = functional.dropout(functional.gelu(layer(x)), 0.1, self.training)
+        return self.head(x)
+
+
 class Bottleneck(nn.Module):
     """Three convolutions with batch norm, and what came in."""
 
@@ -322,6 +339,7 @@ MODELS = {
     "dlrm": {"tiny": (8, 26, 10, 4, 8), "cpu": (256, 6, 100, 16, 128), "table": (512, 26, 24000, 64, 512)},
     "cnn": {"cpu": ((16, 16, 32, 32), 16, 16), "large": ((16, 16, 16, 16, 16), 8, 64)},
     "mlp": {"large": (4096, 256, 8)},
+    "tuned": {"large": (2048, 256, 20, 3)},
 }
 """The arguments of each one's maker, by scale."""
 
@@ -343,6 +361,9 @@ def model(name: str, scale: str) -> Model:
     if name == "mlp":
         count, width, depth = given
         return Model(partial(MLP, width, depth), partial(_rows, count, width, 10))
+    if name == "tuned":
+        count, width, frozen, depth = given
+        return Model(partial(Tuned, width, frozen, depth), partial(_rows, count, width, 10))
     if name == "resnet":
         return _resnet(*given, stem=scale == "table")
     makers: dict[str, Any] = {"vit": _vit, "mobilenet": _mobilenet, "bert": _text, "gpt2": _text, "dlrm": _dlrm}

@@ -23,10 +23,13 @@ LEAST_STEPS = 3
 
 
 class Runners:
-    """What members run, by their number; on a GPU parts that run one after the other have tensors in common."""
+    """What members run, by their number; on a GPU parts that run one after the other have tensors in common.
 
-    def __init__(self, family, members):
-        self._family, self._known = family, {}
+    With a simulated link, copies of a CPU go over the link.
+    """
+
+    def __init__(self, family, members, link=None):
+        self._family, self._known, self._link = family, {}, link
         self._parts = [[self._runner(part) for part in one.parts] for one in members]
 
     def step(self, number):
@@ -69,7 +72,7 @@ class Runners:
         def draw(side, number):
             return steps[side].noise[number].draw(groups[side], device)
 
-        run = MergedGraphRunner(part.schedule, steps, device, given, draw)
+        run = MergedGraphRunner(part.schedule, steps, device, given, draw, link=self._link)
         if len(steps) > 1:
             run.segment(ScheduleSegment(None, 0))
         return run, part.schedule.segments, own

@@ -176,7 +176,7 @@ class SimulatedLink:
         self._is_busy = False
         self._num_waited_for = 0
 
-    def send(self, copy: Callable[[], None], nbytes: int, *, is_waited_for: bool) -> None:
+    def send(self, copy: Callable[[], object], nbytes: int, *, is_waited_for: bool) -> None:
         """Make a copy, and occupy the link for as long as `nbytes` take at the link's bandwidth."""
         with self._changed:
             # Counted before the wait: from now on, no background copy may begin before this copy.

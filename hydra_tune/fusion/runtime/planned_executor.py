@@ -10,6 +10,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from hydra_tune.devices.copying import SimulatedLink
+from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.fusion.runtime.step_planner import PlannedStep
@@ -42,6 +44,7 @@ class DeviceStepRunner:
         # Merged graphs belong to no device, so all devices share them.
         self._merged = rewritten(planned.part.schedule, planned.graphs)
         self._place: torch.device | None = None
+        self._link: SimulatedLink | None = None
         self._run: MergedGraphRunner | None = None
         self._seconds = 0.0
 
@@ -59,10 +62,12 @@ class DeviceStepRunner:
         Raises:
             OutOfMemoryError: the step was planned for another kind of device.
         """
-        if self._place != device.torch_device:
+        # CPU devices are a single device to torch, and each has its own link.
+        link = device.link if isinstance(device, CpuDevice) else None
+        if self._place != device.torch_device or self._link is not link:
             self._check(device)
             self.close()
-            self._place = device.torch_device
+            self._place, self._link = device.torch_device, link
 
     @property
     def place(self) -> torch.device:
@@ -75,7 +80,9 @@ class DeviceStepRunner:
         """The runner of the steps on the present device."""
         if self._run is None:
             graphs, schedule = self.planned.graphs, self.planned.part.schedule
-            self._run = MergedGraphRunner(schedule, graphs, self.place, self._arguments, self._draw, self._merged)
+            self._run = MergedGraphRunner(
+                schedule, graphs, self.place, self._arguments, self._draw, self._merged, self._link
+            )
         return self._run
 
     def close(self) -> None:

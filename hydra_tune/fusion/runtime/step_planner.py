@@ -25,7 +25,7 @@ from hydra_tune.planner.cost.peak_memory import simulated
 from hydra_tune.planner.ir.step_profile import SubArrayProfile
 from hydra_tune.planner.profile.allocator_rounding import allocated, on_all
 from hydra_tune.planner.profile.output_layouts import as_laid_out
-from hydra_tune.planner.profile.profiler import CpuClock, CudaClock, SubArrayProfiler
+from hydra_tune.planner.profile.profiler import CpuClock, CudaClock, SubArrayProfiler, over_link
 from hydra_tune.planner.profile.profiling_interpreter import ProfilingClock
 from hydra_tune.planner.search.autotune import MeasuredPlan as Ran
 from hydra_tune.planner.search.autotune import fitted, key_of
@@ -256,6 +256,8 @@ class StepPlanner:
                     profiles = {id(graph): self._profiles.array("group", graph, stand.place) for graph in graphs}
             finally:
                 torch.set_num_threads(threads)
+        if stand.bandwidth is not None:
+            profiles = {key: over_link(array, stand.bandwidth) for key, array in profiles.items()}
         return {id(graph): allocated(profiles[id(graph)], graph, stand.rounding) for graph in graphs}
 
     def _graph(self, stack: StackedStepSpec) -> StepGraph:
@@ -305,7 +307,7 @@ class StepPlanner:
         if not updated(step) <= stack.groups.keys():
             raise UnfusableError("it overwrites buffers after its loss; it runs unplanned")
         # A profile on a device holds the static tensors there.
-        if stand is not HOST:
+        if not stand.is_host:
             self._check_static(step)
         # Laying out runs operators on the device, which otherwise belongs to the pool.
         with stand.borrowed():

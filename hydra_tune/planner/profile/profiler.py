@@ -305,6 +305,23 @@ def copied_at(array: SubArrayProfile, bytes_per_second: float, seconds: float = 
     return replace(array, out_seconds=times, in_seconds=times, at_once=_at_once(times, times, array.hand_seconds))
 
 
+def over_link(array: SubArrayProfile, bytes_per_second: float) -> SubArrayProfile:
+    """Return a profiled sub-array whose copies go over a simulated link as well, and take no less time than there.
+
+    The computing thread makes none of these copies itself, because it would sleep meanwhile.
+
+    Args:
+        array: the sub-array.
+        bytes_per_second: of the link.
+    """
+    link_seconds = {name: feature_map.num_bytes / bytes_per_second for name, feature_map in array.maps.items()}
+    out, back = (
+        {name: max(seconds, link_seconds[name]) for name, seconds in copies.items()}
+        for copies in (array.out_seconds, array.in_seconds)
+    )
+    return replace(array, out_seconds=out, in_seconds=back, at_once=frozenset())
+
+
 def _at_once(out: Mapping[str, float], back: Mapping[str, float], hand_seconds: float) -> frozenset[str]:
     """Storages whose copies take no longer than their hand-overs."""
     return frozenset(name for name, seconds in out.items() if seconds + back[name] <= 2 * hand_seconds)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hydra_tune.devices.copying import SimulatedLink
 from hydra_tune.devices.hardware.heap import PLAN_BYTES, keep_freed_memory
 from hydra_tune.planner.ir.planner_ops import view_of
 
@@ -62,17 +63,18 @@ class CopyEngine(Protocol):
         """End the background work."""
 
 
-def copies_for(device: torch.device, sizes: Mapping[str, int]) -> CopyEngine:
+def copies_for(device: torch.device, sizes: Mapping[str, int], link: SimulatedLink | None = None) -> CopyEngine:
     """Return the copies of a device.
 
     Args:
         device: of the computation.
         sizes: bytes of each storage that will be offloaded, by the name in the offload node.
+        link: simulated link of a CPU device, which its other copies use as well; None: no such link.
     """
     if device.type == "cuda":
         return CudaCopyEngine(device, sizes)
     keep_freed_memory(PLAN_BYTES)
-    return ThreadCopyEngine(sizes)
+    return ThreadCopyEngine(sizes, link)
 
 
 @dataclass(slots=True)
@@ -105,10 +107,12 @@ class ThreadCopyEngine:
 
     Args:
         sizes: bytes of each storage that will be offloaded.
+        link: as of `copies_for`.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], link: SimulatedLink | None = None) -> None:
         self.waited_seconds = 0.0
+        self._link = link
         self._host = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
         self._asked: queue.SimpleQueue[_ThreadCopyHandle | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="planned copies", daemon=True)
@@ -120,6 +124,8 @@ class ThreadCopyEngine:
 
     def offload_at_once(self, value: Tensor, storage: str) -> _ThreadCopyHandle:
         """As of `CopyEngine`."""
+        if self._link is not None:  # where the computing thread would sleep
+            return self.offload(value, storage)
         return _ThreadCopyHandle(self._host[storage].copy_(_bytes_of(value)), None, None)
 
     def release(self, handle: _ThreadCopyHandle) -> Tensor:
@@ -132,6 +138,8 @@ class ThreadCopyEngine:
 
     def prefetch_at_once(self, copy: Tensor) -> _ThreadCopyHandle:
         """As of `CopyEngine`."""
+        if self._link is not None:
+            return self.prefetch(copy)
         return _ThreadCopyHandle(torch.empty(copy.numel(), dtype=copy.dtype).copy_(copy), None, None)
 
     def arrived(self, handle: _ThreadCopyHandle) -> Tensor:
@@ -156,6 +164,12 @@ class ThreadCopyEngine:
         self.waited_seconds += time.perf_counter() - begin
         return target
 
+    def _copy(self, to: Tensor, source: Tensor) -> None:
+        if self._link is None:
+            to.copy_(source)
+        else:
+            self._link.send(lambda: to.copy_(source), to.nbytes, is_waited_for=False)
+
     def _ask(self, to: Tensor, source: Tensor) -> _ThreadCopyHandle:
         flight = _ThreadCopyHandle(to, source, threading.Event())
         self._asked.put(flight)
@@ -165,7 +179,7 @@ class ThreadCopyEngine:
         while (flight := self._asked.get()) is not None:
             try:
                 assert flight.source is not None, "copied once"
-                flight.to.copy_(flight.source)
+                self._copy(flight.to, flight.source)
             except BaseException as error:  # noqa: BLE001 - raised where the copy is waited for
                 flight.error = error
             assert flight.is_done is not None, "handed over"

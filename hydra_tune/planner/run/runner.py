@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hydra_tune.devices.copying import SimulatedLink
 from hydra_tune.planner.ir.plan_state import ScheduleSegment, SubArraySchedule
 from hydra_tune.planner.passes.graph_rewrite import MergedGraph, losses_of, rewritten
 from hydra_tune.planner.run.copy_engine import CopyEngine, copies_for
@@ -36,6 +37,7 @@ class MergedGraphRunner:
             Called once for the forward and once for the backward, and must give the same batch both times.
         draw: (side of a sub-array, number of the noise) -> random numbers.
         merged: the merged graphs, where they exist already; merged graphs belong to no device.
+        link: as of `copies_for`.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class MergedGraphRunner:
         arguments: Sequence[_Arguments],
         draw: Callable[[int, int], Tensor],
         merged: Mapping[ScheduleSegment, MergedGraph] | None = None,
+        link: SimulatedLink | None = None,
     ) -> None:
         self.merged = rewritten(schedule, steps) if merged is None else merged
         # Host memory is looked up by the names that the rewriter writes into the offload nodes.
@@ -54,7 +57,7 @@ class MergedGraphRunner:
             for side, step in enumerate(steps)
             for name in schedule.decisions[side].swaps
         }
-        self._copies: CopyEngine = copies_for(device, sizes)
+        self._copies: CopyEngine = copies_for(device, sizes, link)
         self._watch = stopwatch_for(device, self._copies)
         self._graphs = {
             segment: MergedGraphInterpreter(graph, self._copies, draw, device) for segment, graph in self.merged.items()

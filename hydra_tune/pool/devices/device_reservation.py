@@ -20,7 +20,7 @@ import torch
 from hydra_tune.devices.device import Device
 from hydra_tune.devices.hardware.discovery import device_kind
 from hydra_tune.errors import DeviceLostError, HydraTuneError, first_line
-from hydra_tune.fusion.runtime.profiling_device import HOST, ProfilingDevice
+from hydra_tune.fusion.runtime.profiling_device import ProfilingDevice, host_of
 from hydra_tune.memory.pager import Pager
 from hydra_tune.pool.faults.retry import found_lost
 
@@ -113,7 +113,7 @@ class DeviceReservations:
         return tuple(
             ProfilingDevice(candidate.torch_device, candidate.alignment, partial(self.borrowed, candidate))
             for candidate in kinds.values()
-        ) or (HOST,)
+        ) or (host_of(device for name, device in named_devices if name not in away),)
 
     @contextmanager
     def borrowed(self, device: Device) -> Iterator[None]:

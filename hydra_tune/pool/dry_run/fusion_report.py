@@ -20,6 +20,7 @@ from hydra_tune.fusion.matching.group_size_policy import FusionStepTimes, chosen
 from hydra_tune.fusion.matching.group_timing import FusionBenchmark
 from hydra_tune.fusion.runtime.plan_report import PlannedSizeChoice
 from hydra_tune.fusion.runtime.planned_group_size import compared, kept_way
+from hydra_tune.fusion.runtime.profiling_device import host_of
 from hydra_tune.fusion.runtime.step_planner import StackedStepSpec, StepPlanner, check_planned, stack_of
 from hydra_tune.planner.search.figures import StepFigures
 from hydra_tune.pool.dry_run.step_profiles import StepProfileCache
@@ -147,7 +148,8 @@ class FusionForecaster:
             return found
         if device.torch_device.type != "cpu":
             return replace(found, why_not_planned="the time of planned steps is predicted on CPU devices alone")
-        planner, plans = StepPlanner(self._budget_bytes, library.budget.alignment), GroupPlanFactory(library)
+        stand, plans = host_of([device]), GroupPlanFactory(library)
+        planner = StepPlanner(self._budget_bytes, library.budget.alignment, lambda: (stand,))
 
         def stack(begin: int, end: int) -> StackedStepSpec:
             size, is_clipped = end - begin, task.max_grad_norm is not None

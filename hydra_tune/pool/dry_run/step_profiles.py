@@ -12,9 +12,10 @@ from torch import nn
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import UnfusableError
 from hydra_tune.fusion.matching.fusion_key import fusion_key
+from hydra_tune.fusion.runtime.profiling_device import host_of
 from hydra_tune.fusion.runtime.step_planner import clock_of
 from hydra_tune.fusion.runtime.task_profiles import TaskProfileCache
-from hydra_tune.planner.profile.profiler import SubArrayProfiler
+from hydra_tune.planner.profile.profiler import SubArrayProfiler, over_link
 from hydra_tune.planner.search.figures import StepFigures, figures_of
 from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
@@ -64,5 +65,7 @@ class StepProfileCache:
             place = device.torch_device
             arrays = TaskProfileCache(task, built, prepared, leaves, library, self._profiles, place)
             is_duplex = place.type == "cuda"  # a CPU device copies both ways on a single thread
-            self._known[key] = figures_of(arrays.array, num_trials, self._budget_bytes, is_duplex=is_duplex)
+            bandwidth = host_of([device]).bandwidth
+            array = arrays.array if bandwidth is None else lambda size: over_link(arrays.array(size), bandwidth)
+            self._known[key] = figures_of(array, num_trials, self._budget_bytes, is_duplex=is_duplex)
         return self._known[key]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.fusion.runtime.planned_executor import DeviceStepRunner
 from hydra_tune.fusion.runtime.step_arguments import sent
@@ -52,6 +53,25 @@ def test_each_unit_may_run_on_another_one_with_the_same_bits():
     steps.close()
     for number_now, found in enumerate(losses):
         assert torch.equal(found, run_unplanned(other, number_now))
+
+
+def test_swaps_take_the_link_of_the_device_that_the_unit_runs_on():
+    """CPU devices are one place to torch, and each has a link of its own."""
+    made = sub_array("dlrm")
+    _, steps = steps_of(made)
+    devices = [CpuDevice(index, 1 << 30, bandwidth) for index, bandwidth in enumerate((1e9, 1e9, None))]
+    sent = {device.name: [] for device in devices}
+    for device in devices[:2]:
+        device.link.send = lambda copy, nbytes, name=device.name, **_: (sent[name].append(nbytes), copy())
+    counts = []
+    for device in (devices[0], devices[1], devices[1], devices[2]):
+        steps.on(device)
+        make_step(steps, [])
+        counts.append([len(one) for one in sent.values()])
+    steps.close()
+    assert counts == [[2, 0, 0], [2, 2, 0], [2, 4, 0], [2, 4, 0]]
+    for device in devices:
+        device.close()
 
 
 def test_what_was_planned_for_devices_of_another_kind_is_refused_by_name():

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from hydra_tune.errors import UnfusableError
-from hydra_tune.planner.profile.profiler import CpuClock, SubArrayProfiler, copied_at, measured
+from hydra_tune.planner.profile.profiler import CpuClock, SubArrayProfiler, copied_at, measured, over_link
 from tests.support.tracker import StorageTracker
+from tests.unit.planner.hand import chain
 from tests.unit.planner.made import sub_array
 
 CPU = torch.device("cpu")
@@ -155,3 +156,15 @@ def test_what_lies_otherwise_than_the_step_says_is_refused(monkeypatch):
     monkeypatch.setitem(step.seen.layouts, name, ((9, 9, 9, 9, 9),))
     with pytest.raises(UnfusableError, match=r"relu.* gives strides .* runs unplanned"):
         measured(step, CPU, CpuClock())
+
+
+def test_over_a_simulated_link_no_copy_takes_less_than_its_bytes_take_there():
+    array = copied_at(chain(3, num_bytes=100), 50.0)
+    slow, fast = over_link(array, 10.0), over_link(array, 1e9)
+    assert slow.in_seconds == slow.out_seconds == dict.fromkeys(array.maps, 10.0)
+    assert fast.in_seconds == array.in_seconds == dict.fromkeys(array.maps, 2.0)
+
+
+def test_the_computing_thread_makes_no_copy_over_a_link_itself():
+    array = replace(copied_at(chain(3, num_bytes=100), 1e9), at_once=frozenset({"z0"}))
+    assert over_link(array, 10.0).at_once == frozenset()

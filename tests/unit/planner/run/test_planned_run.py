@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.mutwo_least import least
+from hydra_tune.planner.cost.latency import times_of
 from hydra_tune.planner.cost.peak_memory import followed, peak_of, simulated
 from hydra_tune.planner.ir.lowering import lowered, start_bytes
 from hydra_tune.planner.ir.plan_state import ScheduleSegment, undecided
@@ -15,6 +16,7 @@ from hydra_tune.planner.passes.swap_recompute import AllowedPlanActions, planned
 from hydra_tune.planner.profile.profiler import GraphMeasurements, array_of, copied_at
 from hydra_tune.planner.run.copy_engine import ThreadCopyEngine
 from hydra_tune.planner.run.runner import MergedGraphRunner
+from hydra_tune.planner.search.portfolio import Planner, limit_for
 from tests.support.tracker import StorageTracker
 from tests.unit.planner.made import MODELS, run_unplanned, sub_array
 
@@ -91,6 +93,35 @@ def test_results_are_the_unplanned_runs_bit_for_bit(name, share):
     schedule = limited((name, name), share)
     verify_schedule(schedule)
     assert_same_as_unplanned(schedule, (name, name))
+
+
+LINKS = [
+    # Over a GPU's link copies of both directions go side by side.
+    pytest.param("transformer", 5e7, 0.45, True, 1.1, id="duplex"),
+    # Over the simulated link of a CPU device they do not.
+    pytest.param("cnn", 2.5e8, 0.45, False, 1.01, id="half duplex"),
+]
+
+
+@pytest.mark.parametrize(("name", "bytes_per_second", "share", "is_duplex", "gain"), LINKS)
+def test_on_a_slow_link_an_interleaved_pair_is_faster_than_every_way_without(
+    name, bytes_per_second, share, is_duplex, gain
+):
+    arrays = (copied_at(array(name), bytes_per_second, 1e-6),) * 2
+    whole = undecided(arrays, 1 << 60)
+    limit = whole.static_bytes + int(share * (peak_of(whole)[1].peak_bytes - whole.static_bytes))
+    ways = Planner(array=lambda _: arrays[0], limit_bytes=limit_for(limit), is_duplex=is_duplex).ways((1, 1), arrays)
+    waits = [AllowedPlanActions(interleaves=False, recomputes=again, is_duplex=is_duplex) for again in (True, False)]
+    still = [planned(undecided(arrays, limit), policy)[0] for policy in waits]
+    still += [ways[way].schedule for way in ("kept", "recomputations alone", "min-cut")]
+    fitting = [one for one in still if peak_of(one)[1].peak_bytes <= limit]
+    best = min((one for one in ways.values() if one.peak_bytes <= limit), key=lambda one: one.times.seconds)
+    assert any(one.swaps for schedule in fitting for one in schedule.decisions), (
+        "without interleaving, copies are waited for"
+    )
+    assert any(one.slots for one in best.schedule.decisions)
+    assert gain * best.times.seconds < min(times_of(one, is_duplex=is_duplex).seconds for one in fitting)
+    assert_same_as_unplanned(best.schedule, (name, name))
 
 
 @pytest.mark.slow

@@ -116,3 +116,26 @@ def test_all_of_a_storage_is_copied_where_a_value_is_a_view_of_it(copies):
     """The first row of two, transposed: the other one comes back with it."""
     value = tensor(1.0, 2.0).view(1, 2)[:, :1].t()
     assert numbers(copies.release(copies.offload(value, "a"))) == [1.0, 2.0]
+
+
+class Link:
+    """A link that notes how many bytes go over it, and by which thread."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, copy, nbytes, *, is_waited_for):
+        self.sent.append((nbytes, threading.current_thread().name, is_waited_for))
+        copy()
+
+
+def test_all_copies_of_a_device_behind_a_link_go_over_the_link_and_beside_the_computation():
+    """Small ones too, or the computing thread would sleep; copies that a unit waits for to begin go first."""
+    link = Link()
+    copies = ThreadCopyEngine({"a": 8, "b": 8}, link)
+    on_host = copies.release(copies.offload(tensor(1.0, 2.0), "a"))
+    also = copies.release(copies.offload_at_once(tensor(3.0, 4.0), "b"))
+    assert numbers(copies.arrived(copies.prefetch(on_host))) == [1.0, 2.0]
+    assert numbers(copies.arrived(copies.prefetch_at_once(also))) == [3.0, 4.0]
+    copies.close()
+    assert link.sent == [(8, "planned copies", False)] * 4

@@ -80,6 +80,24 @@ def test_two_groups_in_turn_have_the_bits_of_each_alone_in_the_memory_there_is(s
     assert "predicted: two in turn (2 + 2" in caplog.text
 
 
+def test_behind_a_link_steps_are_planned_with_the_link_and_have_the_same_bits(segments, monkeypatch):
+    planned, steps = StepPlanner.planned, []
+
+    def noted(self, *stacks):
+        steps.append(planned(self, *stacks))
+        return steps[-1]
+
+    monkeypatch.setattr(StepPlanner, "planned", noted)
+    with pool_of(link_bandwidth="20MB/s") as pool:
+        results = pool.run(tasks_of())
+    assert segments == EPOCH * 2
+    assert [bits(result) for result in results] == roomy()
+    arrays = [array for step in steps for array in step.part.schedule.arrays]
+    copies = [(array.maps[name].num_bytes, seconds) for array in arrays for name, seconds in array.in_seconds.items()]
+    assert copies
+    assert all(seconds >= num_bytes / 20e6 for num_bytes, seconds in copies)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [(3, 3, 1, 1), (1, 1, 3, 3), (3, 1, 2, 3)])
 def test_one_of_two_groups_goes_on_by_itself_when_the_other_has_ended(segments, epochs):
