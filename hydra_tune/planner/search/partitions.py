@@ -1,69 +1,121 @@
-"""Sub-array constructor: the ways to divide a device's trials into sub-arrays, and to pair the sub-arrays.
+"""Sub-array constructor: the fastest way to divide trials into sub-arrays, of which some run in turn, as pairs.
 
-Source: §3.2 of the paper, step 1. Differs: the paper lists four partitions of eight trials, with pairs of equal size.
-The paper's rule, an even number of sub-arrays, admits twelve. The planner tries all admitted partitions, as far as they
-can beat the best known partition. A single trial is a pair without a partner. `Planner.portfolio` (`portfolio.py`) goes
-through the partitions when all trials of a device are planned at once, for `hydra-tune plan --profile`.
+Source: §3.2 of the paper, step 1. Differs: the paper lists four partitions of eight trials, with an even number of
+sub-arrays, in pairs of the closest iteration times. Here a sub-array may also run by itself, so the number may be odd,
+and any two sub-arrays may be a pair: the time of its plan decides. Planning all parts takes too long, so the search
+plans only parts that may belong to the fastest partition.
+
+`Planner.portfolio` (`portfolio.py`) searches for `hydra-tune plan --profile`, and `compared`
+(`fusion/runtime/planned_group_size.py`) searches before the pool forms jobs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from math import inf
+
+Part = tuple[int, ...]
+"""Trials of a sub-array, or of two sub-arrays that run in turn, the larger first."""
 
 
-def pairs(sizes: Sequence[int], seconds: Callable[[int], float]) -> list[tuple[int, ...]]:
-    """Pair the sub-arrays whose iterations take the closest times; the sub-arrays of a pair run in turn.
+class PartitionSearch:
+    """The partition with the least seconds, found by planning as few parts as possible.
 
-    Of an odd number of sub-arrays, the sub-array that fits worst stays without a partner.
+        search = PartitionSearch(8, operator_seconds)
+        while (part := search.next) is not None:
+            search.planned(part, seconds_of_a_step(part))  # or search.refused(part), where no plan fits
+        search.best, search.seconds
 
-    Args:
-        sizes: number of trials in each sub-array of a single partition.
-        seconds: size of a sub-array -> seconds of an iteration.
-    """
-    in_order = sorted(sizes, key=lambda size: (seconds(size), size))
-    if len(in_order) % 2 == 0:
-        return list(zip(in_order[::2], in_order[1::2], strict=True))
-    # Neighbours in order are the closest pairs, so the sub-array left out has an even number of others on either side.
-    ways = [(in_order[:at] + in_order[at + 1 :], in_order[at]) for at in range(0, len(in_order), 2)]
-    paired_sizes, leftover = min(ways, key=lambda way: _apart(way[0], seconds))
-    return [*pairs(paired_sizes, seconds), (leftover,)]
-
-
-def within(
-    num_trials: int, seconds: Callable[[int], float], best_seconds: Callable[[], float]
-) -> Iterator[tuple[int, ...]]:
-    """Yield the partitions that may still beat the best known time when the search reaches them.
-
-    A partition takes at least the compute time of its sub-arrays, one after the other. The search adds sub-arrays
-    largest first, so a prefix that is too slow already rules out all partitions with the same prefix.
+    A part without a plan counts with the time of its operators. While the partition that is fastest by these numbers
+    has such a part, the part is planned. A part that does not fit rules out parts that need as much memory, and parts
+    that probably do: memory is about in proportion to the size.
 
     Args:
         num_trials: to divide.
-        seconds: size of a sub-array -> seconds that the operators of an iteration take.
-        best_seconds: returns the best known time; called again for each prefix, since the time falls during the search.
+        at_least: size of a sub-array -> seconds that the operators of a step take; infinite for a size that is not
+            wanted. May change during the search.
+        least_saving: share of the best known time by which another partition has to be faster to be looked at.
+
+    Attributes:
+        below: seconds of the best way known otherwise; partitions that are not faster are not looked at.
     """
-    if num_trials == 1:
-        if seconds(1) < best_seconds():
-            yield (1,)
-        return
-    # Least seconds per trial in sub-arrays of at most so many trials. Later parts are never larger than earlier ones,
-    # so this bounds the rest of a partition from below.
-    least_seconds = [
-        min(seconds(size) / size for size in range(1, largest + 1)) for largest in range(1, num_trials + 1)
-    ]
 
-    def added(parts: tuple[int, ...], rest: int, so_far: float) -> Iterator[tuple[int, ...]]:
-        """Yield partitions that begin with `parts`, which take `so_far` seconds, and divide `rest` more trials."""
-        if not rest:
-            if len(parts) % 2 == 0:
-                yield parts
-            return
-        # The first part leaves a trial over: an even number of sub-arrays is at least two.
-        for size in range(min(rest, parts[-1] if parts else num_trials - 1), 0, -1):
-            at_least = so_far + seconds(size) + (rest - size) * least_seconds[size - 1]
-            if at_least < best_seconds():
-                yield from added((*parts, size), rest - size, so_far + seconds(size))
+    def __init__(self, num_trials: int, at_least: Callable[[int], float], *, least_saving: float = 0.0) -> None:
+        self.below = inf
+        self._num_trials, self._at_least, self._least_saving = num_trials, at_least, least_saving
+        self._known: dict[Part, float] = {}
+        self._refused: dict[Part, float] = {}  # sizes of which share are out of the question, too
 
-    yield from added((), num_trials, 0.0)
+    @property
+    def next(self) -> Part | None:
+        """The next part to plan; None when the fastest partition is known."""
+        seconds, parts = cheapest(self._num_trials, self._expected)
+        if seconds >= (1 - self._least_saving) * min(self.seconds, self.below):
+            return None
+        return next((part for part in parts if part not in self._known), None)
+
+    def planned(self, part: Part, seconds: float) -> None:
+        """Note the predicted seconds of a part's step."""
+        self._known[part] = seconds
+
+    def refused(self, part: Part, share: float = 1.0) -> None:
+        """Note that a part does not fit.
+
+        Args:
+            part: the part.
+            share: memory that there is over the memory that the part needs; 1 if unknown.
+        """
+        self._known[part] = inf
+        # Halfway between the size that would fit and the size that does not, as proportions mislead.
+        self._refused[part] = (1 + share) / 2
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step of all trials in the best partition of known parts; infinity without such a partition."""
+        return cheapest(self._num_trials, self._planned)[0]
+
+    @property
+    def best(self) -> tuple[Part, ...]:
+        """The best partition of known parts, the largest part first; empty without such a partition."""
+        return cheapest(self._num_trials, self._planned)[1]
+
+    def _planned(self, part: Part) -> float:
+        return self._known.get(part, inf)
+
+    def _expected(self, part: Part) -> float:
+        if part in self._known:
+            return self._known[part]
+        if any(_needs_as_much(part, other, share) for other, share in self._refused.items()):
+            return inf
+        return sum(map(self._at_least, part))
 
 
-def _apart(sizes: Sequence[int], seconds: Callable[[int], float]) -> float:
-    return sum(seconds(sizes[at + 1]) - seconds(sizes[at]) for at in range(0, len(sizes), 2))
+def cheapest(num_trials: int, seconds: Callable[[Part], float]) -> tuple[float, tuple[Part, ...]]:
+    """Return the least seconds in which parts can run all trials, and the parts; infinity and no parts if none can.
+
+    Args:
+        num_trials: to divide.
+        seconds: of a step of a part; infinite for parts that must not be.
+    """
+    parts = [min(_parts_of(total), key=seconds) for total in range(1, num_trials + 1)]
+    costs = [seconds(part) for part in parts]
+    # Least seconds, number of parts and parts, by the number of trials. Of equally fast partitions, that of fewer parts.
+    least: list[tuple[float, int, tuple[Part, ...]]] = [(0.0, 0, ())]
+    for count in range(1, num_trials + 1):
+        ways = ((least[count - total], parts[total - 1], costs[total - 1]) for total in range(count, 0, -1))
+        sums = ((rest[0] + cost, rest[1] + 1, (part, *rest[2])) for rest, part, cost in ways)
+        least.append(min(sums, key=lambda way: way[:2]))
+    fastest, _, chosen = least[num_trials]
+    if fastest == inf:
+        return inf, ()
+    return fastest, tuple(sorted(chosen, key=lambda part: (-sum(part), part)))
+
+
+def _parts_of(total: int) -> list[Part]:
+    """Return the parts of so many trials: those with the most even sizes first."""
+    pairs = [(total - small, small) for small in range(total // 2, 0, -1)]
+    return [*pairs, (total,)]
+
+
+def _needs_as_much(part: Part, other: Part, share: float) -> bool:
+    """Return whether a part needs at least as much memory as a share of another part does."""
+    is_as_large = part[0] >= share * other[0]
+    return is_as_large and (len(other) == 1 or (len(part) > 1 and sum(part) >= share * sum(other)))

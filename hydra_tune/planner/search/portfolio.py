@@ -19,8 +19,7 @@ planned steps run; `figures.py` plans a whole portfolio for `hydra-tune plan --p
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import ceil
+from math import ceil, inf
 
 from hydra_tune.errors import BudgetError
 from hydra_tune.planner.cost.latency import StepTimeBreakdown, times_of
@@ -30,7 +29,7 @@ from hydra_tune.planner.ir.step_profile import SubArrayProfile
 from hydra_tune.planner.ir.verify import verify_schedule
 from hydra_tune.planner.passes.min_cut import min_cut_planned
 from hydra_tune.planner.passes.swap_recompute import AllowedPlanActions, planned
-from hydra_tune.planner.search.partitions import pairs, within
+from hydra_tune.planner.search.partitions import Part, PartitionSearch, cheapest
 from hydra_tune.quantities import format_bytes, format_bytes_up
 
 MARGIN = 0.02
@@ -233,25 +232,52 @@ class Planner:
         return self._arrays[size]
 
     def _paired(self, num_trials: int, others: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
-        """Return the best plan of each way, over all partitions that may be faster than the known plans."""
-        best = [min((one.seconds for one in others if one.fits), default=float("inf"))]
-        plans: list[PortfolioPlan] = []
+        """Return the best plan of each way, over the partitions that may be faster than the known plans."""
+        search = PartitionSearch(num_trials, self._at_least)
+        search.below = min((one.seconds for one in others if one.fits), default=inf)
         halves = ((num_trials + 1) // 2, num_trials // 2)
-        halving = [halves] if num_trials > 1 else []  # planned in any case, for people to compare with
-        # The loop below adds to `best` while the generator runs, so each fast partition prunes the partitions after it.
-        candidates = within(num_trials, lambda size: self._of(size).seconds, partial(min, best))
-        for sizes in (*halving, *(one for one in candidates if one != halves)):
-            # Sizes come largest first.
-            if self.max_size is not None and sizes[0] > self.max_size:
-                continue
-            ways = [self._pair(pair) for pair in pairs(sizes, lambda size: self._of(size).seconds)]
-            new_plans = [
-                self._member(way, [pair_ways[way] for pair_ways in ways]) for way in ("kept", *_WAYS, "min-cut")
-            ]
-            new_plans.append(self._member("each pair's best", [self.best(pair_ways) for pair_ways in ways]))
-            plans += new_plans
-            best += [member.seconds for member in new_plans if member.fits]
-        return _best_of_each_way(plans)
+        part: Part | None = halves  # planned in any case, for people to compare with
+        if num_trials > 1:  # not a partition, but full fusion
+            full = next((one for one in others if len(one.parts) == 1), None)
+            search.refused((num_trials,), 1.0 if full is None else min(1.0, self._limit / full.peak_bytes))
+        if num_trials == 1 or self._at_least(halves[0]) == inf:
+            part = search.next
+        tried: dict[Part, dict[str, SubArrayPlan]] = {}
+        while part is not None:
+            tried[part] = self._pair(part)
+            best_plan = self.best(tried[part])
+            if best_plan.peak_bytes <= self._limit:
+                search.planned(part, best_plan.times.seconds)
+            else:
+                search.refused(part, self._limit / best_plan.peak_bytes)
+            part = search.next
+        # Where nothing fits, single trials tell the least memory that any plan needs.
+        least_parts: tuple[Part, ...] = ((1,),) * num_trials
+        if not search.best:
+            tried[1,] = self._pair((1,))
+        usual_parts = search.best or ((halves,) if halves in tried else least_parts)
+        names = ("kept", *_WAYS, "min-cut")
+        plans = [self._divided(name, num_trials, _of_way(tried, name), usual_parts) for name in names]
+        best_plans = {part: self.best(ways) for part, ways in tried.items()}
+        return [*plans, self._divided("each pair's best", num_trials, best_plans, search.best or least_parts)]
+
+    def _divided(
+        self, name: str, num_trials: int, tried: Mapping[Part, SubArrayPlan], otherwise: tuple[Part, ...]
+    ) -> PortfolioPlan:
+        """Return the fastest partition into parts that fit; the parts `otherwise` if there is none."""
+
+        def seconds(part: Part) -> float:
+            return self._fitting_seconds(tried[part]) if part in tried else inf
+
+        _, parts = cheapest(num_trials, seconds)
+        return self._member(name, [tried[part] for part in parts or otherwise])
+
+    def _at_least(self, size: int) -> float:
+        is_wanted = self.max_size is None or size <= self.max_size
+        return self._of(size).seconds if is_wanted else inf
+
+    def _fitting_seconds(self, part: SubArrayPlan) -> float:
+        return part.times.seconds if part.peak_bytes <= self._limit else inf
 
     def _pair(self, pair: tuple[int, ...]) -> dict[str, SubArrayPlan]:
         # Both orders of a pair share a plan.
@@ -286,14 +312,8 @@ class Planner:
         return int(self.limit_bytes * (1 - MARGIN))
 
 
-def _best_of_each_way(members: Sequence[PortfolioPlan]) -> list[PortfolioPlan]:
-    """Return the fastest plan of each name that fits, or the plan that needs the least memory."""
-    best_plans: dict[str, PortfolioPlan] = {}
-    for plan in members:
-        best_plan = best_plans.get(plan.name)
-        if best_plan is None or _rank(plan) < _rank(best_plan):
-            best_plans[plan.name] = plan
-    return list(best_plans.values())
+def _of_way(tried: Mapping[Part, Mapping[str, SubArrayPlan]], name: str) -> dict[Part, SubArrayPlan]:
+    return {part: ways[name] for part, ways in tried.items()}
 
 
 def _rank(member: PortfolioPlan) -> tuple[bool, float]:

@@ -127,7 +127,6 @@ def test_each_partition_is_among_those_measured():
     assert sorted(one for place, one in enumerate(every) if one not in every[:place]) == [
         [(1,)] * 4,
         [(2, 2)],
-        [(3, 1)],
     ]
 
 
@@ -151,7 +150,7 @@ def test_where_all_swap_the_whole_difference_is_of_operators():
 
 
 def test_where_no_plan_fits_it_says_so():
-    machine = Machine(limit=300)
+    machine = Machine(limit=200)
     with pytest.raises(BudgetError, match="no plan"):
         settled_on(machine)
     assert machine.ran == []

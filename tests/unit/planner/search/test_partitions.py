@@ -1,86 +1,122 @@
-"""Every partition the paper's rule admits, in pairs of closest times, and none that cannot win."""
+"""Of all ways to divide trials into sub-arrays and pairs the fastest is found, and few parts are planned for that."""
 
 import itertools
+from math import inf
 
 import pytest
 
-from hydra_tune.planner.search.partitions import pairs, within
+from hydra_tune.planner.search.partitions import PartitionSearch, cheapest
 
 
-def partitions(total, largest=None, *, is_part=False):
-    """All divisions into an even number of sub-arrays, largest first; a single trial is alone."""
+def partitions(total, largest=None):
+    """All divisions into sub-arrays, largest first."""
     if not total:
         return [()]
     sizes = range(min(total, largest or total), 0, -1)
-    found = [(size, *rest) for size in sizes for rest in partitions(total - size, size, is_part=True)]
-    return found if is_part or total == 1 else [parts for parts in found if len(parts) % 2 == 0]
+    return [(size, *rest) for size in sizes for rest in partitions(total - size, size)]
+
+
+def paired(sizes):
+    """All ways to make pairs of some sub-arrays, and to leave the others by themselves."""
+    if not sizes:
+        return [()]
+    first, *rest = sizes
+    alone = [((first,), *parts) for parts in paired(rest)]
+    return alone + [
+        ((first, rest[at]), *parts) for at in range(len(rest)) for parts in paired(rest[:at] + rest[at + 1 :])
+    ]
 
 
 def every(num_trials):
-    """The partitions that come where none is known to be faster."""
-    return set(within(num_trials, float, lambda: float("inf")))
+    """All partitions into parts."""
+    return {tuple(sorted(parts)) for sizes in partitions(num_trials) for parts in paired(list(sizes))}
 
 
-def test_eight_trials_have_the_papers_four_partitions_and_what_else_the_rule_admits():
-    assert {(4, 4), (3, 3, 1, 1), (2, 2, 2, 2), (1,) * 8} <= every(8)
-    assert len(every(8)) == 12
-    assert all(sum(parts) == 8 and len(parts) % 2 == 0 for parts in every(8))
+def operators(size):
+    """Seconds of the operators of a step: the more trials, the fewer for each."""
+    return 1.0 + 0.1 * size
 
 
-@pytest.mark.parametrize(("num_trials", "expected"), [(1, {(1,)}), (2, {(1, 1)}), (3, {(2, 1)})])
-def test_a_single_trial_and_few_trials(num_trials, expected):
-    assert every(num_trials) == expected
+def needs(part):
+    """Units of memory, of which there are seven."""
+    return part[0] + 0.5 * sum(part)
 
 
-def test_an_odd_number_of_trials_makes_an_even_number_of_sub_arrays():
-    assert every(5) == {(4, 1), (3, 2), (2, 1, 1, 1)}
+def seconds(part):
+    """With waits, fewer in a pair; infinite for what does not fit."""
+    return sum(map(operators, part)) * (1.3 if len(part) == 1 else 1.1) if needs(part) <= 7 else inf
 
 
-def test_pairs_are_the_closest_of_all_ways_to_pair():
-    seconds = {1: 1.0, 2: 1.1, 3: 5.0, 4: 4.5, 5: 9.0, 6: 9.5}
-    found = pairs(list(seconds), seconds.__getitem__)
-    apart = sum(abs(seconds[first] - seconds[second]) for first, second in found)
-    ways = (
-        sum(abs(seconds[a] - seconds[b]) for a, b in zip(order[::2], order[1::2], strict=True))
-        for order in itertools.permutations(seconds)
-    )
-    assert apart == pytest.approx(min(ways))
+def searched(num_trials, planned=seconds, share=lambda part: 7 / needs(part), at_least=operators):
+    """The best partition, and the parts that were planned for that."""
+    search, tried = PartitionSearch(num_trials, at_least), []
+    while (part := search.next) is not None:
+        tried.append(part)
+        if planned(part) < inf:
+            search.planned(part, planned(part))
+        else:
+            search.refused(part, share(part))
+    return search, tried
 
 
-def test_of_an_odd_number_the_one_that_fits_worst_is_alone():
-    assert pairs([1, 2, 7], float) == [(1, 2), (7,)]
+@pytest.mark.parametrize("num_trials", [1, 2, 3, 5, 7, 9])
+def test_the_fastest_of_all_partitions_is_found(num_trials):
+    search, tried = searched(num_trials)
+    assert search.seconds == pytest.approx(min(sum(map(seconds, parts)) for parts in every(num_trials)))
+    assert search.seconds == pytest.approx(sum(map(seconds, search.best)))
+    assert sum(map(sum, search.best)) == num_trials
+    assert len(set(tried)) == len(tried)
 
 
-@pytest.mark.parametrize("num_trials", [1, 2, 7, 12])
-def test_the_bound_leaves_out_only_what_cannot_win(num_trials):
-    def seconds(size):
-        return 1.0 + 0.1 * size * size
-
-    totals = [float("inf")]
-    seen = []
-    for parts in within(num_trials, seconds, lambda: min(totals)):
-        seen.append(parts)
-        totals.append(sum(map(seconds, parts)))
-    assert min(totals) == min(sum(map(seconds, parts)) for parts in partitions(num_trials))
-    assert len(seen) == len(set(seen)) <= sum(1 for _ in partitions(num_trials))
+def test_the_number_of_sub_arrays_may_be_odd_and_their_sizes_differ():
+    assert searched(10)[0].best == ((4, 2), (4,))
 
 
-def test_without_a_bound_all_partitions_come():
-    assert every(9) == set(partitions(9))
+def test_of_equally_fast_partitions_the_one_of_fewer_parts_is_best():
+    assert cheapest(4, lambda part: float(sum(part)))[1] == ((2, 2),)
+    assert cheapest(3, lambda part: 1.0 if part == (1,) else inf) == (3.0, ((1,),) * 3)
 
 
-def test_a_bound_spares_most_of_many_partitions():
-    best = 2.5
-    assert sum(1 for _ in within(40, lambda size: 1.0 + 0.01 * size, lambda: best)) < 100
+def test_what_does_not_fit_rules_out_what_needs_more():
+    _, tried = searched(12, lambda part: seconds(part) if sum(part) <= 4 else inf, lambda part: 1.0)
+    refused = [part for part in tried if sum(part) > 4]
+    for first, other in itertools.combinations(refused, 2):
+        assert not (len(first) == len(other) and other[0] >= first[0] and sum(other) >= sum(first))
+    assert len(tried) < 20
 
 
-def test_pairs_are_of_close_times_and_not_of_close_sizes():
-    """The trial of one takes as long as the three, and the two as the four."""
-    seconds = {1: 9.0, 2: 1.0, 3: 8.0, 4: 2.0}
-    assert [set(pair) for pair in pairs(list(seconds), seconds.__getitem__)] == [{2, 4}, {1, 3}]
+def test_where_nothing_fits_there_is_none():
+    search, tried = searched(6, lambda part: inf, lambda part: 0.1)
+    assert (search.best, search.seconds) == ((), inf)
+    assert tried[-1] == (1,)
 
 
-def test_a_partition_that_can_only_be_as_fast_as_the_best_one_known_is_left_out():
-    """Each trial takes a second by itself, so that all partitions of four take at least four."""
-    assert list(within(4, float, lambda: 4.0)) == []
-    assert (2, 2) in set(within(4, float, lambda: 4.5))
+def test_nothing_is_planned_that_cannot_be_faster_than_what_is_known():
+    search = PartitionSearch(4, float)
+    search.below = 4.0
+    assert search.next is None
+    search.below = 4.5
+    assert search.next is not None
+
+
+def test_a_small_saving_is_not_looked_for():
+    search = PartitionSearch(4, operators, least_saving=0.5)
+    search.planned((2, 2), 3.0)
+    search.refused((4,))
+    assert search.next is None
+    eager = PartitionSearch(4, operators)
+    eager.planned((2, 2), 3.0)
+    eager.refused((4,))
+    assert eager.next is not None
+
+
+def test_sizes_that_are_not_wanted_are_not_planned():
+    search, tried = searched(6, at_least=lambda size: operators(size) if size <= 2 else inf)
+    assert max(map(max, tried)) == 2
+    assert search.best
+
+
+def test_many_trials_are_divided_with_few_plans():
+    search, tried = searched(64)
+    assert sum(map(sum, search.best)) == 64
+    assert len(tried) <= 30
