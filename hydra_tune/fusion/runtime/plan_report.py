@@ -5,6 +5,7 @@ makes the choice before a group is formed; `pool/dry_run/fusion_report.py` makes
 `HydraExecutor.plan(probe=True)`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,7 @@ class PlannedSizeOption:
         is_chosen: whether the way is chosen.
         why_not: why there is no plan; "" if there is a plan.
         enough_bytes: memory of a device with which there would be a plan; None if unknown, or if there is a plan.
+        operator_seconds: profiled seconds of the operators of each group, with everything kept; () if not profiled.
     """
 
     name: str
@@ -39,6 +41,7 @@ class PlannedSizeOption:
     is_chosen: bool = False
     why_not: str = ""
     enough_bytes: int | None = None
+    operator_seconds: tuple[float, ...] = ()
 
     @property
     def trials(self) -> int:
@@ -63,40 +66,65 @@ class PlannedSizeOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedSizeChoice:
-    """The compared ways, with the chosen way marked.
+    """The compared ways, with the chosen ways marked.
 
     Attributes:
         ways: the unplanned way first, then the planned ways in the order of planning.
+        parts: the ways of the jobs that the trials form, one after the other; trials that are left over after these
+            have no way yet.
     """
 
     ways: tuple[PlannedSizeOption, ...]
+    parts: tuple[PlannedSizeOption, ...]
 
     @property
     def told(self) -> tuple[str, ...]:
-        """A description of every way, with its numbers."""
-        return tuple(f"{way}{', which is chosen' if way.is_chosen else ''}" for way in self.ways)
+        """A description of every way, with its numbers, and of the partition into several jobs."""
+        lines = [f"{way}{', which is chosen' if way.is_chosen else ''}" for way in self.ways]
+        if len(self.parts) > 1:
+            counts = Counter(" + ".join(map(str, part.sizes)) for part in self.parts)
+            jobs = ", ".join(f"{count} x ({sizes})" for sizes, count in counts.items())
+            seconds = sum(part.seconds or 0.0 for part in self.parts)
+            lines.append(f"jobs of {jobs}: a step of all takes {seconds * 1e3:.3g} ms")
+        return tuple(lines)
 
     @property
     def chosen(self) -> PlannedSizeOption:
-        """The chosen way."""
-        return next(way for way in self.ways if way.is_chosen)
+        """The way of the first job."""
+        return self.parts[0]
 
     @property
     def size(self) -> int:
-        """Number of trials in a job."""
+        """Number of trials in the first job."""
         return self.chosen.trials
 
     @property
     def each(self) -> int:
-        """Members of a group; of the larger group in a pair."""
+        """Members of a group of the first job; of the larger group in a pair."""
         return max(self.chosen.sizes)
 
+    def rests(self, num_trials: int) -> dict[int, "PlannedSizeChoice"]:
+        """Return the choices for the trials that are left over when jobs have been formed, by the number of trials.
 
-def chosen_of(ways: Sequence[PlannedSizeOption], chosen: PlannedSizeOption) -> PlannedSizeChoice:
-    """Return a choice with one of the ways marked.
+        Args:
+            num_trials: number of trials of this choice.
+        """
+        choices: dict[int, PlannedSizeChoice] = {}
+        for place in range(1, len(self.parts)):
+            num_trials -= self.parts[place - 1].trials
+            choices[num_trials] = replace(self, parts=self.parts[place:])
+        return choices
+
+
+def chosen_of(ways: Sequence[PlannedSizeOption], *parts: PlannedSizeOption) -> PlannedSizeChoice:
+    """Return a choice with some of the ways marked.
 
     Args:
         ways: the unplanned way first.
-        chosen: the chosen way.
+        parts: as of `PlannedSizeChoice`; at least one.
     """
-    return PlannedSizeChoice(ways=tuple(replace(way, is_chosen=way is chosen) for way in ways))
+    chosen = {(part.name, part.sizes) for part in parts}
+    return PlannedSizeChoice(
+        ways=tuple(replace(way, is_chosen=(way.name, way.sizes) in chosen) for way in ways),
+        parts=tuple(replace(part, is_chosen=True) for part in parts),
+    )

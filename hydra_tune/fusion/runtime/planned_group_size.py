@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import inf
 
 from hydra_tune.errors import BudgetError, HydraTuneError, UnfusableError
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, layout_of, most_evaluated
@@ -21,13 +22,15 @@ from hydra_tune.fusion.matching.group_size_chooser import steps_of
 from hydra_tune.fusion.matching.plan_diff import MemberDifferences
 from hydra_tune.fusion.runtime import planned_size_search
 from hydra_tune.fusion.runtime.plan_report import KEPT, PAIR, WHOLE, PlannedSizeChoice, PlannedSizeOption, chosen_of
-from hydra_tune.fusion.runtime.planned_size_search import PlannedSizeSearch, PlanningBudget
+from hydra_tune.fusion.runtime.planned_size_search import LEAST_SAVING, PlannedSizeSearch, PlanningBudget
 from hydra_tune.fusion.runtime.step_planner import OWN_LOSSES, StackedStepSpec, StepPlanner, stack_of
+from hydra_tune.planner.search.partitions import Part, PartitionSearch
 from hydra_tune.shard.partition.plan_cache import PreparedPlan
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 # First guess of the seconds for tracing and profiling a step: for any step, and for each operator of a trial's forward.
 _LOOK_SECONDS, _OPERATOR_SECONDS = 0.3, 0.01
+_MOST_TRIES = 40  # parts that are planned where nothing else limits the time
 
 
 class PlannedSizeChooser:
@@ -113,7 +116,7 @@ class PlannedSizeChooser:
     ) -> PlannedSizeChoice | None:
         """Return the choice for the same number of trials, or for a larger number that left these trials over.
 
-        Else choose now.
+        Else choose now, also for the trials that the first job of a partition leaves over.
         """
         choices = self._known.setdefault(key, {})
         earlier = (
@@ -121,11 +124,14 @@ class PlannedSizeChooser:
             for count, earlier_choice in choices.items()
             if count > len(members) and earlier_choice is not None
         )
-        choice = next((earlier_choice for earlier_choice in earlier if earlier_choice.size <= len(members)), None)
-        if choice is not None or len(members) in choices:
-            return choice or choices[len(members)]
-        choices[len(members)] = None  # stays if `_best` raises, so a failed comparison is not repeated
-        choices[len(members)] = self._best(key, own, likeness, members, wanted, room, least_gain)
+        if len(members) not in choices:
+            choice = next((earlier_choice for earlier_choice in earlier if earlier_choice.size <= len(members)), None)
+            if choice is not None:
+                return choice
+            choices[len(members)] = None  # stays if `_best` raises, so a failed comparison is not repeated
+            choice = self._best(key, own, likeness, members, wanted, room, least_gain)
+            choices |= {count: rest for count, rest in choice.rests(len(members)).items() if count not in choices}
+            choices[len(members)] = choice
         return choices[len(members)]
 
     def check_worth(self, own: PreparedPlan, num_steps: float) -> None:
@@ -236,7 +242,7 @@ def compared(
     least_gain: float,
     budget: PlanningBudget | None = None,
 ) -> PlannedSizeChoice:
-    """Compare ways to compute more trials together than fit unplanned, and mark the preferred way.
+    """Compare ways to compute more trials together than fit unplanned, and mark the preferred ways.
 
     Args:
         planner: plans for the devices.
@@ -246,37 +252,130 @@ def compared(
         most: limit on the members of a group, apart from the memory of steps.
         insists: as of `PlannedSizeChooser`.
         least_gain: required speedup per trial of planned steps over `kept`.
-        budget: limits the time of planning; None: no limit.
+        budget: limits the time of planning; None: the number of plans is limited.
     """
-    ways, chosen = [kept], kept
-    most_trials = min(num_trials, 2 * most)
+    plans = _PartPlans(planner, stack, kept, budget)
+    if insists:
+        return _of_most(plans, num_trials, most)
+    return _fastest(plans, num_trials, most, least_gain)
+
+
+class _PartPlans:
+    """Plans of parts, as many as the budget allows.
+
+    Args:
+        planner, stack, kept, budget: as of `compared`.
+
+    Attributes:
+        kept: as given.
+        ways: `kept`, and all planned ways in the order of planning.
+    """
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        stack: Callable[[int, int], StackedStepSpec],
+        kept: PlannedSizeOption,
+        budget: PlanningBudget | None,
+    ) -> None:
+        self._planner, self._stack, self._budget = planner, stack, budget
+        self.kept = kept
+        self.ways = [kept]
+        self._seconds = {kept.trials: kept.seconds or 0.0}  # of the operators of groups that have been profiled
+
+    def tried(self, part: Part, gain: float | None) -> PlannedSizeOption | None:
+        """Plan a part, and return the way; None if planning has taken long enough.
+
+        Args:
+            part: sizes of a group, or of two groups in turn.
+            gain: as of `PlanningBudget.allows`.
+        """
+        if self._budget is not None and not self._budget.allows(gain):
+            return None
+        with nullcontext() if self._budget is None else self._budget.spending():
+            edges = [0, *accumulate(part)]
+            way = _tried(self._planner, [self._stack(begin, end) for begin, end in pairwise(edges)])
+        self.ways.append(way)
+        self._seconds.update(zip(part, way.operator_seconds, strict=False))
+        return way
+
+    def share(self, way: PlannedSizeOption) -> float:
+        """Return the memory that there is over the memory that a way needs; 1 if there is a plan, 0 if the need is unknown."""
+        if way.seconds is not None:
+            return 1.0
+        return 0.0 if way.enough_bytes is None else min(self._planner.budget_bytes / way.enough_bytes, 0.999)
+
+    def at_least(self, size: int) -> float:
+        """Estimate the seconds of a group's operators: on lines between the sizes that have been profiled, and beyond."""
+        sizes = sorted(self._seconds)
+        if size in self._seconds or len(sizes) == 1 or size < sizes[0]:
+            return self._seconds.get(size, size * self._seconds[sizes[0]] / sizes[0])
+        above = next((place for place, known in enumerate(sizes) if known > size), len(sizes) - 1)
+        first, second = sizes[above - 1], sizes[above]
+        slope = (self._seconds[second] - self._seconds[first]) / (second - first)
+        if size > second:  # more trials never take less, whatever noise is in the profiles
+            slope = max(slope, 0.0)
+        return self._seconds[second] + slope * (size - second)
+
+
+def _of_most(plans: _PartPlans, num_trials: int, most: int) -> PlannedSizeChoice:
+    """Choose the way of as many trials as can be planned, as a group or as two groups in turn."""
+    chosen, most_trials = plans.kept, min(num_trials, 2 * most)
     if num_trials > most_trials:
-        ways.append(_not_evaluated(num_trials, most))
-    first = most_trials if insists or budget is None else 2 * kept.trials
-    search = PlannedSizeSearch(kept.trials, most_trials, first, is_for_largest=insists)
+        plans.ways.append(_not_evaluated(num_trials, most))
+    search = PlannedSizeSearch(plans.kept.trials, most_trials)
     while (size := search.next) is not None:
-        half, shares = (size + 1) // 2, [0.0]
-        for edges in [(0, size)] * (size <= most) + [(0, half, size)]:
-            gain = None if chosen is kept else kept.seconds_each / chosen.seconds_each
-            if budget is not None and not budget.allows(gain):
-                return chosen_of(ways, chosen)
-            with nullcontext() if budget is None else budget.spending():
-                way = _tried(planner, [stack(begin, end) for begin, end in pairwise(edges)])
-            ways.append(way)
-            shares.append(_share(way, planner.budget_bytes))
-            is_larger = insists and way.seconds is not None and size > chosen.trials
-            least = chosen.seconds_each if insists else min(chosen.seconds_each, kept.seconds_each / least_gain)
-            if is_larger or way.seconds_each < least:
+        shares = [0.0]
+        for part in [(size,)] * (size <= most) + [_halves(size)]:
+            gain = None if chosen is plans.kept else plans.kept.seconds_each / chosen.seconds_each
+            way = plans.tried(part, gain)
+            if way is None:
+                return chosen_of(plans.ways, chosen)
+            shares.append(plans.share(way))
+            is_larger = way.seconds is not None and size > chosen.trials
+            if is_larger or way.seconds_each < chosen.seconds_each:
                 chosen = way
         search.tried(size, max(shares))
-    return chosen_of(ways, chosen)
+    return chosen_of(plans.ways, chosen)
 
 
-def _share(way: PlannedSizeOption, budget_bytes: int) -> float:
-    """Return the memory that there is over the memory that a way needs; 1 if there is a plan, 0 if the need is unknown."""
-    if way.seconds is not None:
-        return 1.0
-    return 0.0 if way.enough_bytes is None else min(budget_bytes / way.enough_bytes, 0.999)
+def _fastest(plans: _PartPlans, num_trials: int, most: int, least_gain: float) -> PlannedSizeChoice:
+    """Choose the fastest partition of all trials into groups that fit, planned groups, and pairs of planned groups."""
+    kept, room = plans.kept, plans.kept.trials
+    search = PartitionSearch(
+        num_trials, lambda size: plans.at_least(size) if size <= most else inf, least_saving=LEAST_SAVING
+    )
+    for size in range(1, room + 1):
+        search.planned((size,), kept.seconds_each * size)
+    planned_ways: dict[Part, PlannedSizeOption] = {}
+    # The first sizes to look at: others are estimated by what these take.
+    size = min(2 * room, num_trials, 2 * most)
+    first_parts = [(size,)] * (size <= most) + [_halves(size)] * (size > room)
+    is_complete, tries = True, 0
+    while (part := first_parts.pop(0) if first_parts else search.next) is not None:
+        gain = kept.seconds_each * num_trials / search.seconds
+        way = plans.tried(part, gain if gain > 1 else None)
+        tries += 1
+        if way is None or tries > _MOST_TRIES:
+            is_complete = False
+            break
+        if way.seconds is None:
+            search.refused(part, plans.share(way) or 1.0)
+        else:
+            search.planned(part, way.seconds * least_gain)
+            planned_ways[part] = way
+    parts = [planned_ways[part] for part in search.best if part in planned_ways]
+    if parts and is_complete:
+        parts += [
+            replace(kept, sizes=part, seconds=kept.seconds_each * sum(part))
+            for part in search.best
+            if part not in planned_ways
+        ]
+    return chosen_of(plans.ways, *(parts or [kept]))
+
+
+def _halves(size: int) -> Part:
+    return (size + 1) // 2, size // 2
 
 
 def _tried(planner: StepPlanner, stacks: Sequence[StackedStepSpec]) -> PlannedSizeOption:
@@ -291,8 +390,17 @@ def _tried(planner: StepPlanner, stacks: Sequence[StackedStepSpec]) -> PlannedSi
             if not planner.fits(stack.prepared):
                 planner.planned(stack)
     except (BudgetError, UnfusableError) as error:
-        return replace(way, why_not=str(error), enough_bytes=getattr(error, "enough_bytes", None))
-    return replace(way, how=step.part.way, seconds=step.part.times.seconds, peak_bytes=step.peak_bytes)
+        all_seconds = [planner.profiled_seconds(stack) for stack in stacks]
+        operator_seconds = tuple(seconds for seconds in all_seconds if seconds is not None)
+        enough_bytes = getattr(error, "enough_bytes", None)
+        return replace(way, why_not=str(error), enough_bytes=enough_bytes, operator_seconds=operator_seconds)
+    return replace(
+        way,
+        how=step.part.way,
+        seconds=step.part.times.seconds,
+        peak_bytes=step.peak_bytes,
+        operator_seconds=tuple(array.seconds for array in step.part.schedule.arrays),
+    )
 
 
 def _not_evaluated(num_trials: int, most: int) -> PlannedSizeOption:

@@ -3,11 +3,10 @@
 `compared` (`planned_group_size.py`) plans the steps of each size that `PlannedSizeSearch` names, as long as
 `PlanningBudget` allows.
 
-Note: order of the sizes. Memory grows with the size, so a size that has no plan rules out all larger sizes, and a size
-that has one makes smaller sizes superfluous, as far as memory goes. As many trials as wait come first; or twice as many as
-fit, where the fastest size is wanted and the time for planning may end soon. A refused size names the memory that it
-lacks, and the next size is in proportion to that. Where the proportion misleads, the sizes in between are halved. In the
-end, where the fastest size is wanted, come smaller sizes than the largest with a plan.
+Note: order of the sizes. Where users insist on large groups, the largest size that has a plan is wanted. Memory grows with
+the size, so a size that has no plan rules out all larger sizes. As many trials as wait come first. A refused size names
+the memory that it lacks, and the next size is in proportion to that. Where the proportion misleads, the sizes in between
+are halved. Where the fastest partition is wanted, `PartitionSearch` (`planner/search/partitions.py`) names the sizes.
 """
 
 import time
@@ -16,6 +15,9 @@ from contextlib import contextmanager
 
 COST_SHARE = 0.02
 """Share of the remaining work that planning may take while nothing is found."""
+
+LEAST_SAVING = 0.02
+"""Share of the known time that another partition has to promise to save; profiles are no more exact."""
 
 _HOPE_SHARE = 0.1  # share of the expected saving that planning may take once a faster way is known
 _INSISTING_SECONDS = 10.0  # that planning may take in any case where users insist on large groups
@@ -28,28 +30,21 @@ class PlannedSizeSearch:
 
     Args:
         room: largest size that needs no plan.
-        most: largest size to try.
-        first: the first size to try.
-        is_for_largest: whether the search ends with the largest size that has a plan.
+        most: largest size to try, and the first.
     """
 
-    def __init__(self, room: int, most: int, first: int, *, is_for_largest: bool) -> None:
-        self._room, self._is_for_largest = room, is_for_largest
+    def __init__(self, room: int, most: int) -> None:
         self._largest, self._least_refused = room, most + 1  # sizes in between are unknown
-        self._guess: int | None = first
+        self._guess: int | None = most
         self._num_refused = 0  # since the last size that had a plan
-        self._tried: set[int] = set()
 
     @property
     def next(self) -> int | None:
-        """The next size; None if no size is left."""
+        """The next size; None when the largest size that has a plan is known."""
         low, high = self._largest, self._least_refused
-        if high - low > 1:
-            return (low + high) // 2 if self._guess is None else min(max(self._guess, low + 1), high - 1)
-        below = low
-        while below in self._tried:
-            below = self._room + (below - self._room) // 2
-        return None if self._is_for_largest or below <= self._room else below
+        if high - low <= 1:
+            return None
+        return (low + high) // 2 if self._guess is None else min(max(self._guess, low + 1), high - 1)
 
     def tried(self, size: int, share: float) -> None:
         """Note the result of a try.
@@ -58,9 +53,6 @@ class PlannedSizeSearch:
             size: as of `next`.
             share: memory that there is over the memory that the size needs; at least 1 if there is a plan, 0 if unknown.
         """
-        self._tried.add(size)
-        if size < self._largest:
-            return
         if share >= 1:
             # If the proportion was right, the next size is refused, which ends the search.
             self._guess = size + 1 if self._num_refused else None

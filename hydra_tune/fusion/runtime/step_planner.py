@@ -192,6 +192,15 @@ class StepPlanner:
             _, planner, _ = self._planner([self._graph(stack)])
             return planner.kept(stack.updates.count).times.seconds
 
+    def profiled_seconds(self, stack: StackedStepSpec) -> float | None:
+        """Return the seconds of the operators of a step that has been profiled; None for another step."""
+        with self._making:
+            graph = self._graphs.get(stack.prepared, {}).get(stack.key)
+            if graph is None or not all(self._profiles.knows(graph, stand.place) for stand in self._stands()):
+                return None
+            (array,), _, _ = self._planner([graph])
+            return array.seconds
+
     def _planned(self, stacks: Sequence[StackedStepSpec]) -> PlannedStep:
         graphs = tuple(self._graph(stack) for stack in stacks)
         counts = tuple(stack.updates.count for stack in stacks)

@@ -110,3 +110,18 @@ def test_where_looks_take_longer_than_guessed_later_ones_are_expected_to(asked, 
     assert best(sizes, [member()] * 8) is None
     with pytest.raises(UnfusableError, match="too few to plan them"):
         sizes.check_worth(measured(1e-3), 60_000)
+
+
+def test_trials_that_a_partition_leaves_over_get_their_part_of_it(asked, monkeypatch):
+    """Seven trials are a pair of three and two, and a pair of one and one, which is not asked about again."""
+
+    def compared(planner, stack, num_trials, kept, most, **_):
+        asked.append(num_trials)
+        parts = [PlannedSizeOption(name=PAIR, sizes=sizes, seconds=1.0, peak_bytes=1) for sizes in ((3, 2), (1, 1))]
+        return chosen_of([kept, *parts], *parts)
+
+    monkeypatch.setattr(planned_group_size, "compared", compared)
+    sizes = PlannedSizeChooser(Plans(), None, insists=False)
+    first, second = (sizes.best("kind", [member()] * count, WANTED, 1) for count in (7, 2))
+    assert [(one.size, one.each) for one in (first, second)] == [(5, 3), (2, 1)]
+    assert asked == [7]

@@ -60,14 +60,14 @@ def kind(request):
 
 @pytest.fixture(autouse=True)
 def chosen(kind, monkeypatch):
-    """Plans are preferred to what fits, and few steps of them are timed; all sizes but the wanted one seem slow."""
+    """Plans are preferred to what fits, and few steps of them are timed; all parts but the wanted one prove slow."""
     tried = planned_group_size._tried
 
     def only(planner, stacks):
         sizes = tuple(one.updates.count for one in stacks)
         if sizes == ((4,) if kind == "group" else (4, 4)):
             return tried(planner, stacks)
-        return PlannedSizeOption(name="", sizes=sizes, seconds=1e9, peak_bytes=1)
+        return PlannedSizeOption(name="", sizes=sizes, seconds=1e9, peak_bytes=1, operator_seconds=(1e-6,) * len(sizes))
 
     monkeypatch.setattr(planned_group_size, "_tried", only)
     monkeypatch.setattr(planned_size_search, "COST_SHARE", float("inf"))
