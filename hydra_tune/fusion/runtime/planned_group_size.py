@@ -30,7 +30,7 @@ from hydra_tune.shard.partition.plan_cache import PreparedPlan
 _LOGGER = logging.getLogger("hydra_tune.fusion")
 # First guess of the seconds for tracing and profiling a step: for any step, and for each operator of a trial's forward.
 _LOOK_SECONDS, _OPERATOR_SECONDS = 0.3, 0.01
-_MOST_TRIES = 40  # parts that are planned where nothing else limits the time
+_MOST_TRIES = 40  # parts of a partition that are planned
 
 
 class PlannedSizeChooser:
