@@ -1,7 +1,7 @@
 """`SharedModule`: one frozen base model for all trials of a pool, for adapters, probes and heads.
 
 People import `SharedModule` from `hydra_tune` and call `module` in the `model=` of a `TrainTask`. The bytes of the base lie
-once in host memory (`memory/shared_file.py`); a trial's state finds the shared parameters by their place
+once in host memory (`memory/shared/shared_file.py`); a trial's state finds the shared parameters by their place
 (`train/state/shared_state.py`). The module knows nothing of trials, pools and devices.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_tune.errors import TaskError
-from hydra_tune.memory.shared_file import SharedFile, unseen
+from hydra_tune.memory.shared.shared_file import SharedFile, unseen
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.train.rng.rng_streams import RandomStreams
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.memory.host.host_tier import HostTier
-from hydra_tune.memory.shared_file import SharedFile
+from hydra_tune.memory.shared.shared_file import SharedFile
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_operators

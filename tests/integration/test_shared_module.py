@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hydra_tune import EventStream, HydraExecutor, Reported, SharedModule, TrainTask, load_module, train_plain
 from hydra_tune.errors import CheckpointError, TaskError
-from hydra_tune.memory import shared_block, shared_file
+from hydra_tune.memory.shared import shared_block, shared_file
 from hydra_tune.pool.job import OVER
 
 PATIENCE_SECONDS = 60

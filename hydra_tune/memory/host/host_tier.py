@@ -56,7 +56,7 @@ from hydra_tune.memory.host.disk import SpillDisk
 from hydra_tune.memory.host.host_eviction import HostTierEntry, costs_nothing, is_far, is_moving, may_always, worth
 from hydra_tune.memory.ledger import MemoryLedger
 from hydra_tune.memory.reuse_distance import BlockUseHistory
-from hydra_tune.memory.shared_file import SharedFile
+from hydra_tune.memory.shared.shared_file import SharedFile
 from hydra_tune.memory.trial_context import TrialMemoryContext, check_tenant, tenant_at_work
 from hydra_tune.quantities import format_bytes, format_bytes_up
 

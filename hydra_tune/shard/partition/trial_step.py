@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hydra_tune.errors import CaptureError
-from hydra_tune.memory.shared_file import shown_again
+from hydra_tune.memory.shared.shared_file import shown_again
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.meta_models import bodiless_twin, export_mode, is_unbuilt, solid, without_bytes

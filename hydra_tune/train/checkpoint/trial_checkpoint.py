@@ -27,7 +27,7 @@ from torch.optim.swa_utils import AveragedModel
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.checkpoint.values import decode, encode
 from hydra_tune.errors import CheckpointError
-from hydra_tune.memory.shared_file import digest_of, shared_source
+from hydra_tune.memory.shared.shared_file import digest_of, shared_source
 from hydra_tune.shard.capture.batch import same_bits
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.verify.plan_check import tensor_attributes

@@ -1,7 +1,7 @@
 """The frozen parameters of a trial that lie in a shared file: which they are, and where a unit reads them.
 
 `ModelState` (`model_state.py`) keeps a `SharedTensors` beside its groups. A parameter is shared while it is frozen, and
-while it shows the untouched bytes of the file (`memory/shared_file.py`). The trial's own parameter stays in the trial's
+while it shows the untouched bytes of the file (`memory/shared/shared_file.py`). The trial's own parameter stays in the trial's
 mapping, on the host, and never moves; so the user's code between units reads it as ever.
 
 Note: three ways to read a device's copy. A captured unit computes on a *view* of the copy in place of the parameter. The
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hydra_tune.errors import TaskError
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.shared_block import SharedBlockHandle
-from hydra_tune.memory.shared_file import SharedFile, SharedTensor, shared_source
+from hydra_tune.memory.shared.shared_block import SharedBlockHandle
+from hydra_tune.memory.shared.shared_file import SharedFile, SharedTensor, shared_source
 
 
 class SharedTensors:

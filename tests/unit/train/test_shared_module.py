@@ -6,7 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hydra_tune import SharedModule
-from hydra_tune.memory.shared_file import shared_source
+from hydra_tune.memory.shared.shared_file import shared_source
 from hydra_tune.shard.capture.meta_models import BuildLimitError, BuildLimitTracker, LargeTensorFakeMode, is_unbuilt
 
 

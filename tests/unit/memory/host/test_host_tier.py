@@ -17,7 +17,7 @@ from hydra_tune.memory.host.disk import SpillDisk
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.host.spill_dir import SpillFolder
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.shared_file import SharedFile
+from hydra_tune.memory.shared.shared_file import SharedFile
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from tests.support.gated import settle
 

@@ -8,7 +8,7 @@ from hydra_tune import SharedModule
 from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.errors import TaskError
 from hydra_tune.memory.pager import Pager
-from hydra_tune.memory.shared_file import shared_source
+from hydra_tune.memory.shared.shared_file import shared_source
 from hydra_tune.shard.partition.trial_step import twin_of
 from hydra_tune.train.checkpoint.trial_checkpoint import copy_weights
 from hydra_tune.train.state.shared_state import SharedTensors, digests

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from hydra_tune.devices.cpu import CpuDevice
-from hydra_tune.memory import shared_block
 from hydra_tune.memory.block import BlockKind
 from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.prefetch import BlockPrefetcher, UnitMemoryNeeds
-from hydra_tune.memory.shared_block import SharedBlockHandle
-from hydra_tune.memory.shared_file import SharedFile
+from hydra_tune.memory.shared import shared_block
+from hydra_tune.memory.shared.shared_block import SharedBlockHandle
+from hydra_tune.memory.shared.shared_file import SharedFile
 from hydra_tune.observe.trace.turns import WorkerTurn, in_turn
 
 SIZE = 640

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from hydra_tune.errors import HydraTuneError
-from hydra_tune.memory import shared_file
-from hydra_tune.memory.shared_file import SharedFile, digest_of, shared_source
+from hydra_tune.memory.shared import shared_file
+from hydra_tune.memory.shared.shared_file import SharedFile, digest_of, shared_source
 
 
 @pytest.fixture

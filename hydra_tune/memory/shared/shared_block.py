@@ -14,7 +14,7 @@ import weakref
 
 from hydra_tune.memory.block import Block, BlockKind, PagerInterface
 from hydra_tune.memory.block_release import drop
-from hydra_tune.memory.shared_file import SharedTensor
+from hydra_tune.memory.shared.shared_file import SharedTensor
 
 _LOCK = threading.Lock()
 # Weak: the handles of the trials keep a copy alive.
