@@ -59,11 +59,10 @@ def plain_loop(
     steps = 0
     for _ in range(epochs):
         module.train()
-        losses = []
+        losses, steps_before = [], steps
         batches = iter(train() if callable(train) else train)
         while group := [batch for _, batch in zip(range(accumulate), batches, strict=False)]:
             total = None if loss_weight is None else torch.tensor(sum(loss_weight(batch) for batch in group))
-            of_step = 0.0
             for batch in group:
                 if total is not None:
                     value = step(module, batch, total)
@@ -72,8 +71,7 @@ def plain_loop(
                 else:
                     value = loss(module(batch[0]), batch[1]) / accumulate
                 value.backward()
-                of_step += value.item()
-            losses.append(of_step)
+                losses.append(value.item())
             stepper.step()
             stepper.zero_grad()
             steps += 1
@@ -85,7 +83,7 @@ def plain_loop(
             metrics = evaluate(module, batch)
         if finish is not None:
             metrics = finish(metrics)
-        report = {"train_loss": sum(losses) / len(losses)}
+        report = {"train_loss": sum(losses) / (steps - steps_before)}
         history.append(report | {f"val_{name}": float(value) for name, value in metrics.items()})
         if rates is not None:
             rates.step()
