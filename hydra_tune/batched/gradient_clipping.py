@@ -35,7 +35,7 @@ def factors_of(norms: Sequence[Tensor], limits: Tensor) -> Tensor:
     """Return the factor that clips each member's gradients.
 
     Args:
-        norms: results of `norms_of`, in the order of the optimizer's parameters.
+        norms: results of `norms_of`, in the order of the module's parameters.
         limits: (members,), float64: each member's largest global norm; infinity for members without clipping.
 
     Returns:

@@ -420,14 +420,14 @@ def updated(graph: StepGraph) -> frozenset[str]:
 
 
 def groups_of(module: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """Return the parameter group number of every parameter of an optimizer.
+    """Return the parameter group number of every parameter of an optimizer, in the module's order.
 
     Args:
         module: owner of the parameters.
         optimizer: optimizer of the parameters.
     """
-    names = {id(tensor): name for name, tensor in named_state(module)}
-    return {names[id(p)]: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    numbers = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    return {name: numbers[id(tensor)] for name, tensor in named_state(module) if id(tensor) in numbers}
 
 
 def _stacked(tensor: Tensor, size: int) -> Tensor:

@@ -23,7 +23,7 @@ class ClippingNodeEmitter:
     Args:
         graph: to append to.
         limits: the argument that holds the members' limits.
-        order: the optimizer's parameters.
+        order: the optimizer's parameters, in the module's order.
         mode: for tensors without bytes.
     """
 
@@ -55,7 +55,7 @@ class ClippingNodeEmitter:
             dtype: of the gradients.
         """
         if torch.float64 not in self._factors:
-            # In the optimizer's order, as in steps without a plan: the norm of the norms rounds by its order.
+            # In the module's order, as in steps without a plan: the norm of the norms rounds by its order.
             norms = [self._norms[name] for name in self._order if name in self._norms]
             like = self._tensor(self._limits.meta["val"].shape, (1,), torch.float64)
 

@@ -113,7 +113,7 @@ def step_graph(
         trains: for each name, whether a gradient is wanted.
         count: number of members.
         tracer: traces the members' updates.
-        groups: parameter -> index of its parameter group, keys in the optimizer's order.
+        groups: parameter -> index of its parameter group, keys in the module's order.
         place: the device to trace for, wherever the operands lie now; None: the device of the operands.
         is_clipped: whether each member's gradients are clipped by their common norm.
 

@@ -181,7 +181,7 @@ class WholeModelRunner:
 
     def _update(self) -> None:
         if self._is_plain:
-            self._gradients.clip_plainly(self._optimizer)
+            self._gradients.clip_plainly(self._module, self._optimizer)
             self._optimizer.step()
         else:
             self._scaled_step()
@@ -317,9 +317,8 @@ class WholeModelRunner:
 
     def _scaled_step(self) -> None:
         named = {name: p for name, p in self._module.named_parameters() if p.grad is not None}
-        order = {id(p): None for group in self._optimizer.param_groups for p in group["params"]}
-        names = {id(p): name for name, p in named.items()}
-        ordered_names = [names[key] for key in order if key in names]
+        trained = {p for group in self._optimizer.param_groups for p in group["params"]}
+        ordered_names = [name for name, p in named.items() if p in trained]
         gradients = self._gradients
         gradients.complete({name: named[name].grad for name in ordered_names})  # type: ignore[misc]  # those with gradients
         if not gradients.skips_update:

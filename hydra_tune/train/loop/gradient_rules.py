@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from hydra_tune.errors import TaskError
@@ -59,11 +59,11 @@ class GradientProcessor:
         """Whether no loss scaling applies, so that torch's own clipping is the only work between backward and update."""
         return self._scale is None
 
-    def clip_plainly(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip all gradients of an optimizer's parameters at once, if the task clips gradients."""
+    def clip_plainly(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Clip all gradients of an optimizer's parameters at once, in the module's order, if the task clips gradients."""
         if self._max_norm is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
+            trained = {p for group in optimizer.param_groups for p in group["params"]}
+            torch.nn.utils.clip_grad_norm_([p for p in module.parameters() if p in trained], self._max_norm)
 
     @property
     def skips_update(self) -> bool:
@@ -93,12 +93,13 @@ class GradientProcessor:
 
         Args:
             parameters: parameters with gradients, on one device.
-            order: names of all parameters in the optimizer's order.
+            order: names of all parameters of the optimizer, in the module's order.
         """
         if self._max_norm is None:
             return
         device = parameters[0].device
-        # In the optimizer's order: the norm of the norms is a floating-point sum, whose last bits depend on the order.
+        # In the module's order, as in `clip_grad_norm_(module.parameters(), ...)`: the norm of the norms is a floating-point
+        # sum, whose last bits depend on the order.
         norms = [self._norms[name] for name in order if name in self._norms]
         total = get_total_norm([torch.tensor([norm], dtype=dtype, device=device) for norm, dtype in norms])
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, total)

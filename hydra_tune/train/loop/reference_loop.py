@@ -260,7 +260,8 @@ class _PlainRun:
             # Before clipping: the norm is the norm of the true gradients.
             self.scaler.unscale_(self.optimizer)
             if task.max_grad_norm is not None:
-                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                trained = {p for group in self.optimizer.param_groups for p in group["params"]}
+                parameters = [p for p in self.module.parameters() if p in trained]
                 nn.utils.clip_grad_norm_(parameters, task.max_grad_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()

@@ -124,8 +124,8 @@ class ModelState:
         }
         self._names = names = {id(tensor): name for name, tensor in self.tensors.items()}
         self._in_order = _in_order(optimizer)
-        # Lazy parameters have no name yet.
-        self._optimized = tuple(names[key] for key in self._in_order if key in names)
+        # In the module's order, in which gradients are clipped. Lazy parameters have no name yet.
+        self._optimized = tuple(map(names.__getitem__, filter(set(self._in_order).__contains__, names)))
         self._keeps_gradients = not runs_own_code and keeps_gradients(optimizer)
         # Parameters of the optimizer that have had a gradient, and those that have one in the present step.
         self._ever_stepped: set[str] = set()
@@ -187,7 +187,7 @@ class ModelState:
             group.dirty = True
 
     def optimized(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Select the values of the parameters that the optimizer updates, in the optimizer's order."""
+        """Select the values of the parameters that the optimizer updates, in the module's order."""
         return {name: values[name] for name in self._optimized if name in values}
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -71,6 +72,30 @@ def test_equals_a_loop_written_by_hand():
     assert [entry["val_loss"] for entry in result.history] == validation
     for name, value in module.state_dict().items():
         assert torch.equal(value, result.state_dict()[name])
+
+
+def test_clips_as_a_loop_over_the_modules_parameters_whatever_the_groups():
+    def deep():
+        return nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)], nn.Linear(8, 1))
+
+    def groups(module):
+        named = dict(module.named_parameters())
+        return [{"params": [p for n, p in named.items() if n.endswith(end)]} for end in ("bias", "weight")]
+
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(7)
+    module = deep()
+    optimizer = torch.optim.SGD(groups(module), lr=0.1)
+    for _ in range(20):
+        nn.functional.mse_loss(module(x), x[:, :1]).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    clipped = on_batches(model=deep, param_groups=groups, optimizer=sgd, max_grad_norm=0.1, epochs=20)
+    result = train_plain(replace(clipped, train=lambda: [(x, x[:, :1])]))
+    assert all(torch.equal(value, result.state_dict()[name]) for name, value in module.state_dict().items())
 
 
 def test_all_three_random_streams_are_seeded():
