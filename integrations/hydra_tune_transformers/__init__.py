@@ -1,0 +1,14 @@
+"""A Hugging Face `Trainer` in a shared pool: `task_from_trainer(make_trainer)` describes its training as a `TrainTask`.
+
+The numbers are those of `Trainer.train()` on a CPU, to the last bit, also for a model that is cut into shards. A `Trainer`
+that the pool would not train exactly is refused, with every reason and remedy. `hyperparameter_search` is
+`Trainer.hyperparameter_search` with a pool, and `install()` gives the method itself an `executor=`.
+
+The package must not know shards or devices. Read `task` first, which maps each part of a `Trainer` to an argument of the
+task, then `refusals`.
+"""
+
+from hydra_tune_transformers.errors import RefusedTrainerError
+from hydra_tune_transformers.task import task_from_trainer, trainer_from_result
+
+__all__ = ["RefusedTrainerError", "task_from_trainer", "trainer_from_result"]

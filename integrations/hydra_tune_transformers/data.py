@@ -1,0 +1,73 @@
+"""Batches in the order and at the time of a `Trainer`.
+
+`Trainer` draws through a loader of accelerate, which is one batch ahead of the training: a collator that draws random
+numbers (masked tokens) draws those of the next batch before the present one trains. `AheadLoader` does the same, from the
+samplers that the `Trainer` itself has made. `task.py` makes the loaders.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from hydra_tune.errors import TaskError
+
+
+class AheadLoader(DataLoader[Any]):
+    """Draws each batch one early, and gives batches as dicts.
+
+    Args:
+        prepared: loader of the `Trainer`.
+        short_pass: number of the pass, from 0, that ends early, and its batches; None: no pass does.
+    """
+
+    def __init__(self, prepared: Any, short_pass: tuple[int, int] | None = None) -> None:
+        super().__init__(
+            prepared.dataset,
+            batch_sampler=prepared.batch_sampler,
+            collate_fn=prepared.collate_fn,
+            num_workers=prepared.num_workers,
+            worker_init_fn=prepared.worker_init_fn,
+            generator=prepared.generator,
+        )
+        self.short_pass = short_pass
+        self.num_passes = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # a generator, as in accelerate
+        most = self.short_pass[1] if self.short_pass is not None and self.short_pass[0] == self.num_passes else None
+        drawn: list[Any] = []
+        for number, batch in enumerate(super().__iter__()):
+            drawn.append(batch)
+            if len(drawn) > 1:
+                yield _as_dict(drawn.pop(0))
+            if number == most:
+                return
+        yield from map(_as_dict, drawn)
+        self.num_passes += 1
+
+
+class SameOrder:
+    """Makes a loader anew for each pass, with its generator as at the beginning: `Trainer` evaluates so."""
+
+    def __init__(self, loader: AheadLoader) -> None:
+        self._loader = loader
+
+    def __call__(self) -> AheadLoader:
+        """Return the loader of a pass."""
+        loader = copy.copy(self._loader)
+        batch_sampler: Any = copy.copy(loader.batch_sampler)
+        batch_sampler.sampler = copy.copy(batch_sampler.sampler)
+        generator = batch_sampler.sampler.generator
+        batch_sampler.sampler.generator = torch.Generator().manual_seed(generator.initial_seed())
+        vars(loader)["batch_sampler"] = batch_sampler  # torch refuses the assignment
+        return loader
+
+
+def _as_dict(batch: Any) -> dict[str, Any]:
+    if not isinstance(batch, Mapping):
+        raise TaskError(
+            f"the collator made a {type(batch).__name__}, and a model of the transformers library takes names; return a dict"
+        )
+    return dict(batch)

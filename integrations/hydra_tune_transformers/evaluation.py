@@ -1,0 +1,226 @@
+"""The evaluation of a `Trainer`: a loss and predictions for each batch, and metrics over all of them.
+
+`TrainerEvaluation` does what `Trainer.prediction_step` does for a batch, and `TrainerMetrics` what `Trainer.evaluation_loop`
+does after the last batch. The pool concatenates the values of all batches in between, so a tensor of predictions goes
+there flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop` ends a training.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import nested_concat, nested_numpify
+from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
+
+from hydra_tune.errors import MetricError, TaskError
+from hydra_tune_transformers.loss import IGNORED_LABEL, ItemCount, TrainerStep
+
+_LOSS, _LOGITS, _LABELS, _OBJECTIVE = "loss", "logits", "labels", "objective"
+_PREFIX = "eval_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerEvaluation:
+    """Evaluates a batch.
+
+    Args:
+        step: computes the loss.
+        item_count: counts labels, where the loss is given their number.
+        label_names: the arguments of the model's forward that are labels.
+        can_return_loss: whether the model returns a loss without labels.
+        ignored_outputs: names of outputs that are no predictions.
+        with_predictions: whether predictions and labels are returned beside the loss.
+        preprocess: `preprocess_logits_for_metrics` of the `Trainer`.
+        is_low_precision: whether the forward runs under autocast, whose results are returned in float32.
+    """
+
+    step: TrainerStep
+    item_count: ItemCount | None
+    label_names: tuple[str, ...]
+    can_return_loss: bool
+    ignored_outputs: tuple[str, ...]
+    with_predictions: bool
+    preprocess: Callable[[Any, Any], Any] | None
+    is_low_precision: bool
+
+    def __call__(self, module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the loss and, where wanted, predictions and labels, each with its sizes.
+
+        Raises:
+            TaskError: the batch has no labels, or a prediction is not a tensor.
+        """
+        has_labels = bool(self.label_names) and all(batch.get(name) is not None for name in self.label_names)
+        if not has_labels and (self.label_names or not self.can_return_loss):
+            raise TaskError(
+                f"a batch of {', '.join(batch)} of eval_dataset lacks the labels ({', '.join(self.label_names) or 'none known'}), "
+                "so there is nothing to report; give the labels, or label_names= in TrainingArguments"
+            )
+        total = None if self.item_count is None else self.item_count.tensor(batch)
+        loss, outputs = self.step.loss_and_outputs(module, batch, total)
+        values: dict[str, Any] = {_LOSS: self._widened(loss.detach().mean())}
+        if self.with_predictions:
+            labels = tuple(batch[name] for name in self.label_names)
+            given = labels[0] if len(labels) == 1 else labels
+            for name, tensor in _leaves(_LOGITS, self._predictions(outputs, given)):
+                values |= _flat(name, tensor)
+            for name, tensor in _leaves(_LABELS, given):
+                values |= _flat(name, tensor)
+        return values
+
+    def _predictions(self, outputs: Any, labels: Any) -> Any:
+        if isinstance(outputs, dict):
+            logits = tuple(value for name, value in outputs.items() if name not in (*self.ignored_outputs, "loss"))
+        else:
+            logits = outputs[1:]
+        predictions = self._widened(logits[0] if len(logits) == 1 else logits)
+        return predictions if self.preprocess is None else self.preprocess(predictions, labels)
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return type(value)(map(self._widened, value))
+        is_low = self.is_low_precision and isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        return value.float() if is_low else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerMetrics:
+    """Computes the metrics of an evaluation from the values of all batches.
+
+    Args:
+        compute_metrics: as of the `Trainer`.
+        batch_size: samples of each batch but the last.
+        num_samples: samples in all; None: every batch is full.
+        drops_bad_losses: whether losses that are NaN or infinite are left out of the mean, where others are finite.
+        compute_objective: `{metric: value} -> value` of a search; reported as `objective`.
+    """
+
+    compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None
+    batch_size: int
+    num_samples: int | None
+    drops_bad_losses: bool
+    compute_objective: Callable[[dict[str, float]], Any] | None = None
+
+    def __call__(self, collected: dict[str, Tensor]) -> dict[str, float]:
+        """Return the metrics of a pass, without the prefix `eval_`.
+
+        Raises:
+            MetricError: `compute_metrics` returned something else than numbers.
+        """
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None:
+            predictions = self._joined(collected, _LOGITS)
+            metrics = dict(self.compute_metrics(EvalPrediction(predictions, self._joined(collected, _LABELS))))
+        metrics = denumpify_detensorize(metrics)
+        metrics[_PREFIX + _LOSS] = self._mean_loss(collected[_LOSS])
+        for name in list(metrics):
+            if not name.startswith(_PREFIX):
+                metrics[_PREFIX + name] = metrics.pop(name)
+        for name, value in metrics.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise MetricError(
+                    f"compute_metrics returned {name.removeprefix(_PREFIX)!r} as {type(value).__name__}, and a report holds "
+                    "numbers; return {name: number}"
+                )
+        reported = {name.removeprefix(_PREFIX): float(value) for name, value in metrics.items()}
+        if self.compute_objective is None:
+            return reported
+        return reported | dict(zip_objectives(self.compute_objective(dict(metrics))))
+
+    def _remainder(self) -> int:
+        return 0 if self.num_samples is None else self.num_samples % self.batch_size
+
+    def _mean_loss(self, of_batches: Tensor) -> float:
+        # Each loss once for each sample, and in float32: the mean of numpy is then that of `Trainer`, to the last bit.
+        losses = of_batches.repeat_interleave(self.batch_size)
+        if rest := self._remainder():
+            losses = losses[: rest - self.batch_size]
+        numbers = losses.numpy()
+        finite = np.isfinite(numbers)
+        if self.drops_bad_losses and finite.any():
+            numbers = numbers[finite]
+        return float(numbers.mean().item())
+
+    def _joined(self, collected: dict[str, Tensor], kind: str) -> Any:
+        """Return the predictions or labels of all samples as arrays, padded to the longest."""
+        num_batches = len(collected[_LOSS])
+        joined = None
+        for number in range(num_batches):
+            rest = self._remainder() if number == num_batches - 1 else 0
+            values = self._of_batch(collected, kind, number, rest or None)
+            joined = values if joined is None else nested_concat(joined, values, padding_index=IGNORED_LABEL)
+        return nested_numpify(joined)
+
+    def _of_batch(self, collected: dict[str, Tensor], path: str, number: int, first: int | None) -> Any:
+        if path in collected:
+            sizes = torch.stack(list(_in_turn(collected, f"{path}:"))).long()
+            begin = int(sizes[:, :number].prod(dim=0).sum())
+            of_batch = sizes[:, number].tolist()
+            return collected[path][begin : begin + int(np.prod(of_batch))].view(of_batch)[:first]
+        parts = []
+        while any(name.startswith(f"{path}.{len(parts)}") for name in collected):
+            parts.append(self._of_batch(collected, f"{path}.{len(parts)}", number, first))
+        return tuple(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyStop:
+    """Ends a training as `EarlyStoppingCallback` does.
+
+    Args:
+        metric: reported metric.
+        is_greater_better: whether larger values are better.
+        patience: reports without an improvement after which the training ends.
+        threshold: difference that an improvement exceeds.
+    """
+
+    metric: str
+    is_greater_better: bool
+    patience: int
+    threshold: float
+
+    def __call__(self, history: Sequence[Mapping[str, float]]) -> bool:
+        """Whether the training ends after the last report of its history."""
+        best, num_without = None, 0
+        for entry in history:
+            value = entry[self.metric]
+            is_better = best is None or (value > best if self.is_greater_better else value < best)
+            improves = best is None or (is_better and abs(value - best) > self.threshold)
+            num_without = 0 if improves else num_without + 1
+            best = value if is_better else best
+        return num_without >= self.patience
+
+
+def zip_objectives(value: Any) -> Iterator[tuple[str, float]]:
+    """Name the value of a search's objective, or each of several values."""
+    if isinstance(value, tuple | list):
+        yield from ((f"{_OBJECTIVE}_{number}", float(each)) for number, each in enumerate(value))
+    else:
+        yield _OBJECTIVE, float(value)
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value.detach()
+        return
+    if not isinstance(value, tuple | list):
+        raise TaskError(
+            f"the model's predictions have a {type(value).__name__}, and compute_metrics is given tensors and tuples of these; "
+            "pick the tensors in preprocess_logits_for_metrics="
+        )
+    for number, item in enumerate(value):
+        yield from _leaves(f"{path}.{number}", item)
+
+
+def _flat(name: str, tensor: Tensor) -> dict[str, Any]:
+    sizes = {f"{name}:{dimension}": size for dimension, size in enumerate(tensor.shape)}
+    return {name: tensor.reshape(-1), **sizes}
+
+
+def _in_turn(collected: dict[str, Tensor], prefix: str) -> Iterator[Tensor]:
+    number = 0
+    while (sizes := collected.get(f"{prefix}{number}")) is not None:
+        yield sizes
+        number += 1

@@ -1,0 +1,102 @@
+"""The training loss of a `Trainer`, as a step of a task.
+
+`TrainerStep` does what `Trainer.training_step` and `Trainer.compute_loss` do between a batch and its loss. A step holds
+the few settings that this needs, and not the `Trainer`: a trial that is cut compares all that its step reads before each
+step, and trials with equal steps may be fused. `task.py` makes the step, and `evaluation.py` evaluates with it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_pt_utils import LabelSmoother
+
+from hydra_tune.errors import TaskError
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerStep:
+    """Computes the loss of a batch.
+
+    Args:
+        counts_items: whether the model or `loss_function` is given the number of labels of all batches of the optimizer
+            step.
+        gives_count: whether the model's forward takes that number.
+        label_smoother: computes the loss from the outputs and the labels; None: the model computes the loss.
+        shifts_labels: whether `label_smoother` compares each position with the next label.
+        loss_function: `compute_loss_func` of the `Trainer`.
+    """
+
+    counts_items: bool
+    gives_count: bool
+    label_smoother: LabelSmoother | None
+    shifts_labels: bool
+    loss_function: Callable[..., Any] | None
+
+    def __call__(self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None = None) -> Tensor:
+        """Return the loss of a batch.
+
+        Args:
+            module: the model.
+            batch: the arguments of its forward.
+            total: the number of labels of all batches of the optimizer step, float32, where labels are counted.
+        """
+        return self.loss_and_outputs(module, batch, total)[0]
+
+    def loss_and_outputs(self, module: nn.Module, batch: Mapping[str, Any], total: Tensor | None) -> tuple[Tensor, Any]:
+        """Return the loss of a batch, and what the model returned."""
+        inputs, labels = dict(batch), None
+        if (self.label_smoother is not None or self.loss_function is not None) and "labels" in inputs:
+            labels = inputs.pop("labels")
+        if self.gives_count and total is not None:
+            inputs["num_items_in_batch"] = total
+        outputs = module(**inputs)
+        if self.loss_function is not None:
+            return self.loss_function(outputs, labels, num_items_in_batch=total), outputs
+        if self.label_smoother is not None and labels is not None:
+            shifts = {"shift_labels": True} if self.shifts_labels else {}
+            return self.label_smoother(outputs, labels, num_items_in_batch=total, **shifts), outputs
+        if isinstance(outputs, dict) and "loss" not in outputs:
+            raise TaskError(
+                f"the model returns no loss for batches of {', '.join(batch)}, only {', '.join(outputs)}; give the labels in the "
+                "data, or a compute_loss_func"
+            )
+        return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ItemCount:
+    """Counts the labels of a batch that enter its loss, as `Trainer` does for `num_items_in_batch`.
+
+    Args:
+        is_shifted: whether the model compares each position with the next label, so that the first label does not count.
+    """
+
+    is_shifted: bool
+
+    def __call__(self, batch: Mapping[str, Any]) -> float:
+        """Return the number of labels.
+
+        Raises:
+            TaskError: the batch has no labels that can be counted.
+        """
+        # A float, because the sum of a step is then a float32 tensor, as in `Trainer`.
+        return float(self.tensor(batch).item())
+
+    def tensor(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the number of labels as a float32 tensor without dimensions, where the labels are."""
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor):
+            raise TaskError(
+                f"a batch of {', '.join(batch)} has no tensor 'labels', whose number the model is given; let the data or the "
+                "collator give labels"
+            )
+        if isinstance(batch.get("shift_labels"), Tensor):
+            labels = batch["shift_labels"]
+        elif self.is_shifted:
+            labels = labels[..., 1:]
+        return labels.ne(IGNORED_LABEL).sum().to(torch.float32)

@@ -1,0 +1,91 @@
+"""The optimizer of a `Trainer` as factories: groups by the names of parameters, and the class with its settings.
+
+`Trainer.create_optimizer` makes an optimizer for the parameters of one model. `OptimizerRecipe` keeps what is needed to
+make the same one for another model, and checks that it does. `task.py` takes the recipe.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class NamedGroups:
+    """Builds parameter groups from names.
+
+    Args:
+        groups: the options of each group, with the names of its parameters as `"params"`.
+    """
+
+    groups: tuple[Mapping[str, Any], ...]
+
+    def __call__(self, module: nn.Module) -> list[dict[str, Any]]:
+        """Return the groups of a module's parameters."""
+        named = dict(module.named_parameters())
+        return [{**group, "params": [named[name] for name in group["params"]]} for group in self.groups]
+
+
+@dataclass(frozen=True)
+class OptimizerOfClass:
+    """Builds an optimizer.
+
+    Args:
+        kind: its class.
+        arguments: arguments beside the groups.
+    """
+
+    kind: type[Optimizer]
+    arguments: Mapping[str, Any]
+
+    def __call__(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Return an optimizer of parameter groups."""
+        return self.kind(groups, **self.arguments)
+
+
+def recipe_of(optimizer: Any, model: nn.Module) -> tuple[NamedGroups, OptimizerOfClass]:
+    """Return how to make an optimizer like a given one, which has not made a step.
+
+    Args:
+        optimizer: optimizer of the model's parameters.
+        model: the model.
+
+    Raises:
+        ValueError: another such optimizer cannot be made; the message says why.
+    """
+    kind = type(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"{kind.__name__} is not a torch.optim.Optimizer")  # noqa: TRY004 - it becomes a refusal
+    if optimizer.state:
+        raise ValueError(f"{kind.__name__} has made steps already")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    if any(id(parameter) not in names for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(f"{kind.__name__} has tensors that are not parameters of the model")
+    groups = tuple(
+        {**group, "params": tuple(names[id(parameter)] for parameter in group["params"])}
+        for group in optimizer.param_groups
+    )
+    known = inspect.signature(kind).parameters
+    arguments = {name: value for name, value in optimizer.defaults.items() if name in known}
+    recipe = NamedGroups(groups), OptimizerOfClass(kind, arguments)
+    try:
+        again = recipe[1](recipe[0](model))
+    except Exception as error:
+        raise ValueError(f"{kind.__name__} cannot be made again from its groups ({error})") from error
+    for before, after in zip(optimizer.param_groups, again.param_groups, strict=True):
+        if _options(before) != _options(after):
+            raise ValueError(f"{kind.__name__} made again from its groups has other settings")
+    return recipe
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group in a form that can be compared."""
+    return {
+        name: value.tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }

@@ -1,0 +1,211 @@
+"""Everything of a `Trainer` that the pool would not do exactly, by name, with the reason and the remedy.
+
+`task_from_trainer` (`task.py`) refuses a `Trainer` with any of these. Each argument of `TrainingArguments` is taken over,
+has no effect on the numbers, or stands in the table of refusals; an argument that this module does not know is refused
+unless it has its default.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers.trainer_callback import DefaultFlowCallback
+
+from hydra_tune.task import length_of
+
+TAKEN_OVER = frozenset(
+    """
+    per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps
+    warmup_ratio optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps
+    average_tokens_across_devices max_grad_norm label_smoothing_factor bf16 eval_strategy eval_steps
+    per_device_eval_batch_size prediction_loss_only metric_for_best_model greater_is_better seed data_seed
+    accelerator_config dataloader_drop_last remove_unused_columns label_names train_sampling_strategy length_column_name
+    use_cpu save_strategy logging_nan_inf_filter report_to
+    """.split()
+)
+"""Arguments that act as in `Trainer.train()`, some with refused values (`_values`)."""
+
+WITHOUT_EFFECT = frozenset(
+    """
+    output_dir do_train do_eval do_predict logging_strategy logging_steps logging_first_step log_on_each_node
+    include_num_input_tokens_seen log_level log_level_replica disable_tqdm run_name project trackio_space_id
+    trackio_bucket_id trackio_static_space_id logging_dir save_only_model save_steps save_on_each_node save_total_limit
+    hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision ignore_data_skip
+    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context
+    dataloader_in_order eval_accumulation_steps eval_use_gather_object torch_empty_cache_steps skip_memory_metrics
+    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank
+    torch_compile_backend torch_compile_mode use_cache fsdp_config liger_kernel_config activation_checkpointing_kwargs
+    gradient_checkpointing_kwargs place_model_on_device
+    """.split()
+)
+"""Arguments that change no number of a training on one device, as long as no refused argument is set beside them."""
+
+REFUSED = {
+    "fp16": "use bf16=True, or float32",
+    "bf16_full_eval": "evaluate in the precision of the training",
+    "fp16_full_eval": "evaluate in the precision of the training",
+    "tf32": "set torch.backends.cuda.matmul.allow_tf32 for the process",
+    "activation_checkpointing": "leave it out; the pool recomputes activations where a device lacks room for them",
+    "gradient_checkpointing": "leave it out; the pool recomputes activations where a device lacks room for them",
+    "torch_compile": "leave it out, and set compile= of the task, as in dataclasses.replace(task, compile='inductor')",
+    "use_liger_kernel": "leave it out; its kernels have other numbers on other devices",
+    "neftune_noise_alpha": "leave it out; its hook draws noise for the embeddings in every step",
+    "auto_find_batch_size": "give per_device_train_batch_size; the pool cuts a model that does not fit",
+    "optim_target_modules": "use an optimizer over whole parameters",
+    "eval_on_start": "leave it out, or evaluate before you submit the task",
+    "eval_delay": "evaluate from the beginning",
+    "eval_do_concat_batches": "leave it at True",
+    "include_for_metrics": "compute the metrics from predictions and labels",
+    "batch_eval_metrics": "compute the metrics from all predictions",
+    "load_best_model_at_end": "keep the best trials with keep_best= of the study; result='best' gives a task the value of its "
+    "best report",
+    "restore_callback_states_from_checkpoint": "let the pool resume trials, HydraExecutor(checkpoint_dir=...)",
+    "resume_from_checkpoint": "let the pool resume trials, HydraExecutor(checkpoint_dir=...)",
+    "enable_jit_checkpoint": "let the pool save trials, HydraExecutor(checkpoint_dir=...)",
+    "push_to_hub": "push after the search, from trainer_from_result(make_trainer, result)",
+    "full_determinism": "set torch.use_deterministic_algorithms(True) for the process",
+    "dataloader_num_workers": "load the data in the process, which is exact for a collator that draws random numbers too",
+    "parallelism_config": "give the devices to the pool, HydraExecutor(devices=...)",
+    "fsdp": "give the devices to the pool, HydraExecutor(devices=...), which trains models larger than one",
+    "deepspeed": "give the devices to the pool, HydraExecutor(devices=...), which trains models larger than one",
+    "debug": "leave it out",
+    "predict_with_generate": "evaluate by the loss, and generate after the search",
+}
+"""Arguments refused with any other value than their default: the remedy of each."""
+
+_MAY_OVERRIDE = frozenset(
+    "create_optimizer get_decay_parameter_names get_optimizer_cls_and_kwargs _get_train_sampler _get_eval_sampler".split()
+)
+_CALLBACKS = (DefaultFlowCallback, ProgressCallback, PrinterCallback, EarlyStoppingCallback)
+
+
+def refusals(trainer: Trainer) -> Iterator[str]:
+    """Describe everything of a `Trainer` that is refused, each with the remedy."""
+    for look in (_arguments, _values, _code, _callbacks, _data, _model):
+        yield from look(trainer)
+
+
+def _defaults(arguments: TrainingArguments) -> dict[str, Any]:
+    defaults = {}
+    for field in dataclasses.fields(arguments):
+        is_made = field.default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING
+        defaults[field.name] = field.default_factory() if is_made else field.default
+    return defaults
+
+
+def _arguments(trainer: Trainer) -> Iterator[str]:
+    for name, default in _defaults(trainer.args).items():
+        value = getattr(trainer.args, name, default)
+        # Several settings are None by default and become False or an empty list.
+        if name in TAKEN_OVER | WITHOUT_EFFECT or value == default or (not value and not default):
+            continue
+        if name in REFUSED:
+            yield f"{name}={value!r}: {REFUSED[name]}"
+        elif name not in {"generation_max_length", "generation_num_beams", "generation_config", "sortish_sampler"}:
+            yield f"{name}={value!r}: an argument that this version of hydra-tune does not know; leave it at {default!r}"
+
+
+def _values(trainer: Trainer) -> Iterator[str]:
+    args = trainer.args
+    if args.device.type != "cpu" or args.n_gpu > 1 or args.world_size > 1:
+        place = f"{args.n_gpu} GPUs" if args.n_gpu > 1 else str(args.device)
+        yield f"a Trainer on {place}: set use_cpu=True, because the pool moves the model, and give it the devices"
+    if _text(args.save_strategy) != "no":
+        yield (
+            f"save_strategy={_text(args.save_strategy)!r}: set save_strategy='no'; the pool saves trials "
+            "(HydraExecutor(checkpoint_dir=...)), and trainer_from_result(make_trainer, result).save_model() the trained model"
+        )
+    if args.report_to:
+        yield f"report_to={args.report_to!r}: set report_to='none'; a result's history has all reports"
+    if _text(args.lr_scheduler_type) in ("reduce_lr_on_plateau", "greedy"):
+        yield f"lr_scheduler_type={_text(args.lr_scheduler_type)!r}: choose a schedule by steps, such as 'linear'"
+    if _text(args.train_sampling_strategy) == "batch_rebalance":
+        yield "train_sampling_strategy='batch_rebalance': use 'random', 'group_by_length' or 'sequential'"
+    if _text(args.optim) in ("lomo", "adalomo"):
+        yield f"optim={_text(args.optim)!r}: it steps within the backward; use an optimizer of torch"
+    if args.bf16 and (trainer.label_smoother is not None or trainer.compute_loss_func is not None):
+        yield (
+            "bf16=True with a label_smoothing_factor or a compute_loss_func, whose loss autocast would change; train in "
+            "float32, or let the model compute its loss"
+        )
+    config = args.accelerator_config
+    for name in ("split_batches", "dispatch_batches", "gradient_accumulation_kwargs", "use_configured_state"):
+        kwargs = getattr(config, name, None)
+        # `Trainer` itself notes one step here.
+        if kwargs and kwargs != {"num_steps": 1}:
+            yield f"accelerator_config with {name}={kwargs!r}: leave it out"
+
+
+def _code(trainer: Trainer) -> Iterator[str]:
+    names = set(vars(trainer)).intersection(name for name in dir(Trainer) if callable(getattr(Trainer, name, None)))
+    places = dict.fromkeys(names, "this object")
+    for kind in type(trainer).__mro__:
+        if not kind.__module__.startswith("transformers."):
+            places |= {
+                name: kind.__name__
+                for name in vars(kind)
+                if hasattr(Trainer, name) and not name.startswith("__") and name not in _MAY_OVERRIDE
+            }
+    for name, place in places.items():
+        if name in ("compute_loss", "training_step", "loss_is_scaled_for_ga"):
+            remedy = "give compute_loss_func= to a stock Trainer, or write the TrainTask yourself (docs/training.md)"
+        else:
+            remedy = "use the stock method, or write the TrainTask yourself (docs/training.md)"
+        yield f"{place} has a {name} of its own, which the pool would not call: {remedy}"
+
+
+def _callbacks(trainer: Trainer) -> Iterator[str]:
+    for callback in trainer.callback_handler.callbacks:
+        kind = type(callback)
+        if kind.__name__ == "NotebookProgressCallback" or kind in _CALLBACKS:
+            continue
+        yield (
+            f"the callback {kind.__name__}, which the pool would not call: leave it out; reports arrive in the result's history, "
+            "and after_step= of the task may write weights (docs/training.md)"
+        )
+    stops = [each for each in trainer.callback_handler.callbacks if type(each) is EarlyStoppingCallback]
+    if stops and (trainer.args.metric_for_best_model is None or _text(trainer.args.eval_strategy) == "no"):
+        yield "EarlyStoppingCallback without metric_for_best_model and eval_strategy, which it needs; give both"
+
+
+def _data(trainer: Trainer) -> Iterator[str]:
+    if trainer.train_dataset is None:
+        yield "no train_dataset: give the Trainer one"
+    elif _has_no_length(trainer.train_dataset):
+        yield "a train_dataset without a length: give a dataset with len() and indices"
+    if isinstance(trainer.eval_dataset, dict):
+        yield "several eval_datasets: give one, and evaluate on the others after the search"
+    elif trainer.eval_dataset is not None and _has_no_length(trainer.eval_dataset):
+        yield "an eval_dataset without a length: give a dataset with len() and indices"
+    if getattr(trainer.data_collator, "seed", None) is not None:
+        yield (
+            f"{type(trainer.data_collator).__name__} with a seed, which trials would share: leave seed= out, and it draws "
+            "from the trial's own stream"
+        )
+
+
+def _has_no_length(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or length_of(dataset) is None
+
+
+def _model(trainer: Trainer) -> Iterator[str]:
+    model = trainer.model
+    checks: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: trainer.is_model_parallel, "a model on several devices: load it on the CPU; the pool cuts it"),
+        (lambda: getattr(model, "hf_quantizer", None), "a quantized model: load it in full precision"),
+        (lambda: hasattr(model, "peft_config"), "a PEFT model, which has not been tried: train the whole model"),
+        (lambda: hasattr(trainer.optimizer, "train"), "an optimizer with modes (schedule-free): use another"),
+        (lambda: trainer.lr_scheduler, "a scheduler in optimizers=: give lr_scheduler_type, or (optimizer, None)"),
+        (lambda: any(p.device != torch.device("cpu") for p in model.parameters()), "a model off the CPU: load it there"),
+    )
+    for holds, message in checks:
+        if holds():
+            yield message
+
+
+def _text(value: Any) -> str:
+    """Return the text of an argument that may be an enum."""
+    return str(getattr(value, "value", value))

@@ -1,0 +1,307 @@
+"""`task_from_trainer`: a stock `Trainer` of the transformers library as a `TrainTask`.
+
+The `Trainer` is made once, read, and given up; the task keeps its settings, its data and the factories. Read
+`task_of` first, which names what becomes of each part: `data.py` for the batches, `loss.py` for a step, `optimizer.py`,
+`evaluation.py`. `refusals.py` has everything that is refused. `trainer_from_result` is the way back.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from transformers import EarlyStoppingCallback, Trainer, get_scheduler, set_seed
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hydra_tune import TrainTask
+from hydra_tune_transformers.data import AheadLoader, SameOrder
+from hydra_tune_transformers.errors import RefusedTrainerError
+from hydra_tune_transformers.evaluation import EarlyStop, TrainerEvaluation, TrainerMetrics
+from hydra_tune_transformers.loss import ItemCount, TrainerStep
+from hydra_tune_transformers.optimizer import recipe_of
+from hydra_tune_transformers.refusals import refusals
+
+TRIED = "5.24"
+"""Version of the transformers library with which the numbers have been compared."""
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
+    """Describe the training of a stock `Trainer` as a task, whose numbers are those of `Trainer.train()` on a CPU.
+
+    Reports have the metrics of `Trainer.evaluate()` as `val_<name>`: `val_loss` for `eval_loss`, `val_accuracy` for
+    `eval_accuracy`. With `eval_strategy="no"` and an `eval_dataset` there is one report, after the last step. Without an
+    `eval_dataset` each epoch reports `train_loss`. The tuner sees `metric_for_best_model`, or the loss.
+
+    Args:
+        make_trainer: builds a `Trainer` with `use_cpu=True`, `save_strategy="no"` and `report_to="none"`. With a
+            `model_init` it is called once, here; with a `model`, once more for each trial, in a thread of the pool.
+
+    Returns:
+        The task. Change settings that `TrainingArguments` do not have with `dataclasses.replace(task, activations=...)`.
+
+    Raises:
+        RefusedTrainerError: the `Trainer` has settings or code that the pool would not train exactly; all are named.
+    """
+    with own_random_state():
+        trainer = make_trainer()
+        if not isinstance(trainer, Trainer):
+            raise RefusedTrainerError(
+                [f"make_trainer returned {type(trainer).__name__}: return a transformers.Trainer"]
+            )
+        init = trainer.model_init
+        model = _TrainersModel(make_trainer) if init is None else InitializedModel(init, None, trainer.processing_class)
+        return task_of(trainer, model)
+
+
+def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Trainer:
+    """Return a new `Trainer` with the trained weights of a result, as after `Trainer.train()`.
+
+    `evaluate()` gives the numbers of the last report, and `save_model()` writes the model and its tokenizer.
+
+    Args:
+        make_trainer: as for `task_from_trainer`.
+        result: a pool's `Result` of the task, or the `PlainResult` of `hydra_tune.train_plain`.
+    """
+    trainer = make_trainer()
+    _align(trainer.model, trainer.processing_class)
+    trainer.model.load_state_dict(result.state_dict())
+    return trainer
+
+
+@contextmanager
+def own_random_state() -> Iterator[None]:
+    """Put the process's random streams back after the block: a `Trainer` seeds them."""
+    state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the global stream
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            np.random.set_state(numpy_state)  # noqa: NPY002 - as above
+
+
+@dataclass(frozen=True)
+class InitializedModel:
+    """Builds the model of a `model_init`.
+
+    Args:
+        init: the function, of no argument or one.
+        trial: its argument.
+        processing_class: tokenizer whose special tokens the model's settings take.
+    """
+
+    init: Callable[..., Any]
+    trial: Any
+    processing_class: Any
+
+    def __call__(self) -> nn.Module:
+        """Build the model."""
+        arguments = (self.trial,) if transformers.trainer_utils.number_of_arguments(self.init) == 1 else ()
+        model: nn.Module = self.init(*arguments)
+        return _align(model, self.processing_class)
+
+
+@dataclass(frozen=True)
+class _TrainersModel:
+    """Takes the model of a new `Trainer`, which has seeded the streams after the model was built."""
+
+    make_trainer: Callable[[], Trainer]
+
+    def __call__(self) -> nn.Module:
+        trainer = self.make_trainer()
+        return _align(trainer.model, trainer.processing_class)
+
+
+def task_of(
+    trainer: Trainer,
+    model: Callable[[], nn.Module],
+    compute_objective: Callable[[dict[str, float]], Any] | None = None,
+    objectives: str | tuple[str, ...] | None = None,
+) -> TrainTask:
+    """Describe the training of a `Trainer`.
+
+    Args:
+        trainer: the `Trainer` before its training, with a model of the trial's architecture; not kept.
+        model: builds the trial's model.
+        compute_objective: as for `TrainerMetrics`.
+        objectives: the metrics of the tuner, in place of `metric_for_best_model`.
+
+    Raises:
+        RefusedTrainerError: as `task_from_trainer`.
+    """
+    reasons = [*_versions(), *refusals(trainer)]
+    if reasons:
+        raise RefusedTrainerError(reasons)
+    args = trainer.args
+    if trainer.model_init is not None:
+        set_seed(args.seed)  # as train(), before it makes the loader, whose order goes by the seed
+    prepared = trainer.get_train_dataloader()
+    length = _Length.of(args, len(prepared))
+    try:
+        param_groups, optimizer = recipe_of(trainer.create_optimizer(), trainer.model)
+    except ValueError as error:
+        raise RefusedTrainerError([f"its optimizer: {error}; use an optimizer of torch"]) from error
+    step, item_count = _loss(trainer)
+    return TrainTask(
+        model=model,
+        param_groups=param_groups,
+        optimizer=optimizer,
+        scheduler=partial(
+            get_scheduler,
+            args.lr_scheduler_type,
+            num_warmup_steps=args.get_warmup_steps(length.steps),
+            num_training_steps=length.steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+        ),
+        scheduler_interval="step",
+        train=AheadLoader(prepared, length.short_pass),
+        epochs=length.passes,
+        step=step,
+        loss_weight=item_count,
+        accumulate=args.gradient_accumulation_steps,
+        remainder="divide_by_rest",
+        max_grad_norm=args.max_grad_norm or None,
+        precision="bfloat16" if args.bf16 else "float32",
+        seed=args.seed,
+        **_evaluation(trainer, step, item_count, length.steps, compute_objective, objectives),
+    )
+
+
+@dataclass(frozen=True)
+class _Length:
+    """Length of a training.
+
+    Attributes:
+        passes: epochs, begun ones included.
+        steps: optimizer steps.
+        short_pass: number and batches of a pass that ends early.
+    """
+
+    passes: int
+    steps: int
+    short_pass: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, args: Any, batches: int) -> "_Length":
+        """Return the length that `Trainer` computes for a loader of some batches."""
+        each = max(-(-batches // args.gradient_accumulation_steps), 1)
+        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * each)
+        whole, rest = divmod(steps, each)
+        if not rest:
+            return cls(whole, steps, None)
+        return cls(whole + 1, steps, (whole, rest * args.gradient_accumulation_steps))
+
+
+def _loss(trainer: Trainer) -> tuple[TrainerStep, ItemCount | None]:
+    counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    step = TrainerStep(
+        counts_items=counts,
+        gives_count=trainer.model_accepts_loss_kwargs,
+        label_smoother=trainer.label_smoother,
+        shifts_labels=type(trainer.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        loss_function=trainer.compute_loss_func,
+    )
+    return step, ItemCount(is_shifted=getattr(trainer, "_loss_shifts_labels", False)) if counts else None
+
+
+def _evaluation(
+    trainer: Trainer,
+    step: TrainerStep,
+    item_count: ItemCount | None,
+    steps: int,
+    compute_objective: Callable[[dict[str, float]], Any] | None,
+    objectives: str | tuple[str, ...] | None,
+) -> dict[str, Any]:
+    """Return the arguments of the task that describe reports."""
+    args, strategy = trainer.args, str(getattr(trainer.args.eval_strategy, "value", trainer.args.eval_strategy))
+    if trainer.eval_dataset is None:
+        return {}
+    best = args.metric_for_best_model
+    metric = "val_loss" if best is None else "val_" + best.removeprefix("eval_")
+    loader = AheadLoader(trainer.get_eval_dataloader())
+    batch_sampler: Any = loader.batch_sampler
+    has_generator = getattr(batch_sampler.sampler, "generator", None) is not None
+    config = getattr(trainer.model, "config", None)
+    ignored = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["cache"])
+    with_predictions = trainer.compute_metrics is not None and not args.prediction_loss_only
+    return {
+        "validate": SameOrder(loader) if has_generator else loader,
+        "evaluate": TrainerEvaluation(
+            step=step,
+            item_count=item_count,
+            label_names=tuple(trainer.label_names),
+            can_return_loss=trainer.can_return_loss,
+            ignored_outputs=tuple(ignored),
+            with_predictions=with_predictions,
+            preprocess=trainer.preprocess_logits_for_metrics,
+            is_low_precision=args.bf16,
+        ),
+        "finish": TrainerMetrics(
+            compute_metrics=trainer.compute_metrics if with_predictions else None,
+            batch_size=args.eval_batch_size,
+            num_samples=None if args.dataloader_drop_last else len(trainer.eval_dataset),
+            drops_bad_losses=args.logging_nan_inf_filter,
+            compute_objective=compute_objective,
+        ),
+        "metric": objectives or metric,
+        "report_every": _interval(args, strategy, steps),
+        "stop": _early_stop(trainer, metric),
+    }
+
+
+def _interval(args: Any, strategy: str, steps: int) -> int | str:
+    if strategy == "epoch":
+        return "epoch"
+    if strategy == "no":
+        return steps
+    every = args.eval_steps if args.eval_steps >= 1 else math.ceil(steps * args.eval_steps)
+    if steps % every:
+        reason = (
+            f"eval_steps={args.eval_steps!r} in a training of {steps} steps, after whose last Trainer evaluates once more: choose "
+            "a number that divides the steps, or eval_strategy='epoch'"
+        )
+        raise RefusedTrainerError([reason])
+    return int(every)
+
+
+def _early_stop(trainer: Trainer, metric: str) -> EarlyStop | None:
+    stops = [each for each in trainer.callback_handler.callbacks if type(each) is EarlyStoppingCallback]
+    if not stops:
+        return None
+    if len(stops) > 1:
+        raise RefusedTrainerError(["several EarlyStoppingCallbacks: leave one"])
+    return EarlyStop(
+        metric=metric,
+        is_greater_better=bool(trainer.args.greater_is_better),
+        patience=stops[0].early_stopping_patience,
+        threshold=stops[0].early_stopping_threshold or 0.0,
+    )
+
+
+def _align(model: nn.Module, processing_class: Any) -> nn.Module:
+    """Give a model's settings the special tokens of its tokenizer, as `Trainer.train()` does."""
+    kinds = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
+    if isinstance(processing_class, kinds) and hasattr(model, "config"):
+        transformers.trainer_utils.align_special_tokens(model, processing_class)
+    return model
+
+
+def _versions() -> Iterator[str]:
+    version = transformers.__version__
+    if int(version.partition(".")[0]) < int(TRIED.partition(".")[0]):
+        yield f"transformers {version}, whose Trainer has other numbers: install transformers>={TRIED}"
+    elif not version.startswith(TRIED + "."):
+        _LOGGER.warning(
+            "the numbers of a Trainer have been compared with transformers %s, and %s is installed; compare a trial with "
+            "Trainer.train()", TRIED, version,
+        )  # fmt: skip
