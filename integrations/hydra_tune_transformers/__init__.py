@@ -9,6 +9,15 @@ task, then `refusals`.
 """
 
 from hydra_tune_transformers.errors import RefusedTrainerError
+from hydra_tune_transformers.search import PoolBackend, hyperparameter_search, install, uninstall
 from hydra_tune_transformers.task import task_from_trainer, trainer_from_result
 
-__all__ = ["RefusedTrainerError", "task_from_trainer", "trainer_from_result"]
+__all__ = [
+    "PoolBackend",
+    "RefusedTrainerError",
+    "hyperparameter_search",
+    "install",
+    "task_from_trainer",
+    "trainer_from_result",
+    "uninstall",
+]

@@ -18,7 +18,8 @@ from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune_transformers.loss import IGNORED_LABEL, ItemCount, TrainerStep
 
-_LOSS, _LOGITS, _LABELS, _OBJECTIVE = "loss", "logits", "labels", "objective"
+OBJECTIVE = "objective"
+_LOSS, _LOGITS, _LABELS = "loss", "logits", "labels"
 _PREFIX = "eval_"
 
 
@@ -54,9 +55,10 @@ class TrainerEvaluation:
         """
         has_labels = bool(self.label_names) and all(batch.get(name) is not None for name in self.label_names)
         if not has_labels and (self.label_names or not self.can_return_loss):
+            wanted = ", ".join(self.label_names) or "none known"
             raise TaskError(
-                f"a batch of {', '.join(batch)} of eval_dataset lacks the labels ({', '.join(self.label_names) or 'none known'}), "
-                "so there is nothing to report; give the labels, or label_names= in TrainingArguments"
+                f"a batch of {', '.join(batch)} of eval_dataset lacks the labels ({wanted}), so there is nothing to report; "
+                "give the labels, or label_names="
             )
         total = None if self.item_count is None else self.item_count.tensor(batch)
         loss, outputs = self.step.loss_and_outputs(module, batch, total)
@@ -127,7 +129,7 @@ class TrainerMetrics:
         reported = {name.removeprefix(_PREFIX): float(value) for name, value in metrics.items()}
         if self.compute_objective is None:
             return reported
-        return reported | dict(zip_objectives(self.compute_objective(dict(metrics))))
+        return reported | dict(_named(self.compute_objective(dict(metrics))))
 
     def _remainder(self) -> int:
         return 0 if self.num_samples is None else self.num_samples % self.batch_size
@@ -159,7 +161,7 @@ class TrainerMetrics:
             begin = int(sizes[:, :number].prod(dim=0).sum())
             of_batch = sizes[:, number].tolist()
             return collected[path][begin : begin + int(np.prod(of_batch))].view(of_batch)[:first]
-        parts = []
+        parts: list[Any] = []
         while any(name.startswith(f"{path}.{len(parts)}") for name in collected):
             parts.append(self._of_batch(collected, f"{path}.{len(parts)}", number, first))
         return tuple(parts)
@@ -193,12 +195,12 @@ class EarlyStop:
         return num_without >= self.patience
 
 
-def zip_objectives(value: Any) -> Iterator[tuple[str, float]]:
+def _named(value: Any) -> Iterator[tuple[str, float]]:
     """Name the value of a search's objective, or each of several values."""
     if isinstance(value, tuple | list):
-        yield from ((f"{_OBJECTIVE}_{number}", float(each)) for number, each in enumerate(value))
+        yield from ((f"{OBJECTIVE}_{number}", float(each)) for number, each in enumerate(value))
     else:
-        yield _OBJECTIVE, float(value)
+        yield OBJECTIVE, float(value)
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -23,15 +23,12 @@ class TrainerStep:
     """Computes the loss of a batch.
 
     Args:
-        counts_items: whether the model or `loss_function` is given the number of labels of all batches of the optimizer
-            step.
-        gives_count: whether the model's forward takes that number.
+        gives_count: whether the model's forward takes the number of labels of all batches of the optimizer step.
         label_smoother: computes the loss from the outputs and the labels; None: the model computes the loss.
         shifts_labels: whether `label_smoother` compares each position with the next label.
         loss_function: `compute_loss_func` of the `Trainer`.
     """
 
-    counts_items: bool
     gives_count: bool
     label_smoother: LabelSmoother | None
     shifts_labels: bool
@@ -62,8 +59,8 @@ class TrainerStep:
             return self.label_smoother(outputs, labels, num_items_in_batch=total, **shifts), outputs
         if isinstance(outputs, dict) and "loss" not in outputs:
             raise TaskError(
-                f"the model returns no loss for batches of {', '.join(batch)}, only {', '.join(outputs)}; give the labels in the "
-                "data, or a compute_loss_func"
+                f"the model returns no loss for batches of {', '.join(batch)}, only {', '.join(outputs)}; give the labels in "
+                "the data, or a compute_loss_func"
             )
         return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
 

@@ -17,29 +17,104 @@ from transformers.trainer_callback import DefaultFlowCallback
 from hydra_tune.task import length_of
 
 TAKEN_OVER = frozenset(
-    """
-    per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps
-    warmup_ratio optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps
-    average_tokens_across_devices max_grad_norm label_smoothing_factor bf16 eval_strategy eval_steps
-    per_device_eval_batch_size prediction_loss_only metric_for_best_model greater_is_better seed data_seed
-    accelerator_config dataloader_drop_last remove_unused_columns label_names train_sampling_strategy length_column_name
-    use_cpu save_strategy logging_nan_inf_filter report_to
-    """.split()
+    [
+        "per_device_train_batch_size",
+        "num_train_epochs",
+        "max_steps",
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "warmup_ratio",
+        "optim",
+        "optim_args",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "gradient_accumulation_steps",
+        "average_tokens_across_devices",
+        "max_grad_norm",
+        "label_smoothing_factor",
+        "bf16",
+        "eval_strategy",
+        "eval_steps",
+        "per_device_eval_batch_size",
+        "prediction_loss_only",
+        "metric_for_best_model",
+        "greater_is_better",
+        "seed",
+        "data_seed",
+        "accelerator_config",
+        "dataloader_drop_last",
+        "remove_unused_columns",
+        "label_names",
+        "train_sampling_strategy",
+        "length_column_name",
+        "use_cpu",
+        "save_strategy",
+        "logging_nan_inf_filter",
+        "report_to",
+    ]
 )
 """Arguments that act as in `Trainer.train()`, some with refused values (`_values`)."""
 
 WITHOUT_EFFECT = frozenset(
-    """
-    output_dir do_train do_eval do_predict logging_strategy logging_steps logging_first_step log_on_each_node
-    include_num_input_tokens_seen log_level log_level_replica disable_tqdm run_name project trackio_space_id
-    trackio_bucket_id trackio_static_space_id logging_dir save_only_model save_steps save_on_each_node save_total_limit
-    hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision ignore_data_skip
-    dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context
-    dataloader_in_order eval_accumulation_steps eval_use_gather_object torch_empty_cache_steps skip_memory_metrics
-    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank
-    torch_compile_backend torch_compile_mode use_cache fsdp_config liger_kernel_config activation_checkpointing_kwargs
-    gradient_checkpointing_kwargs place_model_on_device
-    """.split()
+    [
+        "output_dir",
+        "do_train",
+        "do_eval",
+        "do_predict",
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "log_on_each_node",
+        "include_num_input_tokens_seen",
+        "log_level",
+        "log_level_replica",
+        "disable_tqdm",
+        "run_name",
+        "project",
+        "trackio_space_id",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
+        "logging_dir",
+        "save_only_model",
+        "save_steps",
+        "save_on_each_node",
+        "save_total_limit",
+        "hub_token",
+        "hub_private_repo",
+        "hub_model_id",
+        "hub_strategy",
+        "hub_always_push",
+        "hub_revision",
+        "ignore_data_skip",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context",
+        "dataloader_in_order",
+        "eval_accumulation_steps",
+        "eval_use_gather_object",
+        "torch_empty_cache_steps",
+        "skip_memory_metrics",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "ddp_backend",
+        "ddp_timeout",
+        "local_rank",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "use_cache",
+        "fsdp_config",
+        "liger_kernel_config",
+        "activation_checkpointing_kwargs",
+        "gradient_checkpointing_kwargs",
+        "place_model_on_device",
+    ]
 )
 """Arguments that change no number of a training on one device, as long as no refused argument is set beside them."""
 
@@ -77,7 +152,13 @@ REFUSED = {
 """Arguments refused with any other value than their default: the remedy of each."""
 
 _MAY_OVERRIDE = frozenset(
-    "create_optimizer get_decay_parameter_names get_optimizer_cls_and_kwargs _get_train_sampler _get_eval_sampler".split()
+    [
+        "create_optimizer",
+        "get_decay_parameter_names",
+        "get_optimizer_cls_and_kwargs",
+        "_get_train_sampler",
+        "_get_eval_sampler",
+    ]
 )
 _CALLBACKS = (DefaultFlowCallback, ProgressCallback, PrinterCallback, EarlyStoppingCallback)
 
@@ -91,8 +172,8 @@ def refusals(trainer: Trainer) -> Iterator[str]:
 def _defaults(arguments: TrainingArguments) -> dict[str, Any]:
     defaults = {}
     for field in dataclasses.fields(arguments):
-        is_made = field.default is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING
-        defaults[field.name] = field.default_factory() if is_made else field.default
+        make = field.default_factory
+        defaults[field.name] = field.default if make is dataclasses.MISSING else make()
     return defaults
 
 
@@ -112,7 +193,7 @@ def _values(trainer: Trainer) -> Iterator[str]:
     args = trainer.args
     if args.device.type != "cpu" or args.n_gpu > 1 or args.world_size > 1:
         place = f"{args.n_gpu} GPUs" if args.n_gpu > 1 else str(args.device)
-        yield f"a Trainer on {place}: set use_cpu=True, because the pool moves the model, and give it the devices"
+        yield f"a Trainer on {place}: set use_cpu=True, because the pool moves the model, and give the pool the devices"
     if _text(args.save_strategy) != "no":
         yield (
             f"save_strategy={_text(args.save_strategy)!r}: set save_strategy='no'; the pool saves trials "
@@ -163,7 +244,7 @@ def _callbacks(trainer: Trainer) -> Iterator[str]:
         if kind.__name__ == "NotebookProgressCallback" or kind in _CALLBACKS:
             continue
         yield (
-            f"the callback {kind.__name__}, which the pool would not call: leave it out; reports arrive in the result's history, "
+            f"the callback {kind.__name__}, which the pool would not call: leave it out; a result's history has all reports, "
             "and after_step= of the task may write weights (docs/training.md)"
         )
     stops = [each for each in trainer.callback_handler.callbacks if type(each) is EarlyStoppingCallback]
@@ -199,7 +280,10 @@ def _model(trainer: Trainer) -> Iterator[str]:
         (lambda: hasattr(model, "peft_config"), "a PEFT model, which has not been tried: train the whole model"),
         (lambda: hasattr(trainer.optimizer, "train"), "an optimizer with modes (schedule-free): use another"),
         (lambda: trainer.lr_scheduler, "a scheduler in optimizers=: give lr_scheduler_type, or (optimizer, None)"),
-        (lambda: any(p.device != torch.device("cpu") for p in model.parameters()), "a model off the CPU: load it there"),
+        (
+            lambda: any(p.device != torch.device("cpu") for p in model.parameters()),
+            "a model off the CPU: load it there",
+        ),
     )
     for holds, message in checks:
         if holds():

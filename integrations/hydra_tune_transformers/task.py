@@ -205,7 +205,6 @@ class _Length:
 def _loss(trainer: Trainer) -> tuple[TrainerStep, ItemCount | None]:
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     step = TrainerStep(
-        counts_items=counts,
         gives_count=trainer.model_accepts_loss_kwargs,
         label_smoother=trainer.label_smoother,
         shifts_labels=type(trainer.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
@@ -267,8 +266,8 @@ def _interval(args: Any, strategy: str, steps: int) -> int | str:
     every = args.eval_steps if args.eval_steps >= 1 else math.ceil(steps * args.eval_steps)
     if steps % every:
         reason = (
-            f"eval_steps={args.eval_steps!r} in a training of {steps} steps, after whose last Trainer evaluates once more: choose "
-            "a number that divides the steps, or eval_strategy='epoch'"
+            f"eval_steps={args.eval_steps!r} in a training of {steps} steps, after whose last Trainer evaluates once more: "
+            "choose a number that divides the steps, or eval_strategy='epoch'"
         )
         raise RefusedTrainerError([reason])
     return int(every)

@@ -1,14 +1,23 @@
 """A `Trainer` in the pool gives the bits of `Trainer.train()`, whole and cut; what would not is refused by name."""
 
+import dataclasses
+import math
+import re
+
 import pytest
 import torch
 
 pytest.importorskip("accelerate", reason="Trainer needs accelerate")
 
+import optuna
+import transformers
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
+
 import hydra_tune_transformers
 from hydra_tune import HydraExecutor, train_plain
-from tests.support.trainers import KINDS, making, own_loss, trained
-from transformers import EarlyStoppingCallback
+from hydra_tune.errors import MetricError
+from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
+from tests.support.trainers import KINDS, Rows, making, masked, own_loss, text_model, trained
 
 CASES = {
     **{kind: {"kind": kind} for kind in KINDS},
@@ -50,7 +59,7 @@ CASES = {
     },
     "bfloat16": {"bf16": True},
 }
-FAST_CUTS = ("text classification", "accumulated by tokens", "ends within an epoch")
+FAST_CUTS = ("accumulated by tokens",)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +95,7 @@ def assert_same(result, weights, reports):
 @pytest.mark.parametrize("name", CASES)
 def test_the_task_is_the_trainers_training(stock, name):
     make, weights, reports = stock(name)
-    task = hydra_tune_transformers.task_from_trainer(make)
+    task = task_from_trainer(make)
     assert_same(train_plain(task), weights, reports)
     with HydraExecutor("cpu:1") as pool:
         (result,) = pool.run([task])
@@ -100,6 +109,244 @@ def test_the_task_is_the_trainers_training(stock, name):
 def test_a_model_that_is_cut_has_the_same_bits(stock, name):
     make, weights, reports = stock(name)
     with HydraExecutor("cpu:2", num_shards=3) as pool:
-        (result,) = pool.run([hydra_tune_transformers.task_from_trainer(make)])
+        (result,) = pool.run([task_from_trainer(make)])
     assert result.num_shards == 3
     assert_same(result, weights, reports)
+
+
+def test_a_model_that_does_not_fit_its_device_has_the_same_bits(stock):
+    make, weights, reports = stock("text classification")
+    with HydraExecutor("cpu:1", device_memory="200KiB") as pool:
+        (result,) = pool.run([task_from_trainer(make)])
+    assert result.num_shards > 1
+    assert_same(result, weights, reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "masked language model"])
+def test_fused_trials_are_close(tmp_path, kind):
+    makes = [making(tmp_path, kind, learning_rate=rate, weight_decay=decay) for rate, decay in ((1e-3, 0), (2e-3, 0.1))]
+    with HydraExecutor("cpu:1", fusion="on") as pool:
+        results = pool.run([task_from_trainer(make) for make in makes])
+    for make, result in zip(makes, results, strict=True):
+        assert result.group_size == 2
+        weights, reports, _ = trained(make)
+        for name, value in result.state_dict().items():
+            assert torch.allclose(value, weights[name], atol=1e-4), name
+        assert math.isclose(result.metrics["val_loss"], reports[-1]["eval_loss"], rel_tol=1e-4)
+
+
+def test_early_stopping_stops_where_the_trainer_does(tmp_path):
+    make = making(
+        tmp_path,
+        given={"callbacks": [EarlyStoppingCallback(2, 0.001)]},
+        metric_for_best_model="loss",
+        num_train_epochs=12,
+        learning_rate=0.01,
+    )
+    weights, reports, _ = trained(make)
+    assert 2 < len(reports) < 12
+    assert_same(train_plain(task_from_trainer(make)), weights, reports)
+
+
+def test_the_result_becomes_a_trainer_that_evaluates_to_the_reported_numbers(stock, tmp_path):
+    make, weights, reports = stock("token classification")
+    with HydraExecutor("cpu:1") as pool:
+        (result,) = pool.run([task_from_trainer(make)])
+    trainer = trainer_from_result(make, result)
+    evaluated = trainer.evaluate()
+    assert {name: evaluated[f"eval_{name}"] for name in ("loss", "accuracy", "spread")} == {
+        name: reports[-1][f"eval_{name}"] for name in ("loss", "accuracy", "spread")
+    }
+    trainer.save_model(tmp_path / "saved")
+    loaded = transformers.BertForTokenClassification.from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
+
+
+def test_the_process_keeps_its_random_numbers(tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    task_from_trainer(making(tmp_path))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_tuner_sees_the_metric_for_the_best_model(tmp_path):
+    assert task_from_trainer(making(tmp_path, metric_for_best_model="eval_accuracy")).metric == "val_accuracy"
+    assert task_from_trainer(making(tmp_path)).metric == "val_loss"
+    assert task_from_trainer(making(tmp_path, given={"eval_dataset": None}, eval_strategy="no")).metrics == (
+        "train_loss",
+    )
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path):
+    task = task_from_trainer(making(tmp_path, given={"compute_metrics": lambda _: {"words": "many"}}))
+    with pytest.raises(MetricError, match="compute_metrics returned 'words' as str"):
+        train_plain(task)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+class OwnStep(Trainer):
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+class OwnLog(Trainer):
+    def log(self, *args, **kwargs):
+        super().log(*args, **kwargs)
+
+
+class Looks(TrainerCallback):
+    """Any callback."""
+
+
+class Seeded:
+    seed = 1
+
+    def __call__(self, samples):
+        return masked(samples)
+
+
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield {}
+
+
+def given(**arguments):
+    return {"given": arguments}
+
+
+def passed_scheduler():
+    model = text_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = transformers.get_constant_schedule(optimizer)
+    return {"model": model, "optimizers": (optimizer, scheduler)}
+
+
+REFUSALS = {
+    "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has a compute_loss of its own.*give compute_loss_func="),
+    "training_step": ({"trainer_class": OwnStep}, "OwnStep has a training_step of its own"),
+    "log": ({"trainer_class": OwnLog}, "OwnLog has a log of its own.*use the stock method"),
+    "a callback": (given(callbacks=[Looks()]), "the callback Looks, which the pool would not call: leave it out"),
+    "early stopping without a metric": (
+        given(callbacks=[EarlyStoppingCallback()]), "EarlyStoppingCallback without metric_for_best_model"
+    ),
+    "saving": ({"save_strategy": "epoch"}, "save_strategy='epoch': set save_strategy='no'.*checkpoint_dir"),
+    "the best model": (
+        {"load_best_model_at_end": True, "save_strategy": "epoch"}, "load_best_model_at_end=True: keep the best trials"
+    ),
+    "recomputation": ({"activation_checkpointing": True}, "activation_checkpointing=True: leave it out; the pool recomputes"),
+    "noise": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: leave it out"),
+    "a compiler": ({"torch_compile": True}, "torch_compile=True: leave it out, and set compile="),
+    "batch sizes": ({"auto_find_batch_size": True}, "auto_find_batch_size=True: give per_device_train_batch_size"),
+    "an evaluation first": ({"eval_on_start": True}, "eval_on_start=True: leave it out"),
+    "a late evaluation": ({"eval_delay": 1}, "eval_delay=1: evaluate from the beginning"),
+    "inputs for metrics": ({"include_for_metrics": ["inputs"]}, "include_for_metrics=.*compute the metrics from"),
+    "workers": ({"dataloader_num_workers": 1}, "dataloader_num_workers=1: load the data in the process"),
+    "a plateau": (
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}, "'reduce_lr_on_plateau': choose"
+    ),
+    "a scheduler": (passed_scheduler, "a scheduler in optimizers=: give lr_scheduler_type"),
+    "half precision and smoothing": ({"bf16": True, "label_smoothing_factor": 0.1}, "bf16=True with a label_smoothing"),
+    "evaluation in bfloat16": ({"bf16_full_eval": True}, "bf16_full_eval=True: evaluate in the precision"),
+    "no data": (given(train_dataset=None), "no train_dataset: give the Trainer one"),
+    "endless data": ({"max_steps": 2} | given(train_dataset=Endless()), "a train_dataset without a length"),
+    "several validation sets": (given(eval_dataset={"a": Rows([]), "b": Rows([])}), "several eval_datasets: give one"),
+    "a seeded collator": (given(data_collator=Seeded()), "Seeded with a seed, which trials would share"),
+    "an evaluation after the last step": (
+        {"eval_strategy": "steps", "eval_steps": 5}, "eval_steps=5 in a training of 12 steps.*divides the steps"
+    ),
+    "split batches": (
+        {"accelerator_config": {"split_batches": True}}, "accelerator_config with split_batches=True: leave it out"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_would_not_be_exact_is_refused(tmp_path, name):
+    arguments, message = REFUSALS[name]
+    if callable(arguments):
+        arguments = {"live_model": True, "given": arguments()}
+    make = making(tmp_path, **arguments)
+    with pytest.raises(RefusedTrainerError, match=message):
+        task_from_trainer(make)
+
+
+def test_generation_is_refused(tmp_path):
+    arguments = transformers.Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, save_strategy="no", predict_with_generate=True
+    )
+    make = making(tmp_path, "translation", trainer_class=transformers.Seq2SeqTrainer, given={"args": arguments})
+    with pytest.raises(RefusedTrainerError, match="predict_with_generate=True: evaluate by the loss"):
+        task_from_trainer(make)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fp16": True}, "fp16=True: use bf16=True"),
+        ({"deepspeed": "config.json"}, "deepspeed='config.json': give the devices to the pool"),
+        ({"fsdp": True}, "fsdp=True: give the devices to the pool"),
+        ({"_n_gpu": 2}, "a Trainer on 2 GPUs: set use_cpu=True"),
+        ({"report_to": ["wandb"]}, "report_to=.*set report_to='none'"),
+        ({"push_to_hub": True}, "push_to_hub=True: push after the search"),
+    ],
+)
+def test_settings_that_need_other_hardware_or_services_are_refused(tmp_path, change, message):
+    def make():
+        trainer = making(tmp_path)()
+        for name, value in change.items():
+            object.__setattr__(trainer.args, name, value)
+        return trainer
+
+    with pytest.raises(RefusedTrainerError, match=message):
+        task_from_trainer(make)
+
+
+def test_all_reasons_are_told_at_once(tmp_path):
+    with pytest.raises(RefusedTrainerError) as refused:
+        task_from_trainer(making(tmp_path, eval_delay=1, save_strategy="epoch", trainer_class=OwnLoss))
+    assert len(refused.value.reasons) == 3
+    assert all(reason in str(refused.value) for reason in refused.value.reasons)
+
+
+def test_an_unknown_argument_is_refused_unless_it_has_its_default(tmp_path, monkeypatch):
+    monkeypatch.setattr(refusals, "TAKEN_OVER", refusals.TAKEN_OVER - {"adam_beta1"})
+    task_from_trainer(making(tmp_path))
+    with pytest.raises(RefusedTrainerError, match=re.escape("adam_beta1=0.5: an argument that this version")):
+        task_from_trainer(making(tmp_path, adam_beta1=0.5))
+
+
+def test_every_argument_of_the_installed_version_is_known():
+    known = refusals.TAKEN_OVER | refusals.WITHOUT_EFFECT | set(refusals.REFUSED)
+    assert {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - known == set()
+
+
+def space(trial):
+    return {
+        "learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-2, log=True),
+        "per_device_train_batch_size": trial.suggest_categorical("per_device_train_batch_size", [2, 4]),
+    }
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_a_search_in_the_pool_is_the_trainers_search(tmp_path, is_installed):
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    search = {"hp_space": space, "n_trials": 4, "direction": "maximize"}
+    make = making(tmp_path, num_train_epochs=1)
+    stock = make().hyperparameter_search(backend="optuna", sampler=optuna.samplers.RandomSampler(seed=0), **search)
+    search["sampler"] = optuna.samplers.RandomSampler(seed=0)
+    with HydraExecutor("cpu:2") as pool:
+        if not is_installed:
+            best = hydra_tune_transformers.hyperparameter_search(make(), executor=pool, **search)
+        else:
+            hydra_tune_transformers.install()
+            try:
+                best = make().hyperparameter_search(backend="optuna", executor=pool, **search)
+            finally:
+                hydra_tune_transformers.uninstall()
+    assert best == stock

@@ -181,14 +181,15 @@ def trainer(folder, kind="text classification", *, live_model=False, trainer_cla
         "weight_decay": 0.1,
         "warmup_steps": 2,
     }
-    return trainer_class(
+    values = {
         **({"model": init()} if live_model else {"model_init": init}),
-        args=TrainingArguments(output_dir=str(folder), **(defaults | arguments)),
-        train_dataset=rows(sample, 22, seed=0),
-        eval_dataset=rows(sample, 10, seed=1),
-        data_collator=collate,
-        **({"compute_metrics": accuracy} | (given or {})),
-    )
+        "args": TrainingArguments(output_dir=str(folder), **(defaults | arguments)),
+        "train_dataset": rows(sample, 22, seed=0),
+        "eval_dataset": rows(sample, 10, seed=1),
+        "data_collator": collate,
+        "compute_metrics": accuracy,
+    }
+    return trainer_class(**(values | (given or {})))
 
 
 def making(folder, *args, **kwargs):
