@@ -24,7 +24,7 @@ CASES = {
     "accumulated, the last step of an epoch shorter": {"gradient_accumulation_steps": 4},
     "accumulated by tokens": {"kind": "causal language model", "gradient_accumulation_steps": 4},
     "accumulated, of a random collator": {"kind": "masked language model", "gradient_accumulation_steps": 4},
-    "accumulated, a model that takes no count": {"kind": "multiple choice", "gradient_accumulation_steps": 4},
+    "accumulated, a model that takes no count": {"kind": "a module of one's own", "gradient_accumulation_steps": 4},
     "ends within an epoch": {"max_steps": 9, "gradient_accumulation_steps": 2, "kind": "masked language model"},
     "half an epoch": {"num_train_epochs": 1.5},
     "grouped by length": {"train_sampling_strategy": "group_by_length"},
@@ -136,16 +136,21 @@ def test_fused_trials_are_close(tmp_path, kind):
         assert math.isclose(result.metrics["val_loss"], reports[-1]["eval_loss"], rel_tol=1e-4)
 
 
-def test_early_stopping_stops_where_the_trainer_does(tmp_path):
+@pytest.mark.parametrize(
+    ("metric", "threshold", "rate"), [("loss", 0.05, 1e-3), ("loss", None, 1e-2), ("eval_accuracy", 0.0, 2e-3)]
+)
+def test_early_stopping_stops_where_the_trainer_does(tmp_path, metric, threshold, rate):
     make = making(
         tmp_path,
-        given={"callbacks": [EarlyStoppingCallback(2, 0.001)]},
-        metric_for_best_model="loss",
+        given={"callbacks": [EarlyStoppingCallback(2, threshold or 0.0)]},
+        metric_for_best_model=metric,
         num_train_epochs=12,
-        learning_rate=0.01,
+        learning_rate=rate,
     )
     weights, reports, _ = trained(make)
     assert 2 < len(reports) < 12
+    if threshold:
+        assert reports[-1]["eval_loss"] < reports[0]["eval_loss"], "it stops although the loss falls"
     assert_same(train_plain(task_from_trainer(make)), weights, reports)
 
 

@@ -110,7 +110,33 @@ def masked_model():
     return transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER))
 
 
+class Bag(torch.nn.Module):
+    """A model that is not of the library, and is given no number of labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.drop, self.head = (
+            torch.nn.Embedding(WORDS, 16),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(16, LABELS),
+        )
+        self.norm = torch.nn.LayerNorm(16)
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        words = self.words(input_ids) * attention_mask.unsqueeze(-1)
+        logits = self.head(self.drop(self.norm(words.mean(dim=1))))
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 def causal_model():
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16, attention_dropout=0.1,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2_model():
     config = transformers.GPT2Config(
         vocab_size=WORDS, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
@@ -142,6 +168,7 @@ def accuracy(predicted):
     return {
         "accuracy": (scores.argmax(-1) == predicted.label_ids)[known].mean(),
         "spread": float(scores.std()),
+        "middle": float(scores.flatten()[scores.size // 2]),
         "shape": float(sum(scores.shape)),
     }
 
@@ -156,6 +183,8 @@ KINDS = {
     "text classification": (text_model, _text, padded),
     "token classification": (token_model, _tokens, padded),
     "causal language model": (causal_model, _sentence, padded),
+    "GPT-2": (gpt2_model, _sentence, padded),
+    "a module of one's own": (Bag, _text, padded),
     "masked language model": (masked_model, _sentence, masked),
     "multiple choice": (choice_model, _choices, None),
     "image classification": (image_model, _image, None),
