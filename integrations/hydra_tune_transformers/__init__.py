@@ -8,9 +8,23 @@ The package must not know shards or devices. Read `task` first, which maps each 
 task, then `refusals`.
 """
 
+from typing import TYPE_CHECKING
+
 from hydra_tune_transformers.errors import RefusedTrainerError
-from hydra_tune_transformers.search import PoolBackend, hyperparameter_search, install, uninstall
 from hydra_tune_transformers.task import task_from_trainer, trainer_from_result
+
+if TYPE_CHECKING:
+    from hydra_tune_transformers.search import PoolBackend, hyperparameter_search, install, uninstall
+else:
+
+    def __getattr__(name: str) -> object:
+        # On first use, because only the search needs Optuna.
+        if name in __all__:
+            from hydra_tune_transformers import search  # noqa: PLC0415
+
+            return getattr(search, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "PoolBackend",

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -355,3 +356,13 @@ def test_a_search_in_the_pool_is_the_trainers_search(tmp_path, is_installed):
             finally:
                 hydra_tune_transformers.uninstall()
     assert best == stock
+
+
+def test_the_page_runs(tmp_path, monkeypatch, capsys):
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    program = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
+    exec(compile(program.replace('epoch",', 'epoch", disable_tqdm=True,'), "trainer.md", "exec"), {})
+    reported, evaluated = capsys.readouterr().out.splitlines()[-1].split()[:2]
+    assert reported == evaluated

@@ -168,7 +168,7 @@ def accuracy(predicted):
     return {
         "accuracy": (scores.argmax(-1) == predicted.label_ids)[known].mean(),
         "spread": float(scores.std()),
-        "middle": float(scores.flatten()[scores.size // 2]),
+        "order": float(scores.flatten() @ range(scores.size)),
         "shape": float(sum(scores.shape)),
     }
 
