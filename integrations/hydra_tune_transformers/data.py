@@ -34,11 +34,20 @@ class AheadLoader(DataLoader[Any]):
         )
         self.short_pass = short_pass
         self.num_passes = 0
+        sampler = getattr(prepared.batch_sampler, "sampler", None)
+        # Accelerate's sampler makes its generator in the first pass, and a checkpoint holds only generators that were there
+        # before. The sampler seeds it at the beginning of each pass.
+        if hasattr(sampler, "initial_seed") and sampler.generator is None:
+            sampler.generator = torch.Generator()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:  # type: ignore[override]  # a generator, as in accelerate
+        # Torch's own iterator at once: it draws a number, and a pass whose later batches draw none can be saved within.
+        return self._ahead(super().__iter__())
+
+    def _ahead(self, batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
         most = self.short_pass[1] if self.short_pass is not None and self.short_pass[0] == self.num_passes else None
         drawn: list[Any] = []
-        for number, batch in enumerate(super().__iter__()):
+        for number, batch in enumerate(batches):
             drawn.append(batch)
             if len(drawn) > 1:
                 yield _as_dict(drawn.pop(0))

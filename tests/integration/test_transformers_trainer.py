@@ -17,7 +17,9 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 import hydra_tune_transformers
 from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.errors import MetricError
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
+from tests.support import checkpointed
 from tests.support.trainers import KINDS, Rows, making, masked, own_loss, text_model, trained
 
 CASES = {
@@ -115,6 +117,7 @@ def test_a_model_that_is_cut_has_the_same_bits(stock, name):
     assert_same(result, weights, reports)
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_its_device_has_the_same_bits(stock):
     make, weights, reports = stock("text classification")
     with HydraExecutor("cpu:1", device_memory="200KiB") as pool:
@@ -167,6 +170,25 @@ def test_the_result_becomes_a_trainer_that_evaluates_to_the_reported_numbers(sto
     trainer.save_model(tmp_path / "saved")
     loaded = transformers.BertForTokenClassification.from_pretrained(tmp_path / "saved").state_dict()
     assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "saves_within_epochs"),
+    [
+        ({"gradient_accumulation_steps": 2, "max_steps": 5}, True),
+        ({"train_sampling_strategy": "group_by_length"}, False),
+        ({"kind": "masked language model"}, False),
+    ],
+)
+def test_a_saved_trial_goes_on_with_the_same_bits(tmp_path, arguments, saves_within_epochs):
+    make, keeper, plans = making(tmp_path, **arguments), checkpointed.Collector(), checkpointed.library()
+    through = checkpointed.run(task_from_trainer(make), plans, keeper)
+    in_epochs = [saved for saved in keeper.saved if not saved.labels["at_report"] and saved.labels["steps"] % 3]
+    assert bool(in_epochs) == saves_within_epochs
+    for saved in (in_epochs or keeper.saved)[:2]:
+        resumed = checkpointed.run(task_from_trainer(make), plans, beginning=StartCheckpoint(saved=saved))
+        assert resumed["history"] == through["history"]
+        assert all(torch.equal(value, resumed["state"][name]) for name, value in through["state"].items())
 
 
 def test_the_process_keeps_its_random_numbers(tmp_path):
