@@ -34,7 +34,7 @@ class AheadLoader(DataLoader[Any]):
         )
         self.short_pass = short_pass
         self.num_passes = 0
-        sampler = getattr(prepared.batch_sampler, "sampler", None)
+        sampler: Any = getattr(prepared.batch_sampler, "sampler", None)
         # Accelerate's sampler makes its generator in the first pass, and a checkpoint holds only generators that were there
         # before. The sampler seeds it at the beginning of each pass.
         if hasattr(sampler, "initial_seed") and sampler.generator is None:
