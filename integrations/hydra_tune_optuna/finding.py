@@ -9,7 +9,7 @@ from optuna.study import Study
 
 from hydra_tune.cli.run.weights_query import KeptTrial, WeightsQuery
 from hydra_tune.errors import ConfigError, WeightsError, message_line
-from hydra_tune_optuna.storages import check_file, open_storage
+from hydra_tune_optuna.storage_opening import check_file, open_storage
 from hydra_tune_optuna.sweep import given
 from hydra_tune_optuna.weights import weights_path
 

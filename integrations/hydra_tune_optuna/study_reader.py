@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from hydra_tune.cli.inspect.study_record import StudyRecord
 from hydra_tune.errors import ConfigError, message_line
 from hydra_tune.observe.live.snapshot import Goal, TrialView
-from hydra_tune_optuna.storages import check_file, open_storage
+from hydra_tune_optuna.storage_opening import check_file, open_storage
 
 _STATES = {
     TrialState.COMPLETE: "completed",

@@ -25,7 +25,7 @@ from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.search.driver import job_name
 from hydra_tune_optuna.search.pruner_checks import PrunerRemedies, choose_admission, useless_pruner
 from hydra_tune_optuna.search.resume_sweep import going_on, keep_sampler
-from hydra_tune_optuna.storages import check_file, open_storage
+from hydra_tune_optuna.storage_opening import check_file, open_storage
 from hydra_tune_optuna.study import create_study
 from hydra_tune_optuna.weights import check_keeping, kept_weights
 

@@ -1,6 +1,7 @@
 """The private names of Optuna that the integration uses: present, of the shape it relies on, and used nowhere else."""
 
 import inspect
+import pkgutil
 import re
 from functools import partial
 from importlib.metadata import version
@@ -115,6 +116,12 @@ def test_everything_of_optuna_is_there_under_its_own_name():
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
     assert hydra_tune_optuna.study.create_study is hydra_tune_optuna.create_study
     assert hydra_tune_optuna.study.load_study is hydra_tune_optuna.load_study
+
+
+def test_no_module_of_the_package_hides_one_of_optuna():
+    """Python sets a module, once imported, as an attribute of its package."""
+    modules = {module.name for module in pkgutil.iter_modules(hydra_tune_optuna.__path__)}
+    assert modules & set(dir(optuna)) == {"study"}
 
 
 def test_what_optuna_does_not_list_is_found_too():

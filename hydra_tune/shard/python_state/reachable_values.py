@@ -59,7 +59,6 @@ from hydra_tune.shard.python_state.value_holder import (
     pickled,
     write_bytes,
     write_class,
-    write_environment,
     write_function,
     write_mapping,
     write_names,
@@ -119,6 +118,7 @@ class ReachableValues:
         names, stored, makes_up_names: as the arguments, for the code found by this walk.
         loaded: attributes that the code reads.
         asks_types: whether the code may ask for the class of a value by `type(it)`.
+        has_environment: whether the code may read or set variables of the environment.
         seen: the values found, by identity; kept alive, because identities of freed objects are given again.
     """
 
@@ -151,7 +151,7 @@ class ReachableValues:
         own = [] if model is None else [*model.parameters(), *model.buffers()]
         self._own = {id(tensor) for tensor in own}
         self._memory = [_memory_of(tensor) for tensor in own]
-        self._is_in_model = self._has_environment = False
+        self._is_in_model = self.has_environment = False
         self._bytes_compared = 0
 
     def visit_model(self) -> None:
@@ -421,14 +421,10 @@ class ReachableValues:
             self._named(content, sorted(name for name in self.names if name in content), module.__name__, depth, 0)
 
     def _environment(self) -> None:
-        if not self._has_environment:
-            self._has_environment = True
-            noted = dict(os.environ)
-            self._hold(
-                ["the environment"],
-                lambda: [hash(frozenset(os.environ.items()))],
-                lambda _: write_environment(noted),
-            )
+        if not self.has_environment:
+            self.has_environment = True
+            # Not written: other trials may have changed the environment meanwhile.
+            self._hold(["the environment"], lambda: [hash(frozenset(os.environ.items()))])
 
     def _of_thread(self, value: Any, label: str, depth: int, library: int) -> None:
         """A `threading.local` or a `ContextVar`."""

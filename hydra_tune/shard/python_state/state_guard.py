@@ -16,6 +16,7 @@ runs the step twice, and refuses a step that gives other numbers the second time
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -24,7 +25,7 @@ from torch import nn
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.reachable_values import walked
-from hydra_tune.shard.python_state.value_holder import ValueHolder
+from hydra_tune.shard.python_state.value_holder import ValueHolder, write_environment
 from hydra_tune.task import TrainTask
 
 
@@ -188,7 +189,7 @@ class DataStateGuard:
         TaskError: the data may come from an iterator, which cannot be put back.
     """
 
-    __slots__ = ("_holders",)
+    __slots__ = ("_environment", "_holders")
 
     def __init__(self, *handles: object) -> None:
         roots = {f"data {number}": handle for number, handle in enumerate(handles)}
@@ -198,12 +199,15 @@ class DataStateGuard:
                 f"{walk.iterators[0]} is an iterator, which cannot be put back after a look at the first batch"
             )
         self._holders = walk.holders
+        self._environment = dict(os.environ) if walk.has_environment else None
 
     def restore(self) -> None:
         """Put the noted values back where values have changed."""
         for holder in self._holders:
             if holder.write is not None and holder.change() is not None:
                 holder.write(holder.noted)
+        if self._environment is not None:  # of the process; the time of a look at a batch is short
+            write_environment(self._environment)
 
 
 class TaskStateGuard:
