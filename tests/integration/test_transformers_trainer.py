@@ -95,7 +95,12 @@ def assert_same(result, weights, reports):
         }
 
 
-@pytest.mark.parametrize("name", CASES)
+def some(fast):
+    """All cases, those not listed among the slow tests."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize("name", some(list(CASES)[::4]))
 def test_the_task_is_the_trainers_training(stock, name):
     make, weights, reports = stock(name)
     task = task_from_trainer(make)
@@ -106,9 +111,7 @@ def test_the_task_is_the_trainers_training(stock, name):
     assert_same(result, weights, reports)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST_CUTS else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", some(FAST_CUTS))
 def test_a_model_that_is_cut_has_the_same_bits(stock, name):
     make, weights, reports = stock(name)
     with HydraExecutor("cpu:2", num_shards=3) as pool:
