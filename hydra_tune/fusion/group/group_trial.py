@@ -8,15 +8,13 @@ The group advances the members' own training loops (`membership.py`), picks the 
 """
 
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Hashable, Mapping, Sequence
-from functools import partial
 
 from hydra_tune.batched.batched_optimizer import StackedOptimizer
 from hydra_tune.devices.cuda_graphs import CudaRecorder
 from hydra_tune.devices.device import Device
-from hydra_tune.errors import GroupBatchError, TaskError, UnfusableError
+from hydra_tune.errors import GroupBatchError, UnfusableError
 from hydra_tune.fusion.compile.batched_plan import is_traced
 from hydra_tune.fusion.compile.batched_plan_cache import GroupPlanFactory, parts_of
 from hydra_tune.fusion.compile.cuda_graph_steps import GroupCaptureCache
@@ -25,6 +23,7 @@ from hydra_tune.fusion.group.batch_bucketing import BucketScheduler
 from hydra_tune.fusion.group.batched_inputs import StackedBatches
 from hydra_tune.fusion.group.group_executor import GroupExecutor, are_padded, number
 from hydra_tune.fusion.group.member import MemberBatchRequest, MemberTrial
+from hydra_tune.fusion.group.member_comparison import MemberComparison
 from hydra_tune.fusion.group.membership import MemberCoordinator
 from hydra_tune.fusion.group.multi_step_unit import may_go_round
 from hydra_tune.fusion.group.resize_policy import GroupResizePolicy
@@ -40,7 +39,6 @@ from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.shard.python_state.number_inputs import NumberInputError
 from hydra_tune.train.loop.batch_units import PendingUnit
-from hydra_tune.train.loop.step_comparison import StepComparisons
 from hydra_tune.train.loop.training_batch import BatchPart
 from hydra_tune.train.parallel.parallel_step import ParallelStep
 from hydra_tune.train.state.model_state import ModelState
@@ -104,7 +102,11 @@ class GroupTrial(Trial):
         self._times = times or SharedUnitTimes()
         self._kinds = GroupPlanCache(plans)
         self._places = SlotTable(seats, device)
-        self._attendance = MemberCoordinator(self._places, desk, self._resize, self._compare)
+        is_exact = self.task.compile is None and not library.budget.checks_sample
+        self._comparison = MemberComparison(self._places, self._kinds, library, is_exact=is_exact)
+        self._attendance = MemberCoordinator(
+            self._places, desk, self._resize, lambda seat: self._comparison.check(seat, self._train_times.total)
+        )
         self._computing = GroupExecutor(self._places, device)
         self.captures = GroupCaptureCache(CudaRecorder())
         self.records = plans.records and device.torch_device.type == "cuda"
@@ -114,8 +116,6 @@ class GroupTrial(Trial):
         self._inputs: dict[str, frozenset[str]] = defaultdict(frozenset)
         self._not_inputs: dict[str, frozenset[str]] = defaultdict(frozenset)
         self._num_comparisons = 0  # of members, because of numbers
-        self._comparisons, self._num_compared, self._is_doubted = StepComparisons(), 0, False
-        self._latest: tuple[PreparedPlan, MemberBatchRequest] | None = None  # of a member, for a training step
         self._architectures = {seat.member.architecture for seat in seats}
         for seat in seats:
             self._places.welcome(seat)
@@ -231,7 +231,7 @@ class GroupTrial(Trial):
                 return
             bucket, plan = self._next(wanting, self.buckets.next)
             if wanted_of(bucket[0]).mode == "train":
-                self._latest = plan, wanted_of(bucket[0])
+                self._comparison.note(plan, wanted_of(bucket[0]))
             if self.task.accumulate > 1 and wanted_of(bucket[0]).mode == "train":
                 yield from self._computing.accumulated(bucket, self._next_of_step, self._attendance.advance)
             else:
@@ -243,53 +243,6 @@ class GroupTrial(Trial):
             for seat in bucket:
                 if seat.status is None:
                     self._attendance.advance(seat)
-
-    def _compare(self, seat: GroupSlot) -> None:
-        """Compare the captured step of one member after the other with the eager step, where a member is about to report.
-
-        A difference concerns all members that share the plan, so each is compared at its own report from then on.
-
-        Raises:
-            TaskError: the captured step of the member that is about to report gives other numbers.
-        """
-        if self._latest is None or not self._is_comparable:
-            return
-        own, request = self._latest
-        if not self._is_doubted:
-            self._latest = None  # one comparison for the reports of a step
-            live = self._places.live
-            compared_seat = live[self._num_compared % len(live)]
-            spent_seconds = seat.member.progress.steps * self._train_times.total
-            try:
-                self._comparisons.run(own, spent_seconds, partial(self._is_compared, compared_seat, own, request))
-            except TaskError:
-                self._is_doubted, self._latest = True, (own, request)
-        if self._is_doubted:
-            self._comparisons.run(own, math.inf, partial(self._is_compared, seat, own, request))
-
-    @property
-    def _is_comparable(self) -> bool:
-        """As of `TrialPlanCache.check_again`."""
-        return not self._plans.library.budget.checks_sample and self.task.compile is None
-
-    def _is_compared(self, seat: GroupSlot, own: PreparedPlan, request: MemberBatchRequest) -> bool:
-        """Compare a member's captured step with the eager step; return whether there was a comparison.
-
-        Args:
-            seat: the member.
-            own: the plan of any member that is computed together with this one.
-            request: the request of any member for such a batch.
-
-        Raises:
-            CaptureError: the plan gives other numbers than the eager step.
-        """
-        self._num_compared += 1
-        try:
-            prepared = self._kinds.of_member(own, seat.member, request)
-        except UnfusableError:
-            return False
-        self._places.hand_out(seat)
-        return prepared.is_checked and seat.member.compare(self._plans.library, prepared, request)
 
     def _next(
         self, wanting: Sequence[GroupSlot], choose: Callable[[Mapping[Hashable, list[GroupSlot]]], list[GroupSlot]]

@@ -1,8 +1,8 @@
 """`StepComparisons`: comparisons of captured steps with eager steps before reports, within a hundredth of the time.
 
 A graph repeats what no guard can see: a clock, an answer of another process, the inside of an object of an extension
-module. `SingleTrial` (`train/single_trial.py`) compares a trial that is cut, and `GroupTrial`
-(`fusion/group/group_trial.py`) one member of a group at a time.
+module. `SingleTrial` (`train/single_trial.py`) compares a trial that is cut, and `MemberComparison`
+(`fusion/group/member_comparison.py`) one member of a group at a time.
 """
 
 import time
