@@ -4,7 +4,10 @@
 module must not import torch, so that `hydra-tune list` answers at once.
 """
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend
@@ -12,14 +15,17 @@ from optuna.storages.journal import JournalFileBackend
 from hydra_tune.errors import ConfigError
 
 _JOURNAL = "journal:"
-_FILES = ("journal://", "journal:", "sqlite:///")
+_SQLITE = "sqlite:///"
+_FILES = ("journal://", "journal:", _SQLITE)
 
 
 def check_file(url: str) -> None:
-    """Refuse a storage file that does not exist: Optuna would create the file, while a reader wants an error.
+    """Refuse a storage file without Optuna's tables, which Optuna would create, while a reader wants an error.
+
+    A search that has just begun creates its tables. A second program that creates them at the same time makes the search fail.
 
     Raises:
-        ConfigError: no such file.
+        ConfigError: there is no such file, or an SQLite file has no tables of Optuna, or not all of them yet.
     """
     prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
     if prefix is not None:
@@ -27,6 +33,18 @@ def check_file(url: str) -> None:
         path = Path(url.removeprefix(prefix).partition("?")[0])
         if not path.is_file():
             raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
+        if prefix == _SQLITE and not _has_tables(path):
+            raise ConfigError(f"the storage {url!r} has no study: Optuna's tables are not there, or not yet")
+
+
+def _has_tables(path: Path) -> bool:
+    """Whether an SQLite file has all of Optuna's tables; True for files that Optuna will refuse by itself."""
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
+            # Optuna writes this row last.
+            return connection.execute("SELECT 1 FROM alembic_version").fetchone() is not None
+    except sqlite3.DatabaseError as error:
+        return "no such table" not in str(error)
 
 
 def open_storage(url: str | None) -> str | BaseStorage | None:

@@ -3,6 +3,8 @@
 import inspect
 import pkgutil
 import re
+import sqlite3
+from contextlib import closing
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +17,9 @@ from optuna.storages import _heartbeat
 from optuna.study import _optimize, _tell
 
 import hydra_tune_optuna
+from hydra_tune.errors import ConfigError
 from hydra_tune_optuna import optuna_internals
+from hydra_tune_optuna.study_reader import OptunaStudyReader
 
 PACKAGE = Path(hydra_tune_optuna.__file__).parent
 
@@ -122,6 +126,20 @@ def test_no_module_of_the_package_hides_one_of_optuna():
     """Python sets a module, once imported, as an attribute of its package."""
     modules = {module.name for module in pkgutil.iter_modules(hydra_tune_optuna.__path__)}
     assert modules & set(dir(optuna)) == {"study"}
+
+
+def test_a_reader_leaves_a_database_alone_until_all_of_its_tables_are_there(tmp_path):
+    """A search that has just begun creates them; with a second program that does, one of the two fails."""
+    path = tmp_path / "study.db"
+    optuna.create_study(study_name="first", storage=f"sqlite:///{path}")
+    (record,) = OptunaStudyReader().read(f"sqlite:///{path}")
+    assert record.name == "first"
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("DELETE FROM alembic_version")  # the row that Optuna writes last
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="Optuna's tables are not there, or not yet"):
+        OptunaStudyReader().read(f"sqlite:///{path}")
+    assert path.read_bytes() == before
 
 
 def test_what_optuna_does_not_list_is_found_too():

@@ -103,6 +103,7 @@ def assert_shown(run):
     assert json.loads(call("best", "first", "--json").stdout)["params"] == best.params
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_is_killed_and_finishes(project):
     """The three states of one sweep, one after the other: the command that `status` gives for a killed sweep finishes it."""
     project.change("width: {values: [8, 16]}", "width: {values: [8, 16]}\n  epochs: {value: 600}")

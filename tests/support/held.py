@@ -24,7 +24,8 @@ class Held:
 
     @staticmethod
     def now():
-        gc.collect()
+        while gc.collect():  # what is collected may have held further cycles
+            pass
         objects = gc.get_objects()
         storages = {
             found.untyped_storage()._cdata: found.untyped_storage()

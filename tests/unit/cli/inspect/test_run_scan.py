@@ -96,7 +96,7 @@ def test_a_storage_that_cannot_be_read_is_named_and_the_others_are_shown(folder)
     runs, notes = find_runs(folder)
     assert [run.name for run in runs] == ["first"]
     assert len(notes) == 1
-    assert "broken.db' cannot be read" in notes[0]
+    assert "broken.db' has no study" in notes[0]
     with pytest.raises(ConfigError, match="there is no file"):
         find_runs(folder, "sqlite:///nowhere.db")
     assert not (folder / "nowhere.db").exists()

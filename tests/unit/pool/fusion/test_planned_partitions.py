@@ -38,6 +38,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(planned_size_search, "COST_SHARE", float("inf"))
 
 
+@pytest.mark.slow
 def test_the_pool_trains_the_three_groups_that_the_portfolio_names(caplog):
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
     tasks = [task(seed) for seed in range(TRIALS)]
