@@ -60,9 +60,9 @@ NOT_CUT = {
 _OF_THE_PROCESS = {"a_global_epoch_counter_read_in_step", "an_environment_variable_set_in_each_pass"}
 
 
-def trained(programs: list[Program], **options: Any) -> list[Any]:
+def trained(programs: list[Program], devices: str = "cpu:1", **options: Any) -> list[Any]:
     """Train programs in a pool; the outcome of each, or its error."""
-    with HydraExecutor(devices="cpu:1", **options) as pool:
+    with HydraExecutor(devices=devices, **options) as pool:
         results = pool.run([made.task for made in programs], on_error="return")
     return [
         result.error or outcome(made, without_seconds(result.history), result.state_dict())

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hydra_tune import HydraExecutor, TrainTask, train_plain
@@ -30,14 +31,21 @@ def _batches(handle: Any, size: int | None, *, shuffle: bool) -> Iterable[Any]:
     return handle()
 
 
-def _evaluated(task: TrainTask, module: Any) -> dict[str, float]:
+def _on(device: str, values: Any) -> Any:
+    if device == "cpu":
+        return values  # itself, as steps may change it
+    return tree_map(lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, values)
+
+
+def _evaluated(task: TrainTask, module: Any, device: str) -> dict[str, float]:
     if task.validate is None:
         return {}
     totals: dict[str, float] = {}
     samples = 0
     module.eval()
     with torch.no_grad():
-        for batch in _batches(task.validate, task.batch_size, shuffle=False):
+        for drawn in _batches(task.validate, task.batch_size, shuffle=False):
+            batch = _on(device, drawn)
             values = (
                 {"loss": task.loss(module(batch[0]), batch[1])}
                 if task.evaluate is None
@@ -50,20 +58,21 @@ def _evaluated(task: TrainTask, module: Any) -> dict[str, float]:
     return {f"val_{name}": total / samples for name, total in totals.items()}
 
 
-def by_hand(made: Program) -> dict[str, Any]:
-    """Train a program as its script would."""
+def by_hand(made: Program, device: str = "cpu") -> dict[str, Any]:
+    """Train a program as its script would, on a device of torch's."""
     task = made.task
     torch.manual_seed(task.seed)
     random.seed(task.seed)
     np.random.seed(task.seed)  # noqa: NPY002
-    module = task.model()
+    module = task.model().to(device)
     optimizer = task.optimizer(task.param_groups(module) if task.param_groups else list(module.parameters()))
     scheduler = task.scheduler(optimizer) if task.scheduler else None
     history = []
     for epoch in range(task.epochs):
         module.train()
         total, samples = 0.0, 0
-        for batch in _batches(task.train, task.batch_size, shuffle=True):
+        for drawn in _batches(task.train, task.batch_size, shuffle=True):
+            batch = _on(device, drawn)
             loss = task.step(module, batch) if task.step else task.loss(module(batch[0]), batch[1])
             total += loss.item() * len(batch[0])
             samples += len(batch[0])
@@ -72,7 +81,9 @@ def by_hand(made: Program) -> dict[str, Any]:
             optimizer.zero_grad()
             if scheduler is not None and task.scheduler_interval == "step":
                 scheduler.step()
-        history.append({"step": epoch, "epoch": epoch, "train_loss": total / samples, **_evaluated(task, module)})
+        history.append(
+            {"step": epoch, "epoch": epoch, "train_loss": total / samples, **_evaluated(task, module, device)}
+        )
         if scheduler is not None and task.scheduler_interval == "epoch":
             scheduler.step()
     return outcome(made, history, module.state_dict())

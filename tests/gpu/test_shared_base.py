@@ -1,0 +1,74 @@
+"""Trials on one frozen base, on a GPU: each trains as it would alone, and the base lies there once."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from hydra_tune import HydraExecutor, SharedModule, train_plain
+from hydra_tune.errors import TaskError
+from hydra_tune.memory.shared import shared_block
+from tests.integration.test_shared_module import RANKS, Trunk, adapted, assert_same, lora_tasks, merge_counted, task
+
+DEVICE = DEVICES = "cuda:0"
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("deterministic"),
+]
+CUT = {"device_memory": "8MiB", "num_shards": 3}
+WAYS = {
+    "whole": {},
+    "cut": {"num_shards": 3},
+    "cut by turns": {"num_shards": 3, "policy": "round_robin"},
+    "cut, updated on the host": {"num_shards": 3, "optimizer_placement": "host"},
+    "cut, spilled to disk": {"num_shards": 3, "host_memory": "550KiB", "device_memory": "600KiB"},
+}
+
+
+@pytest.fixture(scope="module")
+def base():
+    return SharedModule(Trunk, seed=1)
+
+
+@pytest.fixture
+def plain(base):
+    return [train_plain(described, device=DEVICE) for described in lora_tasks(base)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_trials_on_one_base_train_as_each_alone(base, plain, way, tmp_path):
+    if way == "cut, updated on the host":
+        plain = None  # the host rounds otherwise
+    options = WAYS[way] | ({"spill_dir": tmp_path} if "host_memory" in WAYS[way] else {})
+    with HydraExecutor(DEVICES, **options) as pool:
+        results = pool.run(lora_tasks(base))
+    for result, expected in zip(results, plain or results, strict=True):
+        assert (result.num_shards > 1) == way.startswith("cut")
+        assert_same(result, expected)
+    assert not shared_block._COPIES, "the last trial takes the copies on devices with it"
+
+
+def test_the_base_lies_on_the_gpu_once(base):
+    nbytes = sum(parameter.nbytes for parameter in base.module().parameters())
+    peaks = {}
+    for owns in (False, True):
+        with HydraExecutor(DEVICES) as pool:
+            pool.run(lora_tasks(base, owns=owns))
+            peaks[owns] = pool.stats().devices["cuda:0"].peak_bytes
+    assert peaks[True] - peaks[False] > 2 * nbytes
+
+
+@pytest.mark.parametrize("shards", [None, 3])
+def test_a_write_to_the_base_fails_its_trial_alone(base, plain, shards):
+    writer = task(partial(adapted, base, 4), after_step=merge_counted)
+    with HydraExecutor(DEVICES, num_shards=shards) as pool:
+        jobs = [pool.submit(each) for each in (writer, *lora_tasks(base))]
+        result, *others = [job.result(120) for job in jobs]
+    if shards is None:
+        assert isinstance(result.error, TaskError)
+        assert "'layers.1.inner.weight' of a shared base" in str(result.error)
+    else:
+        assert_same(result, train_plain(writer, device=DEVICE))
+    for other, expected in zip(others, plain, strict=True):
+        assert_same(other, expected)
+    assert len(others) == len(RANKS)
