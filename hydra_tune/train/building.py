@@ -30,6 +30,12 @@ def build_model(task: TrainTask) -> nn.Module:
     return module
 
 
+def on_host(module: nn.Module) -> nn.Module:
+    """Return a module that its factory may have moved to a GPU (`Net().cuda()`), with its tensors on the host."""
+    has_left = any(tensor.is_cuda for tensor in (*module.parameters(), *module.buffers()))
+    return module.cpu() if has_left else module
+
+
 def build_optimizer(task: TrainTask, groups: Any) -> torch.optim.Optimizer:
     """Build the task's optimizer.
 

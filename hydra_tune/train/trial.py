@@ -29,7 +29,7 @@ from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.shard.python_state.state_guard import TaskStateGuard
 from hydra_tune.task import TrainTask, weighed
-from hydra_tune.train.building import build_model, build_optimizer
+from hydra_tune.train.building import build_model, build_optimizer, on_host
 from hydra_tune.train.checkpoint.compatibility import copied, is_of_the_pass
 from hydra_tune.train.checkpoint.python_changes import PythonChanges
 from hydra_tune.train.checkpoint.snapshot import SnapshotSaver, TrialStateSnapshot
@@ -374,7 +374,7 @@ class Trial:
     def _build(self, building: AbstractContextManager[object] | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
         task = self.task
         with self._own_code(), building or nullcontext():
-            module = build_model(task)
+            module = on_host(build_model(task))
             self._claimed = TrialClaim(module)
             groups = list(module.parameters()) if task.param_groups is None else task.param_groups(module)
             self._operators, groups = split_operators(module, groups, task.split_operators)

@@ -68,6 +68,7 @@ class MemberBatchRequest:
         """Return the request for a drawn batch or picks."""
         if isinstance(drawn, UngatheredBatches):
             return cls(mode, drawn, drawn.source.leaves(drawn.size), drawn.size)
+        drawn = batches.on_host(drawn)
         return cls(mode, drawn, batches.flatten(drawn), num_samples(drawn))
 
     def __len__(self) -> int:

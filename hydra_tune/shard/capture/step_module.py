@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.capture.batch import unnumbered
+from hydra_tune.shard.capture.gpu_code import as_on_gpu
 from hydra_tune.task import TrainTask, backward_called, not_a_metric, not_collectable, not_metrics, number_of, returned
 
 MODEL_PREFIX = "model."
@@ -119,7 +120,8 @@ class TrainStep(nn.Module):
         """
         buffers = buffers_of(self.model)
         has_gradients = self._has_gradients
-        loss = self._step(self.model, unnumbered(batch))
+        with as_on_gpu():
+            loss = self._step(self.model, unnumbered(batch))
         # Only a `backward()` inside the step itself can have made gradients.
         if self._has_gradients and not has_gradients:
             raise backward_called()
@@ -146,7 +148,8 @@ class EvaluateStep(nn.Module):
             MetricError: the result is not a mapping of names to scalars.
         """
         buffers = buffers_of(self.model)
-        metrics = self._evaluate(self.model, unnumbered(batch))
+        with as_on_gpu():
+            metrics = self._evaluate(self.model, unnumbered(batch))
         settle_buffers(buffers)
         if not isinstance(metrics, Mapping):
             raise not_metrics(metrics)

@@ -11,8 +11,8 @@ know the course of a trial, the schedule, or the places of blocks.
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from hydra_tune.errors import BudgetError, CaptureError, ConfigError, HydraTuneE
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis, analyse
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.capture.gpu_code import preparing_for_gpus
 from hydra_tune.shard.capture.guards import BatchValueGuard
 from hydra_tune.shard.capture.meta_models import is_unbuilt
 from hydra_tune.shard.capture.own_functions import opaque_calls
@@ -198,16 +199,16 @@ class PlanLibrary:
             task=task, model=model, optimizer=optimizer, leaves=leaves, batch=batch, mode=mode, like=like
         )
         if like is not None and like.plan.eager:
-            with self._lock, preserved_streams():
+            with self._preparing():
                 return self._whole(
                     request, CaptureError("its training runs whole, and may change what a graph would repeat for ever")
                 )
         if prefer_whole:
-            with self._lock, preserved_streams(), suppress(BudgetError):
+            with self._preparing(), suppress(BudgetError):
                 return self._whole(request, CaptureError("batches of too many kinds"))
         key = key_of(request)
         # The lock is held during a capture, too: trials of the same architecture wait for the plan instead of capturing.
-        with self._lock, preserved_streams():
+        with self._preparing():
             # Checked plans come first, because their numbers are known to be right.
             entries = [e for cache in (self.checked, self._unchecked) for e in cache.plans.get(key, ())]
             # A guard replays operators on the batch, and operators may run other kernels during a capture.
@@ -233,6 +234,12 @@ class PlanLibrary:
                 )
             return entry.found
 
+    @contextmanager
+    def _preparing(self) -> Iterator[None]:
+        """Context in which steps run on the host."""
+        with self._lock, preserved_streams(), preparing_for_gpus(self.budget.checks_sample):
+            yield
+
     def check_again(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: Any) -> None:
         """Compare a plan with the eager step once more, on the host.
 
@@ -245,7 +252,7 @@ class PlanLibrary:
         Raises:
             CaptureError: the plan gives other numbers than the eager step.
         """
-        with self._lock, preserved_streams(), GATE.shared(), intraop_threads(self.budget.host_threads):
+        with self._preparing(), GATE.shared(), intraop_threads(self.budget.host_threads):
             verify(task, twin_of(model, prepared.plan.mode), prepared.plan, batch)
 
     def confirm(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: batches.NumberedBatch) -> None:
@@ -290,7 +297,7 @@ class PlanLibrary:
             like=None,
             only_asks=True,
         )
-        with self._lock, preserved_streams():
+        with self._preparing():
             estimate = self._look(request, [])
             if isinstance(estimate, CaptureError) and not is_unbuilt(model) and (answers := answers_to(request)):
                 with_answers = self._look(request, answers)
