@@ -221,6 +221,8 @@ class SingleTrial(Trial):
 
     def _choose_way(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> Generator[BurstMark, None, None]:
         """Start running the user's own code, unless something requires cutting the model."""
+        if self._device.torch_device.type != "cpu":
+            refuse_lazy(module)  # parameters made by a forward on a GPU would be in no block
         if self._may_run_own_code and not is_unbuilt(module):
             budget = self._plans.library.budget
             plan_or_reason = uncaptured(self.task, module, optimizer, budget)

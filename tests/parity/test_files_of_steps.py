@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._inductor.compiler_bisector import CompilerBisector
 
 from hydra_tune.errors import CaptureError
 from hydra_tune.shard.python_state.opened_files import FileHolder, noting_files
 from tests.parity.exact import differences
-from tests.parity.stateful import Program, batches, error, task
+from tests.parity.stateful import Program, batches, error, net, task
 from tests.parity.test_python_state import assert_close, captures, trained
 from tests.parity.test_stateful import by_hand
 
@@ -123,6 +124,20 @@ def reading(path: Path, way: str, when: str = "pass") -> Program:
         return error(module, batch) * read(path)
 
     return Program(task=task(train=train, validate=batches, step=step))
+
+
+def test_folders_in_which_torch_looks_for_its_caches_are_no_files_of_a_step():
+    """Other programs write to the folder of temporary files all the time, and each write would cost a capture."""
+    noted = {}
+
+    def step(module, batch):
+        Path("/tmp/of the step").exists()
+        CompilerBisector.get_backend()
+        return error(module, batch)
+
+    with noting_files(noted):
+        step(net(), batches()[0])
+    assert list(noted) == ["/tmp/of the step"]
 
 
 @pytest.mark.parametrize("when", ["pass", pytest.param("batch", marks=pytest.mark.slow)])

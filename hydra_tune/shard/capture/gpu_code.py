@@ -40,7 +40,8 @@ def as_on_gpu() -> Iterator[None]:
         yield
         return
     dtype = torch.get_autocast_dtype("cpu")
-    torch.set_autocast_dtype("cpu", torch.get_autocast_dtype(GPU))
+    if not torch.is_autocast_enabled("cpu"):  # within a region, the dtype is the region's
+        torch.set_autocast_dtype("cpu", torch.get_autocast_dtype(GPU))
     try:
         with _HostMode():
             yield
@@ -68,6 +69,8 @@ class _HostMode(TorchFunctionMode):
             args, kwargs = pytree.tree_map(self._on_host, (args, kwargs))
             if names_place:
                 args, kwargs = _renamed(args, kwargs)
+            if func is Tensor.to and len(args) > 1 and type(args[1]) is int:  # the number of a GPU
+                args = (args[0], _HOST, *args[2:])
         return func(*args, **kwargs)
 
     def _on_host(self, leaf: Any) -> Any:
@@ -100,7 +103,6 @@ def _renamed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     """Return the arguments with the host in the place of each GPU."""
 
     def renamed(value: Any) -> Any:
-        # A bare number is a GPU's in the place of a device alone.
         if isinstance(value, torch.device) and value.type == GPU:
             return _HOST
         return _HOST if isinstance(value, str) and value.partition(":")[0] == GPU else value
@@ -108,5 +110,4 @@ def _renamed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
     named = dict(kwargs)
     if "device" in named:
         named["device"] = _HOST if type(named["device"]) is int else renamed(named["device"])
-    # `tensor.to(0)` names a GPU, too.
-    return tuple(_HOST if number == 1 and type(arg) is int else renamed(arg) for number, arg in enumerate(args)), named
+    return tuple(renamed(arg) for arg in args), named

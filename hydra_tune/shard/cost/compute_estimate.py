@@ -23,6 +23,18 @@ _NODE_SECONDS = 5e-6  # overhead of each operator, whatever its size
 _BACKWARD = 2  # times the arithmetic of the forward: a product per operand
 
 
+class _WithoutModules:
+    """In place of torch's tracker of modules, whose hooks of all modules would show in the steps of other threads."""
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None:
+        """Track nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        """Track nothing."""
+
+
 def estimated_seconds(pilot: ShardPilot, plan: ShardPlan, kept: ShardPlan) -> tuple[UnitSeconds, UnitSeconds]:
     """Estimate the seconds of the units of two plans on a core of a host; a GPU's seconds are far less.
 
@@ -39,7 +51,9 @@ def estimated_seconds(pilot: ShardPilot, plan: ShardPlan, kept: ShardPlan) -> tu
     """
     forward = []
     for shard in plan.shards:
-        with FlopCounterMode(display=False) as flops:
+        flops = FlopCounterMode(display=False)
+        flops.mod_tracker = _WithoutModules()  # type: ignore[assignment]
+        with flops:
             made_bytes = pilot.try_forward(shard.graph)
         nodes = shard.graph.last - shard.graph.first
         products = flops.get_total_flops() / _FLOPS_PER_SECOND

@@ -12,6 +12,7 @@ import hashlib
 import io
 import os
 import stat
+import sys
 import sysconfig
 import threading
 import time
@@ -30,6 +31,8 @@ _SETTLED_NS = 2_000_000_000  # the coarsest clock of a file system in use has st
 _OF_PROGRAMS = (".py", ".pyc", ".so")
 _OF_SYSTEM = ("/proc/", "/sys/", "/dev/")
 _INSTALLED = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib")})
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_OF_CAPTURES = ("torch._", "torch.export", "torch.fx")
 _STATUS, _OPEN = os.stat, builtins.open
 
 # Replaced functions: where code looks each up, its name, and whether its second argument tells reading from writing.
@@ -134,11 +137,24 @@ def _noting(function: Callable[..., Any], note: Callable[[object], None], *, has
     def noted(*arguments: Any, **keywords: Any) -> Any:
         path = arguments[0] if arguments else keywords.get("file", keywords.get("path", "."))
         how = arguments[1] if len(arguments) > 1 else keywords.get("mode", keywords.get("flags", "r"))
-        if not has_mode or _reads(how):
+        if (not has_mode or _reads(how)) and not _is_asked_by_capture():
             note(path)
         return function(*arguments, **keywords)
 
     return noted
+
+
+def _is_asked_by_capture() -> bool:
+    """Whether the code that calls a replaced function belongs to torch's compiler, which looks for its cache in `/tmp`."""
+    frame: Any = sys._getframe(2)  # noqa: SLF001 - of the caller of the replaced function
+    while frame is not None and _is_standard(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(_OF_CAPTURES)
+
+
+def _is_standard(filename: str) -> bool:
+    """Whether a file of code is the standard library's, below which installed packages may lie."""
+    return filename.startswith(("<frozen", _STDLIB)) and "site-packages" not in filename
 
 
 def _reads(how: object) -> bool:

@@ -152,12 +152,14 @@ class BatchUnits:
         self._state = state
         self._streams = streams
         self._leaves = leaves
+        # On a GPU, a plain loop's step changes the copy that it computes with.
+        self._changes_batch = plan.eager and device.torch_device.type == "cpu"
         self._store = BlockStore(state, plan, leaves.tensors, device)
         self._chain = ShardChain(plan, self._store, objective, state.recomputed)
 
     def close(self) -> None:
         """Give up all values of the step."""
-        if self._plan.eager:
+        if self._changes_batch:
             # The user's own code may have changed the batch in place, and must see the change when the same batch is
             # drawn again.
             self._store.bring_inputs_home()

@@ -34,6 +34,7 @@ def making(module, batch):
     with torch.device("cuda"):
         low = torch.tensor(0.5)
     weight = torch.linspace(0.5, 1.5, 4, device=torch.device("cuda", 0)) + (low - 0.5)
+    weight = weight + torch.zeros(1, 4, device="cuda")[0]
     return functional.cross_entropy(module(batch[0]), batch[1], weight=weight)
 
 
@@ -41,8 +42,9 @@ def by_number(module, batch):
     return functional.cross_entropy(module(batch[0].to(0)), batch[1].to(device=0), weight=torch.linspace(0.5, 1.5, 4))
 
 
-def task(step, seed=3):
+def task(step, seed=3, precision="float32"):
     return TrainTask(
+        precision=precision,
         model=net,
         optimizer=partial(torch.optim.AdamW, lr=0.01),
         train=TensorDataset(X, Y),
@@ -53,14 +55,15 @@ def task(step, seed=3):
     )
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{"num_shards": "layer"}, {"fusion": "on"}], ids=["cut", "fused"])
 @pytest.mark.parametrize("step", [moving, making, by_number])
-def test_a_step_that_names_a_gpu_is_captured_on_the_host(monkeypatch, step, options):
+def test_a_step_that_names_a_gpu_is_captured_on_the_host(monkeypatch, step, options, precision):
     monkeypatch.setattr(plan_cache, "preparing_for_gpus", lambda _: preparing_for_gpus(True))
     histories = []
     for each in (plain, step):
         with HydraExecutor(devices="cpu:1", **options) as pool:
-            results = pool.run([task(each, seed) for seed in range(3)])
+            results = pool.run([task(each, seed, precision) for seed in range(3)])
         assert all(result.num_shards > 1 or result.group_size == 3 for result in results)
         histories.append([[report["train_loss"] for report in result.history] for result in results])
     assert histories[0] == histories[1]

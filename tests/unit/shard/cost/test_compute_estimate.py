@@ -1,6 +1,7 @@
 """What units are taken to take, where no clock is asked."""
 
 import pytest
+from torch.nn.modules import module
 
 from hydra_tune.shard.cost.activation_policy import ActivationBudget, keeping
 from hydra_tune.shard.cost.compute_estimate import estimated_seconds
@@ -26,3 +27,17 @@ def test_each_shard_has_its_own_arithmetic_and_all_of_them_that_of_the_whole():
     parts, _ = estimated_seconds(made.pilot, cut, cut)
     total, _ = estimated_seconds(made.pilot, whole, whole)
     assert sum(parts.forward) == pytest.approx(sum(total.forward), rel=0.05)
+
+
+def test_an_estimate_leaves_no_hook_of_all_modules_for_other_threads(monkeypatch):
+    made = parity_bench("mlp")
+    plan, forward, hooks = made.plan(), made.pilot.try_forward, []
+
+    def looking(graph):
+        hooks.append([*module._global_forward_hooks, *module._global_forward_pre_hooks])
+        return forward(graph)
+
+    monkeypatch.setattr(made.pilot, "try_forward", looking)
+    seconds, _ = estimated_seconds(made.pilot, plan, plan)
+    assert hooks == [[]]
+    assert seconds.forward[0] > 0
