@@ -26,9 +26,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def deterministic(monkeypatch):
+def deterministic(deterministic_kernels, monkeypatch):
     """The same numbers twice, and in full float32: TF32 rounds groups of other sizes apart by a thousandth."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
+def deterministic_kernels():
+    """The same numbers twice, in the precision that torch takes by default, which is TF32 for convolutions."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

@@ -28,7 +28,8 @@ from tests.gpu.bits import assert_same_bits, bits
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.usefixtures("deterministic"),
+    # In full float32 cuDNN may take other algorithms for planned steps, of other last digits (docs/gpus.md).
+    pytest.mark.usefixtures("deterministic_kernels"),
 ]
 PATIENCE_SECONDS = 300.0
 ROOMY = 4 << 30
