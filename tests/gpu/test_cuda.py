@@ -217,6 +217,20 @@ def test_a_model_that_runs_whole_gives_the_plain_numbers():
     assert losses_of(result) == losses
 
 
+def test_a_trial_whose_update_of_all_parameters_at_once_does_not_fit_is_cut():
+    """As torch updates on a GPU by default: weights, gradients and AdamW's state are four models, its temporaries a fifth."""
+    described = task()
+    losses, state = plain_losses(described)
+    budget = int(4.7 * sum(p.nbytes for p in Net().parameters()))
+    with HydraExecutor(devices="cuda:0", device_memory=budget) as pool:
+        (result,) = pool.run([described])
+        statistics = pool.stats().devices["cuda:0"]
+    assert losses_of(result) == losses
+    assert all(tensor.cpu().equal(state[name]) for name, tensor in result.state_dict().items())
+    assert result.num_shards > 1
+    assert statistics.peak_bytes <= budget
+
+
 class Deep(nn.Module):
     """Its activations take 48 MiB, everything else half of that; it looks at a value, so it runs whole."""
 

@@ -25,6 +25,7 @@ def budget_of(
     buffer_fraction: float | Literal["auto"],
     num_shards: NumShards,
     optimizer_placement: Literal["device", "host", "auto"],
+    stand_for_gpus: bool = False,
 ) -> ShardPlanConstraints:
     """Return the budget for which every model of a pool is cut.
 
@@ -35,6 +36,7 @@ def budget_of(
         buffer_fraction: as of `HydraExecutor`.
         num_shards: as of `HydraExecutor`.
         optimizer_placement: as of `HydraExecutor`.
+        stand_for_gpus: whether the devices stand for GPUs, which may be absent from this machine.
     """
     has_cpu = any(device.torch_device.type == "cpu" for device in devices)
     return ShardPlanConstraints(
@@ -55,6 +57,8 @@ def budget_of(
         checks_sample=not has_cpu,
         # Devices of two kinds may take other numbers of random draws for the same operator.
         counts_draws=len({device_kind(device) for device in devices}) == 1,
+        # A plan serves every device, so the larger temporaries count in a pool of both kinds.
+        uses_foreach=stand_for_gpus or any(not device.is_host for device in devices),
         host_threads=1 if has_cpu else num_cores(),
     )
 

@@ -180,6 +180,7 @@ class ExecutorSettings:
                 buffer_fraction=self.buffer_fraction,
                 num_shards=self.num_shards,
                 optimizer_placement=self.optimizer_placement,
+                stand_for_gpus=self.devices.startswith("cuda"),
             )
         )
         host = None

@@ -3,13 +3,19 @@
 The module uses only the interface of `torch.optim.Optimizer`, so a user's class is measured as well. `PlanLibrary`
 (`shard/partition/plan_cache.py`) makes a pilot for each training step that needs a plan, and the optimizer checks in
 `shard/verify/` step stand-ins made by this module.
+
+Note: foreach. On a GPU, torch's optimizers step all parameters of a group in one operator after the other (`foreach`)
+unless the user chooses otherwise, and their temporaries are then as large as all of these parameters together. On the
+host, where a pilot steps its stand-ins, the same optimizers step parameter by parameter. So the pilot of an update on a
+GPU gives its stand-ins the choice that torch will make there.
 """
 
 import copy
 import math
 import random
+import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -50,7 +56,12 @@ class _UpdateTracker(StorageTracker):  # type: ignore[no-untyped-call]
 
 
 def optimizer_pilot(
-    optimizer: Optimizer, parameters: dict[str, Tensor], specs: dict[str, StateSpec], *, alignment: int
+    optimizer: Optimizer,
+    parameters: dict[str, Tensor],
+    specs: dict[str, StateSpec],
+    *,
+    alignment: int,
+    uses_foreach: bool = False,
 ) -> UpdatePilot:
     """Return a function that measures this optimizer's update of some of its parameters; the function holds no parameters.
 
@@ -59,10 +70,14 @@ def optimizer_pilot(
         parameters: the optimizer's parameters by canonical name.
         specs: geometry of the parameters.
         alignment: bytes to which the device aligns its allocations.
+        uses_foreach: whether torch's default for the device is to step all parameters of a group at once; see the note.
     """
     groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     group_of = {name: groups[id(p)] for name, p in parameters.items() if id(p) in groups}
-    bare = _without_parameters(optimizer)
+    copies: _Known = {}
+    bare = _without_parameters(optimizer, copies)
+    if uses_foreach:
+        _choose_foreach(copied for copied in copies.values() if isinstance(copied, Optimizer))
     kind = optimizer_key(optimizer)
     # A user's class may be edited, and existing state affects the measurement, so such an optimizer does not share
     # results.
@@ -75,7 +90,7 @@ def optimizer_pilot(
         if not members:
             return 0, 0, 0
         geometry = tuple((specs[name].shape, specs[name].stride, specs[name].dtype, group) for name, group in members)
-        key = kind, alignment, geometry
+        key = kind, uses_foreach, alignment, geometry
         measured_bytes = results.get(key)  # a deep model has many groups of parameters that differ only in their names
         if measured_bytes is None:
             if len(results) >= _MAX_KNOWN:
@@ -84,6 +99,33 @@ def optimizer_pilot(
         return measured_bytes
 
     return measure
+
+
+def _choose_foreach(optimizers: Iterable[Optimizer]) -> None:
+    """Choose `foreach` in each parameter group whose step would choose it on a GPU; see the note.
+
+    Args:
+        optimizers: copies as of `_without_parameters`.
+    """
+    for optimizer in optimizers:
+        # An optimizer of torch without this function, e.g. Adafactor, steps parameter by parameter on GPUs, too.
+        modules = [sys.modules.get(kind.__module__) for kind in type(optimizer).__mro__ if kind is not Optimizer]
+        if not any(hasattr(module, "_default_to_fused_or_foreach") for module in modules):
+            continue
+        for index, group in enumerate(optimizer.param_groups):
+            if group.get("foreach", False) is None and group.get("fused") is None:
+                group["foreach"] = True
+                group["foreach"] = _steps_a_number(optimizer, index) or None
+
+
+def _steps_a_number(optimizer: Optimizer, index: int) -> bool:
+    """Whether a step with a parameter group's options works; Adam has no `foreach` for a rate that is a tensor."""
+    leaf = torch.zeros(1, requires_grad=True)
+    leaf.grad = torch.zeros_like(leaf)
+    with preserved_streams(), suppress(Exception):
+        _stand_in(optimizer, [("", index)], [leaf]).step()
+        return True
+    return False
 
 
 def _measured(

@@ -150,9 +150,7 @@ def uncaptured(
     if capture_reason is not None:
         return capture_reason
     specs = state_specs(model)
-    plan = uncaptured_plan(
-        specs, _update_of(optimizer, model, specs, budget.alignment), task, alignment=budget.alignment
-    )
+    plan = uncaptured_plan(specs, _update_of(optimizer, model, specs, budget), task, alignment=budget.alignment)
     cost, room = plan.shards[0].cost, format_bytes(budget.budget_bytes)
     # Two limits: an update has all of the state on the device and no activations, a backward has activations beside
     # parameters and gradients.
@@ -184,27 +182,29 @@ def _asked_for_capture(task: TrainTask, budget: ShardPlanConstraints) -> str | N
 
 
 def _update_of(
-    optimizer: torch.optim.Optimizer, model: nn.Module, specs: dict[str, StateSpec], alignment: int
+    optimizer: torch.optim.Optimizer, model: nn.Module, specs: dict[str, StateSpec], budget: ShardPlanConstraints
 ) -> UpdatePilot:
     """Make a pilot for an optimizer: torch's own optimizers are measured on stand-ins, the others are guessed.
 
     A step of a user's optimizer could change objects shared with the stand-ins. A guess also serves optimizers that do
     not accept stand-ins (`SparseAdam` requires sparse gradients).
     """
-
-    def guess(names: Sequence[str]) -> tuple[int, int, int]:
-        nbytes = sum(_state_bytes(specs[name], alignment) for name in names)
-        return _GUESSED_STATES * nbytes, 0, _GUESSED_STATES * nbytes
-
-    if type(optimizer).__module__.partition(".")[0] != "torch":
-        return guess
+    is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
     parameters: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name in specs}
 
     def measured(names: Sequence[str]) -> tuple[int, int, int]:
+        nbytes = sum(_state_bytes(specs[name], budget.alignment) for name in names)
+        state_bytes, temporary_bytes = _GUESSED_STATES * nbytes, nbytes if budget.uses_foreach else 0
+        guess = state_bytes, temporary_bytes, state_bytes + temporary_bytes
+        if not is_torchs:
+            return guess
         try:
-            return optimizer_pilot(optimizer, parameters, specs, alignment=alignment)(names)
+            pilot = optimizer_pilot(
+                optimizer, parameters, specs, alignment=budget.alignment, uses_foreach=budget.uses_foreach
+            )
+            return pilot(names)
         except Exception:  # noqa: BLE001 - the step itself will raise the error
-            return guess(names)
+            return guess
 
     return measured
 

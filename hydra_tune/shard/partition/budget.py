@@ -36,6 +36,8 @@ class ShardPlanConstraints:
             of its batch (`shard/verify/sample_check.py`).
         counts_draws: whether a batch draws the same number of random numbers on each device, so that later batches can
             draw first.
+        uses_foreach: whether some device's updates take the temporaries of `foreach` operators by default (see
+            `shard/cost/update_pilot.py`).
         host_threads: intra-op threads for checking plans; only the time of a check depends on the number.
     """
 
@@ -50,6 +52,7 @@ class ShardPlanConstraints:
     link: Callable[[], LinkCostModel | None] = lambda: None
     checks_sample: bool = False
     counts_draws: bool = True
+    uses_foreach: bool = False
     host_threads: int = 1
 
     @property

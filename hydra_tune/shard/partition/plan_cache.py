@@ -561,7 +561,13 @@ class PlanLibrary:
         if request.mode != "train":
             return None
         parameters: dict[str, Tensor] = dict(request.model.named_parameters())
-        return optimizer_pilot(request.optimizer, parameters, specs, alignment=self.budget.alignment)
+        return optimizer_pilot(
+            request.optimizer,
+            parameters,
+            specs,
+            alignment=self.budget.alignment,
+            uses_foreach=self.budget.uses_foreach,
+        )
 
 
 def _serves(entry: _PlanLibraryEntry, request: ShardPlanRequest) -> bool:

@@ -65,8 +65,9 @@ def model():
     return nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
 
 
-def pilot(optimizer, module, names, alignment=1):
-    return optimizer_pilot(optimizer, dict(module.named_parameters()), state_specs(module), alignment=alignment)(names)
+def pilot(optimizer, module, names, alignment=1, **options):
+    specs = state_specs(module)
+    return optimizer_pilot(optimizer, dict(module.named_parameters()), specs, alignment=alignment, **options)(names)
 
 
 def measured(optimizer, module, names):
@@ -104,6 +105,86 @@ def test_an_update_needs_what_its_pilot_says(name):
     assert piloted[0] == real[0], "state, to the byte"
     for said, needed in zip(piloted[1:], real[1:], strict=True):
         assert needed <= said <= needed * 1.2 + 16, "temporaries: never less"
+
+
+class OwnAdam(torch.optim.Adam):
+    """A user's optimizer that steps as torch's does."""
+
+
+class Around(torch.optim.Optimizer):
+    """A user's optimizer that wraps another, whose groups it shares."""
+
+    def __init__(self, params, inner):
+        self.inner = inner(params)
+        super().__init__(self.inner.param_groups, {})
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+TOGETHER_ON_GPUS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
+    "adam": partial(torch.optim.Adam, weight_decay=0.1),
+    "adamw": torch.optim.AdamW,
+    "adamw_maximize": partial(torch.optim.AdamW, maximize=True, amsgrad=True),
+    "rmsprop": partial(torch.optim.RMSprop, centered=True),
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "adamax": torch.optim.Adamax,
+    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rprop": torch.optim.Rprop,
+    "own class": OwnAdam,
+}
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 20])
+@pytest.mark.parametrize("name", TOGETHER_ON_GPUS)
+def test_an_update_on_a_gpu_needs_what_a_step_of_all_parameters_at_once_needs(name, small_bytes, monkeypatch):
+    """By the choice that torch makes there for optimizers without a choice of their own."""
+    monkeypatch.setattr("hydra_tune.shard.cost.update_pilot._SMALL_BYTES", small_bytes)
+    module = model()
+    optimizer = TOGETHER_ON_GPUS[name](module.parameters())
+    on_gpu = pilot(optimizer, module, NAMES, uses_foreach=True)
+    real = measured(TOGETHER_ON_GPUS[name](module.parameters(), foreach=True), module, NAMES)
+    assert on_gpu[0] == real[0], "state, to the byte"
+    for said, needed in zip(on_gpu[1:], real[1:], strict=True):
+        assert needed <= said <= needed * 1.2 + 16, "temporaries: never less"
+    assert all(group["foreach"] is None for group in optimizer.param_groups), "the optimizer is only read"
+
+
+def test_an_optimizer_around_another_needs_what_the_other_needs_on_a_gpu():
+    module = model()
+    around = pilot(Around(module.parameters(), torch.optim.AdamW), module, NAMES, uses_foreach=True)
+    assert around[1] == pilot(torch.optim.AdamW(module.parameters()), module, NAMES, uses_foreach=True)[1]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        partial(torch.optim.AdamW, foreach=False),
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.AdamW, lr=torch.tensor(1e-3)),
+        torch.optim.Adafactor,
+        ReadyMade,
+    ],
+    ids=["no foreach", "fused", "rate in a tensor", "adafactor", "own step"],
+)
+def test_an_optimizer_that_steps_parameter_by_parameter_on_gpus_is_measured_so(kind):
+    module = model()
+    optimizer = kind(list(module.parameters()))
+    assert pilot(optimizer, module, NAMES, uses_foreach=True) == pilot(optimizer, module, NAMES)
+
+
+def test_each_group_steps_by_itself_on_a_gpu():
+    """The temporaries of a group are gone when the next group steps."""
+    module = model()
+    groups = [{"params": [module[0].weight, module[0].bias]}, {"params": [module[1].weight], "foreach": False}]
+    _, grouped, _ = pilot(torch.optim.AdamW(groups), module, NAMES, uses_foreach=True)
+    _, alone, _ = pilot(torch.optim.AdamW(groups[0]["params"]), module, NAMES, uses_foreach=True)
+    assert grouped == alone
 
 
 def test_an_optimizer_that_reads_values_is_measured_for_real():

@@ -286,6 +286,29 @@ def test_what_does_not_fit_by_its_state_alone_is_cut_at_once(kilobytes, fits):
     assert isinstance(found, ShardPlan) == fits
 
 
+class OwnAdamW(torch.optim.AdamW):
+    """A class of the user's, with the steps of torch's."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "uses_foreach", "kilobytes", "fits"),
+    [
+        (partial(torch.optim.AdamW, foreach=True), False, 80, False),
+        (partial(torch.optim.AdamW, foreach=True), False, 96, True),
+        (torch.optim.AdamW, True, 80, False),
+        (partial(torch.optim.AdamW, foreach=False), True, 80, True),
+        (OwnAdamW, True, 80, False),
+        (OwnAdamW, False, 80, True),
+    ],
+)
+def test_temporaries_of_a_step_of_all_parameters_at_once_count(kind, uses_foreach, kilobytes, fits):
+    """Four layers of 4 KB each: 16.5 KB of parameters, four times as much in all, and then a fifth for the temporaries."""
+    module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
+    optimizer = kind(module.parameters())
+    found = uncaptured(described(), module, optimizer, budget(kilobytes * 1024, uses_foreach=uses_foreach))
+    assert isinstance(found, ShardPlan) == fits
+
+
 def test_an_optimizer_of_the_users_own_is_not_stepped_to_be_measured():
     class Counting(torch.optim.SGD):
         steps: list[int] = []  # noqa: RUF012 - shared on purpose
