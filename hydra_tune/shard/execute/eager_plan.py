@@ -184,12 +184,13 @@ def _asked_for_capture(task: TrainTask, budget: ShardPlanConstraints) -> str | N
 def _update_of(
     optimizer: torch.optim.Optimizer, model: nn.Module, specs: dict[str, StateSpec], budget: ShardPlanConstraints
 ) -> UpdatePilot:
-    """Make a pilot for an optimizer: torch's own optimizers are measured on stand-ins, the others are guessed.
+    """Make a pilot for an optimizer: torch's own steps are measured on stand-ins, the others are guessed.
 
-    A step of a user's optimizer could change objects shared with the stand-ins. A guess also serves optimizers that do
-    not accept stand-ins (`SparseAdam` requires sparse gradients).
+    A step of the user's own could change objects shared with the stand-ins. A guess also serves optimizers that do not
+    accept stand-ins (`SparseAdam` requires sparse gradients).
     """
-    is_torchs = type(optimizer).__module__.partition(".")[0] == "torch"
+    # The class may be the user's: a derived class may leave the step to torch.
+    is_torchs = type(optimizer).step.__module__.partition(".")[0] == "torch"
     parameters: dict[str, Tensor] = {name: tensor for name, tensor in model.named_parameters() if name in specs}
 
     def measured(names: Sequence[str]) -> tuple[int, int, int]:

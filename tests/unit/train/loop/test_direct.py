@@ -299,14 +299,25 @@ class OwnAdamW(torch.optim.AdamW):
         (partial(torch.optim.AdamW, foreach=False), True, 80, True),
         (OwnAdamW, True, 80, False),
         (OwnAdamW, False, 80, True),
+        (partial(OwnAdamW, foreach=True), False, 80, False),
     ],
 )
-def test_temporaries_of_a_step_of_all_parameters_at_once_count(kind, uses_foreach, kilobytes, fits):
-    """Four layers of 4 KB each: 16.5 KB of parameters, four times as much in all, and then a fifth for the temporaries."""
+def test_all_that_an_update_takes_decides_whether_a_trial_runs_as_it_is(kind, uses_foreach, kilobytes, fits):
+    """Of four layers with 16.5 KB of parameters, as much of gradients, and state and temporaries by the kind of optimizer."""
     module = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     optimizer = kind(module.parameters())
     found = uncaptured(described(), module, optimizer, budget(kilobytes * 1024, uses_foreach=uses_foreach))
     assert isinstance(found, ShardPlan) == fits
+
+
+def test_an_optimizer_of_the_users_own_whose_update_does_not_fit_is_cut_at_once():
+    """Its steps are torch's, and an update of all parameters at once takes as much memory as all of them."""
+    one = described(model=partial(Plain, 8), optimizer=partial(OwnAdamW, foreach=True), batch_size=4)
+    parameter_bytes = sum(p.nbytes for p in Plain(8).parameters())
+    with watched_ways() as ways, direct(device_memory=int(4.8 * parameter_bytes)) as pool:
+        result = pool.run(one)
+    assert ways[id(one)].own_batches == 0
+    assert not against_plain(one, result)
 
 
 def test_an_optimizer_of_the_users_own_is_not_stepped_to_be_measured():
