@@ -107,7 +107,7 @@ def _pytest(path):
         "-o",
         "faulthandler_timeout=60",
     )
-    return ("-m", "pytest", "-v", "--tb=short", *apart, path)
+    return ("-m", "pytest", "-v", "--tb=short", "-m", "not slow", *apart, path)
 
 
 def _script(name, seconds, script, *arguments, is_timed=True):

@@ -29,6 +29,13 @@ ROUNDED = {"an_attribute_that_only_library_code_reads"}  # computes with tensors
 FUSED = {"a_weight", "a_decay", "a_cosine", "a_branch", "a_probability", "in_low_precision"}
 
 
+def some(names, every):
+    """All names, of which one in so many is not among the slow tests."""
+    return [
+        pytest.param(name, marks=() if number % every == 0 else pytest.mark.slow) for number, name in enumerate(names)
+    ]
+
+
 def expected_of(made):
     """A program whose own tensors stay on the host fails on a GPU in any loop."""
     try:
@@ -49,14 +56,14 @@ def assert_equal(expected, actual):
 
 
 @pytest.mark.parametrize("shards", [None, "layer"])
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", some(PROGRAMS, 4))
 def test_a_program_that_changes_its_own_state_has_the_plain_bits(name, shards):
     expected = expected_of(PROGRAMS[name]())
     (actual,) = trained([PROGRAMS[name]()], devices=DEVICES, num_shards=shards)
     assert_equal(expected, actual)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", some(KINDS, 4))
 def test_a_cut_trial_follows_what_its_step_reads(name):
     expected = expected_of(reading(name, "pass"))
     (actual,) = trained([reading(name, "pass")], devices=DEVICES, num_shards="layer")
@@ -77,7 +84,7 @@ def on_host(expected):
     return expected | {"state": {name: tensor.cpu() for name, tensor in expected["state"].items()}}
 
 
-@pytest.mark.parametrize("name", numbers.FOLLOWED | numbers.TAKEN)
+@pytest.mark.parametrize("name", some(numbers.FOLLOWED | numbers.TAKEN, 3))
 def test_a_cut_trial_follows_a_number_that_changes_at_every_step(name, caplog):
     caplog.set_level(logging.INFO, "hydra_tune")
     expected = expected_of(numbers.program_of(name))
@@ -94,7 +101,7 @@ def test_fused_trials_follow_a_number_that_changes_at_every_step(name):
         assert_close(on_host(expected), actual)
 
 
-@pytest.mark.parametrize("way", files.WAYS)
+@pytest.mark.parametrize("way", some(files.WAYS, 3))
 def test_a_cut_trial_follows_the_files_that_its_step_reads(way, tmp_path):
     expected = expected_of(files.reading(tmp_path / "number", way))
     (actual,) = trained([files.reading(tmp_path / "number", way)], devices=DEVICES, num_shards="layer")
