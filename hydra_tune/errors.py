@@ -168,8 +168,8 @@ class TrialCrashedError(HydraTuneError):
         self.name, self.crashes, self.how = name, crashes, how
         super().__init__(
             f"{name} has ended the pool's process {crashes} times while it ran, the last time by {how}, and is not tried "
-            "again; the others go on. Train its task alone, by train_plain in python -X faulthandler, to see where its code, "
-            "or a library that this calls, crashes or exits"
+            "again; the others go on. Train its task alone, by train_plain in python -X faulthandler (on a GPU also with "
+            "CUDA_LAUNCH_BLOCKING=1), to see where its code, or a library that this calls, crashes or exits"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

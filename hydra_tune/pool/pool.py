@@ -128,7 +128,7 @@ class Pool:
         self.at_close: list[Callable[[], None]] = []
         self._started = time.perf_counter()
         self._devices = {device.name: device for device in devices}
-        self._faults = FaultRecovery(self._devices, self.checkpoints)
+        self._faults = FaultRecovery(self._devices, self.checkpoints, log)
         self._core = core = JobDispatcher(
             policy,
             max_concurrent=max_concurrent,
@@ -151,7 +151,7 @@ class Pool:
             capacity_bytes=lambda: host_bytes if host is None else host.capacity_bytes,
             changed=core.changed,
         )
-        self._losses = DeviceLossHandler(core, self._devices, self._pagers, self._lost)
+        self._losses = DeviceLossHandler(core, self._devices, self._pagers, self._lost, self._faults)
         self._borrowing = DeviceReservations(self._devices, self._pagers, lambda: core.gone | core.leaving)
         self._lost_devices: set[str] = set()
         self._instrument = instrument

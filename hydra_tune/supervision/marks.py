@@ -19,11 +19,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 _SLOTS, _SLOT_BYTES = 256, 512
+# After the slot of the end, and before those of the threads.
+_CULPRIT_SLOT = 1
 # Header of a slot: the thread, and the bytes of the name (0 where the slot is free).
 _SLOT = struct.Struct("=QH")
 # Whether the process has ended in order, and its exit code.
 _END = struct.Struct("=?i")
-_HEARD_AT = 64
+_HEARD_AT, _WHY_AT = 64, 80
+# Bytes of the reason for an end out of order; 0: the process has given none.
+_WHY = struct.Struct("=H")
 _NAME_BYTES, _DIGEST_LENGTH = _SLOT_BYTES - _SLOT.size, 16
 
 
@@ -41,11 +45,12 @@ class TrialMarkTable:
     """Record written by a process and read by the supervisor afterwards; created by the supervisor before the fork."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, (_SLOTS + 1) * _SLOT_BYTES)
-        self._free = deque(range(1, _SLOTS + 1))
+        self._memory = mmap.mmap(-1, (_SLOTS + 2) * _SLOT_BYTES)
+        self._free = deque(range(2, _SLOTS + 2))
         self._suspects: frozenset[str] = frozenset()
         self._changed = threading.Condition()
         self._num_inside, self._is_alone = 0, False
+        self._is_given_up = False
 
     def begin(self, suspects: Iterable[str]) -> None:
         """Make this process write marks here from now on.
@@ -69,15 +74,22 @@ class TrialMarkTable:
             except IndexError:
                 yield
                 return
-            at, text = slot * _SLOT_BYTES, name.encode()
-            # The name before the header: a crash between the two writes leaves a free slot and no half-written mark.
-            self._memory[at + _SLOT.size : at + _SLOT.size + len(text)] = text
-            _SLOT.pack_into(self._memory, at, threading.get_ident(), len(text))
+            self._write(slot, name)
             try:
                 yield
             finally:
-                _SLOT.pack_into(self._memory, at, 0, 0)
-                self._free.append(slot)
+                # The marks stay as they were when the process gave up, whatever its threads do until its end.
+                if not self._is_given_up:
+                    _SLOT.pack_into(self._memory, slot * _SLOT_BYTES, 0, 0)
+                    self._free.append(slot)
+
+    def _write(self, slot: int, name: str) -> None:
+        if self._is_given_up:
+            return
+        at, text = slot * _SLOT_BYTES, name.encode()
+        # The name before the header: a crash between the two writes leaves a free slot and no half-written mark.
+        self._memory[at + _SLOT.size : at + _SLOT.size + len(text)] = text
+        _SLOT.pack_into(self._memory, at, threading.get_ident(), len(text))
 
     @contextmanager
     def _turn(self, *, is_alone: bool) -> Iterator[None]:
@@ -96,6 +108,15 @@ class TrialMarkTable:
         """Record an orderly end of the process with an exit code, so the supervisor does not restart the process."""
         _END.pack_into(self._memory, 0, True, code)
 
+    def give_up(self, why: str, culprit: str | None) -> None:
+        """Record why the process is about to end out of order, and the trial to blame; None: the marks tell."""
+        if culprit is not None:
+            self._write(_CULPRIT_SLOT, marked_as(culprit))
+        self._is_given_up = True
+        text = why.encode(errors="backslashreplace")[: _SLOT_BYTES - _WHY_AT - _WHY.size]
+        self._memory[_WHY_AT + _WHY.size : _WHY_AT + _WHY.size + len(text)] = text
+        _WHY.pack_into(self._memory, _WHY_AT, len(text))
+
     def hear(self) -> None:
         """Count a signal handled by this process."""
         self._memory[_HEARD_AT] += 1
@@ -109,18 +130,27 @@ class TrialMarkTable:
         return code if is_ended else None
 
     @property
+    def why(self) -> str:
+        """The reason that the process gave for an end out of order; empty where the process gave none."""
+        (length,) = _WHY.unpack_from(self._memory, _WHY_AT)
+        text = self._memory[_WHY_AT + _WHY.size : _WHY_AT + _WHY.size + length]
+        return text.decode(errors="ignore")
+
+    @property
     def num_heard(self) -> int:
         """Signals counted by the process, up to 255."""
         return self._memory[_HEARD_AT]
 
     def marked(self) -> dict[int, str]:
-        """Return the marked trials, by thread."""
+        """Return the marked trials, by thread; only the trial to blame where the process has named one."""
         trials = {}
         for at in range(_SLOT_BYTES, len(self._memory), _SLOT_BYTES):
             thread, length = _SLOT.unpack_from(self._memory, at)
             if length:
                 text = self._memory[at + _SLOT.size : at + _SLOT.size + length]
                 trials[thread] = text.decode()
+                if at == _CULPRIT_SLOT * _SLOT_BYTES:
+                    return {thread: trials[thread]}
         return trials
 
     def close(self) -> None:

@@ -154,7 +154,7 @@ def supervise(run: Callable[[RestartContext], int], say: Callable[[str], None], 
                 process = _begin(run, start, marks, suspects, dump, mask_before if passes_signals else None)
                 first_signal = _wait(process, marks, passes_signals=passes_signals)
                 # The marks are read before `close` unmaps their memory.
-                code, ended, marked = process.exitcode, marks.ended, marks.marked()
+                code, ended, marked, why = process.exitcode, marks.ended, marks.marked(), marks.why
                 process.close()
                 marks.close()
                 assert code is not None
@@ -162,10 +162,11 @@ def supervise(run: Callable[[RestartContext], int], say: Callable[[str], None], 
                     return ended
                 if first_signal is not None:
                     return 128 - code if code < 0 else code
-                dump.seek(0)
+                # A process that has given a reason may still crash as it ends, in a thread that is not to blame.
+                dump.seek(0, os.SEEK_END if why else os.SEEK_SET)
                 # Workers of the crashed process would keep its file locks from the next process.
                 _end_orphans(earlier_children)
-                history.said.append(history.note(marked, ended_by(code), dump.read().decode(errors="replace")))
+                history.said.append(history.note(marked, why or ended_by(code), dump.read().decode(errors="replace")))
                 say(history.said[-1])
             if history.is_hopeless:
                 say(

@@ -17,6 +17,7 @@ from hydra_tune.checkpoint.tensors import load_tensors
 from tests.parity.exact import differences
 from tests.support.cli_project import Project
 from tests.support.crashing import BAD, NUM_TRIALS, task_of
+from tests.support.losable import MESSAGE
 
 SECONDS = 200
 SPACE = """
@@ -30,6 +31,12 @@ parameters:
   way: {{value: {way}}}
 hydra: {{devices: "cpu:{devices}", device_memory: 4MiB, max_concurrent: 3, storage: "sqlite:///trials.db", keep_best: 8,
   checkpoint_dir: saved}}
+"""
+LOSABLE = """
+from tests.support.crashing import task_of
+from tests.support.losable import always_losable
+
+always_losable()
 """
 
 
@@ -68,11 +75,15 @@ def assert_as_plain(project, plain, report, numbers):
     [
         ("fault", "SIGSEGV; it was in string_at (", 2),
         ("exit", "exit code 0, out of order", 1),
+        ("lose", f"the loss of its last device, cpu:0 (RuntimeError: {MESSAGE})", 1),
         pytest.param("exit", "exit code 0, out of order", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_trial_that_ends_the_process_twice_is_set_aside(tmp_path, plain, way, how, devices):
     project = project_in(tmp_path, way, devices)
+    if way == "lose":
+        project.change("tests.support.crashing:task_of", "model:task_of")
+        (tmp_path / "model.py").write_text(LOSABLE)
     done = project.run("--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

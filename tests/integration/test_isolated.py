@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,10 +16,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hydra_tune import Failed, Finished, HydraExecutor, Reported, TrialsFailed, train_plain
-from hydra_tune.errors import ConfigError, HydraTuneError, TrialCrashedError
+from hydra_tune.errors import ConfigError, DeviceLostError, HydraTuneError, TrialCrashedError
+from tests.integration.test_elastic import TIGHT, long
 from tests.parity.exact import differences, without_seconds
 from tests.support.crashing import BAD, EPOCHS, NUM_TRIALS, Net, X, Y, task_of
 from tests.support.forked import ROOT, Forked, run_code
+from tests.support.losable import MESSAGE, fail_with_all, losable, lose_all
+from tests.unit.pool.tasks import against_plain, one_batch
 
 SECONDS = 120
 OPTIONS = {"devices": "cpu:1", "device_memory": "4MiB", "max_concurrent": 3, "isolate": True}
@@ -45,11 +49,16 @@ def assert_as_plain(plain, result):
         ("fault", "SIGSEGV; it was in string_at (", True, 2),
         ("fault", "SIGSEGV; it was in string_at (", False, 1),
         ("exit", "exit code 0, out of order (os._exit, or a library's exit)", True, 1),
+        ("lose", f"the loss of its last device, cpu:0 (RuntimeError: {MESSAGE})", True, 1),
+        ("lose otherwise", f"the loss of its last device, cpu:0 (RuntimeError: {MESSAGE})", False, 1),
+        ("lose", f"the loss of all its devices, cpu:0, cpu:1 (RuntimeError: {MESSAGE})", True, 2),
     ],
 )
-def test_a_trial_that_ends_its_process_fails_alone(tmp_path, plain, way, how, saves, devices):
+def test_a_trial_that_ends_its_process_fails_alone(tmp_path, monkeypatch, plain, way, how, saves, devices):
     folder = {"checkpoint_dir": tmp_path / "saved"} if saves else {}
-    with HydraExecutor(**OPTIONS | {"devices": f"cpu:{devices}"}, **folder) as pool:
+    losable(monkeypatch)
+    # A lost device is nothing to try again within the process.
+    with HydraExecutor(**OPTIONS | {"devices": f"cpu:{devices}", "max_retries": 0}, **folder) as pool:
         with pytest.raises(TrialsFailed) as caught:
             pool.run([task_of(number, way) for number in range(NUM_TRIALS)])
         results = caught.value.results
@@ -60,6 +69,51 @@ def test_a_trial_that_ends_its_process_fails_alone(tmp_path, plain, way, how, sa
     assert (error.name, error.crashes) == (f"job {BAD}", 2)
     assert error.how.startswith(how)
     assert str(error).startswith(f"job {BAD} has ended the pool's process 2 times while it ran, the last time by {how}")
+
+
+def test_devices_that_are_lost_later_are_lost_by_the_same_trial(tmp_path, monkeypatch, plain, caplog):
+    """The trial at fault is over when the last device is lost, under another trial."""
+    losable(monkeypatch)
+    with HydraExecutor(**OPTIONS | {"devices": "cpu:2"}, checkpoint_dir=tmp_path) as pool:
+        jobs = [
+            pool.submit(task_of(number, "lose own"), max_retries=int(number != BAD)) for number in range(NUM_TRIALS)
+        ]
+        results = [job.result() for job in jobs]
+    for number in set(range(NUM_TRIALS)) - {BAD}:
+        assert_as_plain(plain[number], results[number])
+    assert isinstance(results[BAD].error, DeviceLostError)
+    how = "was ended by the loss of all its devices, cpu:0, cpu:1 ("
+    assert re.findall(f"{re.escape(how)}.* while (.*) was at work", caplog.text) == [f"job {BAD}"]
+
+
+def losing_batches():
+    """The device is lost between two units, and the next call to it sees that, whoever calls."""
+    for number in range(12):
+        if number == 8:
+            lose_all()
+        yield from one_batch()
+
+
+def test_a_loss_between_two_units_is_seen_under_the_trial_that_ran_there(monkeypatch, caplog):
+    losable(monkeypatch)
+    tasks = [long(0), long(1, train=losing_batches), long(2)]
+    # The device's next unit is always another trial's.
+    with HydraExecutor(**OPTIONS | TIGHT | {"max_retries": 0, "policy": "round_robin"}) as pool:
+        results = pool.run(tasks, on_error="return")
+    assert [against_plain(tasks[number], results[number]) for number in (0, 2)] == [[], []]
+    assert isinstance(results[1].error, TrialCrashedError)
+    # Another trial may be in preparation, and is then named beside it; none is ever named alone.
+    assert not re.search("while job [02] was at work", caplog.text), caplog.text
+
+
+def test_a_loss_while_a_trial_is_prepared_is_that_trials(monkeypatch, caplog):
+    losable(monkeypatch)
+    tasks = [long(0), long(1, model=fail_with_all), long(2)]
+    with HydraExecutor(**OPTIONS | {"max_retries": 0}) as pool:
+        results = pool.run(tasks, on_error="return")
+    assert [against_plain(tasks[number], results[number]) for number in (0, 2)] == [[], []]
+    assert isinstance(results[1].error, TrialCrashedError)
+    assert not re.search("while job [02] was at work", caplog.text), caplog.text
 
 
 def test_a_process_that_is_killed_from_outside_is_begun_again(tmp_path, plain, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hydra_tune import TrainTask
+from tests.support.losable import fail_otherwise_with_all, fail_with_all, fail_with_own
 
 NUM_TRIALS, BAD, EPOCHS = 8, 3, 3
 torch.manual_seed(0)
@@ -29,7 +30,15 @@ def wait():
         time.sleep(0.01)
 
 
-WAYS = {"fault": fault, "exit": partial(os._exit, 0), "wait": wait, "none": None}
+WAYS = {
+    "fault": fault,
+    "exit": partial(os._exit, 0),
+    "lose": fail_with_all,
+    "lose own": fail_with_own,
+    "lose otherwise": fail_otherwise_with_all,
+    "wait": wait,
+    "none": None,
+}
 
 
 def batches():

@@ -1,10 +1,13 @@
 """A CPU device that is lost: from a chosen call on it raises at whatever it is asked, as a GPU does after a sticky error."""
 
 import threading
+from unittest import mock
 
 from hydra_tune.devices.cpu import CpuDevice
 
 MESSAGE = "CUDA error: an illegal memory access was encountered"
+OPENED = "hydra_tune.devices.hardware.discovery.CpuDevice"
+_opened = {}
 
 
 class LosableDevice(CpuDevice):
@@ -12,7 +15,13 @@ class LosableDevice(CpuDevice):
 
     def __init__(self, index, budget_bytes, link_bandwidth=None):
         super().__init__(index, budget_bytes, link_bandwidth)
-        self.num_calls, self.is_lost, self._left, self._lock = 0, False, None, threading.Lock()
+        self.num_calls, self._left, self._lock = 0, None, threading.Lock()
+        # No plain value: a trial that begins again puts those back that its functions can reach.
+        self._lost = threading.Event()
+
+    @property
+    def is_lost(self):
+        return self._lost.is_set()
 
     def lose_at(self, calls):
         with self._lock:
@@ -23,7 +32,8 @@ class LosableDevice(CpuDevice):
             self.num_calls += 1
             if self._left is not None:
                 self._left -= 1
-                self.is_lost = self.is_lost or self._left < 0
+                if self._left < 0:
+                    self._lost.set()
             if self.is_lost:
                 raise RuntimeError(MESSAGE)
 
@@ -49,13 +59,43 @@ class LosableDevice(CpuDevice):
         return super().reclaim()
 
 
+def _made(index, *arguments):
+    _opened[index] = LosableDevice(index, *arguments)
+    return _opened[index]
+
+
 def losable(monkeypatch):
     """Have pools open such devices; returns them by index, the last opened of each."""
-    opened = {}
+    _opened.clear()
+    monkeypatch.setattr(OPENED, _made)
+    return _opened
 
-    def made(index, *arguments):
-        opened[index] = LosableDevice(index, *arguments)
-        return opened[index]
 
-    monkeypatch.setattr("hydra_tune.devices.hardware.discovery.CpuDevice", made)
-    return opened
+def always_losable():
+    """Have all pools of this process open such devices from now on."""
+    mock.patch(OPENED, _made).start()
+
+
+def lose_all():
+    """Lose the devices of this process at once, as an illegal access by one trial does with all GPUs; seen at a later call."""
+    for device in _opened.values():
+        device.lose_at(0)
+
+
+def fail_with_own():
+    """Lose the device of this thread, and the others somewhat later."""
+    for device in _opened.values():
+        device.lose_at(0 if threading.current_thread().name == f"hydra-{device.name}" else 8)
+    raise RuntimeError(MESSAGE)
+
+
+def fail_with_all():
+    """Lose the devices of this process, seen at once."""
+    lose_all()
+    raise RuntimeError(MESSAGE)
+
+
+def fail_otherwise_with_all():
+    """The same, in code that has an error of its own for it."""
+    lose_all()
+    raise ValueError("no such step")

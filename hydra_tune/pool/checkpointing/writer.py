@@ -14,6 +14,7 @@ trial with an object that no checkpoint can hold fails after the first step; the
 """
 
 import logging
+import math
 import os
 import queue
 import threading
@@ -201,14 +202,14 @@ class PoolCheckpointWriter:
                 self._thread.start()
         self._jobs.put(job)
 
-    def flush(self) -> None:
-        """Wait for the end of all earlier work on the writer thread."""
+    def flush(self, patience_seconds: float = math.inf) -> None:
+        """Wait for the end of all earlier work on the writer thread, but no longer than given."""
         thread = self._thread
         if thread is not None and threading.current_thread() is not thread:
-            flushed = threading.Event()
+            flushed, deadline = threading.Event(), time.monotonic() + patience_seconds
             self.start(flushed.set)
             # After `close`, or beside it, the thread ends without looking at the queue again; nothing is pending then.
-            while not flushed.wait(_LOOK_SECONDS) and thread.is_alive():
+            while not flushed.wait(_LOOK_SECONDS) and thread.is_alive() and time.monotonic() < deadline:
                 pass
 
     def close(self) -> None:

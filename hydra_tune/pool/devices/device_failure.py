@@ -4,6 +4,9 @@ Only the device's own worker declares the loss, which guarantees that nothing ru
 meets the device's errors while it fetches a block asks the device's worker to check the device, and waits for the
 answer. Each worker (`pool/runtime/worker.py`) asks `DeviceLossHandler` about the error when a unit fails.
 
+Note: lost processes. In a process under a supervisor the loss of all devices ends the process, before any trial is
+told of the loss (`FaultRecovery.end_if_all_lost`), and all trials continue in the next process.
+
 Note: lost state. The host or the disk holds the bytes of every clean block. Trials with only clean blocks on the device
 continue elsewhere from where they are, including a trial whose unit had not begun to compute. No copy of a dirty block
 exists: the block's trial fails, and begins again from its last checkpoint (`pool/faults/retry.py`). The trial is
@@ -17,9 +20,9 @@ from hydra_tune.devices.device import Device
 from hydra_tune.errors import DeviceLostError, first_line
 from hydra_tune.memory.device_loss import dirty_owners, give_up
 from hydra_tune.memory.pager import Pager
-from hydra_tune.pool.faults.retry import found_lost, may_be_the_devices
+from hydra_tune.pool.faults.retry import FaultRecovery, found_lost, may_be_the_devices
 from hydra_tune.pool.runtime.dispatcher import PROBE, JobDispatcher
-from hydra_tune.pool.runtime.job_state import JobState
+from hydra_tune.pool.runtime.job_state import JobState, forget_locals
 from hydra_tune.schedule import DeviceLost, Event, JobStopped
 
 # A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
@@ -35,6 +38,7 @@ class DeviceLossHandler:
         core: the pool's dispatcher.
         devices, pagers: live mappings by device name; devices added later appear in them.
         tell: called with the name of a lost device, under the pool's lock.
+        faults: ends a supervised process without a working device.
     """
 
     def __init__(
@@ -43,11 +47,13 @@ class DeviceLossHandler:
         devices: Mapping[str, Device],
         pagers: Mapping[str, Pager],
         tell: Callable[[str], None],
+        faults: FaultRecovery,
     ) -> None:
         self._core = core
         self._devices = devices
         self._pagers = pagers
         self._tell = tell
+        self._faults = faults
 
     def is_here(self, device: str, error: BaseException) -> bool:
         """Return whether an error comes from the loss of a worker's own device."""
@@ -85,6 +91,12 @@ class DeviceLossHandler:
             is_intact: whether that unit had not begun to compute, and is due again.
         """
         core, pager = self._core, self._pagers[device]
+        self._faults.end_if_all_lost()
+        # GPUs of a process may fail one after the other, the later ones under trials that have not done anything.
+        if ran is not None and not is_intact:
+            self._faults.first_loser = self._faults.first_loser or ran.job.name
+        # Only now: freeing memory of a lost GPU may abort the process.
+        forget_locals(error)
         # Without the pool's lock, because the search takes the locks of blocks.
         owners = dirty_owners(pager)
         with core.changed:

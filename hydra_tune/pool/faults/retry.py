@@ -7,7 +7,10 @@ most `max_retries` times. The results are bitwise equal either way. An error of 
 `pool/fusion/group_completion.py` decides likewise at the end of each carrier or member of a fused group.
 """
 
+import contextlib
 import logging
+import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -24,15 +27,21 @@ from hydra_tune.errors import (
     first_line,
 )
 from hydra_tune.memory.pressure import is_out_of_memory
+from hydra_tune.observe.event_log.writer import EventLog
 from hydra_tune.pool.checkpointing.writer import PoolCheckpointWriter, TrialCheckpointer
 from hydra_tune.pool.job import Job, Result
 from hydra_tune.pool.runtime.job_state import JobState
+from hydra_tune.supervision.marks import here
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 
 # A logger, not `warnings`: a capture in another thread silences warnings for the whole process, and filters may turn
 # warnings into errors.
 _LOGGER = logging.getLogger(__name__)
 _NOT_ITS_OWN = (DeviceLostError, SpillError, LoaderWorkerError)
+_FLUSH_SECONDS = 30.0  # for checkpoints under way as a process ends
+
+DEVICES_LOST = 75
+"""Exit code of a supervised process without a working device (EX_TEMPFAIL: another try may succeed)."""
 
 
 def check_retries(value: object) -> int:
@@ -84,11 +93,45 @@ class FaultRecovery:
     Args:
         devices: devices of the pool, by name.
         checkpoints: checkpoints of the pool.
+        log: event log of the pool, if any.
+
+    Attributes:
+        first_loser: name of the trial that computed on the first lost device, while another device worked on.
     """
 
-    def __init__(self, devices: Mapping[str, Device], checkpoints: PoolCheckpointWriter) -> None:
+    def __init__(
+        self, devices: Mapping[str, Device], checkpoints: PoolCheckpointWriter, log: EventLog | None = None
+    ) -> None:
+        self.first_loser: str | None = None
         self._devices = devices
         self._checkpoints = checkpoints
+        self._log = log
+        self._ending = threading.Lock()
+
+    def end_if_all_lost(self) -> None:
+        """End a supervised process that has no working device left, so that the supervisor begins the process again.
+
+        After an illegal access CUDA refuses every request of the process, on every GPU, until the process ends. Called
+        before a trial that a lost device has hit is told of: the trial goes on in the next process. Returns where no
+        supervisor is, and where a device works.
+        """
+        marks = here()
+        if marks is None:
+            return
+        # Held until the end: a second thread that comes here must not tell anything meanwhile either.
+        with self._ending:
+            losses = {name: found_lost(device) for name, device in list(self._devices.items())}
+            errors = [error for error in losses.values() if error is not None]
+            if len(errors) < len(losses):
+                return
+            devices = "its last device" if len(losses) == 1 else "all its devices"
+            marks.give_up(f"the loss of {devices}, {', '.join(losses)} ({first_line(errors[0])})", self.first_loser)
+            with contextlib.suppress(Exception):  # the process ends, whatever is wrong with its files
+                self._checkpoints.flush(_FLUSH_SECONDS)
+                if self._log is not None:
+                    self._log.close()
+            # Not sys.exit: objects with memory on a GPU cannot be freed any more, and some of them abort the process.
+            os._exit(DEVICES_LOST)
 
     def may_begin_again(self, record: JobState, result: Result) -> bool:
         """Return whether a failed job, its memory given back, is to be retried.
@@ -107,6 +150,7 @@ class FaultRecovery:
                 if name not in record.lost_before and found_lost(device)
             ]
             if lost_devices:
+                self.end_if_all_lost()
                 loss = DeviceLostError(
                     f"device {' and '.join(lost_devices)} was lost under trial {record.job.name!r} ({first_line(error)}), with "
                     "state that no other place had; with checkpoint_dir the trial would go on from its last checkpoint"

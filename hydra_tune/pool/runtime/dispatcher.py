@@ -45,6 +45,7 @@ from hydra_tune.schedule import (
     UnitFailed,
     UnitFinished,
 )
+from hydra_tune.supervision.marks import at_work
 from hydra_tune.train.data.loader_clock import DrawClock
 from hydra_tune.train.trial import PendingReport
 
@@ -283,6 +284,8 @@ class JobDispatcher:
 
     def fail(self, record: JobState, error: BaseException, event: Event) -> None:
         """End a job after an error of a unit or of the job's own code; `event` informs the scheduler."""
+        # A trial's own code may have put an error of its own in the place of the device's.
+        self._end_if_all_lost()
         with self.changed:
             record.fail(error)
             self.decide(event)
@@ -461,8 +464,23 @@ class JobDispatcher:
         except BaseException as error:  # noqa: BLE001 - it goes into every job's result
             self.break_down(error)
 
+    @contextlib.contextmanager
+    def preparing(self, job: Job) -> Iterator[None]:
+        """Mark the code of a job that runs outside units, and notice a loss of all devices while the mark is there."""
+        with at_work(job.name):
+            try:
+                yield
+            except Exception:
+                self._end_if_all_lost()
+                raise
+
+    def _end_if_all_lost(self) -> None:
+        if self._faults is not None:
+            self._faults.end_if_all_lost()
+
     def break_down(self, error: BaseException) -> None:
         """Fail all jobs and refuse new jobs."""
+        self._end_if_all_lost()
         with self.changed:
             self.is_closed = True
             # The first error is the cause; later errors are mostly consequences.

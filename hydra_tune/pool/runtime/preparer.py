@@ -18,7 +18,6 @@ from hydra_tune.pool.runtime.dispatcher import JobDispatcher
 from hydra_tune.pool.runtime.job_state import JobState, forget_locals, unit_of
 from hydra_tune.schedule import JobAdmitted, JobRejected
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
-from hydra_tune.supervision.marks import at_work
 from hydra_tune.train.loop.batch_units import PendingUnit
 from hydra_tune.train.timing.shared_times import SharedUnitTimes
 
@@ -92,7 +91,7 @@ class JobPreparer:
             beginning = record.begin()
             if keeper is not None and beginning is not None:
                 keeper.goes_on_from(beginning.saved.path)
-            with at_work(job.name):
+            with core.preparing(job):
                 trial = record.make_trial(
                     job.task,
                     self._library,

@@ -34,7 +34,7 @@ from hydra_tune.pool.runtime.job_state import JobState, NextAction, forget_local
 from hydra_tune.pool.runtime.recorder import PoolRecorder
 from hydra_tune.pool.stats import DeviceStats
 from hydra_tune.schedule import Unit, UnitFailed, UnitFinished
-from hydra_tune.supervision.marks import at_work
+from hydra_tune.supervision.marks import at_work, here
 from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
 from hydra_tune.train.loop.burst import BURST
 from hydra_tune.train.trial import PendingReport, Trial
@@ -216,7 +216,6 @@ class Worker:
             self._is_lost = True
             if unbegun_unit is not None:
                 record.put_back(unit, unbegun_unit)
-            forget_locals(error)
             self._losses.report(name, error, record, is_intact=unbegun_unit is not None)
             return True
         # Blocks of the unit were on the lost device, so the unit never began here, and is due again at once, on any device.
@@ -236,7 +235,12 @@ class Worker:
     def _go_on(self, record: JobState, unit: Unit) -> NextAction:
         if record.outcome is not None:
             return NextAction()
-        return record.go_on(unit, self._device.name, report_is_free=record.job.reports_freely)
+        following = record.go_on(unit, self._device.name, report_is_free=record.job.reports_freely)
+        if here() is not None:
+            # The trial's own code between units may have left work on a GPU. A fault there must appear under this trial's
+            # mark, and not in another trial's unit.
+            self._device.synchronize()
+        return following
 
     def _run_pending(self, record: JobState, trial: Trial, unit: Unit) -> float:
         pending = record.take(unit)

@@ -63,6 +63,23 @@ def test_the_end_and_signals_are_read_by_the_supervisor(marks):
     assert (marks.ended, marks.num_heard) == (143, 1)
 
 
+def test_a_process_that_gives_up_says_why(marks):
+    assert marks.why == ""
+    with marks.at_work("trial 1"):
+        marks.give_up("größer" * 200, None)
+        assert marks.why.startswith("größergrößer")
+    with marks.at_work("trial 2"):
+        assert list(marks.marked().values()) == ["trial 1"], "as it was when the process gave up"
+    assert (marks.ended, marks.num_heard) == (None, 0)
+
+
+def test_a_process_that_gives_up_may_name_the_trial_to_blame(marks):
+    with marks.at_work("trial 1"):
+        marks.give_up("no device", "trial 2")
+    assert marks.why == "no device"
+    assert list(marks.marked().values()) == ["trial 2"]
+
+
 def test_a_suspect_runs_with_no_other_beside_it(marks):
     """In either order, and others run beside each other as ever."""
     marks._suspects = frozenset({"suspect"})  # `begin` would say so of this whole process
