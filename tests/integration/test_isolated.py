@@ -20,7 +20,7 @@ from hydra_tune.errors import ConfigError, DeviceLostError, HydraTuneError, Tria
 from tests.integration.test_elastic import TIGHT, long
 from tests.parity.exact import differences, without_seconds
 from tests.support.crashing import BAD, EPOCHS, NUM_TRIALS, Net, X, Y, task_of
-from tests.support.forked import ROOT, Forked, run_code
+from tests.support.forked import ROOT, Forked, forked, run_code
 from tests.support.losable import MESSAGE, fail_with_all, losable, lose_all
 from tests.unit.pool.tasks import against_plain, one_batch
 
@@ -84,6 +84,35 @@ def test_devices_that_are_lost_later_are_lost_by_the_same_trial(tmp_path, monkey
     assert isinstance(results[BAD].error, DeviceLostError)
     how = "was ended by the loss of all its devices, cpu:0, cpu:1 ("
     assert re.findall(f"{re.escape(how)}.* while (.*) was at work", caplog.text) == [f"job {BAD}"]
+
+
+GIVES_UP = """
+import os
+import threading
+
+from hydra_tune.supervision.marks import at_work, here
+from hydra_tune.supervision.supervisor import supervise
+
+
+def run(beginning):
+    if beginning.aside:
+        print(beginning.aside["trial 1"].how)
+        return 0
+    with at_work("trial 1"):
+        here().give_up("the loss of its last device", None)
+        thread = threading.Thread(target=os.abort)
+        thread.start()
+        thread.join()
+
+
+print(supervise(run, print))
+"""
+
+
+def test_an_abort_while_a_process_ends_for_want_of_a_device_is_nobody_elses():
+    done = forked(run_code, GIVES_UP)
+    text = "the pool's process was ended by the loss of its last device while trial 1 was at work"
+    assert done.stdout.splitlines() == [text, f"{text}, as before; it is set aside", "the loss of its last device", "0"]
 
 
 def losing_batches():

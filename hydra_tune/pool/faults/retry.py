@@ -127,9 +127,10 @@ class FaultRecovery:
             devices = "its last device" if len(losses) == 1 else "all its devices"
             marks.give_up(f"the loss of {devices}, {', '.join(losses)} ({first_line(errors[0])})", self.first_loser)
             with contextlib.suppress(Exception):  # the process ends, whatever is wrong with its files
-                self._checkpoints.flush(_FLUSH_SECONDS)
                 if self._log is not None:
                     self._log.close()
+                # Last: the writer thread may free a trial's memory on a GPU, and abort the process once a file is whole.
+                self._checkpoints.flush(_FLUSH_SECONDS)
             # Not sys.exit: objects with memory on a GPU cannot be freed any more, and some of them abort the process.
             os._exit(DEVICES_LOST)
 
