@@ -18,7 +18,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis, placeholders
 from hydra_tune.shard.capture.own_functions import opaque_calls
@@ -35,8 +36,10 @@ from hydra_tune.shard.cost.workspace import with_workspace
 from hydra_tune.shard.execute import compute
 from hydra_tune.shard.execute.saved_activations import NotKeepableError
 from hydra_tune.shard.partition.gradient_rules import GradientRules
-from hydra_tune.shard.partition.shard_equivalence import ShardSignatureBuilder
+from hydra_tune.shard.partition.shard_equivalence import ShardSignature, ShardSignatureBuilder
 from hydra_tune.shard.partition.subgraph import ShardGraph, cut_shard
+
+_SETTING = frozenset(getattr(torch.ops.aten.set_, name) for name in torch.ops.aten.set_.overloads())
 
 
 def aligned(size: int, alignment: int) -> int:
@@ -240,6 +243,37 @@ class _CandidateRunBytes:
     input_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeepingRunBytes:
+    """Results of a candidate's run with activations kept, equal for all candidates alike.
+
+    Attributes:
+        forward: bytes made by the forward.
+        kept_sizes: sizes of the kept storages among the bytes of the forward.
+        backward: bytes made by the backward beyond the kept storages.
+        saved_bytes: copies of buffers for a recompute.
+    """
+
+    forward: int
+    kept_sizes: tuple[int, ...]
+    backward: int
+    saved_bytes: int
+
+
+class _PilotFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Mode of fake tensors whose cache keeps no storage alive: the storage of a tensor that is set to a storage."""
+
+    @override
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _SETTING:
+            return super().dispatch(func, types, args, kwargs or {})
+        was_enabled, self.cache_enabled = self.cache_enabled, False
+        try:
+            return super().dispatch(func, types, args, kwargs or {})
+        finally:
+            self.cache_enabled = was_enabled
+
+
 UpdatePilot = Callable[[Sequence[str]], tuple[int, int, int]]
 """Names of parameters -> bytes of their optimizer state, workspace of a later update, workspace of the first update."""
 
@@ -279,13 +313,14 @@ class ShardPilot:
         self._specs = specs
         self._alignment = alignment
         self._update = update
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = _PilotFakeMode(allow_non_fake_inputs=True)
         self._inputs = placeholders(captured, specs, batch, self._mode)
         self._batch = {index: self._inputs[name] for name, index in captured.inputs.items()}
         self._state: dict[str, Tensor] = {name: self._inputs[p] for p, name in captured.state.items()}
         self._uses = _uses_of_state(captured)
         self._costs: dict[tuple[int, int], ShardCost] = {}
         self._runs: dict[Hashable, _CandidateRunBytes] = {}
+        self._keeping_runs: dict[Hashable, _KeepingRunBytes | None] = {}
         self._likenesses: ShardSignatureBuilder | None = None
 
     def placed(self, *, updates_on_host: bool) -> "ShardPilot":
@@ -306,23 +341,21 @@ class ShardPilot:
 
     def cost_keeping(self, first: int, last: int) -> ShardCost | None:
         """Return the cost with activations kept between forward and backward unit; None if keeping is impossible."""
-        shard = cut_shard(self._captured, self._analysis, first, last)
-        if shard.code is not None and any(call.keeps_tensors for call in opaque_calls(shard.code)):
-            return None
-        try:
-            forward_bytes, kept_sizes, backward_bytes = self._measure_keeping(shard)
-        except NotKeepableError:
+        alike = self._signature(first, last)
+        if alike.key is None or alike.key not in self._keeping_runs:
+            self._keeping_runs[alike.key] = self._run_keeping(cut_shard(self._captured, self._analysis, first, last))
+        runs = self._keeping_runs[alike.key]
+        if runs is None:
             return None
         cost = self.cost(first, last)
         # A forward unit that keeps its graph still saves the buffers for a recompute (see `shard/execute/chain.py`).
-        saved_bytes = sum(self._size(self._state[name]) for name in shard.saved_state)
-        scratch = self._rules.scratch_bytes(len(self.trained_here(shard)), self._alignment)
+        scratch = self._rules.scratch_bytes(len(self._trained(alike.state, first)), self._alignment)
         return replace(
             cost,
-            forward_workspace=forward_bytes + saved_bytes,
-            backward_workspace=backward_bytes + saved_bytes + scratch,
-            kept_bytes=sum(kept_sizes),
-            kept_blocks=len(kept_sizes),
+            forward_workspace=runs.forward + runs.saved_bytes,
+            backward_workspace=runs.backward + runs.saved_bytes + scratch,
+            kept_bytes=sum(runs.kept_sizes),
+            kept_blocks=len(runs.kept_sizes),
             recompute_workspace=cost.backward_workspace,
         )
 
@@ -345,10 +378,13 @@ class ShardPilot:
     def _trained(self, state: Sequence[str], first: int) -> list[str]:
         return [name for name in state if self._specs[name].requires_grad and self._uses[name] >= first]
 
-    def _measure(self, first: int, last: int) -> ShardCost:
+    def _signature(self, first: int, last: int) -> ShardSignature:
         if self._likenesses is None:
             self._likenesses = ShardSignatureBuilder(self._captured, self._analysis, self._inputs)
-        alike = self._likenesses.of(first, last)
+        return self._likenesses.of(first, last)
+
+    def _measure(self, first: int, last: int) -> ShardCost:
+        alike = self._signature(first, last)
         # Equal layers give equal candidates, so a deep model costs about a single run per kind of layer.
         runs = self._runs.get(alike.key) if alike.key is not None else None
         if runs is None:
@@ -482,17 +518,14 @@ class ShardPilot:
         handed = [g for g in (*outputs.values(), *live_in.values(), *parameters.values()) if g is not None]
         return compute.IncomingGradients(outputs=outputs, live_in=live_in, parameters=parameters), handed
 
-    def _measure_keeping(self, shard: ShardGraph) -> tuple[int, list[int], int]:
-        """Measure a shard that keeps its activations.
-
-        Returns:
-            Bytes made by the forward, sizes of the kept storages among these bytes, and bytes made by the backward
-            beyond the kept storages.
-        """
+    def _run_keeping(self, shard: ShardGraph) -> "_KeepingRunBytes | None":
+        """Measure a shard that keeps its activations; None if it cannot."""
+        if shard.code is not None and any(call.keeps_tensors for call in opaque_calls(shard.code)):
+            return None
         operands = self._operands(shard)
         incoming, handed = self._incoming(shard)
         forward_tracker, backward_tracker = StorageTracker(self._alignment), StorageTracker(self._alignment)
-        with quiet_collector(), _uncached(self._mode), self._mode:
+        with suppress(NotKeepableError), quiet_collector(), self._mode:
             forward_tracker.know(*operands.all)
             with forward_tracker:
                 outputs, tape = compute.taped_forward(shard, operands, self._needs_gradient(shard))
@@ -505,7 +538,13 @@ class ShardPilot:
                 backward_tracker.follow(*storages.values())
                 gradients = tape.backward(shard, operands, incoming, storages.__getitem__, storages.__delitem__)
             del gradients
-        return forward_tracker.peak_bytes, sizes, backward_tracker.peak_bytes - sum(sizes)
+            return _KeepingRunBytes(
+                forward=forward_tracker.peak_bytes,
+                kept_sizes=tuple(sizes),
+                backward=backward_tracker.peak_bytes - sum(sizes),
+                saved_bytes=sum(self._size(self._state[name]) for name in shard.saved_state),
+            )
+        return None
 
     def _peak(self, run: Callable[[], object], given: Sequence[Tensor]) -> int:
         """Peak of the bytes made by a unit; views of the operands do not count."""
@@ -525,16 +564,6 @@ class ShardPilot:
         # Views of the same storage count once.
         storages = {t.untyped_storage()._cdata: self._size(t) for t in tensors}  # noqa: SLF001
         return sum(storages.values())
-
-
-@contextmanager
-def _uncached(mode: FakeTensorMode) -> Iterator[None]:
-    """Context without the fake-tensor cache, because the cache keeps alive each storage that a tensor was set to."""
-    was_enabled, mode.cache_enabled = mode.cache_enabled, False
-    try:
-        yield
-    finally:
-        mode.cache_enabled = was_enabled
 
 
 def _gradient_of(value: Tensor) -> Tensor:

@@ -84,6 +84,8 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, _NumberedStorage] = {}
         self._parameters: dict[str, int] = {}
         self._fake = FakeTensorMode()
+        # By operator, plain arguments and geometry of the operands: stand-ins for the results, and for the operands.
+        self._fake_runs: dict[Hashable, tuple[Any, tuple[Tensor, ...]]] = {}
         self._memory = mmap.mmap(-1, _PAGE_BYTES)
         self._filling = b"\x3f"
 
@@ -117,11 +119,13 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace != "aten":
             raise ValuesNeededError(schema.name)
         is_drawing = draws_with(func, args, kwargs)
-        number = self._numbers_of_results(schema, args, kwargs, self._moved_random_state() if is_drawing else None)
+        leaves, tree = tree_flatten((args, dict(kwargs)))
+        random_state = self._moved_random_state() if is_drawing else None
+        number = self._numbers_of_results(schema, args, leaves, str(tree), random_state)
         written = _written(schema, args, kwargs)
         if not all(self._storages[_identity(tensor)].may_be_written for tensor in written):
             raise ValuesNeededError(f"{schema.name} writes to a tensor that is neither a buffer nor a result")
-        found, given, is_real = self._found(func, args, kwargs, is_drawing=is_drawing)
+        found, given, is_real = self._found(func, args, kwargs, leaves, str(tree), is_drawing=is_drawing)
         for position, tensor in enumerate(written):
             self._write(tensor, number(position, tensor.dtype), is_real=is_real)
         results, result_tree = tree_flatten(found)
@@ -135,17 +139,16 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_unflatten(results, result_tree)
 
     def _numbers_of_results(
-        self, schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any], random_state: bytes | None
+        self, schema: Any, args: Sequence[Any], leaves: Sequence[Any], form: str, random_state: bytes | None
     ) -> Callable[[int, torch.dtype], int]:
         """Return a function from the position and dtype of a result of an operator to the number of the result."""
-        leaves, tree = tree_flatten((args, dict(kwargs)))
         arguments = list(map(self._argument, leaves))
         # In-place operators give their first argument what the others return.
         operator = schema.name.removesuffix("_")
         if operator == "aten::add" and len(leaves) == 2 and _are_alike(*leaves):  # noqa: PLR2004
             # The order of two summands decides no bit, and is another one where a cut is between the uses of a value.
             arguments.sort(key=repr)
-        number = partial(self._number, "result", operator, schema.overload_name, str(tree), random_state, *arguments)
+        number = partial(self._number, "result", operator, schema.overload_name, form, random_state, *arguments)
         is_copy = operator in _COPYING or (operator == "aten::copy" and args[0].shape == args[1].shape)
         return partial(self._copied, args[operator == "aten::copy"], number) if is_copy else number
 
@@ -158,15 +161,53 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _found(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_drawing: bool
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        leaves: Sequence[Any],
+        form: str,
+        *,
+        is_drawing: bool,
     ) -> tuple[Any, dict[int, Tensor], bool]:
-        """Run an operator.
+        """Run an operator whose arguments are `leaves` in the form of `form`.
 
         Returns:
             The results, the operands by the ids of results that are operands, and whether the results have values.
         """
-        operands = {id(leaf): leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)}
-        is_real = not is_drawing and all(self._storages[_identity(tensor)].is_real for tensor in operands.values())
+        operands = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        if not is_drawing and all(self._storages[_identity(tensor)].is_real for tensor in operands.values()):
+            return self._found_values(func, args, kwargs, operands)
+        places = {name: place for place, name in enumerate(operands)}
+        key = func, form, *(_form_of(leaf, places.get(id(leaf))) for leaf in leaves)
+        if key not in self._fake_runs:
+            found, fakes = self._fake_run(func, args, kwargs, operands, may_fail=False)
+            self._fake_runs[key] = found, tuple(fakes.values())
+        found, stand_ins = self._fake_runs[key]
+        return found, dict(zip(map(id, stand_ins), operands.values(), strict=True)), False
+
+    def _found_values(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], operands: Mapping[int, Tensor]
+    ) -> tuple[Any, dict[int, Tensor], bool]:
+        """Run an operator whose operands have values, if it has operands or its results are small; returns as `_found`."""
+        found, fakes = self._fake_run(func, args, kwargs, operands, may_fail=bool(operands))
+        nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(found) if isinstance(tensor, Tensor))
+        if nbytes <= (_LARGE_BYTES if operands else _SMALL_BYTES):
+            return func(*args, **kwargs), {}, True
+        if operands:
+            raise ValuesNeededError(f"{func} makes {nbytes} bytes of the batch or of constants")
+        return found, {id(fakes[name]): tensor for name, tensor in operands.items()}, False
+
+    def _fake_run(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        operands: Mapping[int, Tensor],
+        *,
+        may_fail: bool,
+    ) -> tuple[Any, dict[int, Tensor]]:
+        """Run an operator on stand-ins without bytes; return the results, and the stand-ins by the ids of the operands."""
         with self._fake:
             fakes = {
                 name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
@@ -177,20 +218,12 @@ class ValueNumbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found = func(*fake_args, **fake_kwargs)
             except Exception as error:
                 # Values, or a number of results that values decide.
-                if not (is_real and operands):
+                if not may_fail:
                     raise ValuesNeededError(str(func)) from error
                 found = None
         if any(_geometry(fakes[name], 0) != _geometry(tensor, 0) for name, tensor in operands.items()):
             raise ValuesNeededError(f"{func} changes the geometry of an operand")
-        if is_real:
-            nbytes = sum(
-                tensor.untyped_storage().nbytes() for tensor in tree_leaves(found) if isinstance(tensor, Tensor)
-            )
-            if nbytes <= (_LARGE_BYTES if operands else _SMALL_BYTES):
-                return func(*args, **kwargs), {}, True
-            if operands:
-                raise ValuesNeededError(f"{func} makes {nbytes} bytes of the batch or of constants")
-        return found, {id(fakes[name]): tensor for name, tensor in operands.items()}, False
+        return found, fakes
 
     def _fill(self) -> None:
         self._memory[:_PAGE_BYTES] = self._filling * _PAGE_BYTES
@@ -266,6 +299,13 @@ def _identity(tensor: Tensor) -> int:
 
 def _geometry(tensor: Tensor, offset: int | None = None) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.storage_offset() if offset is None else offset, tensor.dtype
+
+
+def _form_of(leaf: object, place: int | None) -> Hashable:
+    """Facts of an argument that decide the geometry of results; `place` is the number of an operand."""
+    if isinstance(leaf, Tensor):
+        return place, _geometry(leaf, 0), leaf.device
+    return type(leaf).__name__, repr(leaf)
 
 
 def _are_alike(one: object, other: object) -> bool:
