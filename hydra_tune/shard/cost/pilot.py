@@ -24,10 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from typing_extensions import override
 
 from hydra_tune.shard.analysis.graph_analysis import GraphAnalysis, placeholders
 from hydra_tune.shard.capture.own_functions import opaque_calls
@@ -35,11 +33,10 @@ from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec
 from hydra_tune.shard.cost.workspace import with_workspace
 from hydra_tune.shard.execute import compute
 from hydra_tune.shard.execute.saved_activations import NotKeepableError
+from hydra_tune.shard.fake.geometry_memo import GeometryFakeMode
 from hydra_tune.shard.partition.gradient_rules import GradientRules
 from hydra_tune.shard.partition.shard_equivalence import ShardSignature, ShardSignatureBuilder
 from hydra_tune.shard.partition.subgraph import ShardGraph, cut_shard
-
-_SETTING = frozenset(getattr(torch.ops.aten.set_, name) for name in torch.ops.aten.set_.overloads())
 
 
 def aligned(size: int, alignment: int) -> int:
@@ -260,20 +257,6 @@ class _KeepingRunBytes:
     saved_bytes: int
 
 
-class _PilotFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Mode of fake tensors whose cache keeps no storage alive: the storage of a tensor that is set to a storage."""
-
-    @override
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _SETTING:
-            return super().dispatch(func, types, args, kwargs or {})
-        was_enabled, self.cache_enabled = self.cache_enabled, False
-        try:
-            return super().dispatch(func, types, args, kwargs or {})
-        finally:
-            self.cache_enabled = was_enabled
-
-
 UpdatePilot = Callable[[Sequence[str]], tuple[int, int, int]]
 """Names of parameters -> bytes of their optimizer state, workspace of a later update, workspace of the first update."""
 
@@ -313,7 +296,7 @@ class ShardPilot:
         self._specs = specs
         self._alignment = alignment
         self._update = update
-        self._mode = _PilotFakeMode(allow_non_fake_inputs=True)
+        self._mode = GeometryFakeMode()
         self._inputs = placeholders(captured, specs, batch, self._mode)
         self._batch = {index: self._inputs[name] for name, index in captured.inputs.items()}
         self._state: dict[str, Tensor] = {name: self._inputs[p] for p, name in captured.state.items()}
@@ -391,6 +374,14 @@ class ShardPilot:
             runs = self._run(cut_shard(self._captured, self._analysis, first, last))
             if alike.key is not None:
                 self._runs[alike.key] = runs
+        return self._cost_with(runs, alike, first)
+
+    def least_bytes(self, first: int, last: int) -> int:
+        """Return what the shard needs at least: parameters, gradients and optimizer state, known without a run."""
+        no_runs = _CandidateRunBytes(forward=0, backward=0, handed_bytes=0, value_bytes=0, input_bytes=0)
+        return self._cost_with(no_runs, self._signature(first, last), first).peak_bytes
+
+    def _cost_with(self, runs: _CandidateRunBytes, alike: ShardSignature, first: int) -> ShardCost:
         training = self._captured.mode == "train"
         trained = self._trained(alike.state, first) if training else []
         trained_bytes = sum(self._size(self._state[name]) for name in trained)

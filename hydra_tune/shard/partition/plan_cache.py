@@ -378,7 +378,7 @@ class PlanLibrary:
                 # Optimizers ask `torch.compiler.is_compiling()`, which a capture in another thread would change; hence
                 # the gate.
                 check_separable(request.optimizer, dict(request.model.named_parameters()), state_specs(request.model))
-        is_checked = self._may_check(request, pilot.cost(0, nodes))
+        is_checked = self._may_check(request, lambda: pilot.cost(0, nodes))
         # Cached and lazy: an estimate runs the forward of every shard on fake tensors.
         estimates = functools.cache(lambda: estimated_seconds(pilot, plan, kept))
         seconds: UnitSeconds
@@ -423,10 +423,10 @@ class PlanLibrary:
             files=captured.files,
         )
 
-    def _may_check(self, request: ShardPlanRequest, whole: ShardCost) -> bool:
-        """Whether a step may run on the host for a comparison with its plan."""
+    def _may_check(self, request: ShardPlanRequest, whole: Callable[[], ShardCost]) -> bool:
+        """Whether a step may run on the host for a comparison with its plan; `whole` measures the step in one shard."""
         most = self._most_checked_bytes
-        return most is None or (whole.peak_bytes <= most and not is_unbuilt(request.model))
+        return most is None or (not is_unbuilt(request.model) and whole().peak_bytes <= most)
 
     def _captured(self, request: ShardPlanRequest, batch: Any, answers: list[Answer]) -> CapturedStepGraph:
         # A GPU multiplies by the inverse of a number, and divides by a tensor.

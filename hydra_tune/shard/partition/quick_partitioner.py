@@ -197,8 +197,9 @@ class _QuickPilot(ShardPilot):
 
     def cost(self, first: int, last: int) -> ShardCost:
         """Cost of a candidate, or of a shorter candidate that is over the limit already."""
-        # Every caller asks for the whole graph, and the pilot measures the whole graph only once.
-        if (first, last) == self._whole:
+        # Every caller asks for the whole graph, and the pilot measures the whole graph only once; not if the parameters
+        # alone are too large.
+        if (first, last) == self._whole and self._pilot.least_bytes(first, last) <= self._limit_bytes:
             return self._pilot.cost(first, last)
         large_candidates = self._too_large.setdefault(first, [])
         for end, cost in large_candidates:

@@ -25,6 +25,9 @@ class Counting(ShardPilot):
         self.asked.add((first, last))
         return self.pilot.cost(first, last)
 
+    def least_bytes(self, first, last):
+        return self.pilot.least_bytes(first, last)
+
     @property
     def nodes(self):
         return sum(last - first for first, last in self.asked)
