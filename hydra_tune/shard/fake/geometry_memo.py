@@ -17,9 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from typing_extensions import override
 
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
-_SETTING = frozenset(getattr(torch.ops.aten.set_, name) for name in torch.ops.aten.set_.overloads())
+_SETTING = frozenset(
+    {
+        torch.ops.aten.set_.source_Storage,
+        torch.ops.aten.set_.source_Storage_storage_offset,
+        torch.ops.aten.set_.source_Tensor,
+        torch.ops.aten.set_.source_Tensor_storage_offset,
+    }
+)
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_UNKNOWN = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class GeometryFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        # By operator and arguments: whether the results are a tuple, and their geometry; None for operators to run again.
         self._known: dict[Hashable, tuple[bool, tuple[_ResultGeometry, ...]] | None] = {}
 
     @override
@@ -63,52 +70,20 @@ class GeometryFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return super().dispatch(func, types, args, kwargs)
             finally:
                 self.cache_enabled = was_enabled
-        key: Any = None if func.namespace != "aten" or func._schema.is_mutable else self._key(func, args, kwargs)  # noqa: SLF001
+        key = None
+        if func.namespace == "aten" and not func._schema.is_mutable:  # noqa: SLF001
+            key = _key_of(func, (*args, *kwargs, *kwargs.values()), self)
         if key is None:
             return super().dispatch(func, types, args, kwargs)
-        known = self._known.get(key, _UNKNOWN)
-        if known is None or known is _UNKNOWN:
+        if key not in self._known:
             result = super().dispatch(func, types, args, kwargs)
-            if known is _UNKNOWN:
-                self._known[key] = self._geometries(func, args, kwargs, result)
+            self._known[key] = self._geometries(func, args, kwargs, result)
             return result
-        is_tuple, geometries = known
-        results = tuple([geometry.again(self, args[0] if args else None) for geometry in geometries])
-        return results if is_tuple else results[0]
-
-    def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-        """Facts that decide the geometry of the results; None if there may be others."""
-        key: list[Hashable] = [func]
-        tensors: list[Tensor] = []
-        values = [*args, *kwargs, *kwargs.values()]
-        for value in values:
-            if isinstance(value, Tensor):
-                if type(value) is not FakeTensor or value.fake_mode is not self or value.constant is not None:
-                    return None
-                is_plain = value.layout is torch.strided and not (value.is_conj() or value.is_neg())
-                if not is_plain:
-                    return None
-                place = next((number for number, tensor in enumerate(tensors) if tensor is value), len(tensors))
-                tensors.append(value)
-                key += (
-                    place,
-                    value.shape,
-                    value.stride(),
-                    value.storage_offset(),
-                    value.dtype,
-                    value.fake_device,
-                    value.requires_grad,
-                )
-            elif isinstance(value, list | tuple):
-                if not all(type(part) in (int, bool, float) for part in value):
-                    return None
-                key.append((*value, *map(type, value)))
-            elif isinstance(value, _PLAIN):
-                # 1, 1.0 and True are equal, as are 0.0 and -0.0.
-                key += (type(value), repr(value) if isinstance(value, float) else value)
-            else:
-                return None
-        return tuple(key)
+        known = self._known[key]
+        if known is None:
+            return super().dispatch(func, types, args, kwargs)
+        results = tuple([geometry.again(self, args[0] if args else None) for geometry in known[1]])
+        return results if known[0] else results[0]
 
     def _geometries(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
@@ -119,20 +94,20 @@ class GeometryFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         storages: set[int] = set()
         geometries = []
         for tensor in results:
-            if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
+            if type(tensor) is not FakeTensor or tensor.constant is not None:
                 return None
-            if tensor.requires_grad or tensor.is_conj() or tensor.is_neg() or _identity(tensor) in storages:
+            if tensor.requires_grad or not _is_plain(tensor) or any(tensor is value for value in args):
                 return None
-            if any(tensor is value for value in args):
+            if _identity(tensor) in storages:
                 return None
             storages.add(_identity(tensor))
-            is_view = func.is_view and args and isinstance(args[0], Tensor) and _identity(args[0]) == _identity(tensor)
+            is_view = func.is_view and _identity(args[0]) == _identity(tensor)
             if is_view != (_identity(tensor) in operands):
                 return None
             geometry = _ResultGeometry(
                 tuple(tensor.shape),
                 tensor.stride(),
-                tensor.storage_offset() if is_view else None,
+                int(tensor.storage_offset()) if is_view else None,
                 tensor.dtype,
                 tensor.fake_device,
             )
@@ -143,6 +118,34 @@ class GeometryFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return None
             geometries.append(geometry)
         return isinstance(result, tuple), tuple(geometries)
+
+
+def _key_of(func: Any, values: Sequence[Any], mode: FakeTensorMode) -> Hashable | None:
+    """Facts of an operator's arguments that decide the geometry of its results; None if there may be others."""
+    key: list[Hashable] = [func]
+    places: dict[int, int] = {}
+    for value in values:
+        if isinstance(value, FakeTensor):
+            # A known value may decide the results.
+            if value.fake_mode is not mode or value.constant is not None or not _is_plain(value):
+                return None
+            place = places.setdefault(id(value), len(places))
+            geometry = value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
+            key.append((place, geometry, value.requires_grad))
+        elif isinstance(value, list | tuple):
+            if not all(type(part) in (int, bool, float) for part in value):
+                return None
+            key.append(tuple((type(part), repr(part)) for part in value))
+        elif isinstance(value, _PLAIN):
+            # By `repr` and type: 1, 1.0 and True are equal, as are 0.0 and -0.0.
+            key.append((type(value), repr(value)))
+        else:
+            return None
+    return tuple(key)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _identity(tensor: Tensor) -> int:
