@@ -1,5 +1,7 @@
 """The quick partitioner cuts where the partitioner cuts, and finds the same smallest budget with less to measure."""
 
+from contextlib import suppress
+
 import pytest
 
 from hydra_tune.errors import BudgetError
@@ -73,3 +75,13 @@ def test_it_measures_less_where_shards_are_small(made):
         partitioner(kind, made, budget, pilot=pilot).partition()
         nodes[kind] = pilot.nodes
     assert nodes[QuickPartitioner] < nodes[ShardPartitioner]
+
+
+def test_it_does_not_measure_a_whole_model_whose_parameters_are_too_large(made):
+    pilot = Counting(made.pilot)
+    budget = made.pilot.least_bytes(0, made.end) // 2
+    with suppress(BudgetError):
+        partitioner(QuickPartitioner, made, budget, pilot=pilot).partition()
+    assert pilot.asked
+    assert (0, made.end) not in pilot.asked
+    assert made.pilot.least_bytes(0, made.end) <= made.pilot.cost(0, made.end).peak_bytes

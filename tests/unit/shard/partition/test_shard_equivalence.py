@@ -28,6 +28,12 @@ def groups(made):
     return [spans for spans in found.values() if len(spans) > 1], unknown
 
 
+def runs(made, span):
+    """Bytes of a candidate that recomputes its activations, and of the same candidate if it keeps them."""
+    shard = cut_shard(made.captured, made.analysis, *span)
+    return made.pilot._run(shard), made.pilot._run_keeping(shard) if shard.last < made.end else None
+
+
 class Deep(nn.Module):
     """Equal layers, but that one has no gradient, one has a tied weight, and one's result is used far behind."""
 
@@ -58,8 +64,7 @@ def test_candidates_of_one_key_need_the_same(name):
     alike, _ = groups(made)
     assert alike, "a model of equal layers"
     for spans in alike:
-        runs = [made.pilot._run(cut_shard(made.captured, made.analysis, *span)) for span in (spans[0], spans[-1])]
-        assert runs[0] == runs[1], spans
+        assert runs(made, spans[0]) == runs(made, spans[-1]), spans
 
 
 def test_so_do_those_of_a_model_whose_layers_differ_in_details():
@@ -67,8 +72,8 @@ def test_so_do_those_of_a_model_whose_layers_differ_in_details():
     alike, unknown = groups(made)
     assert not unknown
     for spans in alike:
-        runs = [made.pilot._run(cut_shard(made.captured, made.analysis, *span)) for span in spans]
-        assert len(set(runs)) == 1, spans
+        found = [runs(made, span) for span in spans]
+        assert len(set(found)) == 1, spans
 
 
 def test_what_a_likeness_says_of_the_state_is_what_the_shard_has():

@@ -230,3 +230,21 @@ def test_a_large_step_takes_no_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     check(made, made.plan())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 18
+
+
+def test_an_operator_runs_on_stand_ins_once_for_operands_of_a_geometry(monkeypatch):
+    calls = []
+    fake_run = ValueNumbering._fake_run
+    monkeypatch.setattr(
+        ValueNumbering, "_fake_run", lambda *args, **kwargs: calls.append(args[1]) or fake_run(*args, **kwargs)
+    )
+    model, numbering = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), ValueNumbering()
+    values = torch.ones(2, 8)
+    for _ in range(2):
+        with numbering.run(model), torch.no_grad():
+            # Numbers of operands count, too: an operand twice is not two operands.
+            hidden = model(values)
+            assert numbering.is_same(hidden + hidden, hidden + hidden)
+            assert not numbering.is_same(hidden + hidden, hidden + hidden.clone().relu())
+    assert calls.count(torch.ops.aten.addmm.default) == 1
+    assert calls.count(torch.ops.aten.add.Tensor) == 2
