@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import BaseTorchFunctionMode, has_torch_function
 from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, TrainTask
@@ -90,3 +91,16 @@ def test_a_write_to_a_tensor_on_a_gpu_is_refused(monkeypatch):
             mean.mul_(0.9)
         with pytest.raises(CaptureError, match="register_buffer"):
             torch.add(X[0, :4], 1, out=mean)
+
+
+def test_an_eager_run_has_no_mode_unless_the_code_names_a_gpu():
+    """With a mode, layers of torch leave their fast path."""
+    with preparing_for_gpus(True):
+        with as_on_gpu():
+            torch.zeros(2)
+        with as_on_gpu():
+            assert not has_torch_function((X,))
+        with BaseTorchFunctionMode(), as_on_gpu():  # as in a capture
+            torch.zeros(2, device="cuda")
+        with as_on_gpu():
+            assert torch.zeros(2, device="cuda").is_cpu
