@@ -310,3 +310,18 @@ def test_trials_that_differ_in_numbers_are_measured_once(monkeypatch):
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(1 - rate, 0.99))
         optimizer_pilot(optimizer, parameters, specs, alignment=64)(list(parameters))
     assert len(update_pilot._KNOWN) == 1
+
+
+class Twin(torch.optim.AdamW):
+    """A user's class, which may do less after some steps."""
+
+
+@pytest.mark.parametrize(("kind", "num_steps"), [(torch.optim.AdamW, 2), (Twin, 3)])
+def test_torchs_own_optimizers_take_no_early_step(monkeypatch, kind, num_steps):
+    steps = []
+    monkeypatch.setattr(kind, "step", lambda self, step=kind.step: steps.append(self) or step(self))
+    monkeypatch.setattr(update_pilot, "_KNOWN", {})
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    measure = optimizer_pilot(kind(model.parameters()), dict(model.named_parameters()), state_specs(model), alignment=1)
+    assert measure(NAMES)[0] > 0
+    assert len(steps) == num_steps
