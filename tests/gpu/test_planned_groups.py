@@ -287,4 +287,4 @@ def test_steps_that_prove_slower_are_given_up_with_auto(size, segments, monkeypa
         history = bits(result)[0]
         assert [one["step"] for one in history] == list(range(12))
         for name in ("train_loss", "val_loss"):
-            assert [one[name] for one in history] == pytest.approx([one[name] for one in other[0]], rel=1e-3)
+            assert [one[name] for one in history] == pytest.approx([one[name] for one in other[0]], rel=0.03)  # TF32
