@@ -43,6 +43,7 @@ MOST_TOGETHER = max(1, len(os.sched_getaffinity(0)) - 1)  # of parts that measur
 MOST_OUTPUT, MOST_EVENTS = 20_000, 4_000  # characters
 REHEARSAL_SECONDS = 600.0  # of any part, for machines that do much else
 PASSED, FAILED, LATE, RUNNING = "passed", "failed", "at its limit", "running"
+QUICK_TESTS = (("cuda_code", "shared_base"), ("cuda_graphs", "groups", "own_code", "own_functions"))  # in one process
 _TEST = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b")
 _PR_SET_PDEATHSIG = 1
 
@@ -68,8 +69,11 @@ class Part:
 
 def gpu_parts():
     """In the order in which they run."""
-    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
-        yield Part(f"tests/{path.stem.removeprefix('test_')}", _pytest(f"tests/gpu/{path.name}"), 200, is_timed=False)
+    files = sorted(path.stem.removeprefix("test_") for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    quick = {name for names in QUICK_TESTS for name in names}
+    for names in (*QUICK_TESTS, *((name,) for name in files if name not in quick)):
+        paths = [f"tests/gpu/test_{name}.py" for name in names]
+        yield Part(f"tests/{'+'.join(names)}", _pytest(*paths), 200, is_timed=False)
     for cut in ("own code", "one shard", "two shards", "three shards", "a shard per layer"):
         yield _script(f"parity/{cut}", 200, "gpu_parity.py", cut, "--events", "{folder}/events.jsonl", is_timed=False)
     sizes = ("--depth", "12", "--caps", "12", "6", "--host", "60", "--limit", "85")
@@ -96,7 +100,7 @@ def rehearsed_parts():
     yield _script("pool", REHEARSAL_SECONDS, "gpu_pool.py", *at, *pool)
 
 
-def _pytest(path):
+def _pytest(*paths):
     apart = (
         "-p",
         "no:cacheprovider",
@@ -107,7 +111,7 @@ def _pytest(path):
         "-o",
         "faulthandler_timeout=60",
     )
-    return ("-m", "pytest", "-v", "--tb=short", "-m", "not slow", *apart, path)
+    return ("-m", "pytest", "-v", "--tb=short", "-m", "not slow", *apart, *paths)
 
 
 def _script(name, seconds, script, *arguments, is_timed=True):

@@ -32,7 +32,7 @@ def runs_of(*arguments):
     assert done.exit_code == 0, done.output
     runs = json.loads(done.stdout)["runs"]
     listed = json.loads(call("list", *arguments, "--json").stdout)["runs"]
-    assert any(run["state"] == "running" for run in runs) or listed == [
+    assert any(run["state"] == "running" for run in (*runs, *listed)) or listed == [
         {name: value for name, value in run.items() if name != "trials"} for run in runs
     ]
     return runs

@@ -177,11 +177,20 @@ while not there.exists():
 
 def test_parts_are_chosen_by_name_or_group(gpu):
     parts = list(gpu.gpu_parts())
-    names = [part.name for part in gpu.chosen(parts, ["tests", "parity/two shards"], ["tests/cuda", "tests/groups"])]
+    names = [part.name for part in gpu.chosen(parts, ["tests", "parity/two shards"], ["tests/cuda", "tests/isolated"])]
     assert names == [
-        *("tests/cuda_graphs", "tests/own_code", "tests/own_functions", "tests/planned_groups", "tests/planned_pairs"),
-        "parity/two shards",
+        *("tests/cuda_code+shared_base", "tests/cuda_graphs+groups+own_code+own_functions", "tests/planned_groups"),
+        *("tests/planned_pairs", "tests/python_state", "tests/trainer", "parity/two shards"),
     ]
+
+
+def test_every_file_of_tests_for_gpus_is_in_one_part(gpu):
+    named = [argument for part in gpu.gpu_parts() for argument in part.command if argument.startswith("tests/gpu/")]
+    assert sorted(named) == sorted(f"tests/gpu/{path.name}" for path in Path(gpu.ROOT, "tests/gpu").glob("test_*.py"))
+
+
+def test_a_part_that_is_not_there_is_refused(gpu):
+    parts = list(gpu.gpu_parts())
     with pytest.raises(SystemExit, match="no part 'tets'"):
         gpu.chosen(parts, ["tets"], [])
 

@@ -1,4 +1,4 @@
-"""A fused search that may be killed at any moment; run as `python -m tests.support.killed_group FOLDER PRECISION`."""
+"""A fused search whose members wait at a report until it is killed; `python -m tests.support.killed_group FOLDER PRECISION`."""
 
 import sys
 from functools import partial
@@ -10,10 +10,11 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import TensorDataset
 
-from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune import EventStream, HydraExecutor, Reported, TrainTask
 from hydra_tune.task import Precision
 
 SEEDS = range(4)
+HELD_STEPS = 300
 _GENERATOR = torch.Generator().manual_seed(1)
 X = torch.randn(96, 32, generator=_GENERATOR, dtype=torch.float64)
 Y = torch.randint(4, (96,), generator=_GENERATOR)
@@ -42,11 +43,24 @@ def described(seed: int, precision: Precision = "float32") -> TrainTask:
 
 
 def main(folder: str, precision: Precision) -> None:
-    """Train all, until somebody kills this process."""
+    """Train all members up to a report, save them there, and wait until somebody kills this process.
+
+    Members that are saved at different steps would end at different times, and a smaller group has other last digits.
+    """
     torch.set_num_threads(1)
+    events, held = EventStream(), 0
     with HydraExecutor(devices="cpu:1", checkpoint_dir=Path(folder), fusion="on") as pool:
-        for job in [pool.submit(described(seed, precision), str(seed)) for seed in SEEDS]:
-            job.result()
+        jobs = [pool.submit(described(seed, precision), str(seed), events) for seed in SEEDS]
+        while held < len(jobs):
+            event = events.get()
+            if isinstance(event, Reported) and event.step == HELD_STEPS:
+                held += 1
+            elif isinstance(event, Reported):
+                event.job.proceed()
+        for job in jobs:
+            job.checkpoint()
+        print("saved", flush=True)  # noqa: T201 - to the process that kills this one
+        jobs[0].result()
 
 
 if __name__ == "__main__":
