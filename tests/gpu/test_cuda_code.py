@@ -1,6 +1,7 @@
 """Code that itself speaks of CUDA, as scripts do: data, models and batches that it moves to the GPU."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def autocast_with_dtype(module, batch):
         return functional.cross_entropy(module(batch[0]), batch[1])
 
 
-PROGRAMS = {
+PROGRAMS: dict[str, dict[str, Any]] = {
     "data on the GPU": {"train": partial(batches, DEVICE)},
     "a loader of pinned memory": {"train": lambda: DataLoader(TensorDataset(X, Y), SIZE, pin_memory=True)},
     "a loader with workers": {"train": lambda: DataLoader(TensorDataset(X, Y), SIZE, num_workers=2)},

@@ -1,6 +1,7 @@
 """Trials on one frozen base, on a GPU: each trains as it would alone, and the base lies there once."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.usefixtures("deterministic"),
 ]
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "cut": {"num_shards": 3},
     "cut by turns": {"num_shards": 3, "policy": "round_robin"},

@@ -5,6 +5,8 @@ import re
 import tomllib
 from pathlib import Path
 
+import hydra_tune
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -61,3 +63,10 @@ def test_every_place_where_gpus_differ_is_on_their_page():
     }
     assert asking - TELLS_NOTHING - named == set(), "docs/gpus.md does not say what differs there"
     assert {name for name in named if not (package / name).exists()} == set()
+
+
+def test_type_checkers_see_every_public_name():
+    """Names are imported on first use, which a type checker does not follow."""
+    body = ast.parse((ROOT / "hydra_tune" / "__init__.pyi").read_text()).body
+    stubs = {name.asname: node.module for node in body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert stubs == hydra_tune._HOMES
