@@ -76,7 +76,7 @@ def gpu_parts():
         yield Part(f"tests/{'+'.join(names)}", _pytest(*paths), 200, is_timed=False)
     for cut in ("own code", "one shard", "two shards", "three shards", "a shard per layer"):
         yield _script(f"parity/{cut}", 200, "gpu_parity.py", cut, "--events", "{folder}/events.jsonl", is_timed=False)
-    sizes = ("--depth", "12", "--caps", "12", "6", "--host", "60", "--limit", "85")
+    sizes = ("--depth", "12", "--caps", "12", "6", "--host", "60", "--limit", "85", "--shards", "tuned")
     yield _script("spill", 200, "gpu_spill.py", *sizes, "--events", "{folder}/events.jsonl")
     yield _script("fusion", 145, "gpu_fusion.py", "--counts", "16", "1", "64", "--minutes", "2.2")
     for model in ("vit", "bert"):

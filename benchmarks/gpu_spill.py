@@ -262,7 +262,11 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences")
     parser.add_argument("--activations", default="auto", choices=("auto", "keep", "recompute", "spill"))
-    parser.add_argument("--shards", type=int, help="at least so many; left out: as few as fit")
+    parser.add_argument(
+        "--shards",
+        type=lambda text: text if text == "tuned" else int(text),
+        help="at least so many, or tuned: as many as move the fewest bytes; left out: as few as fit",
+    )
     parser.add_argument("--limit", type=float, default=230, help="seconds of an arm")
     parser.add_argument("--events", type=Path, help="the event log of the last cap's pool")
     parser.add_argument("--arm", choices=("resident", "pool"), help="run only this one, in this process; prints JSON")

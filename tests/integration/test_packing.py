@@ -123,4 +123,15 @@ def test_bytes_of_several_batches_are_those_that_the_choice_went_by(choices, nam
 def test_a_model_that_fits_is_not_cut(choices):
     with pool_of(device_memory="100MiB") as pool:
         assert pool.plan([task()]).trials[0].num_shards == 1
-    assert choices == []
+    assert [len(choice.tried) for choice in choices] == [1]
+
+
+def test_a_single_shard_whose_optimizer_state_would_leave_in_each_step_is_cut(choices):
+    """The model fits, but not beside the activations of a whole step."""
+    with pool_of(1, device_memory=900 * KIB) as pool:
+        whole = pool.plan([task()])
+    with pool_of(device_memory=900 * KIB) as pool:
+        tuned = pool.plan([task()])
+    assert (whole.trials[0].num_shards, choices[0].tried[0].num_shards) == (1, 1)
+    assert tuned.trials[0].num_shards == choices[0].packing.num_shards > 1
+    assert sum(tuned.bytes_by_kind.values()) < 0.5 * sum(whole.bytes_by_kind.values())

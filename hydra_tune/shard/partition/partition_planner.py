@@ -115,7 +115,7 @@ class ShardPartitionPlanner:
             # The first plan has grouped the trial's state by shard, so further plans must follow the same cuts.
             return packed(edges=partitioner.partition(None, cuts_like(captured, analysis, request.like)))
         edges = partitioner.partition(self.budget.num_shards)
-        if self.budget.num_shards != "tuned" or not _may_be_tuned(request, edges):
+        if self.budget.num_shards != "tuned" or request.mode != "train":
             return packed(edges=edges)
         plan = build_plan(captured, analysis, pilot, edges)
         choice = self._tuned(request.task, partitioner, plan, pilot, edges, buffer_bytes)
@@ -179,8 +179,9 @@ class ShardPartitionPlanner:
     ) -> Callable[[int, int], ShardCost]:
         """Return a function for the cost of a shard, with the activations that the shard is expected to keep."""
         room = self.budget.room(buffer_bytes)
-        # "auto" keeps most activations if units and copies can be compared, and none otherwise.
-        keeps = task.activations in ("keep", "spill") or (task.activations == "auto" and self.budget.link() is not None)
+        # "auto" keeps most activations if units and copies can be compared before a run, as on CPU devices behind a link.
+        may_keep = task.activations == "auto" and not self.budget.checks_sample and self.budget.link() is not None
+        keeps = task.activations in ("keep", "spill") or may_keep
 
         def measure(first: int, last: int) -> ShardCost:
             # The last shard has no forward unit that could keep anything, and compiled graphs keep nothing.
@@ -200,8 +201,3 @@ def _told_of_buffer(packed: ShardPartition, budget_bytes: int) -> ShardPartition
         f"and the largest shard's parameters take {format_bytes(largest_state_bytes)}"
     )
     return replace(packed, why=sentence if packed.why is None else f"{packed.why}; {sentence}")
-
-
-def _may_be_tuned(request: ShardPlanRequest, edges: list[int]) -> bool:
-    """Whether there is a cut to tune."""
-    return request.mode == "train" and len(edges) > 2  # noqa: PLR2004

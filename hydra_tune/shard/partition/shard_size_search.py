@@ -109,7 +109,8 @@ def choose_packing(
         )
 
     candidates = [packing(largest)]
-    candidates += _smaller(candidates[0], pack, packing)
+    if candidates[0].step_bytes:  # also of a single shard, whose optimizer state may have to leave for its activations
+        candidates += _smaller(candidates[0], pack, packing)
     least = min(candidate.step_bytes for candidate in candidates)
     near = [candidate for candidate in candidates if candidate.step_bytes <= least * _NEAR]
     best = min(near, key=lambda candidate: (candidate.num_shards, candidate.step_bytes, candidate.peak_bytes))
