@@ -119,7 +119,8 @@ class ShardPartitionPlanner:
             return packed(edges=edges)
         plan = build_plan(captured, analysis, pilot, edges)
         choice = self._tuned(request.task, partitioner, plan, pilot, edges, buffer_bytes)
-        return packed(edges=list(choice.packing.edges), why=choice.reason)
+        is_at_rest = choice.packing.num_shards == 1 and not choice.packing.step_bytes
+        return packed(edges=list(choice.packing.edges), why=None if is_at_rest else choice.reason)
 
     def _placement(
         self, request: ShardPlanRequest, step: CapturedStep, on_device: ShardPartition | None, on_host: ShardPartition
