@@ -29,7 +29,7 @@ from hydra_tune.train.building import in_training_mode, refuse_lazy
 from hydra_tune.train.checkpoint.trial_checkpoint import (
     DataPosition,
 )
-from hydra_tune.train.data.handles import no_batch, num_samples, refuse_empty
+from hydra_tune.train.data.handles import no_batch, num_samples, on_host, refuse_empty
 from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.loop.batch_units import EvaluationBatch, PendingUnit
 from hydra_tune.train.loop.burst import BurstMark, BurstRunner
@@ -93,7 +93,7 @@ class SingleTrial(Trial):
         self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
     ) -> tuple[CachedPlan, batches.BatchLeaves]:
         """Return the plan of the first batch, and the leaves of the batch or of its first piece."""
-        batch = batches.on_host(batch)
+        batch = on_host(batch)
         self._settle_pieces(module, optimizer, batch)
         piece = next(pieces(batch, self.task.num_pieces))
         leaves = batches.flatten(piece.batch)
@@ -171,7 +171,7 @@ class SingleTrial(Trial):
                     raise
                 if batch is _END:
                     break
-                batch, count = batches.on_host(batch), count + 1
+                batch, count = on_host(batch), count + 1
                 self._settle_pieces(module, optimizer, batch)
                 for piece in pieces(batch, self.task.num_pieces):
                     leaves = batches.flatten(piece.batch)
@@ -338,7 +338,7 @@ class SingleTrial(Trial):
             return
         yield from self._leave_own_code(direct, "its activations do not fit beside its state")
         module, optimizer = self._objects
-        piece = batches.on_host(next(pieces(batch, self.task.num_pieces)).batch)
+        piece = on_host(next(pieces(batch, self.task.num_pieces)).batch)
         try:
             if _may_be_cut(piece):
                 self._plans.find(module, optimizer, None, piece, batches.flatten(piece), "train")
@@ -697,7 +697,7 @@ class SingleTrial(Trial):
             if batch is _END:
                 break
             refuse_empty(batch, "validate", count)
-            batch = batches.on_host(batch)
+            batch = on_host(batch)
             leaves = batches.flatten(batch)
             cached_plan = self._plans.find(module, optimizer, self.state, batch, leaves, "evaluate")
             self._plans.check_fresh(cached_plan, batch, drawn)

@@ -33,7 +33,7 @@ from hydra_tune.task import Batch
 from hydra_tune.train.building import in_training_mode
 from hydra_tune.train.checkpoint.snapshot import TrialStateSnapshot
 from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition
-from hydra_tune.train.data.handles import no_batch, num_samples, refuse_empty
+from hydra_tune.train.data.handles import no_batch, num_samples, on_host, refuse_empty
 from hydra_tune.train.data.index_gather import UngatheredBatches
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.mean import EvaluationResults
@@ -68,7 +68,7 @@ class MemberBatchRequest:
         """Return the request for a drawn batch or picks."""
         if isinstance(drawn, UngatheredBatches):
             return cls(mode, drawn, drawn.source.leaves(drawn.size), drawn.size)
-        drawn = batches.on_host(drawn)
+        drawn = on_host(drawn)
         return cls(mode, drawn, batches.flatten(drawn), num_samples(drawn))
 
     def __len__(self) -> int:

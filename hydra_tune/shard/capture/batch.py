@@ -186,18 +186,6 @@ class BatchLeaves:
         return replace(self, tensors=(), copies=())
 
 
-def on_host(batch: Any) -> Any:
-    """Return a batch with its tensors on the host; the batch itself where they are."""
-    leaves = pytree.tree_leaves(plain_mappings(batch))
-    if not any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in leaves):
-        return batch
-
-    def there(value: Any) -> Any:
-        return value.cpu() if isinstance(value, Tensor) else rebuilt(value, there)
-
-    return there(batch)
-
-
 def copied(batch: Any) -> Any:
     """Return a copy of the batch with new tensors."""
     leaves = flatten(batch)

@@ -150,3 +150,9 @@ def moved(value: Any, place: torch.device) -> Any:
     # For example the batch of a tokenizer or of a graph library.
     to = getattr(value, "to", None)
     return to(place) if callable(to) else rebuilt(value, lambda item: moved(item, place))
+
+
+def on_host(batch: Batch) -> Batch:
+    """Return a batch with its tensors on the host; the batch itself unless a tensor is on a GPU."""
+    has_left = any(tensor.is_cuda for tensor in tensors_of(batch))
+    return moved(batch, torch.device("cpu")) if has_left else batch
