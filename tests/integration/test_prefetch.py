@@ -17,7 +17,7 @@ from hydra_tune.memory.prefetch import BlockPrefetcher
 from hydra_tune.observe.event_log.reader import read_log
 from hydra_tune.train.loop import burst
 from tests.support.tracker import StorageTracker
-from tests.unit.pool.tasks import PATIENCE_SECONDS, against_plain, running, task
+from tests.unit.pool.tasks import PATIENCE_SECONDS, Held, against_plain, running, task, until
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("captured_once")]
 TIGHT = {"devices": "cpu:2", "num_shards": 3, "device_memory": "8KiB", "max_concurrent": 3}
@@ -112,9 +112,18 @@ def test_where_everything_fits_nothing_is_sent_ahead():
 
 @pytest.mark.parametrize("device_memory", [None, "24KiB"])
 def test_what_is_on_another_device_is_sent_ahead(tmp_path, device_memory):
-    """Three trials on two devices, behind links and with the same turns: their shards change devices."""
-    tasks = [task(epochs=4, seed=seed) for seed in range(3)]
-    results, devices = run(tasks, device_memory=device_memory, link_bandwidth="20MB/s", event_log=tmp_path / "log")
+    """Three trials on two devices, behind links and with the same turns: their shards change devices.
+
+    No unit begins before all three are ready. A trial that ends before the next one is submitted shares no device.
+    """
+    tasks, held = [task(epochs=4, seed=seed) for seed in range(3)], Held()
+    options = {"device_memory": device_memory, "link_bandwidth": "20MB/s", "event_log": tmp_path / "log"}
+    with running(**(TIGHT | options), instrument=held) as pool:
+        jobs = [pool.submit(one) for one in tasks]
+        until(lambda: {job.state for job in jobs} == {"running"})
+        held.go()
+        results = [job.result(PATIENCE_SECONDS) for job in jobs]
+    devices = devices_of(pool)
     for described, result in zip(tasks, results, strict=True):
         assert against_plain(described, result) == []
     across = Counter()
