@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Tests start many processes; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: sweep test compat check lint types imports parity slow faults ray part all-tests models-table bench gpu gpu-tables clean
+.PHONY: sweep test compat check lint types imports parity slow faults ray part all-tests models-table bench gpu gpu-tables docs links clean
 
 .venv/.user: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "hydra-tune needs Python 3.11 to 3.13; set PYTHON=/path/to/python3"; exit 1; }
@@ -27,7 +27,7 @@ ENDS := timeout --signal=INT --kill-after=60 35m
 
 # Files in their order: ordered by their number of tests, the long ones with few tests would come last, on one core.
 test: .venv/.dev            ## the whole test suite
-	$(ENDS) $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/ray
+	$(ENDS) $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/ray --ignore tests/docs
 	$(ENDS) $(BIN)/python -m pytest -q -m "not slow" tests/ray  # by themselves: Ray takes a process's signals and loggers for its own
 
 # The oldest supported torch; of another one, and another Python: make compat TORCH=2.12.1 PYTHON=python3.13
@@ -57,7 +57,7 @@ ray: .venv/.dev             ## searches by Ray Tune on one node and on several, 
 PART := $(BIN)/python -m pytest -q -p tests.support.slow_part $(if $(TURN),--turn $(TURN)) --durations 10
 
 part: .venv/.dev            ## a part of all slow tests, with one of each kind
-	$(ENDS) $(PART) -n 2 --dist loadgroup --ignore tests/ray
+	$(ENDS) $(PART) -n 2 --dist loadgroup --ignore tests/ray --ignore tests/docs
 	$(ENDS) $(PART) tests/ray
 
 all-tests: .venv/.dev       ## every suite whole, hours of it; goes on where it was stopped, and prints when each last passed
@@ -79,6 +79,13 @@ imports: .venv/.dev
 	$(BIN)/lint-imports --cache-dir .import_linter_cache
 
 check: lint types imports test   ## what a commit has to pass; .ci/run is this on a clean clone, and `make part`
+
+docs: .venv/.dev            ## the site in build/site, with warnings as errors; runs every block of code of the guides
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/site
+	$(BIN)/python -m pytest -q tests/docs -n 2
+
+links: .venv/.dev           ## follows the site's links to other sites
+	$(BIN)/python -m sphinx -q -b linkcheck docs build/links
 
 bench: .venv/.dev           ## the pool beside plain loops, in ratios within one run; docs/benchmarks.md has the others
 	$(BIN)/python benchmarks/pool.py
