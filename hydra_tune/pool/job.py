@@ -75,6 +75,8 @@ class Result(TrainingOutcome):
 
     Attributes:
         num_shards: number of the model's shards; 0 if the job failed before partitioning.
+        one_shard_bytes: device memory in bytes that the training would take in a single shard, counted and not run. A
+            plain loop takes no less. 0 where not counted: for a job that ran its own code, or in a fused group.
         activations: treatment of each shard's activations until the shard's backward, without the last shard: "keep",
             "spill" or "recompute". The last shard's forward and backward are a single unit.
         optimizer_placement: where updates were computed: "device" or "host"; None if the job failed before the choice.
@@ -90,6 +92,7 @@ class Result(TrainingOutcome):
     """
 
     num_shards: int = 0
+    one_shard_bytes: int = 0
     activations: tuple[str, ...] = ()
     optimizer_placement: str | None = None
     split_batches: int | None = None

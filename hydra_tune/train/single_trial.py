@@ -553,6 +553,7 @@ class SingleTrial(Trial):
             state.adopt_made(self._device)
         self._adopt_saved()
         self.num_shards, self.optimizer_placement = len(plan.shards), plan.optimizer_placement
+        self.one_shard_bytes = plan.one_shard_bytes
         return state
 
     def _arrange(self, kept: CachedPlan, state: ModelState) -> StepStrategy | None:

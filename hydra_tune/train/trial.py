@@ -115,7 +115,7 @@ class Trial:
         self.task = task
         self.history: list[dict[str, float]] = []
         self.metrics: dict[str, float] = {}
-        self.compute_seconds, self.units_run, self.num_shards = 0.0, 0, 0
+        self.compute_seconds, self.units_run, self.num_shards, self.one_shard_bytes = 0.0, 0, 0, 0
         self.optimizer_placement: str | None = None
         # The reason for the number of pieces, if the number was chosen here.
         self.pieces_why: str | None = None

@@ -198,3 +198,15 @@ def test_the_other_trials_get_the_memory_of_a_pruned_one():
         other.cancel()
         assert stream.get(PATIENCE_SECONDS).job is other
         until(lambda: is_freed(tracker))
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "vit", "gpt2"])
+def test_the_memory_that_a_plain_loop_would_take_is_counted(name):
+    """A plain loop has batches and results of its own besides; own code is not counted."""
+    needed = []
+    for num_shards in (1, 2, None):
+        with HydraExecutor(devices="cpu:1", num_shards=num_shards) as pool:
+            needed.append(pool.submit(build(name)).result(PATIENCE_SECONDS).one_shard_bytes)
+    assert needed[0] == needed[1]
+    assert 0.75 <= needed[0] / plain_peak_bytes(name) <= 1
+    assert needed[2] == 0

@@ -75,6 +75,7 @@ def final_view(entry: TrackedTrial, record: TrialRecord, *, stopping: bool) -> t
         value=record.value,
         epoch=int(last["epoch"]) + 1 if last else entry.view.epoch,
         num_shards=result.num_shards if result is not None else 0,
+        one_shard_bytes=result.one_shard_bytes if result is not None else 0,
         optimizer_placement=result.optimizer_placement if result is not None else None,
         group_size=result.group_size if result is not None else 1,
         units_run=result.units_run if result is not None else 0,

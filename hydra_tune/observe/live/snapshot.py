@@ -33,6 +33,7 @@ class TrialView:
         num_steps: optimizer steps planned; None where the data has no length.
         remaining_seconds: time left, as the pool estimates.
         num_shards: number of the model's shards; 0 where not known.
+        one_shard_bytes: device memory in bytes that the trial would take in a single shard; 0 where not known.
         optimizer_placement: place of the updates, "device" or "host"; None where not known.
         group_size: size of the trial's fused group; 1: not fused, or not known.
         units_run: shard units run.
@@ -55,6 +56,7 @@ class TrialView:
     num_steps: int | None = None
     remaining_seconds: float | None = None
     num_shards: int = 0
+    one_shard_bytes: int = 0
     optimizer_placement: str | None = None
     group_size: int = 1
     units_run: int = 0

@@ -173,6 +173,7 @@ def _totals(view: SweepView) -> list[str]:
         f"sweep {view.name}: {_ENDS[view.status]} after {format_seconds(view.elapsed_seconds)}{_bound(view)}",
         f"trials: {len(view.trials)}{earlier_text}: {', '.join(counts)}",
         *_fused(view),
+        *_memory(view),
         f"units run: {view.units_run}",
         f"units saved by pruning: {view.units_saved}{share}",
         *log,
@@ -192,6 +193,16 @@ def _fused(view: SweepView) -> list[str]:
     """Describe how many trials were fused, if any."""
     sizes = [trial.group_size for trial in view.trials if trial.group_size > 1]
     return [f"computed together: {len(sizes)} trials, up to {max(sizes)} at a time"] if sizes else []
+
+
+def _memory(view: SweepView) -> list[str]:
+    """Describe the memory of the largest trial in a plain loop, where the smallest device has less."""
+    largest = max(view.trials, key=lambda trial: trial.one_shard_bytes, default=None)
+    device_bytes = min((device.budget_bytes for device in view.devices), default=0)
+    if largest is None or not device_bytes or largest.one_shard_bytes <= device_bytes:
+        return []
+    needs = f"a plain loop would take at least {format_bytes(largest.one_shard_bytes)} for trial {largest.number}"
+    return [f"memory: {needs} (counted, not run); a device had {format_bytes(device_bytes)}"]
 
 
 def _bound(view: SweepView) -> str:

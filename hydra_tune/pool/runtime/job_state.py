@@ -349,6 +349,7 @@ class JobState:
         planned_units = trial.units_planned
         result.metrics, result.history = trial.metrics, trial.history
         result.num_shards, result.units_run = trial.num_shards, trial.units_run
+        result.one_shard_bytes = trial.one_shard_bytes
         result.activations = trial.activations
         result.compute_seconds = trial.compute_seconds
         result.optimizer_placement = trial.optimizer_placement

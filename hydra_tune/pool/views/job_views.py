@@ -56,6 +56,7 @@ def with_result(view: TrialView, job: Job, result: Result) -> TrialView:
         epoch=int(last_report["epoch"]) + 1 if last_report else 0,
         epochs=job.task.epochs,
         num_shards=result.num_shards,
+        one_shard_bytes=result.one_shard_bytes,
         units_run=result.units_run,
         units_saved=result.units_saved,
         remaining_seconds=0.0,

@@ -74,6 +74,7 @@ class ShardPlan:
         eager: whether the only shard runs the user's own code instead of a graph.
         computing: runner of the shards.
         why_eager: reason for running without a graph, in a line; "" with a graph.
+        one_shard_bytes: most bytes that the step needs on a device as a single shard; 0: not counted, as for own code.
     """
 
     mode: str
@@ -88,6 +89,7 @@ class ShardPlan:
     eager: bool = False
     computing: ShardExecutor = compute
     why_eager: str = ""
+    one_shard_bytes: int = 0
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -183,6 +185,7 @@ def build_plan(
         first_use={name: indices[0] for name, indices in uses.items()},
         last_use={name: indices[-1] for name, indices in uses.items()},
         operators=operators(captured),
+        one_shard_bytes=pilot.cost(0, edges[-1]).peak_bytes if captured.mode == "train" else 0,
     )
 
 

@@ -68,6 +68,16 @@ def test_trials_that_were_computed_together_are_counted(view):
     assert to_json(replace(view, trials=fused))["trials"][0]["group_size"] == 4
 
 
+def test_memory_that_a_plain_loop_would_take_is_named_where_a_device_has_less(view):
+    first, second, *rest = view.trials
+    trials = (replace(first, one_shard_bytes=6 << 20), replace(second, one_shard_bytes=20 << 20), *rest)
+    line = "memory: a plain loop would take at least 20.0 MiB for trial 1 (counted, not run); a device had 5.0 MiB"
+    assert line in printed(replace(view, trials=trials))
+    fitting = (replace(first, one_shard_bytes=5 << 20), second, *rest)
+    for trials in (fitting, view.trials, ()):
+        assert not any(line.startswith("memory") for line in printed(replace(view, trials=trials)))
+
+
 def test_the_event_log_is_named_in_one_piece(view):
     path = f"runs/{'x' * 100}.jsonl"
     assert f"event log: {path}" in printed(replace(view, event_log=path))
