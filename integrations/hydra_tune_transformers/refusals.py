@@ -232,9 +232,9 @@ def _code(trainer: Trainer) -> Iterator[str]:
             }
     for name, place in places.items():
         if name in ("compute_loss", "training_step", "loss_is_scaled_for_ga"):
-            remedy = "give compute_loss_func= to a stock Trainer, or write the TrainTask yourself (docs/training.md)"
+            remedy = "give compute_loss_func= to a stock Trainer, or write the TrainTask yourself (docs/howto/plain-loop.md)"
         else:
-            remedy = "use the stock method, or write the TrainTask yourself (docs/training.md)"
+            remedy = "use the stock method, or write the TrainTask yourself (docs/howto/plain-loop.md)"
         yield f"{place} has a {name} of its own, which the pool would not call: {remedy}"
 
 
@@ -245,7 +245,7 @@ def _callbacks(trainer: Trainer) -> Iterator[str]:
             continue
         yield (
             f"the callback {kind.__name__}, which the pool would not call: leave it out; a result's history has all reports, "
-            "and after_step= of the task may write weights (docs/training.md)"
+            "and after_step= of the task may write weights (docs/howto/plain-loop.md)"
         )
     stops = [each for each in trainer.callback_handler.callbacks if type(each) is EarlyStoppingCallback]
     if stops and (trainer.args.metric_for_best_model is None or _text(trainer.args.eval_strategy) == "no"):

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.errors import MetricError
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
+from tests.docs.pages import DOCS, PageCode
 from tests.support import checkpointed
 from tests.support.trainers import KINDS, Rows, making, masked, own_loss, text_model, trained
 
@@ -383,11 +383,13 @@ def test_a_search_in_the_pool_is_the_trainers_search(tmp_path, is_installed):
     assert best == stock
 
 
-def test_the_page_runs(tmp_path, monkeypatch, capsys):
+def test_the_page_runs(tmp_path, monkeypatch):
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
-    program = re.search(r"```python\n(.*?)```", page, re.DOTALL).group(1)
-    exec(compile(program.replace('epoch",', 'epoch", disable_tqdm=True,'), "trainer.md", "exec"), {})
-    reported, evaluated = capsys.readouterr().out.splitlines()[-1].split()[:2]
-    assert reported == evaluated
+    page = {}
+    exec(compile(PageCode.of(DOCS / "howto" / "trainer.md").program, "trainer.md", "exec"), page)
+    assert page["result"].metrics["val_loss"] == page["trainer"].evaluate()["eval_loss"]
+    weights, reports, _ = trained(page["make_trainer"])
+    assert_same(page["result"], weights, reports)
+    assert math.isfinite(page["best"].objective)
+    assert "learning_rate" in page["best"].hyperparameters
