@@ -232,7 +232,9 @@ def _code(trainer: Trainer) -> Iterator[str]:
             }
     for name, place in places.items():
         if name in ("compute_loss", "training_step", "loss_is_scaled_for_ga"):
-            remedy = "give compute_loss_func= to a stock Trainer, or write the TrainTask yourself (docs/howto/plain-loop.md)"
+            remedy = (
+                "give compute_loss_func= to a stock Trainer, or write the TrainTask yourself (docs/howto/plain-loop.md)"
+            )
         else:
             remedy = "use the stock method, or write the TrainTask yourself (docs/howto/plain-loop.md)"
         yield f"{place} has a {name} of its own, which the pool would not call: {remedy}"
