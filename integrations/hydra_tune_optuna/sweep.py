@@ -11,6 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+    check_distribution_compatibility,
+)
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -129,6 +136,7 @@ def _open(request: SweepRequest) -> PoolStudy:
             f"{spec.at('metric.goal')}: the study {study.study_name!r} in {spec.storage} is there already, and its "
             f"goal is {goals}, not {spec.goal}; give another hydra.study"
         )
+    _check_distributions(study, spec)
     # The observer in place of Optuna's log, which `_quiet` has silenced.
     study.tell_lost = request.observer.warned
     study.settled = request.observer.settled
@@ -138,6 +146,22 @@ def _open(request: SweepRequest) -> PoolStudy:
         except HydraTuneError as error:
             raise ConfigError(f"{spec.at('hydra.checkpoint_dir')}: {error}") from error
     return study
+
+
+def _check_distributions(study: PoolStudy, spec: SweepSpec) -> None:
+    """Refuse a parameter that Optuna's storage would refuse in every new trial."""
+    stored = {name: kept for trial in study.get_trials(deepcopy=False) for name, kept in trial.distributions.items()}
+    for name, domain in (spec.parameters or {}).items():
+        if name not in stored:
+            continue
+        try:
+            check_distribution_compatibility(stored[name], to_distribution(domain))
+        except ValueError as error:
+            raise ConfigError(
+                f"{spec.at(f'parameters.{name}')}: the study {study.study_name!r} in {spec.storage} is there already, with "
+                f"{stored[name]} for {name}, and Optuna's storages take no other kind and no other choices; give another "
+                "hydra.study"
+            ) from error
 
 
 def _check_is_there(spec: SweepSpec) -> None:
@@ -204,6 +228,17 @@ def make_pruner(pruning: PruningRule | None) -> BasePruner:
             return MedianPruner(**options)
         case other:
             raise ConfigError(f"early_terminate type {other!r} is not one that Optuna has here")
+
+
+def to_distribution(domain: Domain) -> BaseDistribution:
+    """Optuna's distribution of a domain."""
+    match domain:
+        case ChoiceDomain():
+            return CategoricalDistribution(domain.values)
+        case IntDomain():
+            return IntDistribution(domain.low, domain.high, step=domain.step, log=domain.log)
+        case FloatDomain():
+            return FloatDistribution(domain.low, domain.high, step=domain.step, log=domain.log)
 
 
 def suggest(trial: Trial, name: str, domain: Domain) -> Any:

@@ -139,7 +139,8 @@ def task_of(
     Raises:
         RefusedTrainerError: as `task_from_trainer`.
     """
-    reasons = [*_versions(), *refusals(trainer)]
+    # Another version's arguments have other names, so refusals by argument hold for tried versions alone.
+    reasons = [*_versions()] or [*refusals(trainer)]
     if reasons:
         raise RefusedTrainerError(reasons)
     args = trainer.args

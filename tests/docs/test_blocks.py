@@ -18,7 +18,10 @@ def run(command, folder):
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PIP_DRY_RUN": "1",  # pip looks for everything, and installs nothing
+        "PIP_NO_BUILD_ISOLATION": "0",  # means "no isolation": the isolated build would be dry, too, and lack its tools
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'integrations'}",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray listens on the loopback only
+        "RAY_USAGE_STATS_ENABLED": "0",
     }
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False

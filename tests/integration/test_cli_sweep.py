@@ -185,6 +185,19 @@ def test_a_study_of_several_objectives_is_refused(project):
     assert trials_of(project.folder) == []
 
 
+def test_other_choices_than_those_of_the_study_are_refused_before_any_trial(project):
+    storage = f"sqlite:///{project.folder / 'trials.db'}"
+    study = optuna.create_study(study_name="first", storage=storage)
+    study.optimize(lambda trial: trial.suggest_categorical("epochs", [2]) + trial.suggest_float("lr", 0, 1), n_trials=1)
+    project.change("hydra: {", "hydra: {storage: sqlite:///trials.db, study: first, ")
+    project.change("parameters:", "parameters:\n  epochs: {value: 3}")
+    done = project.call()
+    assert done.returncode == 2
+    assert "parameters.epochs: the study 'first' in sqlite:///trials.db is there already, with" in done.stderr
+    assert "CategoricalDistribution(choices=(2,)) for epochs" in done.stderr
+    assert len(trials_of(project.folder)) == 1
+
+
 def test_a_sweep_whose_trials_all_fail_ends_soon_with_code_1_and_the_traceback(project):
     project.write("task: model:broken\nmetric: {name: val_loss}\nrun_cap: 50\nparameters: {lr: {min: 0.1, max: 0.2}}\n")
     done = project.call("--devices", "cpu:2")

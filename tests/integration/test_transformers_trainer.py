@@ -345,6 +345,24 @@ def test_all_reasons_are_told_at_once(tmp_path):
     assert all(reason in str(refused.value) for reason in refused.value.reasons)
 
 
+def test_a_version_with_other_arguments_is_refused_by_its_version(tmp_path, monkeypatch):
+    """An older Trainer lacks arguments whose values are looked at otherwise."""
+
+    class Lacking(transformers.TrainingArguments):
+        @property
+        def train_sampling_strategy(self):
+            raise AttributeError("train_sampling_strategy")
+
+    def make():
+        trainer = making(tmp_path)()
+        trainer.args.__class__ = Lacking
+        return trainer
+
+    monkeypatch.setattr(hydra_tune_transformers.task.transformers, "__version__", "4.57.1")
+    with pytest.raises(RefusedTrainerError, match=re.escape("transformers 4.57.1, whose Trainer has other numbers")):
+        task_from_trainer(make)
+
+
 def test_an_unknown_argument_is_refused_unless_it_has_its_default(tmp_path, monkeypatch):
     monkeypatch.setattr(refusals, "TAKEN_OVER", refusals.TAKEN_OVER - {"adam_beta1"})
     task_from_trainer(making(tmp_path))

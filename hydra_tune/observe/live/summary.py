@@ -166,7 +166,14 @@ def _totals(view: SweepView) -> list[str]:
     earlier = sum(trial.earlier for trial in view.trials)
     earlier_text = f", {earlier} of them earlier" if earlier else ""
     planned = view.units_run + view.units_saved
-    share = f" ({view.units_saved / planned:.0%} of what was planned)" if planned else ""
+    units = (
+        [  # a sweep on Ray does not know them
+            f"units run: {view.units_run}",
+            f"units saved by pruning: {view.units_saved} ({view.units_saved / planned:.0%} of what was planned)",
+        ]
+        if planned
+        else []
+    )
     weights = [f"weights of trial {number}: {path}" for number, path in view.weights.items()]
     log = [f"event log: {view.event_log}{_size(view)}"] if view.event_log else []
     return [
@@ -174,8 +181,7 @@ def _totals(view: SweepView) -> list[str]:
         f"trials: {len(view.trials)}{earlier_text}: {', '.join(counts)}",
         *_fused(view),
         *_memory(view),
-        f"units run: {view.units_run}",
-        f"units saved by pruning: {view.units_saved}{share}",
+        *units,
         *log,
         *weights[:_NUM_WEIGHTS],
         *([f"... and of {len(weights) - _NUM_WEIGHTS} more beside them"] if len(weights) > _NUM_WEIGHTS else []),
