@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/.user: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "hydra-tune needs Python 3.11 to 3.13; set PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[optuna,examples]'
 	@touch $@
 
 .venv/.dev: .venv/.user
