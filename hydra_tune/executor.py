@@ -91,7 +91,7 @@ class HydraExecutor:
             equally long; "staggered" runs the oldest trials first, as many as there are devices, and lets the others
             fill the gaps. Staggered trials end one after another, as pruners need that compare with completed trials.
             "auto": a search chooses by its pruner, and says so in the log; trials without a search advance eagerly.
-            See docs/optuna.md.
+            See docs/howto/pruning.md.
         num_shards: None cuts a model only as far as memory requires; a number sets a minimum; "layer" cuts at every
             layer; "tuned" cuts further where a step of a trial alone on its device then moves fewer bytes. More shards
             mean finer interleaving, more units, and more values that cross cuts.
@@ -109,7 +109,7 @@ class HydraExecutor:
             lives of trials. An existing file is replaced; missing folders are made. None: no file.
         event_log_limit: size from which on units and copies are only counted in the event log, no longer listed, e.g.
             "50MB"; the lives of trials, with reports and ends, are always written. None for no limit. See
-            docs/trace.md.
+            docs/howto/trace.md.
         checkpoint_dir: a folder for the checkpoints of all trials, one subfolder each; made if missing. Each trial is
             saved at every report, and another process can resume the trials of a killed process bit for bit. None:
             nothing is saved.
@@ -117,27 +117,27 @@ class HydraExecutor:
         stop_seconds: how long a `with` block or a search waits, after Ctrl-C or SIGTERM, for trials that are being
             saved; with a `checkpoint_dir`.
         loader_warning: how long a trial waits for a batch of its data loader before a warning names the loader and the
-            place where the loader hangs: seconds, or a text such as "5min". See docs/faults.md.
+            place where the loader hangs: seconds, or a text such as "5min". See docs/howto/faults.md.
         loader_timeout: how long a trial waits for a batch before the trial fails and frees its place for other trials;
             None: the trial waits forever.
         max_retries: how often each trial may restart after faults of its environment: a lost device, a spill file that
             cannot be written or read, a killed worker process of a loader. The trial resumes from its last checkpoint,
-            or from its beginning, with the same bits. See docs/faults.md.
+            or from its beginning, with the same bits. See docs/howto/faults.md.
         fusion: "on" trains trials of one architecture together, stacked by vmap, as far as several wait at the same
             time: several times faster for small models, slower for large models. Fused numbers equal a plain loop's up
             to rounding, not to the last bit; trials that cannot be fused run alone. "auto": fuse only where a few
-            steps, timed on copies first, show a gain. "off": never. See docs/fusion.md.
+            steps, timed on copies first, show a gain. "off": never. See docs/howto/small-models.md.
         fusion_size: the most trials in a fused group.
         fusion_compile: name of a `torch.compile` backend, such as "inductor", for the steps of fused groups. Each group
             size and kind of batch compiles once, in seconds to a minute. None: no compilation.
         fusion_planner: whether the planner may enlarge a fused group beyond the number of trials that fit a device, by
             swapping activations to the host or recomputing activations. "auto": where the planner predicts a gain over
             smaller groups, and as long as the larger group does not prove slower; "on": wherever a plan exists; "off":
-            never. See docs/planner.md.
+            never. See docs/explanation/planner.md.
         isolate: whether the pool runs in its own process, so that a crash of a trial (a segmentation fault, an exit)
             ends only the pool's process. The executor restarts the process and resumes all trials from their
             checkpoints; a trial that has crashed the process twice fails with `TrialCrashedError`. Only `run`,
-            `submit`, `events`, `suspend` and `shutdown` are available then. See docs/faults.md.
+            `submit`, `events`, `suspend` and `shutdown` are available then. See docs/howto/faults.md.
         plans_only: the executor serves only `plan` and `profile`. CPU devices of size `device_memory` stand in for
             devices that are missing or smaller, without taking the memory.
 
@@ -315,7 +315,7 @@ class HydraExecutor:
             resume_from: the folder of a trial's checkpoints; the job resumes from the last good checkpoint and ends as
                 the saved trial would have. Earlier reports are in the result's history and send no events.
             resume: "strict" refuses a checkpoint of another task and names the differences; "allow-changes" resumes
-                with the present task, where parameters and optimizer class are the same: see docs/checkpoints.md.
+                with the present task, where parameters and optimizer class are the same: see docs/howto/resume.md.
             warm_start: the folder of a trial's checkpoints; the job begins anew with the saved weights.
             labels: plain values saved with the job's checkpoints, for `find_checkpoint`.
             saved_as: name under which `find_checkpoint` finds the checkpoints; None: `name`.
@@ -420,7 +420,7 @@ class HydraExecutor:
         """Begin a job with a copy of another job's state: weights, optimizer state, random streams, place in its data.
 
         Changed task arguments take effect from the copy on, and all other state continues: a changed `optimizer=` of
-        the same class keeps the gathered optimizer state and takes the new options. See docs/checkpoints.md.
+        the same class keeps the gathered optimizer state and takes the new options. See docs/howto/resume.md.
 
         Args:
             job: a job of this executor. A running job is copied after its present step, or at once where the job waits
@@ -741,11 +741,11 @@ class HydraExecutor:
         Args:
             tasks: the trials; at least one.
             probe: time a few steps of fusable trials, alone and stacked, on copies, as `fusion="auto"` does; see
-                docs/fusion.md.
+                docs/howto/plan.md.
             profile: run the step of each kind of trial operator by operator, alone and for up to `profile` fused
                 trials, and report where memory goes and what savings would cost: `forecast.trials[0].fusion.figures`,
-                or the reason for no figures (`why_no_figures`); see docs/planner.md. True: for as many as fill a group,
-                up to 8.
+                or the reason for no figures (`why_no_figures`); see docs/explanation/planner.md. True: for as many as
+                fill a group, up to 8.
 
         Returns:
             The forecast; of several tasks without those that cannot be planned, listed in `failed` with the error.

@@ -96,7 +96,7 @@ class TrainTask(_ClosureSnapshotSlot):
             parameter, so that a device needs room for only one piece at a time: `{"head": 4}`, names of modules with
             numbers of pieces; or a size such as `"64MiB"`, for enough pieces to keep every operator's parameters below
             the size. The trained module is whole again. The last digits of results may depend on the pieces, not on the
-            devices; see docs/training.md. None for whole operators.
+            devices; see docs/howto/large-models.md. None for whole operators.
         max_grad_norm: clips the norm of all gradients of the optimizer's parameters together to this value, as
             `torch.nn.utils.clip_grad_norm_` does; None for no clipping.
         precision: precision of matrix products: `"float32"` runs the model unchanged; `"bfloat16"` and `"float16"` run

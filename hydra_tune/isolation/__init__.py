@@ -1,1 +1,1 @@
-"""A pool in a separate process, steered by the program: `HydraExecutor(isolate=True)`. See docs/faults.md."""
+"""A pool in a separate process, steered by the program: `HydraExecutor(isolate=True)`. See docs/howto/faults.md."""

@@ -86,9 +86,9 @@ class Result(TrainingOutcome):
         units_saved: units that a pruned or cancelled job would still have run; 0 where unknown.
         checkpoint: folder of the job's checkpoints, if there are any.
         compute_seconds: compute time of the job's units in seconds, copies excluded.
-        faults: faults of the system after which the job began again; see docs/faults.md.
+        faults: faults of the system after which the job began again; see docs/howto/faults.md.
         group_size: the largest number of members in the job's fused group, the job included; 1: the job ran alone. See
-            docs/fusion.md.
+            docs/howto/small-models.md.
     """
 
     num_shards: int = 0

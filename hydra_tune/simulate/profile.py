@@ -138,7 +138,7 @@ def read_profile(path: Path) -> Scenario:
     """Read a profile.
 
     Args:
-        path: a JSON file; docs/scheduling.md describes the format.
+        path: a JSON file; docs/reference/profile.md describes the format.
 
     Returns:
         The described scenario.

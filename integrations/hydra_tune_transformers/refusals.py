@@ -247,7 +247,7 @@ def _callbacks(trainer: Trainer) -> Iterator[str]:
             continue
         yield (
             f"the callback {kind.__name__}, which the pool would not call: leave it out; a result's history has all reports, "
-            "and after_step= of the task may write weights (docs/howto/plain-loop.md)"
+            "and after_step= of the task may write weights (docs/howto/metrics.md)"
         )
     stops = [each for each in trainer.callback_handler.callbacks if type(each) is EarlyStoppingCallback]
     if stops and (trainer.args.metric_for_best_model is None or _text(trainer.args.eval_strategy) == "no"):

@@ -17,7 +17,7 @@ _LOGGER = logging.getLogger(__name__)
 _MOST_STEP_SECONDS = 2e-3  # in shorter steps, overhead around the operators dominates
 _LEAST_STEPS = 20  # of a trial, before its step time is reliable
 _LEAST_TRIALS = 4
-_MOST_GAIN = 8  # times; the measured gain of groups of 16 small networks (docs/fusion.md)
+_MOST_GAIN = 8  # times; the measured gain of groups of 16 small networks (docs/results/fusion.md)
 
 
 class FusionAdvisor:

@@ -8,11 +8,11 @@ cutting a training step into the largest shards.
 
 The choice uses only the pilot's knowledge and no clock, so the same task on the same budget is always cut in the same
 places. The time of a step is another matter. More shards mean more units and a smaller last shard, the only shard whose
-forward is never recomputed; on fast links more units can cost more than the saved bytes (docs/memory.md).
+forward is never recomputed; on fast links more units can cost more than the saved bytes (docs/explanation/memory.md).
 
 Source: task packing and the tuner of Harmony (Li et al., section 3). Differs: batches are as large as the task says,
 because other sizes give other numbers; and a shard is a single pack for forward and backward, because larger packs of
-the forward alone would move no fewer bytes under a pager that lets parameters stay (docs/memory.md has figures).
+the forward alone would move no fewer bytes under a pager that lets parameters stay (counted by `benchmarks/forward_packs.py`).
 """
 
 import logging
