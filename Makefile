@@ -63,7 +63,7 @@ part: .venv/.dev            ## a part of all slow tests, with one of each kind
 all-tests: .venv/.dev       ## every suite whole, hours of it; goes on where it was stopped, and prints when each last passed
 	$(BIN)/python -m tests.support.every_suite
 
-models-table: .venv/.dev    ## trains the whole registry and writes what was seen into docs/models.md
+models-table: .venv/.dev    ## trains the whole registry and writes what was seen into docs/results/models.md
 	$(BIN)/python -m tests.parity.table
 
 lint: .venv/.dev
@@ -87,13 +87,13 @@ docs: .venv/.dev            ## the site in build/site, with warnings as errors; 
 links: .venv/.dev           ## follows the site's links to other sites
 	$(BIN)/python -m sphinx -q -b linkcheck docs build/links
 
-bench: .venv/.dev           ## the pool beside plain loops, in ratios within one run; docs/benchmarks.md has the others
+bench: .venv/.dev           ## the pool beside plain loops, in ratios within one run; docs/results/ has the others
 	$(BIN)/python benchmarks/pool.py
 
 # By whatever Python has torch: nothing is installed there.
 GPU_PYTHON ?= python3
 OUT ?= runs/gpu
-gpu:                        ## all that needs a GPU; a call ends after 9 minutes, and the next one goes on; see docs/benchmarks.md
+gpu:                        ## all that needs a GPU; a call ends after 9 minutes, and the next one goes on; see docs/results/gpu.md
 	$(GPU_PYTHON) benchmarks/gpu.py --out $(OUT) $(ARGS)
 
 gpu-tables:                 ## the docs' tables of a GPU, from what `make gpu` has found

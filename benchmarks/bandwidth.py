@@ -1,4 +1,4 @@
-"""What is swapped and what is computed again, by the bandwidth of the link: a table for docs/planner.md.
+"""What is swapped and what is computed again, by the bandwidth of the link: a table for docs/results/planner.md.
 
     python benchmarks/bandwidth.py [cnn] [resnet] [vit] [bert] ... [--share 0.6]
 

@@ -1,10 +1,10 @@
 """What `gpu.py` has found, as Markdown: the page beside gpu.json, and the tables of the docs.
 
-    python benchmarks/gpu_tables.py runs/gpu/gpu.json    # keeps the file as docs/gpu.json, and writes the docs' tables from it
-    python benchmarks/gpu_tables.py                      # the tables alone, from docs/gpu.json
+    python benchmarks/gpu_tables.py runs/gpu/gpu.json    # keeps the file in docs/results, and writes the tables there
+    python benchmarks/gpu_tables.py                      # the tables alone, from docs/results/gpu.json
 
 A page names the parts, or groups of parts, that a place is for: `<!-- gpu: spill pool -->`, and ends it with
-`<!-- end of gpu -->`. What is between is written here, and says that nothing was run while there is no docs/gpu.json.
+`<!-- end of gpu -->`. What is between is written here, and says that nothing was run while there is no gpu.json.
 """
 
 import json
@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 NOT_RUN = "*Not run on a GPU yet.*"
 _AS_EXPECTED = ("passed", "bitwise")
 _PLACE = re.compile(r"(<!-- gpu: ([^>]*) -->\n).*?(<!-- end of gpu -->)", re.DOTALL)
@@ -22,16 +22,16 @@ _PLACE = re.compile(r"(<!-- gpu: ([^>]*) -->\n).*?(<!-- end of gpu -->)", re.DOT
 
 def main(arguments):
     if arguments:
-        shutil.copy(arguments[0], DOCS / "gpu.json")
+        shutil.copy(arguments[0], RESULTS / "gpu.json")
     found = known()
-    for page in sorted(DOCS.glob("*.md")):
+    for page in sorted(RESULTS.glob("*.md")):
         text = page.read_text(encoding="utf-8")
         page.write_text(rewritten(text, found), encoding="utf-8")
 
 
 def known():
-    """What docs/gpu.json has; None if there is no such file."""
-    path = DOCS / "gpu.json"
+    """What docs/results/gpu.json has; None if there is no such file."""
+    path = RESULTS / "gpu.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 

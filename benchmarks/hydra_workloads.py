@@ -48,7 +48,7 @@ ON_ONE_GPU = ("plain", "task parallel", "hydra-tune")
 MICROBATCHES = {"model parallel": 1, "GPipe": 8}
 PROCESSES = 2
 DEVICE_BYTES_OF_PARAMETER = {"bert": 11 / 1, "vit": 11 / 2}  # 11 GB, and models of 1 and of 2 billion parameters
-BYTES_OF_FLOP = 12e9 / 5.67e12  # a link's, beside the arithmetic that a GPU attains (docs/simulation.md)
+BYTES_OF_FLOP = 12e9 / 5.67e12  # a link's, beside the arithmetic that a GPU attains (docs/results/simulation.md)
 QUICK_MEMORY = "6MB"  # of each device, for tiny models
 DEPTHS = (24, 48, 64, 79, 119, 159)  # of the paper's ViTs, as far as sizes follow from depth
 

@@ -1,6 +1,6 @@
 """Which pruners work at which width: shard units run by the same seeded searches, with eager and staggered admission.
 
-    python benchmarks/pruners.py                       # on cpu:2; the table of docs/optuna.md
+    python benchmarks/pruners.py                       # on cpu:2; the table of docs/results/pruning.md
     python benchmarks/pruners.py --pruners median --widths 8 --seeds 1
 
 Each search is of small networks on made-up data, all of the same number of steps, with a random sampler: at every width and

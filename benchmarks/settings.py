@@ -142,7 +142,7 @@ class Loads:
 
     @property
     def name(self) -> str:
-        """As in the tables of docs/scheduling.md."""
+        """As in the tables of docs/results/scheduling.md."""
         size = f"P{self.num_devices} N{self.num_trials} S{self.num_shards} C{self.capacity}"
         return f"{self.kind}, {size} r{self.load_seconds:g}"
 

@@ -214,7 +214,7 @@ def test_rows_are_those_for_programs_and_those_of_pytest(gpu, tmp_path):
 def test_the_docs_have_the_tables_of_what_was_found(gpu):
     """`python benchmarks/gpu_tables.py` writes them."""
     tables = sys.modules["gpu_tables"]
-    pages = {page.name: page.read_text() for page in tables.DOCS.glob("*.md")}
+    pages = {page.name: page.read_text() for page in tables.RESULTS.glob("*.md")}
     assert [name for name, text in pages.items() if tables.rewritten(text, tables.known()) != text] == []
     named = {part for text in pages.values() for place in tables._PLACE.findall(text) for part in place[1].split()}
     assert named == {part.name.partition("/")[0] for part in gpu.gpu_parts()}

@@ -1,4 +1,4 @@
-"""Writes the tables of `docs/models.md` from what is seen when the whole registry is trained.
+"""Writes the tables of `docs/results/models.md` from what is seen when the whole registry is trained.
 
 Run as `python -m tests.parity.table` from the repository's root, or `make models-table`. Every cell is a run of its own, cut
 into three shards, on two devices, compared with a plain loop in another process. It ends with an error, and
@@ -25,11 +25,12 @@ from tests.parity.registry import ENTRIES, Spec, product
 from tests.support.slow_part import present_turn
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "results" / "models.md"
 BEGIN, END = "<!-- begin: written by `make models-table` -->", "<!-- end -->"
 OPTIONS = {"devices": "cpu:2", "device_memory": "64MiB", "num_shards": 3}
 OPTIMIZED = ("mlp", "masks", "shared_module")
 STAMP = "<!-- seen with sources {sources}, in turn {turn} -->"
+SHORT = {"bitwise": "✓", "bitwise, evaluated whole": "✓, evaluated whole"}  # outcomes that the page has a sign for
 _MAX_REASON = 170
 _MODELS_AT_ONCE = 6  # share one reference process, whose start takes seconds
 
@@ -66,16 +67,24 @@ def render(models: Outcomes, optimizers: Outcomes, reasons: dict[str, dict[str, 
     features, names = list(FEATURES), list(dict.fromkeys(name for name, _ in models))
     lines = [_row(["model", "trait", *features]), _row(["---"] * (2 + len(features)))]
     lines += [
-        _row([f"`{name}`", ENTRIES[name].what, *(models.get((name, f), "-") for f in features)]) for name in names
+        _row([f"`{name}`", ENTRIES[name].what, *(_cell(models.get((name, f), "-")) for f in features)]) for name in names
     ]
     lines += ["", "Why not in parts:", ""]
     for name, found in reasons.items():
-        lines += [f"* `{name}`: {_first_line(why)} ({', '.join(where)})" for why, where in found.items()]
+        every = sum(model == name for model, _ in models)
+        lines += [
+            f"* `{name}`: {_first_line(why)} ({'all' if 1 < len(where) == every else ', '.join(where)})"
+            for why, where in found.items()
+        ]
     tried = list(dict.fromkeys(optimizer for _, optimizer in optimizers))
     on = list(dict.fromkeys(name for name, _ in optimizers))
     lines += ["", _row(["optimizer", *(f"`{name}`" for name in on)]), _row(["---"] * (1 + len(on)))]
-    lines += [_row([f"`{o}`", *(optimizers[name, o] for name in on)]) for o in tried]
+    lines += [_row([f"`{o}`", *(_cell(optimizers[name, o]) for name in on)]) for o in tried]
     return "\n".join(lines)
+
+
+def _cell(outcome: str) -> str:
+    return SHORT.get(outcome, outcome)
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from tests.parity.table import (
     END,
     OPTIMIZED,
     PAGE,
+    SHORT,
     STAMP,
     DifferentBitsError,
     outcome,
@@ -31,10 +32,12 @@ SPEC = Spec("mlp")
 
 
 def tables() -> list[list[list[str]]]:
-    """The rows of each table between the markers, without the rules under the headings."""
+    """The rows of each table between the markers, without the rules under the headings, with outcomes in full."""
+    outcomes = {sign: cell for cell, sign in SHORT.items()}
     written = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
     blocks = [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", written, re.MULTILINE)]
-    return [[[c.strip(" `") for c in line.strip("|").split("|")] for line in [b[0], *b[2:]]] for b in blocks]
+    rows = [[[c.strip(" `") for c in line.strip("|").split("|")] for line in [b[0], *b[2:]]] for b in blocks]
+    return [[[outcomes.get(cell, cell) for cell in row] for row in table] for table in rows]
 
 
 def test_the_page_names_the_registrys_models_and_features():
@@ -138,6 +141,14 @@ def test_only_what_is_between_the_markers_is_written():
     assert rewritten(page, "new") == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
     text = render({("mlp", "plain"): "bitwise"}, {("mlp", "adam"): "bitwise"}, {"mlp": {"a | b": ["plain"]}})
     assert "* `mlp`: a / b (plain)" in text
+    assert "| ✓ |" in text
+
+
+def test_a_reason_of_all_runs_of_a_model_names_none():
+    runs = {("mlp", "plain"): "whole", ("mlp", "clip"): "whole", ("cnn", "plain"): "bitwise"}
+    text = render(runs, {}, {"mlp": {"counts": ["plain", "clip"]}, "cnn": {"asks": ["plain"]}})
+    assert "* `mlp`: counts (all)" in text
+    assert "* `cnn`: asks (plain)" in text
 
 
 def test_names_of_tasks_are_tasks():

@@ -9,7 +9,7 @@ from hydra_tune.errors import ConfigError
 from hydra_tune.simulate import simulate
 from hydra_tune.simulate.profile import parse_profile, read_profile
 
-DOCS = Path(__file__).parents[3] / "docs" / "scheduling.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "profile.md"
 
 
 def profile(**changes):
