@@ -1,9 +1,10 @@
 """Trials computed together train in float64 as each of their plain loops does, or they run as ever and it is said why.
 
-The whole registry goes through `fusion="on"`; `docs/fusion.md` has the table of what fuses, and is held against it.
+The whole registry goes through `fusion="on"`; `docs/results/fusion.md` names what fuses, and is held against it.
 """
 
 import logging
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.parity.optimizers import OPTIMIZERS
 from tests.parity.registry import ENTRIES, Spec, build
 from tests.support.gathered import gather
 
-DOCS = Path(__file__).parents[2] / "docs" / "fusion.md"
+DOCS = Path(__file__).parents[2] / "docs" / "results" / "fusion.md"
 TOLERANCE = 1e-9
 OF_WEIGHTS = 1e-8  # some have gradients that are nothing but rounding, of which AdamW makes steps
 FAST = ("dlrm",)
@@ -94,8 +95,10 @@ IN_FLOAT32 = {"hf_gpt2", "hf_llama", "hf_gpt2_unmasked", "hf_llama_unmasked"}  #
 
 def documented() -> dict[str, str]:
     """What the documentation says of each model: "yes", or why not."""
-    rows = [line.strip("| \n").split(" | ") for line in DOCS.read_text().splitlines() if line.startswith("| `")]
-    return {row[0].strip("`"): row[-1] for row in rows if row[0].strip("`") in ENTRIES}
+    text = DOCS.read_text()
+    rows = [line.strip("| \n").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    fused = re.findall(r"`(\w+)`", text.partition("\nFused: ")[2].partition("\n\n")[0])
+    return dict.fromkeys(fused, "yes") | {row[0].strip("`"): row[-1] for row in rows if row[0].strip("`") in ENTRIES}
 
 
 def test_the_table_leaves_nothing_out():
