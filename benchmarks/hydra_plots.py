@@ -10,20 +10,21 @@ Series = Mapping[str, Sequence[float]]
 MARKERS = "osD^vPX*"
 
 
-def _figure(num_panels: int) -> tuple[Any, list[Any]]:
+def figure(num_panels: int) -> tuple[Any, list[Any]]:
+    """An empty figure, with a panel beside another."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         raise SystemExit("a plot needs matplotlib; install it with: pip install 'hydra-tune[plot]'") from error
-    figure = Figure(figsize=(5.6 * num_panels, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, num_panels, squeeze=False)[0]
+    drawing = Figure(figsize=(5.6 * num_panels, 4.2), layout="constrained")
+    FigureCanvasAgg(drawing)
+    axes = drawing.subplots(1, num_panels, squeeze=False)[0]
     for one in axes:
         one.spines[["top", "right"]].set_visible(False)
         one.grid(axis="y", alpha=0.3)
         one.set_axisbelow(True)
-    return figure, list(axes)
+    return drawing, list(axes)
 
 
 def lines(
@@ -37,7 +38,7 @@ def lines(
 
     Contenders that cannot be told apart share a line and say so.
     """
-    figure, axes = _figure(len(panels))
+    drawing, axes = figure(len(panels))
     for one, (title, (places, series)) in zip(axes, panels.items(), strict=True):
         for number, (name, values) in enumerate(_merged(series).items()):
             dashed = name.startswith("ideal")
@@ -49,7 +50,7 @@ def lines(
         if from_zero:
             one.set_ylim(bottom=0)
         one.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2)
-    figure.savefig(path, format="png", dpi=100)
+    drawing.savefig(path, format="png", dpi=100)
 
 
 def _merged(series: Series) -> dict[str, Sequence[float]]:
@@ -61,7 +62,7 @@ def _merged(series: Series) -> dict[str, Sequence[float]]:
 
 def bars(path: Path, panels: Mapping[str, Mapping[str, float]], *, x_label: str, note: Mapping[str, float]) -> None:
     """A horizontal bar for each contender, one panel for each title; `note` are vertical lines with their names."""
-    figure, axes = _figure(len(panels))
+    drawing, axes = figure(len(panels))
     for one, (title, values) in zip(axes, panels.items(), strict=True):
         drawn = one.barh(list(values), list(values.values()), color=[_colour(name) for name in values], height=0.7)
         one.bar_label(drawn, fmt="%.2f", fontsize=8, padding=2)
@@ -74,7 +75,7 @@ def bars(path: Path, panels: Mapping[str, Mapping[str, float]], *, x_label: str,
         one.set_title(title, fontsize=10, pad=16)
         one.set_xlabel(x_label)
         one.margins(x=0.12)
-    figure.savefig(path, format="png", dpi=100)
+    drawing.savefig(path, format="png", dpi=100)
 
 
 def _colour(name: str) -> str:

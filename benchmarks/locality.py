@@ -1,8 +1,8 @@
 """Where units run and what that loads, on the real pool: policies compared behind slow links.
 
 Unequal trials on CPU devices whose copy threads are throttled. A unit sleeps instead of computing, so that several devices fit
-few cores; everything else is the pool as it is. A setting is written as in docs/results/scheduling.md: P devices that hold C shards
-each, N trials of S shards, loading a shard (parameters and optimizer state) takes r times a forward unit.
+few cores; everything else is the pool as it is. A setting is written as in docs/results/scheduling.md: P devices that hold C
+shards each, N trials of S shards, loading a shard (parameters and optimizer state) takes r times a forward unit.
 
     python benchmarks/locality.py            # all settings and policies, two sets of trials
     python benchmarks/locality.py --quick    # one set of fewer steps

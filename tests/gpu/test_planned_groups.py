@@ -28,7 +28,7 @@ from tests.gpu.bits import assert_same_bits, bits
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    # In full float32 cuDNN may take other algorithms for planned steps, of other last digits (docs/contributing/gpu-differences.md).
+    # In full float32 cuDNN may take other algorithms for planned steps, of other last digits (docs/results/gpu.md).
     pytest.mark.usefixtures("deterministic_kernels"),
 ]
 PATIENCE_SECONDS = 300.0

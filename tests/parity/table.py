@@ -67,7 +67,8 @@ def render(models: Outcomes, optimizers: Outcomes, reasons: dict[str, dict[str, 
     features, names = list(FEATURES), list(dict.fromkeys(name for name, _ in models))
     lines = [_row(["model", "trait", *features]), _row(["---"] * (2 + len(features)))]
     lines += [
-        _row([f"`{name}`", ENTRIES[name].what, *(_cell(models.get((name, f), "-")) for f in features)]) for name in names
+        _row([f"`{name}`", ENTRIES[name].what, *(_cell(models.get((name, f), "-")) for f in features)])
+        for name in names
     ]
     lines += ["", "Why not in parts:", ""]
     for name, found in reasons.items():
