@@ -356,7 +356,7 @@ def draw_memory(found: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("MB on the device")
     axes.set_xlabel("milliseconds of a step")
     axes.set_title(
-        f"A GPT of {GPT_DEPTH} layers in {found['shards']} shards, {GPT_SHARE:.0%} of a plain loop's memory, {GPT_LINK} of link\n"
+        f"A GPT of {GPT_DEPTH} layers in {found['shards']} shards, {GPT_SHARE:.0%} of a plain loop's memory, link {GPT_LINK}\n"
         f"{machine()}; {datetime.now(UTC):%Y-%m-%d}",
         fontsize=8,
     )
