@@ -155,7 +155,7 @@ def uncaptured(
     # Two limits: an update has all of the state on the device and no activations, a backward has activations beside
     # parameters and gradients.
     if plan.peak_bytes > _MOST_STATE * budget.budget_bytes:
-        return f"its state alone needs {format_bytes(plan.peak_bytes)}, and the smallest device's budget is {room}"
+        return f"its state alone needs {format_bytes(plan.peak_bytes)} of the smallest device's budget of {room}"
     fixed_bytes = cost.state_bytes + cost.trained_bytes
     if fixed_bytes > _MOST_HELD * budget.budget_bytes:
         return (
