@@ -1,7 +1,11 @@
 """Sphinx configuration of the site: `make docs` builds the site into `build/site`."""
 
 import sys
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
+
+from sphinx_click.ext import ClickDirective
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "integrations")]
@@ -13,6 +17,7 @@ version = release = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click", "sphinx_copybutton"]
 exclude_patterns = ["_static"]
 nitpicky = False  # signatures name types of torch, whose pages a build must not need
+default_role = "py:obj"  # docstrings have names and values in single backticks; a name that the site knows is a link
 html_theme = "furo"
 html_title = "hydra-tune"
 html_copy_source = False
@@ -21,5 +26,32 @@ myst_heading_anchors = 3
 copybutton_prompt_text = "$ "
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+# The integrations' pages need no more of these packages than names to inherit from.
+autodoc_mock_imports = [name for name in ("accelerate", "optuna", "ray", "transformers") if find_spec(name) is None]
+python_maximum_signature_line_length = 100
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 linkcheck_timeout = 20
+
+if "ray" in autodoc_mock_imports:
+    # `hydra_tune_ray` asks for the version of Ray before its first import of Ray.
+    _version = metadata.version
+    metadata.version = lambda name: "2.60" if name == "ray" else _version(name)
+
+
+class Command(ClickDirective):
+    """A command's usage and options, without a heading: the page has a heading, which other pages can link to."""
+
+    def run(self):
+        return [node for section in super().run() for node in section.children[1:]]
+
+
+def keep_colons(_app, what, _name, _obj, _options, lines):
+    """Keep napoleon from taking a property's text up to the first colon for the property's type."""
+    if what in ("attribute", "property") and lines:
+        lines.insert(0, "\\ ")  # an escaped space: nothing on the page, and no colon
+
+
+def setup(app):
+    app.add_directive("click", Command, override=True)
+    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon's 500
