@@ -1,10 +1,12 @@
 """Sphinx configuration of the site: `make docs` builds the site into `build/site`."""
 
+import re
 import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from sphinx.util import inspect
 from sphinx_click.ext import ClickDirective
 
 ROOT = Path(__file__).parents[1]
@@ -46,12 +48,24 @@ class Command(ClickDirective):
         return [node for section in super().run() for node in section.children[1:]]
 
 
-def keep_colons(_app, what, _name, _obj, _options, lines):
-    """Keep napoleon from taking a property's text up to the first colon for the property's type."""
+def readable(_app, what, _name, _obj, _options, lines):
+    """Keep two things in docstrings from being read as markup."""
+    # `val_<name>` would be the title `val_` of a link to `name`.
+    lines[:] = [re.sub(r"(?<!`)`([^`]*<[^`]*)`(?!`)", r"``\1``", line) for line in lines]
+    # Napoleon would take a property's text up to the first colon for the property's type.
     if what in ("attribute", "property") and lines:
         lines.insert(0, "\\ ")  # an escaped space: nothing on the page, and no colon
 
 
+def signature_of(_app, what, _name, obj, _options, _signature, _returns):
+    """Take the arguments of `__init__` where a class also has a `__new__` that passes on whatever comes."""
+    if what != "class" or not {"__new__", "__init__"} <= vars(obj).keys():
+        return None
+    signature = inspect.signature(obj.__init__, bound_method=True)
+    return inspect.stringify_signature(signature, show_return_annotation=False, unqualified_typehints=True), None
+
+
 def setup(app):
     app.add_directive("click", Command, override=True)
-    app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon's 500
+    app.connect("autodoc-process-docstring", readable, priority=400)  # before napoleon's 500
+    app.connect("autodoc-process-signature", signature_of)

@@ -153,7 +153,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """One of "queued", "preparing", "running", "waiting" (for an answer to a report), and the states in `OVER`."""
+        """One of "queued", "preparing", "running", "waiting" (for an answer), "completed", "pruned", "cancelled", "failed"."""
         return self._state
 
     @property

@@ -33,7 +33,8 @@ class SharedModule:
             pickling, a function at the top of a module or a `functools.partial` of one.
         seed: seed of the random streams from which `build` draws.
 
-    Example:
+    Example::
+
         base = SharedModule(partial(LlamaForCausalLM, config))
         tasks = [TrainTask(model=partial(with_lora, base, rank), ...) for rank in (4, 8, 16)]
 

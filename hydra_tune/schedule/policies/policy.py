@@ -55,7 +55,7 @@ class JobView(NamedTuple):
 class Policy(Protocol):
     """Chooses among eligible jobs. Any object with this method is a policy.
 
-    Example, shortest unit first:
+    Example, shortest unit first::
 
         class ShortestUnitFirst:
             def choose(self, device, candidates):
