@@ -20,6 +20,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 exclude_patterns = ["_static"]
 nitpicky = False  # signatures name types of torch, whose pages a build must not need
 default_role = "py:obj"  # docstrings have names and values in single backticks; a name that the site knows is a link
+smartquotes = False  # options begin with two dashes
 html_theme = "furo"
 html_title = "hydra-tune"
 html_copy_source = False
