@@ -2,10 +2,11 @@
 
 import re
 import sys
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from sphinx.ext.autodoc import mock
 from sphinx.util import inspect
 from sphinx_click.ext import ClickDirective
 
@@ -35,6 +36,12 @@ autodoc_mock_imports = [name for name in ("accelerate", "optuna", "ray", "transf
 python_maximum_signature_line_length = 100
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 linkcheck_timeout = 20
+
+if autodoc_mock_imports:
+    # Annotations have unions of what stands in (`Checkpoint | None`).
+    with mock(autodoc_mock_imports):
+        _stand_in = type(import_module(autodoc_mock_imports[0]).Anything).__mro__[-2]
+    _stand_in.__or__ = _stand_in.__ror__ = lambda self, _other: self
 
 if "ray" in autodoc_mock_imports:
     # `hydra_tune_ray` asks for the version of Ray before its first import of Ray.
