@@ -415,9 +415,8 @@ def check_reported(wanted: Iterable[str], metrics: Mapping[str, float]) -> None:
     """
     for name in wanted:
         if name not in metrics:
-            raise MetricError(
-                with_hint(f"metric {name!r} is not reported; reported are {', '.join(metrics)}", name, metrics)
-            )
+            reported = f"reported are {', '.join(metrics)}; give one of them as the task's metric="
+            raise MetricError(with_hint(f"metric {name!r} is not reported; {reported}", name, metrics))
 
 
 def number_of(value: object) -> float | None:

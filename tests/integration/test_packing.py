@@ -135,3 +135,17 @@ def test_a_single_shard_whose_optimizer_state_would_leave_in_each_step_is_cut(ch
     assert (whole.trials[0].num_shards, choices[0].tried[0].num_shards) == (1, 1)
     assert tuned.trials[0].num_shards == choices[0].packing.num_shards > 1
     assert sum(tuned.bytes_by_kind.values()) < 0.5 * sum(whole.bytes_by_kind.values())
+
+
+def test_behind_a_link_units_leave_room_for_copies_and_the_bits_are_those_of_the_plain_loop():
+    with pool_of(None) as pool:
+        near = pool.plan([task()]).trials[0]
+    with pool_of(None, link_bandwidth="1GB/s") as pool:
+        far = pool.plan([task()]).trials[0]
+        (result,) = pool.run([task()])
+    assert far.unit_bytes <= BUDGET / 2 < near.unit_bytes
+    assert result.num_shards == far.num_shards > near.num_shards > 1
+    plain = train_plain(task())
+    assert result.metrics == plain.metrics
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(result.state_dict()[name], tensor), name

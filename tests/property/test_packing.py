@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hydra_tune.shard.cost.pilot import ShardCost
 from hydra_tune.shard.cost.traffic_model import StepAccessPattern
-from hydra_tune.shard.partition.shard_size_search import choose_packing
+from hydra_tune.shard.partition.shard_size_search import beside_copies, choose_packing
 
 PIECE = st.tuples(st.integers(0, 400), st.integers(0, 50), st.integers(1, 200))  # weights, values, work
 
@@ -92,3 +92,41 @@ def test_smaller_shards_are_chosen_where_they_save_something_and_the_reason_says
     assert choice.packing.step_bytes < 0.9 * choice.tried[0].step_bytes
     assert f"{choice.packing.num_shards} shards of up to" in choice.reason
     assert f"with {choice.tried[0].num_shards} of up to" in choice.reason
+
+
+def sizes(model, edges):
+    return [model.measure(first, last).peak_bytes for first, last in pairwise(edges)]
+
+
+def test_beside_copies_a_shard_takes_half_the_device():
+    model = Model([(100, 4, 60)] * 16)
+    budget = int(0.6 * model.measure(0, 16).peak_bytes)
+    largest = model.pack(budget)
+    edges = beside_copies(largest, model.pack, model.measure, budget)
+    assert max(sizes(model, largest)) > budget / 2 >= max(sizes(model, edges))
+    assert edges == model.pack(budget // 2)
+
+
+def test_beside_copies_a_part_of_more_than_half_the_device_has_the_next_share():
+    model = Model([*[(100, 4, 60)] * 15, (100, 4, 700)])
+    budget = int(model.measure(15, 16).peak_bytes / 0.55)
+    edges = beside_copies(model.pack(budget), model.pack, model.measure, budget)
+    assert model.pack(budget // 2) is None
+    assert edges == model.pack(int(0.6 * budget))
+
+
+def test_the_largest_shards_stay_where_no_part_is_smaller_or_nothing_moves():
+    model = Model([(100, 4, 60)] * 2)
+    for budget in (int(model.measure(0, 1).peak_bytes / 0.9), 10_000):
+        largest = model.pack(budget)
+        assert beside_copies(largest, model.pack, model.measure, budget) == largest
+
+
+def test_shards_are_larger_than_half_the_device_where_those_would_move_many_more_bytes():
+    """Large values cross each cut."""
+    model = Model([(50, 200, 50)] * 8)
+    budget = int(0.7 * model.measure(0, 8).peak_bytes)
+    assert len(model.pack(budget // 2)) == 8
+    edges = beside_copies(model.pack(budget), model.pack, model.measure, budget)
+    assert edges in (model.pack(budget), *(model.pack(int(budget * share)) for share in (0.6, 0.7, 0.8)))
+    assert len(edges) < 8

@@ -51,6 +51,7 @@ def budget_of(
         # Rounded up: the trials in flight of the fullest device.
         trials=-(-trials // len(devices)),
         host_bytes=host_bytes // trials,
+        has_link=stand_for_gpus or not all(device.keeps_tensors for device in devices),
         link=functools.cache(lambda: link_of(devices[0])),
         # A host beside GPUs is slower than the GPUs, so it computes as little as it can. All cores may take part, because
         # the host has nothing else to compute.

@@ -31,6 +31,7 @@ class ShardPlanConstraints:
         speeds: speeds of the machine, needed by "auto".
         trials: trials in flight for each device.
         host_bytes: host memory for each trial in flight; None: unlimited.
+        has_link: whether copies take time of their own, beside computation: to a GPU, or over a simulated link.
         link: speed of the devices' copies, if comparable with seconds measured on the host.
         checks_sample: whether a plan may be checked by numbers (`shard/verify/value_numbering.py`), or with a few samples
             of its batch (`shard/verify/sample_check.py`).
@@ -49,6 +50,7 @@ class ShardPlanConstraints:
     speeds: Callable[[], MachineSpeeds] | None = None
     trials: int = 1
     host_bytes: int | None = None
+    has_link: bool = False
     link: Callable[[], LinkCostModel | None] = lambda: None
     checks_sample: bool = False
     counts_draws: bool = True

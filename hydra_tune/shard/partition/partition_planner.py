@@ -27,7 +27,7 @@ from hydra_tune.shard.partition.gradient_rules import GradientRules
 from hydra_tune.shard.partition.plan import ShardPlan, build_plan
 from hydra_tune.shard.partition.plan_request import CapturedStep, ShardPlanRequest, cuts_like
 from hydra_tune.shard.partition.quick_partitioner import BudgetProbePartitioner, QuickPartitioner
-from hydra_tune.shard.partition.shard_size_search import ShardPartitionChoice, choose_packing
+from hydra_tune.shard.partition.shard_size_search import beside_copies, choose_packing
 from hydra_tune.task import TrainTask
 
 
@@ -115,10 +115,15 @@ class ShardPartitionPlanner:
             # The first plan has grouped the trial's state by shard, so further plans must follow the same cuts.
             return packed(edges=partitioner.partition(None, cuts_like(captured, analysis, request.like)))
         edges = partitioner.partition(self.budget.num_shards)
-        if self.budget.num_shards != "tuned" or request.mode != "train":
+        is_free = self.budget.num_shards == "tuned" or (self.budget.num_shards is None and self.budget.has_link)
+        if request.mode != "train" or not is_free:
             return packed(edges=edges)
         plan = build_plan(captured, analysis, pilot, edges)
-        choice = self._tuned(request.task, partitioner, plan, pilot, edges, buffer_bytes)
+        measure = self._measure(request.task, pilot, edges[-1], buffer_bytes)
+        habits = self.habits(request.task, plan)
+        if self.budget.num_shards is None:
+            return packed(edges=beside_copies(edges, partitioner.packed, measure, self.budget.budget_bytes, habits))
+        choice = choose_packing(edges, partitioner.packed, measure, self.budget.budget_bytes, habits)
         is_at_rest = choice.packing.num_shards == 1 and not choice.packing.step_bytes
         return packed(edges=list(choice.packing.edges), why=None if is_at_rest else choice.reason)
 
@@ -151,19 +156,6 @@ class ShardPartitionPlanner:
             speeds,
             rate,
         )
-
-    def _tuned(
-        self,
-        task: TrainTask,
-        partitioner: QuickPartitioner,
-        plan: ShardPlan,
-        pilot: ShardPilot,
-        largest: list[int],
-        buffer_bytes: int,
-    ) -> ShardPartitionChoice:
-        """Choose the cut with which a step moves the fewest bytes."""
-        measure = self._measure(task, pilot, largest[-1], buffer_bytes)
-        return choose_packing(largest, partitioner.packed, measure, self.budget.budget_bytes, self.habits(task, plan))
 
     def habits(self, task: TrainTask, plan: ShardPlan) -> StepAccessPattern:
         """Return the use of shards by a step of a task; `plan` is a possible plan of the step."""

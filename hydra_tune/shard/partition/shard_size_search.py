@@ -30,6 +30,8 @@ CHOICES = logging.getLogger(__name__)
 _NEXT_SIZE = 0.8  # factor from the largest shard of a cut to the shards of the next cut
 _MOST_CUTS = 8  # limit of cuts to try: the shards of each cut must be measured
 _NEAR = 1.03  # within this factor of the least bytes, fewer shards are better
+_SHARES = (0.5, 0.6, 0.7, 0.8)  # of a device's memory, for the largest unit beside copies
+_MOST_MORE = 1.25  # bytes that smaller shards may move, over those of the largest
 _WORTH = 0.97  # share of the bytes moved with the largest shards; the largest shards stay unless a cut is below
 
 Measure = Callable[[int, int], ShardCost]
@@ -117,6 +119,31 @@ def choose_packing(
     if best.step_bytes > candidates[0].step_bytes * _WORTH:
         best = candidates[0]
     return ShardPartitionChoice(packing=best, tried=tuple(candidates))
+
+
+def beside_copies(
+    largest: Sequence[int], pack: Pack, measure: Measure, budget_bytes: int, habits: StepAccessPattern | None = None
+) -> list[int]:
+    """Choose smaller shards than the largest that fit, if a step moves bytes.
+
+    A unit that fills the device leaves no room for the next unit's blocks, so that copies and units take turns. Beside a
+    unit of half the device, the blocks of the last unit leave while those of the next one come.
+
+    Args:
+        largest, pack, measure, budget_bytes, habits: as of `choose_packing`.
+
+    Returns:
+        The edges of shards of at most half the device, or of the next larger share into which every part can be cut and
+        which moves no more than a quarter above the bytes of `largest`; else `largest`.
+    """
+
+    def step_bytes(edges: Sequence[int]) -> int:
+        return step_traffic([measure(first, last) for first, last in pairwise(edges)], budget_bytes, habits).nbytes
+
+    moved_bytes = step_bytes(largest)
+    cuts = (pack(int(budget_bytes * share)) for share in _SHARES) if moved_bytes else ()
+    most_bytes = moved_bytes * _MOST_MORE
+    return list(next((edges for edges in cuts if edges is not None and step_bytes(edges) <= most_bytes), largest))
 
 
 def _smaller(
