@@ -415,7 +415,7 @@ def check_reported(wanted: Iterable[str], metrics: Mapping[str, float]) -> None:
     """
     for name in wanted:
         if name not in metrics:
-            reported = f"reported are {', '.join(metrics)}; give one of them as the task's metric="
+            reported = f"reported are {', '.join(metrics)}; give metric= one of these"
             raise MetricError(with_hint(f"metric {name!r} is not reported; {reported}", name, metrics))
 
 

@@ -130,7 +130,11 @@ def beside_copies(
     unit of half the device, the blocks of the last unit leave while those of the next one come.
 
     Args:
-        largest, pack, measure, budget_bytes, habits: as of `choose_packing`.
+        largest: edges of shards as large as the device allows.
+        pack: as of `choose_packing`.
+        measure: as of `choose_packing`.
+        budget_bytes: budget of the device.
+        habits: use of the shards by a step.
 
     Returns:
         The edges of shards of at most half the device, or of the next larger share into which every part can be cut and

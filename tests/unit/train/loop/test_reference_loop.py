@@ -213,7 +213,7 @@ def test_validation_runs_in_evaluation_mode_and_training_goes_on_in_training_mod
         (
             {"validate": lambda: PAIR, "evaluate": lambda m, b: {"acc": 1.0}, "metric": "val_f1"},
             MetricError,
-            "metric 'val_f1' is not reported; reported are train_loss, val_acc; give one of them as the task's metric=",
+            "metric 'val_f1' is not reported; reported are train_loss, val_acc; give metric= one of these",
         ),
     ],
 )
