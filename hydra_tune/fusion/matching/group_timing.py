@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -37,7 +38,8 @@ from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.trial import Trial
 
-_WARM_STEPS = 1  # creates optimizer state
+_WARM_UNITS = 1
+_BURST_SECONDS = 0.01  # of own code; a trial's own bursts are longer, and three of them would cost too much
 _LEAST_STEPS, _MOST_STEPS = 2, 5  # timed steps
 _ENOUGH_SECONDS = 0.02
 _DRAWS = 4
@@ -123,26 +125,30 @@ class FusionBenchmark:
     def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:
         """Return the fastest step after the warm-up, since interference only ever adds time."""
         with self._device.worker(), _closing(trial):
-            step_seconds: list[float] = []
-            for seconds in self._timed(trial, steps_done):
-                # The first step creates optimizer state, so its time does not count.
+            step_seconds, num_timed, spent_seconds = list[float](), 0, 0.0
+            # The first unit creates optimizer state, so its time does not count.
+            for seconds, num_steps in itertools.islice(self._timed(trial, steps_done), _WARM_UNITS, None):
                 step_seconds.append(seconds)
-                timed_seconds = step_seconds[_WARM_STEPS:]
-                if len(timed_seconds) == _MOST_STEPS or (
-                    len(timed_seconds) >= _LEAST_STEPS and sum(timed_seconds) > _ENOUGH_SECONDS
-                ):
-                    return min(timed_seconds)
+                num_timed, spent_seconds = num_timed + num_steps, spent_seconds + seconds * num_steps
+                if num_timed >= _MOST_STEPS or (num_timed >= _LEAST_STEPS and spent_seconds > _ENOUGH_SECONDS):
+                    return min(step_seconds)
         raise HydraTuneError("it ended before enough steps were timed")
 
-    def _timed(self, trial: Trial, steps_done: Callable[[], int]) -> Iterator[float]:
+    def _timed(self, trial: Trial, steps_done: Callable[[], int]) -> Iterator[tuple[float, int]]:
+        """Run the trial's units; after each unit that ends steps, yield the seconds of a step and their number."""
         pager = Pager(self._device)
         num_steps, began = 0, self.now()
         while isinstance(unit := trial.advance(), PendingUnit):
             if steps_done() > num_steps:
                 steps_before, num_steps, ended = num_steps, steps_done(), self.now()
-                yield (ended - began) / (num_steps - steps_before)  # a unit may have several
+                yield (ended - began) / (num_steps - steps_before), num_steps - steps_before
                 began = ended
+            trial.is_asked_to_end = partial(_is_past, time.perf_counter() + _BURST_SECONDS)
             trial.finished(unit, run_unit(unit, self._device, pager, None))
+
+
+def _is_past(end: float) -> bool:
+    return time.perf_counter() >= end
 
 
 @contextmanager

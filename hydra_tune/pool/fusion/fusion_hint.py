@@ -5,6 +5,7 @@
 """
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Hashable
@@ -17,7 +18,7 @@ _LOGGER = logging.getLogger(__name__)
 _MOST_STEP_SECONDS = 2e-3  # in shorter steps, overhead around the operators dominates
 _LEAST_STEPS = 20  # of a trial, before its step time is reliable
 _LEAST_TRIALS = 4
-_MOST_GAIN = 8  # times; the measured gain of groups of 16 small networks (docs/results/fusion.md)
+_LEAST_SECONDS = 4.0  # of all trials' steps: "auto" times no groups for less, and capturing and tracing take a second
 
 
 class FusionAdvisor:
@@ -44,24 +45,22 @@ class FusionAdvisor:
         if self.is_over or steps < _LEAST_STEPS or not 0 < seconds <= _MOST_STEP_SECONDS or trial.module is None:
             return
         shapes = tuple(tuple(parameter.shape) for parameter in trial.module.parameters())
-        num_alike = self._counted(trial, (type(trial.module), shapes, type(trial.optimizer)))
-        if num_alike < _LEAST_TRIALS:
-            return
-        count = max(num_trials, num_alike)
+        steps_planned = trial.progress.num_steps
+        trial_seconds = math.inf if steps_planned is None else steps_planned * seconds
+        kind = type(trial.module), shapes, type(trial.optimizer)
+        with self._lock:
+            if self.is_over or trial in self._seen:
+                return
+            self._seen.add(trial)
+            self._alike[kind] += 1
+            num_alike = self._alike[kind]
+            count = max(num_trials, num_alike)
+            self.is_over = num_alike >= _LEAST_TRIALS and count * trial_seconds >= _LEAST_SECONDS
+            if not self.is_over:
+                return
         _LOGGER.warning(
-            "%d trials of one architecture with steps of %.1f ms: fusion='auto' would make this about %dx faster, with "
+            "%d trials of one architecture with steps of %.1f ms: fusion='auto' may train them several times faster, with "
             "results that are equal up to rounding",
             count,
             seconds * 1e3,
-            min(_MOST_GAIN, max(2, count // 2)),
         )
-
-    def _counted(self, trial: Trial, kind: Hashable) -> int:
-        """Count a trial of a kind, and return the count so far; 0 for a trial counted before, or after the hint."""
-        with self._lock:
-            if self.is_over or trial in self._seen:
-                return 0
-            self._seen.add(trial)
-            self._alike[kind] += 1
-            self.is_over = self._alike[kind] >= _LEAST_TRIALS
-            return self._alike[kind]

@@ -202,7 +202,7 @@ def test_evaluate_may_return_numbers_of_any_kind(kind, way):
         (
             lambda m, b: {"acc": correct(m, b).mean()},
             "val_accuracy",
-            "'val_accuracy' is not reported; reported are train_loss, val_acc; give metric= one of these; did you mean 'val_acc'?",
+            "reported are train_loss, val_acc; give metric= one of these; did you mean 'val_acc'?",
         ),
         (
             lambda m, b: {"acc": correct(m, b).mean(), "val_acc": correct(m, b).sum()},
