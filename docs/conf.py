@@ -57,7 +57,8 @@ class Command(ClickDirective):
 
 
 def readable(_app, what, _name, _obj, _options, lines):
-    """Keep two things in docstrings from being read as markup."""
+    """Link pages that docstrings name by their files, and keep two things from being read as markup."""
+    lines[:] = [re.sub(r"`?docs/([a-z-]+/[a-z-]+)\.md`?", r":doc:`/\1`", line) for line in lines]
     # `val_<name>` would be the title `val_` of a link to `name`.
     lines[:] = [re.sub(r"(?<!`)`([^`]*<[^`]*)`(?!`)", r"``\1``", line) for line in lines]
     # Napoleon would take a property's text up to the first colon for the property's type.

@@ -84,9 +84,10 @@ class HydraExecutor:
         buffer_fraction: part of each device's memory that a running shard leaves free, so that the next shards can be
             prefetched during its compute; 0 to below 1. A model that fits whole needs no buffer, and 0 turns
             prefetching off. "auto": the smallest buffer that holds the parameters of any shard.
-        max_concurrent: trials in flight at once; None for twice the number of devices. With `fusion` a fused group
-            counts as one, and drivers ask for `max_concurrent` trials, or with None for enough trials to fill a group
-            on each device.
+        max_concurrent: trials that the pool trains at once; None for twice the number of devices. Each study or search
+            keeps as many in flight, so two studies on one pool have twice as many, of which half wait. With `fusion` a
+            fused group counts as one, and drivers ask for `max_concurrent` trials, or with None for enough trials to
+            fill a group on each device.
         admission: "eager" lets all trials in flight advance as the policy chooses, in lock-step where trials are
             equally long; "staggered" runs the oldest trials first, as many as there are devices, and lets the others
             fill the gaps. Staggered trials end one after another, as pruners need that compare with completed trials.
