@@ -84,8 +84,8 @@ class HydraExecutor:
         buffer_fraction: part of each device's memory that a running shard leaves free, so that the next shards can be
             prefetched during its compute; 0 to below 1. A model that fits whole needs no buffer, and 0 turns
             prefetching off. "auto": the smallest buffer that holds the parameters of any shard.
-        max_concurrent: trials that the pool trains at once; None for twice the number of devices. Each study or search
-            keeps as many in flight, so two studies on one pool have twice as many, of which half wait. With `fusion` a
+        max_concurrent: trials in flight at once, of each study or search: two studies on one pool have twice as many.
+            None for twice the number of devices. The pool begins no new trial while so many train. With `fusion` a
             fused group counts as one, and drivers ask for `max_concurrent` trials, or with None for enough trials to
             fill a group on each device.
         admission: "eager" lets all trials in flight advance as the policy chooses, in lock-step where trials are
