@@ -93,7 +93,8 @@ class HydraExecutor:
             fill the gaps. Staggered trials end one after another, as pruners need that compare with completed trials.
             "auto": a search chooses by its pruner, and says so in the log; trials without a search advance eagerly.
             See docs/howto/pruning.md.
-        num_shards: None cuts a model only as far as memory requires; a number sets a minimum; "layer" cuts at every
+        num_shards: None cuts a model only if memory requires a cut, and behind a link, to a GPU for example, into shards
+            of at most half the device, so that copies run beside units; a number sets a minimum; "layer" cuts at every
             layer; "tuned" cuts further where a step of a trial alone on its device then moves fewer bytes. More shards
             mean finer interleaving, more units, and more values that cross cuts.
         instrument: returns a context manager, entered on the worker thread around every unit (trackers, profilers).
