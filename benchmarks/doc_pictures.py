@@ -1,6 +1,6 @@
-"""Two pictures of the docs: the pool's speed by the size of a model, and a device's memory over a step of a model that is cut.
+"""Pictures of the docs: the pool's speed by the size of a model, a device's memory over a step of a cut model, the live view.
 
-    python benchmarks/doc_pictures.py                        # both, into docs/images; within three minutes of one core
+    python benchmarks/doc_pictures.py                        # all, into docs/images; within three minutes of one core
     python benchmarks/doc_pictures.py speed --quick          # two tiny models and few steps: that it works, no figures
 
 `speed-by-size.png`: MLPs of eight equal layers, batches of 64, AdamW. A step of a plain loop, over a step of the same trial
@@ -16,6 +16,8 @@ ratios. The losses of all arms but the fused one must have the same bits. The nu
 
 `memory-over-a-step.png`: one step of a small GPT on a CPU device of 40% of a plain loop's peak, behind a link of 1 GB/s. The
 line is the device's ledger, noted at each change; units and copies are those of the event log.
+
+`live-view.svg`: six of these trials on two such devices after some seconds, as a terminal of 110 columns shows them.
 """
 
 import argparse
@@ -26,14 +28,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import torch
+from rich.console import Console
+from rich.text import Text
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -48,6 +54,8 @@ from hydra_tune import HydraExecutor, TrainTask, train_plain  # noqa: E402 - nee
 from hydra_tune.memory.ledger import MemoryLedger  # noqa: E402
 from hydra_tune.observe.event_log.reader import RunLog, read_log  # noqa: E402
 from hydra_tune.observe.event_log.writer import EventLog  # noqa: E402
+from hydra_tune.observe.live.screen import sweep_lines  # noqa: E402
+from hydra_tune.pool.views.live_snapshot import SweepMonitor  # noqa: E402
 from hydra_tune.shard.cost.pilot import StorageTracker  # noqa: E402
 
 ARMS = ("plain", "fits", "fused", "cut")
@@ -64,6 +72,7 @@ LABELS = {
 }
 GPT_WIDTH, GPT_DEPTH, GPT_LENGTH, GPT_VOCABULARY, GPT_BATCH = 256, 6, 128, 512, 8
 GPT_SHARE, GPT_LINK, GPT_STEPS = 0.4, "1GB/s", 6
+COLUMNS, ROWS = 110, 20
 UNIT_COLOURS = {"forward": "tab:blue", "backward": "tab:orange", "update": "tab:green"}
 
 
@@ -380,9 +389,32 @@ def check(found: dict[str, Any]) -> None:
     )
 
 
+# The live view.
+
+
+def draw_live(path: Path, *, is_quick: bool) -> None:
+    """Show six trials in mid-run as a terminal would."""
+    task = gpt_task(4 if is_quick else 60, is_quick=is_quick)
+    monitor = SweepMonitor("gpt", "minimize", lambda _trial, _metric: None)
+    budget_bytes = int(GPT_SHARE * plain_peak(gpt_task(2, is_quick=is_quick)))
+    with HydraExecutor(devices="cpu:2", device_memory=budget_bytes, link_bandwidth=GPT_LINK, max_concurrent=4) as pool:
+        jobs = [pool.submit(replace(task, epochs=4), f"gpt-{number}") for number in range(6)]
+        monitor.add(jobs)
+        while not any(job.progress.epoch for job in jobs) and not is_quick:
+            time.sleep(0.1)
+            monitor.snapshot(pool.stats())  # rates come from two looks
+        lines = sweep_lines(monitor.snapshot(pool.stats()), (), COLUMNS, ROWS)
+        for job in jobs:
+            job.cancel()
+    console = Console(width=COLUMNS, record=True, file=StringIO())
+    for line in lines:
+        console.print(Text.assemble(*((segment.text, segment.style or "") for segment in line)), soft_wrap=True)
+    path.write_text(console.export_svg(title="hydra-tune sweep"), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", nargs="*", choices=[[], "speed", "memory"], help="both, if none is named")
+    parser.add_argument("pictures", nargs="*", choices=[[], "speed", "memory", "live"], help="all, if none is named")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="the folder to draw in")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
@@ -405,6 +437,8 @@ def main() -> None:
         found = watched_run(is_quick=options.quick)
         check(found)
         draw_memory(found, options.images / "memory-over-a-step.png")
+    if "live" in (options.pictures or ["live"]):
+        draw_live(options.images / "live-view.svg", is_quick=options.quick)
 
 
 if __name__ == "__main__":

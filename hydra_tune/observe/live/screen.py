@@ -80,7 +80,7 @@ def _counts(view: SweepView, width: int) -> list[ScreenCell]:
     ended = sum(trial.is_over for trial in view.trials)
     planned = f"/{view.num_planned}" if view.num_planned is not None else ""
     failed, cancelled = view.count("failed"), view.count("cancelled")
-    cells = [ScreenCell(f"{ended}{planned} trials  ")]
+    cells = [ScreenCell(f"{ended}{planned} {'trials' if planned else 'ended'}  ")]
     if view.num_planned:
         cells.append(ScreenCell(bar(ended / view.num_planned, min(40, width // 6)) + "  "))
     cells.append(ScreenCell(f"{view.count('completed')} done  {view.count('pruned')} pruned  "))
