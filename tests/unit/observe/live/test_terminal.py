@@ -68,7 +68,7 @@ def test_trials_that_do_not_fit_are_counted(view):
 
 def test_before_the_first_trial_there_is_something_to_read():
     empty = SweepView(name="vit", metric="val_loss", goal="minimize", status="running")
-    counts = "0 trials  0 done  0 pruned  0 failed  0 in flight"
+    counts = "0 ended  0 done  0 pruned  0 failed  0 in flight"
     assert drawn(empty) == ["vit  0.0s", counts, "no trial has completed yet"]
 
 
