@@ -83,7 +83,7 @@ def test_a_pool_is_shown_as_it_is(watched):
     assert 0 < sum(result.compute_seconds for result in results) <= busy
     assert 0 < view.bound_seconds <= view.elapsed_seconds == view.makespan_seconds
     assert sorted(said) == [(t.name, t.state, "train_loss") for t in sorted(view.trials, key=lambda t: t.name)]
-    assert "3 trials  1 done  1 pruned  1 failed  0 in flight" in texts(view, 80)[1]
+    assert "3 ended  1 done  1 pruned  1 failed  0 in flight" in texts(view, 80)[1]
 
 
 def test_more_trials_than_lines_are_summarised(watched):
