@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from hydra_tune.checkpoint.files import file_error, make_private_folder, remove_leftovers, write_file
-from hydra_tune.checkpoint.lock import LOCK, LockedFolder, take_lock
+from hydra_tune.checkpoint.lock import LOCK, LockedFolder, is_locked, take_lock
 from hydra_tune.checkpoint.naming import folder_name
 from hydra_tune.errors import CheckpointError
 from hydra_tune.supervision.marks import here
@@ -28,6 +28,29 @@ _SUFFIX = "~sweep"
 def sweep_path(checkpoint_dir: Path, study: str) -> Path:
     """Return the path of a sweep's folder: always inside `checkpoint_dir`, whatever characters the study's name has."""
     return checkpoint_dir / (folder_name(study) + _SUFFIX)
+
+
+def check_free(checkpoint_dir: Path, study: str) -> None:
+    """Refuse a sweep that a process runs; creates nothing.
+
+    Raises:
+        CheckpointError: a process has the sweep's folder.
+        FileError: the folder's lock cannot be opened.
+    """
+    path = sweep_path(checkpoint_dir, study)
+    try:
+        if is_locked(path):
+            raise _held(path, study)
+    except OSError as error:
+        raise file_error("lock", path / LOCK, error) from error
+
+
+def _held(path: Path, study: str) -> CheckpointError:
+    holder = (path / LOCK).read_text(errors="replace") or "unknown"
+    return CheckpointError(
+        f"the sweep {study!r} in {str(path.parent)!r} is being run by another process ({holder}); wait until that process has "
+        "ended, end it, or give this sweep another study or checkpoint_dir"
+    )
 
 
 class SweepFolder(LockedFolder):
@@ -109,7 +132,6 @@ class SweepFolder(LockedFolder):
         self.close()
 
     def _locked(self, study: str) -> int:
-        path = self.path / LOCK
         try:
             lock = take_lock(self.path)
             if lock is not None:
@@ -123,10 +145,6 @@ class SweepFolder(LockedFolder):
                     os.close(lock)
                     raise
                 return lock
-            holder = path.read_text(errors="replace") or "unknown"
+            raise _held(self.path, study)
         except OSError as error:
-            raise file_error("lock", path, error) from error
-        raise CheckpointError(
-            f"the sweep {study!r} in {str(self.path.parent)!r} is being run by another process ({holder}); wait until that "
-            "process has ended, end it, or give this sweep another study or checkpoint_dir"
-        )
+            raise file_error("lock", self.path / LOCK, error) from error

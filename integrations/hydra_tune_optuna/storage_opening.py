@@ -1,7 +1,7 @@
 """Opens the storage that a sweep file or the command line names, without creating one for a reader.
 
-`run_sweep` (`sweep.py`), `find_weights` (`finding.py`) and `OptunaStudyReader` (`study_reader.py`) open storages here. The
-module must not import torch, so that `hydra-tune list` answers at once.
+`run_sweep` and `check_sweep` (`sweep.py`), `find_weights` (`finding.py`) and `OptunaStudyReader` (`study_reader.py`)
+open storages here. The module must not import torch, so that `hydra-tune list` answers at once.
 """
 
 import sqlite3
@@ -17,6 +17,24 @@ from hydra_tune.errors import ConfigError
 _JOURNAL = "journal:"
 _SQLITE = "sqlite:///"
 _FILES = ("journal://", "journal:", _SQLITE)
+
+
+def has_tables(url: str) -> bool:
+    """Whether a storage has Optuna's tables; creates neither the tables nor a file.
+
+    Raises:
+        ConfigError: the storage cannot be there, as its folder is missing.
+        Exception: whatever SQLAlchemy raises about the URL of a database, or its server.
+    """
+    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
+    if prefix is None:
+        from sqlalchemy import create_engine, inspect  # noqa: PLC0415 - it takes a while, and files do not need it
+
+        return inspect(create_engine(url)).has_table("alembic_version")
+    path = Path(url.removeprefix(prefix).partition("?")[0])
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder {str(path.parent.absolute())!r}; make the folder")
+    return path.is_file() and (prefix != _SQLITE or _has_tables(path))
 
 
 def check_file(url: str) -> None:

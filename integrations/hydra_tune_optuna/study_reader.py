@@ -1,7 +1,8 @@
 """Reads and draws studies for the command line: the entry point `optuna` of the group `hydra_tune.studies`.
 
 The module only reads: a missing storage or study is an error, never created. `hydra-tune list`, `status`, `show` and
-`best` (`hydra_tune/cli/inspect/run_scan.py`) call `read`, and `hydra-tune plot` calls `plot`.
+`best` (`hydra_tune/cli/inspect/run_scan.py`) call `read`, `hydra-tune sweep` and `check` call `check`, and `hydra-tune plot`
+calls `plot`.
 """
 
 import io
@@ -16,6 +17,7 @@ from optuna.study import Study, StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from hydra_tune.cli.inspect.study_record import StudyRecord
+from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.errors import ConfigError, message_line
 from hydra_tune.observe.live.snapshot import Goal, TrialView
 from hydra_tune_optuna.storage_opening import check_file, open_storage
@@ -45,6 +47,12 @@ class OptunaStudyReader:
             assert opened is not None
             names = sorted(optuna.get_all_study_names(opened))
             return tuple(_record(optuna.load_study(study_name=name, storage=opened)) for name in names)
+
+    def check(self, spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
+        """Refuse a sweep that cannot begin; see `check_sweep`."""
+        from hydra_tune_optuna.sweep import check_sweep  # noqa: PLC0415 - its module imports torch
+
+        return check_sweep(spec, resume=resume)
 
     def plot(self, storage: str, study: str, path: Path) -> tuple[str, ...]:
         """Draw a study with Optuna's own plots, one below the other."""

@@ -2,7 +2,8 @@
 
 The module translates a sweep's terms into Optuna's sampler, pruner, storage and suggestions, and reports progress to
 the observer. The module knows neither the form of a sweep file nor its display. `hydra-tune sweep`
-(`hydra_tune/cli/run/sweep_run.py`) calls `run_sweep` once the pool is made, unless the sweep runs on a Ray cluster.
+(`hydra_tune/cli/run/sweep_run.py`) calls `check_sweep` before anything is created, and `run_sweep` once the pool is made,
+unless the sweep runs on a Ray cluster.
 """
 
 import os
@@ -20,6 +21,7 @@ from optuna.distributions import (
 )
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.samplers import BaseSampler, GridSampler, RandomSampler, TPESampler
+from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import TrainTask
@@ -32,7 +34,7 @@ from hydra_tune_optuna.pool_study import PoolStudy
 from hydra_tune_optuna.search.driver import job_name
 from hydra_tune_optuna.search.pruner_checks import PrunerRemedies, choose_admission, useless_pruner
 from hydra_tune_optuna.search.resume_sweep import going_on, keep_sampler
-from hydra_tune_optuna.storage_opening import check_file, open_storage
+from hydra_tune_optuna.storage_opening import has_tables, open_storage
 from hydra_tune_optuna.study import create_study
 from hydra_tune_optuna.weights import check_keeping, kept_weights
 
@@ -57,8 +59,7 @@ def run_sweep(request: SweepRequest) -> None:
         request: the sweep, the pool and the observer.
 
     Raises:
-        ConfigError: the storage cannot be opened, has a study of this name with another direction, or has no study to
-            resume.
+        ConfigError: the storage cannot be opened, or the sampler's noted position is damaged.
         KeyboardInterrupt: Ctrl-C; every running trial was told as failed or, with checkpoints, is left to a later run.
         Terminated: SIGTERM, likewise.
     """
@@ -106,12 +107,6 @@ def _quiet() -> Iterator[None]:
 
 def _open(request: SweepRequest) -> PoolStudy:
     spec = request.spec
-    try:
-        check_keeping(spec.keep_best, spec.weights_dir)
-    except ConfigError as error:
-        raise ConfigError(f"{spec.at('hydra.weights_dir')}: {error}") from error
-    if request.resume:
-        _check_is_there(spec)
     sampler = make_sampler(spec)
     try:
         study = create_study(
@@ -129,14 +124,6 @@ def _open(request: SweepRequest) -> PoolStudy:
         raise ConfigError(
             f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {message_line(error)}"
         ) from error
-    # With load_if_exists Optuna keeps an existing study's direction without a word.
-    goals = " and ".join(direction.name.lower() for direction in study.directions)
-    if goals != spec.goal:
-        raise ConfigError(
-            f"{spec.at('metric.goal')}: the study {study.study_name!r} in {spec.storage} is there already, and its "
-            f"goal is {goals}, not {spec.goal}; give another hydra.study"
-        )
-    _check_distributions(study, spec)
     # The observer in place of Optuna's log, which `_quiet` has silenced.
     study.tell_lost = request.observer.warned
     study.settled = request.observer.settled
@@ -148,8 +135,62 @@ def _open(request: SweepRequest) -> PoolStudy:
     return study
 
 
-def _check_distributions(study: PoolStudy, spec: SweepSpec) -> None:
-    """Refuse a parameter that Optuna's storage would refuse in every new trial."""
+def check_sweep(spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
+    """Refuse a sweep that its study or its options would not let begin; creates nothing.
+
+    Args:
+        spec: the sweep.
+        resume: whether the study must be there.
+
+    Returns:
+        The trials of the study that have ended, and the trials that would run; None: without limit.
+
+    Raises:
+        ConfigError: the storage cannot be opened, has a study of this name with another direction or other parameters, or
+            has no study to resume.
+    """
+    try:
+        check_keeping(spec.keep_best, spec.weights_dir)
+    except ConfigError as error:
+        raise ConfigError(f"{spec.at('hydra.weights_dir')}: {error}") from error
+    with _quiet():
+        study = _stored(spec)
+    if study is None:
+        if resume:
+            raise ConfigError(
+                f"--resume: there is no study {spec.study!r} in {spec.storage} to go on with; leave --resume out to begin one"
+            )
+        earlier: tuple[TrialRecord, ...] = ()
+    else:
+        _check_study(study, spec)
+        earlier = tuple(_record(spec, trial) for trial in study.get_trials(deepcopy=False) if _ended(trial))
+    failed = frozenset(record.number for record in earlier if record.state == "failed")
+    return len(earlier), _num_left(spec, earlier, 0, failed)[0]
+
+
+def _stored(spec: SweepSpec) -> Study | None:
+    """Load the study of a sweep; None before its first run."""
+    if spec.storage is None:
+        return None
+    try:
+        storage = open_storage(spec.storage) if has_tables(spec.storage) else None
+        if storage is None or spec.study not in optuna.get_all_study_names(storage):
+            return None
+        return optuna.load_study(study_name=spec.study, storage=storage)
+    except Exception as error:
+        raise ConfigError(
+            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {message_line(error)}"
+        ) from error
+
+
+def _check_study(study: Study, spec: SweepSpec) -> None:
+    """Refuse a goal that Optuna would ignore, and a parameter that Optuna's storage would refuse in every new trial."""
+    goals = " and ".join(direction.name.lower() for direction in study.directions)
+    if goals != spec.goal:
+        raise ConfigError(
+            f"{spec.at('metric.goal')}: the study {study.study_name!r} in {spec.storage} is there already, and its "
+            f"goal is {goals}, not {spec.goal}; give another hydra.study"
+        )
     stored = {name: kept for trial in study.get_trials(deepcopy=False) for name, kept in trial.distributions.items()}
     for name, domain in (spec.parameters or {}).items():
         if name not in stored:
@@ -162,24 +203,6 @@ def _check_distributions(study: PoolStudy, spec: SweepSpec) -> None:
                 f"{stored[name]} for {name}, and Optuna's storages take no other kind and no other choices; give another "
                 "hydra.study"
             ) from error
-
-
-def _check_is_there(spec: SweepSpec) -> None:
-    """Refuse to resume a missing study, before anything is created."""
-    assert spec.storage is not None, "checked before"
-    check_file(spec.storage)
-    try:
-        storage = open_storage(spec.storage)
-        assert storage is not None
-        names = optuna.get_all_study_names(storage)
-    except Exception as error:
-        raise ConfigError(
-            f"{spec.at('hydra.storage')}: {spec.storage!r} cannot be opened: {message_line(error)}"
-        ) from error
-    if spec.study not in names:
-        raise ConfigError(
-            f"--resume: there is no study {spec.study!r} in {spec.storage} to go on with; leave --resume out to begin one"
-        )
 
 
 def _not_mine(numbers: Sequence[int]) -> str:

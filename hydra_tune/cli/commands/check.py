@@ -28,8 +28,8 @@ Exit codes:
 def check(*, file: Path, settings: tuple[str, ...], as_json: bool) -> None:
     """Check FILE without training, and say what would run.
 
-    Checks the keys, imports the task, builds the task of one configuration, and opens the devices with the options of
-    FILE. Creates no storage, no log and no folder.
+    Checks the keys, imports the task, builds the task of one configuration, looks at the study and the checkpoints, and
+    opens the devices with the options of FILE. Creates no storage, no log and no folder.
     """
     try:
         spec = with_settings(read_sweep_file(file), settings)

@@ -8,19 +8,21 @@ import sys
 import traceback
 from typing import Any
 
+from hydra_tune.checkpoint.sweep_folder import check_free
 from hydra_tune.cli.display.next_step import masked
 from hydra_tune.cli.display.output import SweepOutput
 from hydra_tune.cli.dry_run.sampling import sample
-from hydra_tune.cli.run.sweep_run import DONE, INTERRUPTED, TUNER, USAGE, opened
+from hydra_tune.cli.run.sweep_run import DONE, INTERRUPTED, TUNER, USAGE, check_beginning, opened
 from hydra_tune.cli.run.task_building import TaskBuilder
 from hydra_tune.cli.run.task_ref import load_task
 from hydra_tune.cli.run.tuners import TUNERS, find
-from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, FloatDomain, grid_size
+from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, FloatDomain
 from hydra_tune.cli.sweep_file.options import DisplayOptions, check_saving
 from hydra_tune.cli.sweep_file.spec import SweepSpec
-from hydra_tune.errors import ConfigError, HydraTuneError, TaskError
+from hydra_tune.errors import ConfigError, HydraTuneError, SweepFileError, TaskError
 from hydra_tune.executor import HydraExecutor
 from hydra_tune.observe.live import text
+from hydra_tune.paths import absolute_path
 
 _MOST_VALUES = 8
 
@@ -43,8 +45,10 @@ def run_check(spec: SweepSpec, *, as_json: bool) -> int:
             function = load_task(spec)
             find(TUNERS, TUNER)
             _build_one(TaskBuilder(spec=spec, function=function))
+            num_ended, num_left = check_beginning(spec, resume=False)
+            _check_free(spec)
             with opened(spec, _pool) as pool:
-                plan = _description(spec, pool)
+                plan = _description(spec, pool, num_ended, num_left)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE
@@ -64,6 +68,14 @@ def run_check(spec: SweepSpec, *, as_json: bool) -> int:
             for line in lines:
                 print(f"  {name:<12} {line}", file=stdout)
     return DONE
+
+
+def _check_free(spec: SweepSpec) -> None:
+    if spec.checkpoint_dir is not None and spec.study is not None:
+        try:
+            check_free(absolute_path(spec.checkpoint_dir), spec.study)
+        except HydraTuneError as error:
+            raise SweepFileError(f"{spec.at('hydra.checkpoint_dir')}: {error}") from error
 
 
 def _pool(**engine: Any) -> HydraExecutor:
@@ -92,16 +104,17 @@ def _build_one(build: TaskBuilder) -> None:
         ) from error
 
 
-def _description(spec: SweepSpec, pool: HydraExecutor) -> dict[str, Any]:
+def _description(spec: SweepSpec, pool: HydraExecutor, num_ended: int, num_left: int | None) -> dict[str, Any]:
     """Describe what would run, by short names."""
     saving = "not kept: the study ends with its process"
     if spec.storage is not None:
         saving = f"{spec.study or 'a study without a name'} in {masked(spec.storage)}"
+        saving += f", which has {num_ended} trials that have ended" if num_ended else ""
     checkpoints = spec.checkpoint_dir or "none: running trials begin anew after an interruption"
     pruning = "none" if spec.pruning is None else f"{spec.pruning.type} {text.params(spec.pruning.options)}".rstrip()
     parameters = spec.parameters or {}
     return {
-        "runs": f"{_count(spec)} of {spec.task}, drawn by {spec.method}, to {spec.goal} {spec.metric}",
+        "runs": f"{_count(spec, num_ended, num_left)} of {spec.task}, drawn by {spec.method}, to {spec.goal} {spec.metric}",
         "parameters": [f"{name}: {_domain(domain)}" for name, domain in parameters.items()]
         or ["drawn by the task from its trial"],
         "pruning": pruning,
@@ -111,12 +124,12 @@ def _description(spec: SweepSpec, pool: HydraExecutor) -> dict[str, Any]:
     }
 
 
-def _count(spec: SweepSpec) -> str:
-    if spec.run_cap is not None:
-        return f"{spec.run_cap} trials"
-    if spec.method == "grid":
-        return f"{grid_size(spec.parameters or {})} trials, the whole grid,"
-    return "trials without end, unless --run-cap or --timeout is given,"
+def _count(spec: SweepSpec, num_ended: int, num_left: int | None) -> str:
+    if num_left is None:
+        return "trials without end, unless --run-cap or --timeout is given,"
+    if num_ended:
+        return f"{num_left} more trials"
+    return f"{num_left} trials" + (", the whole grid," if spec.run_cap is None else "")
 
 
 def _domain(domain: Domain) -> str:

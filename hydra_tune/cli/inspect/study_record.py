@@ -1,7 +1,7 @@
-"""The interface between the command line and a tuner's finished or running studies.
+"""The interface between the command line and a tuner's studies.
 
-`run_scan.py` and `hydra_tune.cli.commands.plot` find a `StudyReader` through the entry points `hydra_tune.studies`; the
-one for Optuna is in `integrations/hydra_tune_optuna/study_reader.py`.
+`run_scan.py`, `hydra_tune.cli.commands.plot` and `hydra_tune.cli.run.sweep_run` find a `StudyReader` through the entry
+points `hydra_tune.studies`; the one for Optuna is in `integrations/hydra_tune_optuna/study_reader.py`.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
+from hydra_tune.cli.sweep_file.spec import SweepSpec
 from hydra_tune.observe.live.snapshot import Goal, TrialView
 
 STUDIES = "hydra_tune.studies"
@@ -43,6 +44,20 @@ class StudyReader(Protocol):
 
         Raises:
             ConfigError: the storage does not exist, or cannot be read.
+        """
+
+    def check(self, spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
+        """Refuse a sweep that cannot begin.
+
+        Args:
+            spec: the sweep.
+            resume: whether the study must be there.
+
+        Returns:
+            The trials of the study that have ended, and the trials that would run; None: without limit.
+
+        Raises:
+            ConfigError: the storage cannot be opened, its study does not fit the sweep, or there is no study to resume.
         """
 
     def plot(self, storage: str, study: str, path: Path) -> tuple[str, ...]:

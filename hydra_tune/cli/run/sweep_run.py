@@ -1,6 +1,7 @@
 """Runs a sweep from a checked sweep file: sets up pool, tuner and display.
 
-The user's function is imported, and its signature checked, before the pool, the storage or any folder is created.
+The user's function is imported, its signature checked, and the study looked at, before the pool, the storage or any
+folder is created.
 `cli/commands/sweep.py` calls `run_sweep` in the process of the sweep; `cluster.py`, `export.py` and
 `cli/dry_run/planning.py` share the exit codes.
 """
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 from hydra_tune.checkpoint.sweep_folder import SweepFolder, sweep_path
 from hydra_tune.cli.display.board import SweepProgressTracker
 from hydra_tune.cli.display.output import SweepOutput
+from hydra_tune.cli.inspect.run_scan import study_reader
 from hydra_tune.cli.run.interrupt import stops
 from hydra_tune.cli.run.task_building import TaskBuilder
 from hydra_tune.cli.run.task_ref import load_task
@@ -102,8 +104,9 @@ def run_sweep(
         with output.quiet():
             # Imports user code: a broken task must fail before a folder or a pool exists.
             function, tuner = load_task(spec), find(TUNERS, TUNER)
+            check_beginning(spec, resume=resume)
             # Locks the folder before the pool and the study exist, so that a second process of the sweep creates nothing.
-            with _own_folder(spec, resume=resume) as folder:
+            with _own_folder(spec) as folder:
                 watched = partial(_WatchedExecutor, board.submitted, record=timeline is not None, event_log=event_log)
                 pool = opened(spec, partial(watched, **_saving(spec)))
                 board.on_noted = pool.note
@@ -114,7 +117,6 @@ def run_sweep(
                     observer=board,
                     timeout_seconds=timeout_seconds,
                     folder=folder,
-                    resume=resume,
                     crashes=beginning.crashes,
                     aside=beginning.aside,
                 )
@@ -183,16 +185,35 @@ def opened(spec: SweepSpec, make: Callable[..., Pool]) -> Pool:
     return pool
 
 
-def _own_folder(spec: SweepSpec, *, resume: bool) -> "AbstractContextManager[SweepFolder | None]":
+def check_beginning(spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
+    """Refuse a sweep that its folder or its study would not let begin; creates nothing.
+
+    Args:
+        spec: the sweep.
+        resume: whether the sweep must have run before.
+
+    Returns:
+        The trials of the study that have ended, and the trials that would run; None: without limit.
+
+    Raises:
+        ConfigError: the sweep cannot begin.
+    """
+    if resume:
+        assert spec.checkpoint_dir is not None, "checked before"
+        assert spec.study is not None, "checked before"
+        if not sweep_path(absolute_path(spec.checkpoint_dir), spec.study).is_dir():
+            raise SweepFileError(
+                f"--resume: there is no sweep {spec.study!r} in {spec.checkpoint_dir!r} to go on with; leave --resume out to "
+                "begin one"
+            )
+    return study_reader().check(spec, resume=resume)
+
+
+def _own_folder(spec: SweepSpec) -> "AbstractContextManager[SweepFolder | None]":
     """Make the sweep's own folder for its trials' checkpoints, a context to enter before any pool or study exists."""
     if spec.checkpoint_dir is None:
         return nullcontext()
     assert spec.study is not None, "checked before"
-    if resume and not sweep_path(absolute_path(spec.checkpoint_dir), spec.study).is_dir():
-        raise SweepFileError(
-            f"--resume: there is no sweep {spec.study!r} in {spec.checkpoint_dir!r} to go on with; leave --resume out to begin "
-            "one"
-        )
     try:
         return SweepFolder(check_checkpoint_dir(spec.checkpoint_dir), spec.study)
     except HydraTuneError as error:

@@ -81,7 +81,6 @@ class SweepRequest:
         observer: receives the events.
         timeout_seconds: no new trial starts after this time; None: no limit.
         folder: the sweep's own folder beside the checkpoints of its trials; None: trials are not saved.
-        resume: whether the study must already exist.
         crashes: number of processes of this run that crashed before this process, which resumes their trials.
         aside: trials that fail without being built or trained: the error of each, by the name of its job, `trial N`.
     """
@@ -92,7 +91,6 @@ class SweepRequest:
     observer: SweepObserver
     timeout_seconds: float | None = None
     folder: SweepFolder | None = None
-    resume: bool = False
     crashes: int = 0
     aside: Mapping[str, HydraTuneError] = field(default_factory=dict)
 

@@ -8,10 +8,10 @@ import pytest
 
 from hydra_tune.cli.run import tuners
 from hydra_tune.cli.sweep_file.domains import ChoiceDomain, IntDomain
-from hydra_tune.cli.sweep_file.request import SweepRequest, TrialRecord
+from hydra_tune.cli.sweep_file.request import TrialRecord
 from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
 from hydra_tune.errors import ConfigError
-from hydra_tune_optuna.sweep import _num_left, make_pruner, make_sampler, run_sweep
+from hydra_tune_optuna.sweep import _num_left, check_sweep, make_pruner, make_sampler, run_sweep
 
 
 def spec(**more):
@@ -93,24 +93,13 @@ def test_a_tuner_broken_in_another_way_says_so_itself(monkeypatch):
         tuners.find(tuners.TUNERS, "optuna")
 
 
-class Observer:
-    """Is told nothing in these tests."""
-
-
 @pytest.mark.parametrize("made", [False, True])
 def test_there_has_to_be_something_to_go_on_with(tmp_path, made):
     path = tmp_path / "trials.db"
     if made:
         optuna.create_study(study_name="other", storage=f"sqlite:///{path}")
-    request = SweepRequest(
-        spec=spec(storage=f"sqlite:///{path}", study="first", run_cap=1),
-        executor=None,
-        build=None,
-        observer=Observer(),
-        resume=True,
-    )
-    with pytest.raises(ConfigError, match="there is no study 'first'" if made else "there is no file"):
-        run_sweep(request)
+    with pytest.raises(ConfigError, match=r"--resume: there is no study 'first' in sqlite:.* to go on with"):
+        check_sweep(spec(storage=f"sqlite:///{path}", study="first", run_cap=1), resume=True)
     assert path.exists() == made
 
 

@@ -1,14 +1,20 @@
 """`hydra-tune init` replaces nothing; `hydra-tune check` says what would run, or what is wrong, and creates nothing."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 from click.testing import CliRunner
+from optuna.trial import TrialState
 
+from hydra_tune.checkpoint.sweep_folder import SweepFolder
 from hydra_tune.cli import main
+from hydra_tune.cli.sweep_file.reader import read_sweep_file
+from hydra_tune_optuna.sweep import to_distribution
 
 
 def call(*arguments):
@@ -77,6 +83,66 @@ def test_what_is_wrong_is_code_2(first, file, old, new, problem):
     done = call("check", "space.yaml")
     assert (done.exit_code, done.stdout) == (2, "")
     assert problem in done.stderr
+
+
+def finished():
+    """The study of `space.yaml` with its 12 trials, one of them failed."""
+    study = optuna.create_study(study_name="first", storage="sqlite:///trials.db", direction="maximize")
+    space = {name: to_distribution(domain) for name, domain in read_sweep_file(Path("space.yaml")).parameters.items()}
+    for number in range(12):
+        study.tell(study.ask(space), **({"values": 0.5} if number else {"state": TrialState.FAIL}))
+
+
+def changed(old, new):
+    text = (Path("first.yaml") if Path("first.yaml").exists() else Path("space.yaml").rename("first.yaml")).read_text()
+    assert old in text
+    Path("space.yaml").write_text(text.replace(old, new))
+
+
+def test_a_study_that_has_its_trials_is_told(first):
+    finished()
+    for cap, left in ((12, 1), (20, 9)):
+        changed("run_cap: 12", f"run_cap: {cap}")
+        done = call("check", "space.yaml", "--json")
+        assert done.exit_code == 0, done.output
+        plan = json.loads(done.stdout)
+        assert plan["runs"].startswith(f"{left} more trials of train:build, ")
+        assert plan["study"] == "first in sqlite:///trials.db, which has 12 trials that have ended"
+
+
+def test_no_sweep_that_the_study_or_another_process_would_not_let_begin_passes(first):
+    finished()
+    (first / "checkpoints").mkdir(mode=0o700)
+    there = "the study 'first' in sqlite:///trials.db is there already"
+    for old, new, problem in (
+        ("sqlite:///", "", "hydra.storage: 'trials.db' cannot be opened: "),
+        ("sqlite:///", "sqlite:///no/", f"there is no folder '{first}/no'; make the folder"),
+        ("sqlite:///", "nonsense://", "hydra.storage: 'nonsense://trials.db' cannot be opened: "),
+        ("epochs: {value: 12}", "epochs: {value: 3}", f"parameters.epochs: {there}, with "),
+        ("goal: maximize", "goal: minimize", f"metric.goal: {there}, and its goal is maximize"),
+    ):
+        changed(old, new)
+        for command in (["check"], ["sweep", "--no-log"]):
+            done = call(*command, "space.yaml")
+            assert (done.exit_code, done.stdout, problem in done.stderr) == (2, "", True), (command, done.output)
+    changed("", "")
+    assert list((first / "checkpoints").iterdir()) == []
+    with SweepFolder(first / "checkpoints", "first"):
+        done = call("check", "space.yaml")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert (
+        f"the sweep 'first' in '{first}/checkpoints' is being run by another process ({os.getpid()} on " in done.stderr
+    )
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_the_storage_of_a_first_run_is_not_made(first, made):
+    if made:  # as another program leaves an empty file
+        (first / "trials.db").touch()
+    before = sorted(first.iterdir())
+    assert call("check", "space.yaml").exit_code == 0
+    assert {*first.iterdir()} - {first / "__pycache__"} == {*before}
+    assert not made or (first / "trials.db").read_bytes() == b""
 
 
 def test_neither_help_nor_answers_import_torch(first):
