@@ -8,7 +8,7 @@ calls `plot`.
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,7 @@ class OptunaStudyReader:
 
     def plot(self, storage: str, study: str, path: Path) -> tuple[str, ...]:
         """Draw a study with Optuna's own plots, one below the other."""
-        with _reading(storage):
-            opened = open_storage(storage)
-            assert opened is not None
-            loaded = optuna.load_study(study_name=study, storage=opened)
+        loaded = stored_study(storage, study)
         as_html = path.suffix.lower() == ".html"
         pictures, missing = [], []
         draw = _html if as_html else _pixels
@@ -79,6 +76,18 @@ class OptunaStudyReader:
         return tuple(missing)
 
 
+def stored_study(storage: str, name: str) -> Study:
+    """Load a study.
+
+    Raises:
+        ConfigError: the storage or the study does not exist, or cannot be read.
+    """
+    with _reading(storage):
+        opened = open_storage(storage)
+        assert opened is not None
+        return optuna.load_study(study_name=name, storage=opened)
+
+
 @contextmanager
 def _reading(storage: str) -> Iterator[None]:
     """Silence Optuna's own lines, and name the storage in every error of reading."""
@@ -96,13 +105,17 @@ def _reading(storage: str) -> Iterator[None]:
 def _record(study: Study) -> StudyRecord:
     trials = study.get_trials(deepcopy=False)
     has_completed = any(trial.state == TrialState.COMPLETE for trial in trials)
-    best = study.best_trials if has_completed else []
+    best: list[FrozenTrial] = []
+    with suppress(ValueError):  # no trial that fulfils its constraints
+        if has_completed:
+            # Among equal trials, weights are kept of the study's own choice.
+            best = study.best_trials if len(study.directions) > 1 else [study.best_trial]
     starts = [trial.datetime_start for trial in trials if trial.datetime_start is not None]
     return StudyRecord(
         name=study.study_name,
         goals=tuple(_goal(direction) for direction in study.directions),
         trials=tuple(map(_view, trials)),
-        best=tuple(trial.number for trial in best[: None if len(study.directions) > 1 else 1]),
+        best=tuple(trial.number for trial in best),
         started_at=min(starts, default=None),
     )
 

@@ -61,8 +61,15 @@ def test_a_trial_by_number_from_a_study_by_name(swept, best, tmp_path):
     second = list(swept[1]["weights"])[1]
     done = best("first", "--storage", "sqlite:///trials.db", "--trial", second, "--out", tmp_path / "it")
     assert done.exit_code == 0, done.output
-    assert done.output.startswith(f"trial {second} of first, value ")
+    assert done.output.startswith(f"trial {second} of first, completed, val_loss ")
     assert done.output.endswith(f"weights: {tmp_path / 'it'}\n")
+
+
+@pytest.mark.parametrize("run", [["first"], ["trials.db"], []])
+def test_the_run_is_found_as_by_show(best, tmp_path, run):
+    done = best(*run, "--out", tmp_path / "it")
+    assert done.exit_code == 0, done.output
+    assert done.output == f"{best(*run).output}weights: {tmp_path / 'it'}\n"
 
 
 def test_what_cannot_be_had_is_said_and_nothing_is_written(swept, best, tmp_path):
@@ -74,14 +81,22 @@ def test_what_cannot_be_had_is_said_and_nothing_is_written(swept, best, tmp_path
     (tmp_path / "random.yaml").write_text("task: model:build\nmetric: {name: val_loss}\n")
     cases = [
         (1, ["space.yaml", "--trial", dropped], "raise keep_best, or take one of these"),
-        (1, ["one", "--storage", url], "study 'one' has no best trial"),
-        (2, ["space.yaml", "--trial", 99], "study 'first' has no trial 99; it has 4, from 0 on"),
-        (2, ["nothing.yaml"], "there is no sweep file 'nothing.yaml'; if it is the name of a study, give --storage"),
-        (2, ["first", "--storage", "sqlite:///nowhere.db"], "cannot be opened: there is no file 'nowhere.db'"),
-        (2, ["first", "--storage", "journal:nowhere.log"], "cannot be opened: there is no file 'nowhere.log'"),
-        (2, ["first", "--storage", "nonsense://x"], "the storage 'nonsense://x' cannot be opened: "),
-        (2, ["third", "--storage", url], "there is no study 'third' in"),
-        (2, [tmp_path / "random.yaml", "--storage", url], "there are 2 studies in"),
+        (
+            2,
+            ["one", "--storage", url],
+            "run 'one' has no best trial: no trial has completed; give one of its trials with",
+        ),
+        (2, ["space.yaml", "--trial", 99], "run 'first' has no trial 99; it has 4, from 0 on"),
+        (
+            2,
+            ["nothing.yaml"],
+            "there is no run 'nothing.yaml' in this folder; there is 'first'; give a sweep file, an event",
+        ),
+        (2, ["first", "--storage", "sqlite:///nowhere.db"], "nowhere.db'"),
+        (2, ["first", "--storage", "journal:nowhere.log"], "nowhere.log'"),
+        (2, ["first", "--storage", "nonsense://x"], "the storage 'nonsense://x' cannot be read: "),
+        (2, ["third", "--storage", url], "there is no run 'third' in"),
+        (2, [tmp_path / "random.yaml", "--storage", url], "there are 2 runs in"),
         (2, [tmp_path / "random.yaml"], "the sweep has no hydra.storage"),
     ]
     for code, arguments, message in cases:

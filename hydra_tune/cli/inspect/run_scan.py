@@ -156,7 +156,10 @@ def kept_study(run: SweepRunRecord) -> tuple[str, str]:
         ConfigError: the study was in memory.
     """
     if run.study is None or run.storage is None:
-        raise ConfigError(f"the study of {run.name!r} was in memory, and is gone; give the sweep a hydra.storage")
+        raise ConfigError(
+            f"the study of {run.name!r} was in memory, and is gone, but for kept weights, whose files the sweep's last lines "
+            "have named; give the sweep a hydra.storage"
+        )
     return run.storage, run.study
 
 
@@ -285,6 +288,7 @@ def _record(part: _RunParts) -> SweepRunRecord:
         file=None
         if spec is None and not facts
         else str(spec.file if spec is not None else Path(facts["folder"], facts["file"])),
+        weights_dir=None if spec is None else spec.weights_dir,
         started_at=log.started_at if log is not None else record.started_at if record is not None else None,
     )
     return replace(run, next_step=_next_step(run, part, facts))

@@ -35,6 +35,7 @@ class SweepRunRecord:
         storage: storage of the study.
         logs: files of the event logs, the newest last.
         file: the sweep file.
+        weights_dir: folder for kept weights, as the sweep file gives it.
         started_at: start of the newest process, or of the first trial where no log is known.
         next_step: how to go on; None: nothing to do.
     """
@@ -50,6 +51,7 @@ class SweepRunRecord:
     storage: str | None = None
     logs: tuple[Path, ...] = ()
     file: str | None = None
+    weights_dir: str | None = None
     started_at: datetime | None = None
     next_step: str | None = None
 

@@ -87,6 +87,14 @@ def test_several_objectives_have_a_front_and_no_best_trial(folder):
     assert run.ranked[0].metrics.keys() == {"value_0", "value_1"}
 
 
+def test_among_equal_trials_the_best_is_the_studys_own_whose_weights_are_kept():
+    created = optuna.create_study(study_name="equal", storage="sqlite:///trials.db")
+    first, second = created.ask(), created.ask()
+    for trial in (second, first):
+        created.tell(trial, 1.0)
+    assert find_run("equal", None).best == (created.best_trial.number,)
+
+
 def test_a_storage_that_cannot_be_read_is_named_and_the_others_are_shown(folder):
     study("first")
     with sqlite3.connect("broken.db") as connection:
