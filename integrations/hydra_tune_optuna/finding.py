@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hydra_tune.cli.run.weights_query import WeightsQuery
 from hydra_tune_optuna.study_reader import stored_study
-from hydra_tune_optuna.weights import weights_path
+from hydra_tune_optuna.weights import refuse_later, weights_path
 
 
 def find_weights(query: WeightsQuery) -> Path:
@@ -22,6 +22,9 @@ def find_weights(query: WeightsQuery) -> Path:
 
     Raises:
         ConfigError: the storage or the study is missing.
-        WeightsError: the weights are not kept.
+        WeightsError: the weights are not kept, or the trial's value is that of an earlier report (`result="best"`).
+        FileError: the file cannot be read, or is damaged.
     """
-    return weights_path(stored_study(query.storage, query.study), query.trial, weights_dir=query.weights_dir)
+    path = weights_path(stored_study(query.storage, query.study), query.trial, weights_dir=query.weights_dir)
+    refuse_later(path, query.trial)
+    return path

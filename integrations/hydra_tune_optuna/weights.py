@@ -338,7 +338,7 @@ def load_module(
     """
     frozen = _frozen(study, trial)
     path = _path_of(study, frozen, weights_dir)
-    _refuse_later(path, frozen.number)
+    refuse_later(path, frozen.number)
     task = build(optuna_internals.as_running(study, frozen))
     if not isinstance(task, TrainTask):
         raise WeightsError(
@@ -348,8 +348,17 @@ def load_module(
     return load_task_module(task, path)
 
 
-def _refuse_later(path: Path, number: int) -> None:
-    """Refuse weights that do not give the value of their trial."""
+def refuse_later(path: Path, number: int) -> None:
+    """Refuse weights that do not give the value of their trial.
+
+    Args:
+        path: of the kept weights.
+        number: of the trial.
+
+    Raises:
+        WeightsError: the value is that of an earlier report.
+        FileError: the file cannot be read, or is damaged.
+    """
     report = load_metadata(path).get(_EARLIER)
     if report is not None:
         count = report.partition(" ")[0]
@@ -357,7 +366,7 @@ def _refuse_later(path: Path, number: int) -> None:
             f"the value of trial {number} is that of its report {report} (result='best'), and the kept weights are those of "
             f"the last step, which give another value; train the trial's task again up to that report (dataclasses.replace("
             f"task, stop=lambda history: len(history) == {count})), or load the weights of the last step with "
-            f"hydra_tune.load_module(task, weights_path(study, {number}))"
+            f"hydra_tune.load_module(task, {str(path)!r})"
         )
 
 

@@ -106,6 +106,24 @@ def test_what_cannot_be_had_is_said_and_nothing_is_written(swept, best, tmp_path
     assert not (swept[0].folder / "nowhere.db").exists()
 
 
+def test_weights_that_do_not_give_the_value_are_refused(tmp_path, monkeypatch):
+    project = Project(tmp_path)
+    model = tmp_path / "model.py"
+    # The value of the first epoch, as all later ones diverge.
+    model.write_text(model.read_text().replace("epochs=epochs,", "epochs=epochs, result='best',"))
+    project.change("lr: {distribution: log_uniform_values, min: 1e-5, max: 0.1}", "lr: {value: 1.0}")
+    project.change("max_concurrent: 4", "keep_best: 1, storage: 'sqlite:///trials.db', study: first")
+    done = project.call("--json", "--no-log", "--run-cap", "1")
+    assert done.returncode == 0, done.stderr
+    (weights,) = json.loads(done.stdout)["weights"].values()
+    monkeypatch.chdir(tmp_path)
+    refused = CliRunner().invoke(main, ["best", "--out", "out"])
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "the value of trial 0 is that of its report " in refused.stderr
+    assert f"with hydra_tune.load_module(task, '{weights}')" in refused.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_file_is_replaced_only_by_force(best, tmp_path):
     out = tmp_path / "out"
     out.write_text("mine")

@@ -21,7 +21,8 @@ from hydra_tune.observe.live.snapshot import TrialView
 _EXIT_CODES = """\b
 Exit codes:
   0    done
-  1    the weights are not kept, are damaged, or cannot be written
+  1    the weights are not kept, do not give the value of the trial, are damaged, or
+       cannot be written
   2    the command makes no sense, or there is no such run or trial; nothing was written
   130  interrupted by Ctrl-C
 """

@@ -28,5 +28,6 @@ class WeightsQuery:
 
 WeightsFinder = Callable[[WeightsQuery], Path]
 """Finds the file of a trial's weights, from the entry points `hydra_tune.weights`. Raises `ConfigError` if the storage or
-the study does not exist, and `WeightsError` if the weights were not kept; creates nothing.
+the study does not exist, and `WeightsError` if the weights were not kept or do not give the trial's value; creates
+nothing.
 """
