@@ -53,7 +53,8 @@ def run_check(spec: SweepSpec, *, as_json: bool) -> int:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE
     except HydraTuneError as error:
-        if error.__cause__ is not None:  # the user's code may raise anything
+        # The user's code may raise anything; an error of hydra-tune says enough in one line.
+        if error.__cause__ is not None and not isinstance(error.__cause__, HydraTuneError):
             traceback.print_exception(error.__cause__, file=sys.stderr)
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE

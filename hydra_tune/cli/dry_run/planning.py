@@ -145,7 +145,8 @@ def _planned(
     except BudgetError as refusal:
         error, enough = str(refusal), refusal.enough_bytes
     except TaskError as refusal:
-        if refusal.__cause__ is not None:  # the user's code may raise anything
+        # The user's code may raise anything; an error of hydra-tune says enough in one line.
+        if refusal.__cause__ is not None and not isinstance(refusal.__cause__, HydraTuneError):
             traceback.print_exception(refusal.__cause__, file=sys.stderr)
         error = str(refusal)
     except HydraTuneError as refusal:

@@ -83,6 +83,8 @@ def test_what_is_wrong_is_code_2(first, file, old, new, problem):
     done = call("check", "space.yaml")
     assert (done.exit_code, done.stdout) == (2, "")
     assert problem in done.stderr
+    # The user's own code is shown with its lines, and no code of this package.
+    assert ("Traceback" in done.stderr) == ("1 / 0" in new)
 
 
 def finished():
