@@ -52,6 +52,9 @@ def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
     Raises:
         RefusedTrainerError: the `Trainer` has settings or code that the pool would not train exactly; all are named.
     """
+    if isinstance(make_trainer, Trainer):
+        reason = f"make_trainer is a {type(make_trainer).__name__}, and each trial needs a Trainer of its own"
+        raise RefusedTrainerError([f"{reason}: give a function that makes the Trainer, such as lambda: Trainer(...)"])
     with own_random_state():
         trainer = make_trainer()
         if not isinstance(trainer, Trainer):

@@ -338,6 +338,11 @@ def test_settings_that_need_other_hardware_or_services_are_refused(tmp_path, cha
         task_from_trainer(make)
 
 
+def test_a_trainer_in_place_of_its_function_is_refused(tmp_path):
+    with pytest.raises(RefusedTrainerError, match=r"make_trainer is a Trainer, .*: give a function that makes the Trainer"):
+        task_from_trainer(making(tmp_path)())
+
+
 def test_all_reasons_are_told_at_once(tmp_path):
     with pytest.raises(RefusedTrainerError) as refused:
         task_from_trainer(making(tmp_path, eval_delay=1, save_strategy="epoch", trainer_class=OwnLoss))
