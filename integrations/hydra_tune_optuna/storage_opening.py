@@ -23,18 +23,17 @@ def has_tables(url: str) -> bool:
     """Whether a storage has Optuna's tables; creates neither the tables nor a file.
 
     Raises:
-        ConfigError: the storage cannot be there, as its folder is missing.
+        ConfigError: the text is no URL, or the file cannot be there, as its folder is missing.
         Exception: whatever SQLAlchemy raises about the URL of a database, or its server.
     """
-    prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
-    if prefix is None:
+    path = _file(url)
+    if path is None:
         from sqlalchemy import create_engine, inspect  # noqa: PLC0415 - it takes a while, and files do not need it
 
         return inspect(create_engine(url)).has_table("alembic_version")
-    path = Path(url.removeprefix(prefix).partition("?")[0])
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {str(path.parent.absolute())!r}; make the folder")
-    return path.is_file() and (prefix != _SQLITE or _has_tables(path))
+    return path.is_file() and (not url.startswith(_SQLITE) or _has_tables(path))
 
 
 def check_file(url: str) -> None:
@@ -43,16 +42,26 @@ def check_file(url: str) -> None:
     A search that has just begun creates its tables. A second program that creates them at the same time makes the search fail.
 
     Raises:
-        ConfigError: there is no such file, or an SQLite file has no tables of Optuna, or not all of them yet.
+        ConfigError: the text is no URL, there is no such file, or an SQLite file has no tables of Optuna, or not all of
+            them yet.
     """
+    path = _file(url)
+    if path is not None:
+        if not path.is_file():
+            raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
+        if url.startswith(_SQLITE) and not _has_tables(path):
+            raise ConfigError(f"the storage {url!r} has no study: Optuna's tables are not there, or not yet")
+
+
+def _file(url: str) -> Path | None:
+    """Path of a storage's file; None for a server."""
     prefix = next((prefix for prefix in _FILES if url.startswith(prefix)), None)
     if prefix is not None:
         # Without the options of a database's URL.
-        path = Path(url.removeprefix(prefix).partition("?")[0])
-        if not path.is_file():
-            raise ConfigError(f"the storage {url!r} cannot be opened: there is no file {str(path)!r}")
-        if prefix == _SQLITE and not _has_tables(path):
-            raise ConfigError(f"the storage {url!r} has no study: Optuna's tables are not there, or not yet")
+        return Path(url.removeprefix(prefix).partition("?")[0])
+    if "://" not in url:
+        raise ConfigError(f"{url!r} is no URL of a storage; did you mean '{_SQLITE}{url}'?")
+    return None
 
 
 def _has_tables(path: Path) -> bool:

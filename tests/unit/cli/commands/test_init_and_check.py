@@ -117,7 +117,7 @@ def test_no_sweep_that_the_study_or_another_process_would_not_let_begin_passes(f
     (first / "checkpoints").mkdir(mode=0o700)
     there = "the study 'first' in sqlite:///trials.db is there already"
     for old, new, problem in (
-        ("sqlite:///", "", "hydra.storage: 'trials.db' cannot be opened: "),
+        ("sqlite:///", "", "is no URL of a storage; did you mean 'sqlite:///trials.db'?"),
         ("sqlite:///", "sqlite:///no/", f"there is no folder '{first}/no'; make the folder"),
         ("sqlite:///", "nonsense://", "hydra.storage: 'nonsense://trials.db' cannot be opened: "),
         ("epochs: {value: 12}", "epochs: {value: 3}", f"parameters.epochs: {there}, with "),

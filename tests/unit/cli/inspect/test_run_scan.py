@@ -107,6 +107,8 @@ def test_a_storage_that_cannot_be_read_is_named_and_the_others_are_shown(folder)
     assert "broken.db' has no study" in notes[0]
     with pytest.raises(ConfigError, match="there is no file"):
         find_runs(folder, "sqlite:///nowhere.db")
+    with pytest.raises(ConfigError, match=r"'nowhere\.db' is no URL of a storage; did you mean 'sqlite:"):
+        find_runs(folder, "nowhere.db")
     assert not (folder / "nowhere.db").exists()
 
 
