@@ -9,6 +9,7 @@ unless the sweep runs on a Ray cluster.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -25,6 +26,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from hydra_tune import TrainTask
+from hydra_tune.cli.inspect.run_scan import absolute_storage
 from hydra_tune.cli.sweep_file.domains import ChoiceDomain, Domain, FloatDomain, IntDomain, grid_size
 from hydra_tune.cli.sweep_file.request import Outcome, SweepRequest, TrialRecord
 from hydra_tune.cli.sweep_file.spec import PruningRule, SweepSpec
@@ -157,8 +159,10 @@ def check_sweep(spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
         study = _stored(spec)
     if study is None:
         if resume:
+            place = absolute_storage(spec.storage or "", Path.cwd())
             raise ConfigError(
-                f"--resume: there is no study {spec.study!r} in {spec.storage} to go on with; leave --resume out to begin one"
+                f"--resume: there is no study {spec.study!r} in {place} to go on with; "
+                "give the command in the folder of the first run, or without --resume to begin another study"
             )
         earlier: tuple[TrialRecord, ...] = ()
     else:

@@ -339,7 +339,9 @@ def test_settings_that_need_other_hardware_or_services_are_refused(tmp_path, cha
 
 
 def test_a_trainer_in_place_of_its_function_is_refused(tmp_path):
-    with pytest.raises(RefusedTrainerError, match=r"make_trainer is a Trainer, .*: give a function that makes the Trainer"):
+    with pytest.raises(
+        RefusedTrainerError, match=r"make_trainer is a Trainer, .*: give a function that makes the Trainer"
+    ):
         task_from_trainer(making(tmp_path)())
 
 

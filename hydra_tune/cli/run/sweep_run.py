@@ -201,10 +201,11 @@ def check_beginning(spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
     if resume:
         assert spec.checkpoint_dir is not None, "checked before"
         assert spec.study is not None, "checked before"
-        if not sweep_path(absolute_path(spec.checkpoint_dir), spec.study).is_dir():
+        folder = absolute_path(spec.checkpoint_dir)
+        if not sweep_path(folder, spec.study).is_dir():
             raise SweepFileError(
-                f"--resume: there is no sweep {spec.study!r} in {spec.checkpoint_dir!r} to go on with; leave --resume out to "
-                "begin one"
+                f"--resume: there is no sweep {spec.study!r} in {str(folder)!r} to go on with; give the command in the folder "
+                "of the first run, or without --resume to begin another study"
             )
     return study_reader().check(spec, resume=resume)
 

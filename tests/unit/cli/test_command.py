@@ -103,7 +103,9 @@ def test_going_on_with_nothing_makes_nothing(tmp_path, monkeypatch):
     )
     result = CliRunner().invoke(main, ["sweep", "space.yaml", "--resume", "--no-log"])
     assert result.exit_code == 2
-    assert "there is no sweep 'first' in 'saved' to go on with; leave --resume out to begin one" in result.stderr
+    assert (
+        f"there is no sweep 'first' in '{tmp_path}/saved' to go on with; give the command in the fold" in result.stderr
+    )
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"resumed_model.py", "space.yaml"}
 
 

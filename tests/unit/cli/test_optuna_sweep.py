@@ -94,12 +94,16 @@ def test_a_tuner_broken_in_another_way_says_so_itself(monkeypatch):
 
 
 @pytest.mark.parametrize("made", [False, True])
-def test_there_has_to_be_something_to_go_on_with(tmp_path, made):
+def test_there_has_to_be_something_to_go_on_with(tmp_path, monkeypatch, made):
     path = tmp_path / "trials.db"
     if made:
         optuna.create_study(study_name="other", storage=f"sqlite:///{path}")
-    with pytest.raises(ConfigError, match=r"--resume: there is no study 'first' in sqlite:.* to go on with"):
-        check_sweep(spec(storage=f"sqlite:///{path}", study="first", run_cap=1), resume=True)
+    monkeypatch.chdir(tmp_path)
+    message = (
+        f"there is no study 'first' in sqlite:///{path} to go on with; give the command in the folder of the first run"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_sweep(spec(storage="sqlite:///trials.db", study="first", run_cap=1), resume=True)
     assert path.exists() == made
 
 
