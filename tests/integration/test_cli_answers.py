@@ -151,6 +151,8 @@ def test_a_sweep_in_memory_is_known_by_its_log_alone(project):
     done = project.call("--json", "--run-cap", "3")
     (run,) = runs_of()
     assert (run["name"], run["state"], run["storage"]) == ("first", "finished", None)
+    for file in ("space.yaml", run["logs"][0]):
+        assert [found["trials"] for found in runs_of(file)] == [run["trials"]]
     report = json.loads(done.stdout)
     assert [trial["number"] for trial in run["trials"]] == [
         trial["number"] for trial in sorted(report["trials"], key=lambda trial: trial["value"])
@@ -192,7 +194,16 @@ def test_a_study_by_stock_optuna_is_read_drawn_and_left_as_it_is(tmp_path, monke
     study.optimize(objective, n_trials=6)
     before = (tmp_path / "stock.db").read_bytes()
     (run,) = runs_of()
-    assert runs_of("--storage", storage) == [run]
+    assert runs_of("--storage", storage) == runs_of("stock.db") == [run]
+    optuna.create_study(study_name="other", storage=storage)
+    (tmp_path / "space.yaml").write_text(
+        f"task: a:b\nmetric: {{name: x}}\nname: stock\nhydra: {{storage: '{storage}'}}\n"
+    )
+    (found,) = runs_of("space.yaml")
+    assert (found["name"], found["counts"]) == ("stock", {"completed": 6})
+    optuna.delete_study(study_name="other", storage=storage)
+    (tmp_path / "space.yaml").unlink()
+    before = (tmp_path / "stock.db").read_bytes()
     assert (run["name"], run["state"], run["counts"], run["planned"]) == ("stock", "idle", {"completed": 6}, None)
     assert run["best"][0]["value"] == study.best_value
     assert run["best"][0]["metrics"] == {"twice": study.best_trial.user_attrs["twice"]}

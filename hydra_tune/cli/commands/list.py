@@ -15,13 +15,13 @@ from rich.console import Console
 
 from hydra_tune.cli.commands.sweep import USAGE
 from hydra_tune.cli.inspect.run_output import print_list, print_status, to_json
-from hydra_tune.cli.inspect.run_scan import find_runs
+from hydra_tune.cli.inspect.run_scan import find_runs, runs_of
 from hydra_tune.errors import ConfigError
 
 _EXIT_CODES = """\b
 Exit codes:
   0    done, also where there are no runs
-  2    there is no such folder or storage
+  2    there is no such folder, file or storage, or no run of the file
   130  interrupted by Ctrl-C
 """
 
@@ -31,33 +31,34 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output."
     )(command)
     command = click.option("--storage", metavar="URL", help="Look only for the studies in this storage.")(command)
-    return click.argument("folder", default=".", type=click.Path(path_type=Path))(command)
+    return click.argument("place", default=".", type=click.Path(path_type=Path))(command)
 
 
 @click.command(epilog=_EXIT_CODES)
 @_options
-def list_command(*, folder: Path, storage: str | None, as_json: bool) -> None:
-    """List the runs of FOLDER or of a storage.
+def list_command(*, place: Path, storage: str | None, as_json: bool) -> None:
+    """List the runs of PLACE or of a storage.
 
-    Looks for sweep files, SQLite files and event logs in FOLDER, by default the current one, and in FOLDER/runs.
+    PLACE is a folder, by default the current one, or a sweep file, an event log or an SQLite file. Looks for such files
+    in a folder, and for event logs also in its folder runs.
     """
-    _show(folder, storage, as_json=as_json, with_trials=False)
+    _show(place, storage, as_json=as_json, with_trials=False)
 
 
 @click.command(epilog=_EXIT_CODES)
 @_options
-def status(*, folder: Path, storage: str | None, as_json: bool) -> None:
+def status(*, place: Path, storage: str | None, as_json: bool) -> None:
     """Show how far runs have come, and how they go on.
 
-    Looks at the runs of FOLDER, or of a storage. Tells a running sweep from a killed one by the lock of its event
-    log or of its checkpoints. Looks in the same places as hydra-tune list.
+    Looks at the runs of PLACE, or of a storage. Tells a running sweep from a killed one by the lock of its event
+    log or of its checkpoints. PLACE is as for hydra-tune list.
     """
-    _show(folder, storage, as_json=as_json, with_trials=True)
+    _show(place, storage, as_json=as_json, with_trials=True)
 
 
-def _show(folder: Path, storage: str | None, *, as_json: bool, with_trials: bool) -> None:
+def _show(place: Path, storage: str | None, *, as_json: bool, with_trials: bool) -> None:
     try:
-        runs, notes = find_runs(folder, storage)
+        runs, notes = (runs_of(place, storage), []) if place.is_file() else find_runs(place, storage)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
@@ -66,7 +67,7 @@ def _show(folder: Path, storage: str | None, *, as_json: bool, with_trials: bool
     if as_json:
         click.echo(json.dumps({"runs": [to_json(run, with_trials=with_trials) for run in runs]}, allow_nan=False))
     elif not runs:
-        place = folder.resolve() if storage is None else storage
-        click.echo(f"no runs in {place}; hydra-tune init writes a sweep to begin with, and hydra-tune sweep runs one")
+        where = place.resolve() if storage is None else storage
+        click.echo(f"no runs in {where}; hydra-tune init writes a sweep to begin with, and hydra-tune sweep runs one")
     else:
         (print_status if with_trials else print_list)(Console(highlight=False), runs)

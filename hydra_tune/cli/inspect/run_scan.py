@@ -107,20 +107,36 @@ def find_run(name: str | None, storage: str | None) -> SweepRunRecord:
     """
     path = Path(name or "")
     if not path.is_file():
-        return _only(find_runs(Path.cwd(), storage)[0], name, storage)
+        return _only(_named(find_runs(Path.cwd(), storage)[0], name, storage), name, storage)
+    runs = runs_of(path, storage)
+    # The newest of a sweep whose studies were in memory.
+    return runs[0] if runs[0].storage is None else _only(runs, None, runs[0].storage)
+
+
+def runs_of(path: Path, storage: str | None) -> list[SweepRunRecord]:
+    """Find the runs of a file, the newest first.
+
+    Args:
+        path: a sweep file, an event log or an SQLite file.
+        storage: storage of the study; None: that of the file.
+
+    Raises:
+        ConfigError: there is no run, or the storage cannot be read.
+    """
     if path.suffix in _DATABASES:
-        return find_run(None, f"sqlite:///{path}")
+        url = f"sqlite:///{path}"
+        return _named(find_runs(Path.cwd(), url)[0], None, url)
     if path.suffix not in _YAML:
         runs, notes = find_runs(Path.cwd(), storage, path)
         runs = [run for run in runs if path.resolve() in {log.resolve() for log in run.logs}]
         if not runs:
             raise ConfigError("; ".join(notes) or f"{path} is no sweep file, no event log and no SQLite file; give one")
-        return runs[0]
+        return runs
     spec = read_sweep_file(path)
-    url = storage or spec.storage
-    runs, _ = find_runs(Path.cwd(), url, path)
-    if url is not None:
-        return _only(runs, spec.study, url)
+    given = storage or spec.storage
+    runs, _ = find_runs(Path.cwd(), given, path)
+    if given is not None:
+        return _named(runs, spec.study, given)
     runs = [
         run
         for run in runs
@@ -131,22 +147,34 @@ def find_run(name: str | None, storage: str | None) -> SweepRunRecord:
             f"{path}: the sweep has no hydra.storage, and this folder has no event log of the sweep; run hydra-tune sweep "
             f"{path}, or give the event log"
         )
-    return runs[0]
+    return runs
+
+
+def _named(runs: list[SweepRunRecord], name: str | None, storage: str | None) -> list[SweepRunRecord]:
+    chosen = [run for run in runs if name in (None, run.name)]
+    if not chosen:
+        there = f"; there is {_names(runs)}" if runs else ""
+        remedy = "; give a sweep file, an event log, or --storage URL" if storage is None else ""
+        run = "run" if name is None else f"run {name!r}"
+        raise ConfigError(f"there is no {run} in {_place(storage)}{there}{remedy}")
+    return chosen
 
 
 def _only(runs: list[SweepRunRecord], name: str | None, storage: str | None) -> SweepRunRecord:
-    place = "this folder" if storage is None else masked(storage)
-    names = ", ".join(repr(known) for known in sorted({run.name for run in runs}))
-    chosen = [run for run in runs if name in (None, run.name)]
-    if len(chosen) == 1:
-        return chosen[0]
-    if not chosen:
-        there = f"; there is {names}" if names else ""
-        remedy = "; give a sweep file, an event log, or --storage URL" if storage is None else ""
-        raise ConfigError(f"there is no {'run' if name is None else f'run {name!r}'} in {place}{there}{remedy}")
+    if len(runs) == 1:
+        return runs[0]
+    place = _place(storage)
     if name is None:
-        raise ConfigError(f"there are {len(chosen)} runs in {place}: {names}; give the name of one")
-    raise ConfigError(f"there are {len(chosen)} runs {name!r} in {place}; give the event log of one, or --storage URL")
+        raise ConfigError(f"there are {len(runs)} runs in {place}: {_names(runs)}; give the name of one")
+    raise ConfigError(f"there are {len(runs)} runs {name!r} in {place}; give the event log of one, or --storage URL")
+
+
+def _place(storage: str | None) -> str:
+    return "this folder" if storage is None else masked(storage)
+
+
+def _names(runs: list[SweepRunRecord]) -> str:
+    return ", ".join(repr(known) for known in sorted({run.name for run in runs}))
 
 
 def kept_study(run: SweepRunRecord) -> tuple[str, str]:
