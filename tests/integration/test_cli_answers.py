@@ -117,7 +117,7 @@ def test_a_sweep_runs_is_killed_and_finishes(project):
         assert "running" in run["counts"]
         text = call("status").output
         assert text.startswith("first: running (its process is at work)\n")
-        assert re.search(r"^  trial \d+  running  val_loss \S+  lr=.*last report: step \d+$", text, re.MULTILINE)
+        assert re.search(r"^  trial \d+  running  val_loss \S+  lr=.*last report: epoch \d+/600$", text, re.MULTILINE)
         assert re.search(r"^first +running +0/3 ", call("list").output, re.MULTILINE)
         # The process and its supervisor, as a machine that goes down ends both.
         os.killpg(process.pid, signal.SIGKILL)
@@ -174,6 +174,13 @@ def test_ctrl_c_says_what_running_trials_have_reached_and_how_to_go_on(project):
     reached = re.findall(r"^  trial \d+  interrupted  val_loss \S+  epoch \d+/1000000  lr=", printed, re.MULTILINE)
     assert reached
     assert printed.endswith("\nto go on: hydra-tune sweep space.yaml --resume\n")
+    # Epochs count from 1, as in the lines of the sweep; a report is of the epoch before that of the interruption, or of it.
+    told = call("status").output
+    assert len(
+        re.findall(
+            r"^  trial \d+  interrupted  val_loss \S+  lr=.*  last report: epoch \d+/1000000$", told, re.MULTILINE
+        )
+    )
     (run,) = runs_of()
     assert (run["state"], run["counts"]) == ("interrupted", {"interrupted": 4})
     assert run["next_step"] == "to go on: hydra-tune sweep space.yaml --resume"

@@ -130,7 +130,8 @@ class SweepProgressTracker:
             entry = self._entries[number]
             entry.view = replace(entry.view, state="queued", params=dict(params), epoch=0, epochs=task.epochs)
             entry.task = task
-        self._note(what="built", number=number, params=dict(params))
+        epochs = task.epochs if task.report_every == "epoch" else None
+        self._note(what="built", number=number, params=dict(params), epochs=epochs)
 
     def submitted(self, job: Job) -> None:
         """Note the job of a task; the task object itself identifies the trial."""

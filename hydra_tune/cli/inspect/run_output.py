@@ -128,8 +128,12 @@ def _status_lines(run: SweepRunRecord) -> list[str]:
 
 
 def _under_way(trial: TrialView, run: SweepRunRecord) -> str:
+    line = trial_line(trial, run.metric_name)
+    if trial.value is None:
+        return line
     # Steps are those of reports: epochs from 0, or optimizer steps with report_every.
-    return f"{trial_line(trial, run.metric_name)}{'' if trial.value is None else f'  last report: step {trial.step}'}"
+    step = f"step {trial.step}" if trial.epochs is None else f"epoch {text.epochs(trial.step + 1, trial.epochs)}"
+    return f"{line}  last report: {step}"
 
 
 def _near(path: Path) -> Path:

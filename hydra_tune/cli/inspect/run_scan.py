@@ -344,7 +344,8 @@ def _trials(part: _RunParts, logs: list[RunState]) -> tuple[TrialView, ...]:
         }
         view = logged.get(trial.number, trial)
         metrics = {**view.metrics, **trial.metrics}
-        trials.append(replace(trial, params=params, metrics=metrics, error=trial.error or view.error))
+        error = trial.error or view.error
+        trials.append(replace(trial, params=params, epochs=view.epochs, metrics=metrics, error=error))
     return tuple(trials)
 
 

@@ -38,7 +38,7 @@ class RunState:
         is_alive: whether the process of the run still writes the log.
         is_ended: whether the log was closed in order.
         sweep: facts that `hydra-tune sweep` has noted about its study; empty for other programs.
-        trials: by name of the job; values as last reported.
+        trials: by name of the job; values as last reported; `epochs` where reports are those of epochs.
     """
 
     path: Path
@@ -115,7 +115,7 @@ def _take(state: RunState, data: Mapping[str, Any]) -> None:
 def _take_trial(state: RunState, data: Mapping[str, Any]) -> None:
     """Take the sweep's own account of a trial, which holds for fused trials, too."""
     name = f"trial {data['number']}"
-    names = ("state", "params", "value", "error")
+    names = ("state", "params", "epochs", "value", "error")
     facts = {key: number_of(data[key]) for key in names if data.get(key) is not None}
     state.trials[name] = replace(state.trials.get(name, _new(name, len(state.trials))), **facts)
 

@@ -5,7 +5,9 @@ from datetime import UTC, datetime, timedelta
 
 import optuna
 import pytest
+from rich.console import Console
 
+from hydra_tune.cli.inspect.run_output import print_status
 from hydra_tune.cli.inspect.run_scan import find_run, find_runs
 from hydra_tune.cli.inspect.sweep_run_record import phase_of
 from hydra_tune.errors import ConfigError
@@ -129,3 +131,18 @@ def test_the_state_of_a_run_that_no_process_has(states, log, planned, has_folder
     state = None if log is None else RunState(path=folder, started_at=datetime.now(UTC), is_alive=False, **log)
     assert phase_of(trials, state, planned=planned, is_alive=False, has_folder=has_folder) == phase
     assert phase_of(trials, state, planned=planned, is_alive=True, has_folder=has_folder) == "running"
+
+
+@pytest.mark.parametrize(("epochs", "told"), [(40, "epoch 6/40"), (None, "step 5")])
+def test_a_report_is_told_by_its_epoch_where_it_is_an_epochs(folder, capsys, epochs, told):
+    created = optuna.create_study(study_name="first", storage="sqlite:///trials.db")
+    created.ask().report(0.5, 5)
+    log = made(folder / "a.jsonl")
+    log.sweep(
+        what="opened", study="first", storage="sqlite:///trials.db", folder=str(folder), file="a.yaml", goal="minimize"
+    )
+    log.sweep(what="built", number=0, params={}, epochs=epochs)
+    log.job("0:trial 0", "submitted", priority=0)
+    log.close()
+    print_status(Console(width=200), find_runs(folder)[0])
+    assert capsys.readouterr().out.splitlines()[2] == f"  trial 0  interrupted  value 0.5  last report: {told}"
