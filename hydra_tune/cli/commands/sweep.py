@@ -34,6 +34,8 @@ Exit codes:
   1    the sweep ended with an error, or no trial completed
   2    the command or FILE makes no sense, or another process runs the sweep;
        no trial has begun
+  75   the last device was lost after a signal, before all trials were saved;
+       --resume goes on
   130  interrupted by Ctrl-C
   143  interrupted by SIGTERM
 """

@@ -101,6 +101,12 @@ def test_help_texts_are_sentences(name):
         assert not text.endswith("..."), text
 
 
+def test_the_help_of_sweep_has_every_exit_code_of_the_reference():
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", section(CLI, "Exit codes"), re.MULTILINE)
+    codes = re.findall(r"^  (\d+) ", main.commands["sweep"].epilog, re.MULTILINE)
+    assert codes == [code for code, _ in rows]
+
+
 def test_the_shell_can_complete_commands_and_options():
     for words, expected in (("hydra-tune sta", "status"), ("hydra-tune show --t", "--top")):
         environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
