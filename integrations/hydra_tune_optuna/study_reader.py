@@ -9,6 +9,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ class OptunaStudyReader:
         for name, function in _PICTURES.items():
             try:
                 _check_has_points(loaded, name)
-                pictures.append(draw(getattr(plots, function), loaded))
+                options = {} if name == "learning curves" else {"params": _varying(loaded)}
+                pictures.append(draw(partial(getattr(plots, function), **options), loaded))
             except (ValueError, RuntimeError, ImportError) as error:
                 missing.append(f"no {name}: {message_line(error)}")
         if not pictures:
@@ -152,8 +154,16 @@ def _check_has_points(study: Study, name: str) -> None:
         raise ValueError("no trial has reported values along the way")
     if len(study.directions) > 1:
         raise ValueError("the study has several objectives")
-    if name != "learning curves" and not any(t.state == TrialState.COMPLETE and t.params for t in trials):
-        raise ValueError("no trial with parameters has completed")
+    if name != "learning curves" and _varying(study) == []:
+        raise ValueError("no trial with parameters that vary has completed")
+
+
+def _varying(study: Study) -> list[str] | None:
+    """Names of the parameters that are not fixed to one value; None where that is all, as Optuna chooses by itself then."""
+    trials = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    names = {name for trial in trials for name in trial.params}
+    varying = {name for trial in trials for name, kept in trial.distributions.items() if not kept.single()}
+    return None if names and varying == names else sorted(varying)
 
 
 def _matplotlib() -> Any:

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from matplotlib import image
 
 from hydra_tune.cli import main
+from hydra_tune_optuna import study_reader
 from tests.support.cli_project import Project
 
 SECONDS = 120
@@ -228,6 +229,33 @@ def test_a_study_by_stock_optuna_is_read_drawn_and_left_as_it_is(tmp_path, monke
     (run,) = runs_of()
     assert (run["state"], run["counts"]) == ("unclear", {"completed": 6, "running": 1})
     assert "no event log or lock here says whether their process lives" in run["next_step"]
+
+
+def test_a_fixed_parameter_is_in_no_picture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    study = optuna.create_study(study_name="stock", storage="sqlite:///stock.db")
+    study.optimize(lambda trial: trial.suggest_categorical("epochs", [12]) * objective(trial), n_trials=6)
+    texts = {}
+    pixels = study_reader._pixels
+
+    def drawn(plot, loaded):
+        def read(loaded):
+            axes = plot(loaded)
+            texts[getattr(plot, "func", plot).__name__] = {
+                label.get_text() for label in (*axes.get_xticklabels(), *axes.get_yticklabels())
+            }
+            return axes
+
+        return pixels(read, loaded)
+
+    monkeypatch.setattr(study_reader, "_pixels", drawn)
+    assert call("plot", "stock", "--out", "x.png").output == "plot: x.png\n"
+    for picture in ("plot_parallel_coordinate", "plot_param_importances"):
+        assert texts[picture] & {"x", "sign", "epochs"} == {"x", "sign"}
+    fixed = optuna.create_study(study_name="fixed", storage="sqlite:///fixed.db")
+    fixed.optimize(lambda trial: trial.suggest_categorical("epochs", [12]), n_trials=2)
+    refused = call("plot", "fixed", "--out", "x.png")
+    assert (refused.exit_code, "no trial with parameters that vary has completed" in refused.stderr) == (2, True)
 
 
 def test_without_plotly_a_page_is_refused_with_the_extra_to_install(tmp_path, monkeypatch):
