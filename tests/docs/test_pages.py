@@ -1,5 +1,6 @@
 """Pages of the site: all are in the contents, none is too long, and their links lead somewhere."""
 
+import ast
 import re
 
 import pytest
@@ -38,3 +39,24 @@ def test_links_lead_somewhere(page):
     """Sphinx checks those within the site; those that leave the site are checked here."""
     for target in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def texts_of(path):
+    """The texts of a program without its docstrings."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+    ]
+
+
+def test_messages_name_pages_by_titles_because_users_have_no_files_of_pages():
+    sources = [path for folder in ("hydra_tune", "integrations") for path in sorted((ROOT / folder).rglob("*.py"))]
+    texts = [text for path in sources for text in texts_of(path)]
+    texts.append((ROOT / "hydra_tune" / "cli" / "starter" / "space.yaml").read_text())
+    named = {title for text in texts for title in re.findall(r"page '([^']+)' of the documentation", text)}
+    assert len(named) >= 4
+    assert named <= {page.read_text().partition("\n")[0].removeprefix("# ") for page in ALL}
+    assert [text for text in texts if re.search(r"docs/[a-z]+/[a-z-]+\.md", text)] == []

@@ -66,7 +66,7 @@ class PythonChanges:
             _LOGGER.warning(
                 "%s is resumed, and %s had other values when the trial was saved: no checkpoint has what functions keep in "
                 "Python, and if the trial's numbers depend on these values, they are others than without the interruption; "
-                "keep such state in a buffer or an attribute of the model (docs/howto/resume.md)",
+                "keep such state in a buffer or an attribute of the model (the page 'Stop and resume' of the documentation)",
                 self._trial,
                 names,
             )

@@ -126,7 +126,7 @@ class TrialObjects:
             _LOGGER.warning(
                 "%s= of a TrainTask reads the variable %r, which holds an AveragedModel, whose state is in no checkpoint: a "
                 "resumed trial averages anew, and so goes on to other numbers; make the average a part of the model "
-                "(docs/howto/metrics.md)",
+                "(the page 'Compute metrics' of the documentation)",
                 argument,
                 variable,
             )
