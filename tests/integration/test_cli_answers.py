@@ -7,9 +7,10 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import time
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import optuna
 import pytest
@@ -70,6 +71,22 @@ def until_running(process):
     raise AssertionError("no trial has reported")
 
 
+def stop_between_writes(process):
+    """Stop a process group while nobody writes to its study: a process that stops within a transaction keeps SQLite's lock."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        os.killpg(process.pid, signal.SIGSTOP)
+        with closing(sqlite3.connect("trials.db", timeout=0.1, isolation_level=None)) as connection:
+            try:
+                connection.execute("BEGIN EXCLUSIVE")
+            except sqlite3.OperationalError:
+                os.killpg(process.pid, signal.SIGCONT)
+                time.sleep(0.01)
+            else:
+                return
+    raise AssertionError("a transaction was under way at each stop")
+
+
 def test_an_empty_folder_has_no_runs_and_says_how_to_begin(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for command in ("list", "status"):
@@ -112,7 +129,7 @@ def test_a_sweep_runs_is_killed_and_finishes(project):
     with started(project, "--max-concurrent", "2", "--set", "epochs=600") as process:
         until_running(process)
         # A stopped process keeps its locks, and its trials do not end while the test looks.
-        os.killpg(process.pid, signal.SIGSTOP)
+        stop_between_writes(process)
         (run,) = runs_of()
         assert (run["name"], run["state"], run["planned"], run["next_step"]) == ("first", "running", 3, None)
         assert "running" in run["counts"]
