@@ -1,10 +1,11 @@
-"""Chooses the size of the shards so that a step moves the fewest bytes.
+"""Chooses the size of the shards: so that a step moves the fewest bytes, or so that copies run beside units.
 
 HYDRA's rule packs as many nodes into a shard as fit the device. But the larger a shard, the more room its units take
 from blocks that could have stayed on the device until their next use. The module therefore packs shards of a series of
 smaller sizes as well, simulates a step of each cut (`shard/cost/traffic_model.py`), and takes the cut that moves the
 fewest bytes. If `num_shards="tuned"`, `ShardPartitionPlanner` (`partition_planner.py`) calls `choose_packing` after
-cutting a training step into the largest shards.
+cutting a training step into the largest shards. By default the planner calls `beside_copies` instead, if copies cross a
+link.
 
 The choice uses only the pilot's knowledge and no clock, so the same task on the same budget is always cut in the same
 places. The time of a step is another matter. More shards mean more units and a smaller last shard, the only shard whose
