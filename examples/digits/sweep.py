@@ -14,8 +14,9 @@ def build(trial):
     return digits.build_vit(
         lr=trial.suggest_float("lr", 3e-4, 2e-2, log=True),
         width=trial.suggest_categorical("width", [48, 64]),
-        depth=trial.suggest_categorical("depth", [4, 5, 6]),
+        depth=trial.suggest_categorical("depth", [4, 6]),
         dropout=trial.suggest_categorical("dropout", [0.0, 0.1]),
+        epochs=5,
     )
 
 
@@ -25,10 +26,10 @@ def main():
         study = optuna.create_study(
             direction="maximize",
             sampler=optuna.samplers.TPESampler(seed=0),
-            pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=2, reduction_factor=2),
+            pruner=optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=2),
             executor=pool,
         )
-        study.optimize(build, n_trials=16)
+        study.optimize(build, n_trials=8)
         stats = pool.stats()
     pruned = sum(trial.state == optuna.trial.TrialState.PRUNED for trial in study.trials)
     print(f"best val_acc {study.best_value:.4f} with {study.best_params}")
