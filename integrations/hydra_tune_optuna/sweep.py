@@ -138,19 +138,7 @@ def _open(request: SweepRequest) -> PoolStudy:
 
 
 def check_sweep(spec: SweepSpec, *, resume: bool) -> tuple[int, int | None]:
-    """Refuse a sweep that its study or its options would not let begin; creates nothing.
-
-    Args:
-        spec: the sweep.
-        resume: whether the study must be there.
-
-    Returns:
-        The trials of the study that have ended, and the trials that would run; None: without limit.
-
-    Raises:
-        ConfigError: the storage cannot be opened, has a study of this name with another direction or other parameters, or
-            has no study to resume.
-    """
+    """Refuse a sweep that its study or its options would not let begin, as `StudyReader.check` says; creates nothing."""
     try:
         check_keeping(spec.keep_best, spec.weights_dir)
     except ConfigError as error:

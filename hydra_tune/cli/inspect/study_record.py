@@ -57,7 +57,8 @@ class StudyReader(Protocol):
             The trials of the study that have ended, and the trials that would run; None: without limit.
 
         Raises:
-            ConfigError: the storage cannot be opened, its study does not fit the sweep, or there is no study to resume.
+            ConfigError: the storage cannot be opened, its study has another direction or other parameters, or there is no
+                study to resume.
         """
 
     def plot(self, storage: str, study: str, path: Path) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ _LOGGER = logging.getLogger(__name__)
 _MOST_STEP_SECONDS = 2e-3  # in shorter steps, overhead around the operators dominates
 _LEAST_STEPS = 20  # of a trial, before its step time is reliable
 _LEAST_TRIALS = 4
-_LEAST_SECONDS = 4.0  # of all trials' steps: "auto" times no groups for less, and capturing and tracing take a second
+_LEAST_SECONDS = 4.0  # of all trials' steps: of much less work, "auto" times no groups (`group_size_policy.py`)
 
 
 class FusionAdvisor:

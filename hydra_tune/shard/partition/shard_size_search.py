@@ -19,6 +19,7 @@ the forward alone would move no fewer bytes under a pager that lets parameters s
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from hydra_tune.quantities import format_bytes
@@ -102,15 +103,7 @@ def choose_packing(
         budget_bytes: budget of the device.
         habits: use of the shards by a step.
     """
-
-    def packing(edges: Sequence[int]) -> ShardPartitionCandidate:
-        costs = [measure(first, last) for first, last in pairwise(edges)]
-        return ShardPartitionCandidate(
-            edges=tuple(edges),
-            peak_bytes=max(cost.peak_bytes for cost in costs),
-            step_bytes=step_traffic(costs, budget_bytes, habits).nbytes,
-        )
-
+    packing = partial(_candidate, measure=measure, budget_bytes=budget_bytes, habits=habits)
     candidates = [packing(largest)]
     if candidates[0].step_bytes:  # also of a single shard, whose optimizer state may have to leave for its activations
         candidates += _smaller(candidates[0], pack, packing)
@@ -141,14 +134,23 @@ def beside_copies(
         The edges of shards of at most half the device, or of the next larger share into which every part can be cut and
         which moves no more than a quarter above the bytes of `largest`; else `largest`.
     """
-
-    def step_bytes(edges: Sequence[int]) -> int:
-        return step_traffic([measure(first, last) for first, last in pairwise(edges)], budget_bytes, habits).nbytes
-
-    moved_bytes = step_bytes(largest)
+    packing = partial(_candidate, measure=measure, budget_bytes=budget_bytes, habits=habits)
+    moved_bytes = packing(largest).step_bytes
     cuts = (pack(int(budget_bytes * share)) for share in _SHARES) if moved_bytes else ()
-    most_bytes = moved_bytes * _MOST_MORE
-    return list(next((edges for edges in cuts if edges is not None and step_bytes(edges) <= most_bytes), largest))
+    smaller = (packing(edges) for edges in cuts if edges is not None)
+    fitting = (candidate.edges for candidate in smaller if candidate.step_bytes <= moved_bytes * _MOST_MORE)
+    return list(next(fitting, largest))
+
+
+def _candidate(
+    edges: Sequence[int], *, measure: Measure, budget_bytes: int, habits: StepAccessPattern | None
+) -> ShardPartitionCandidate:
+    costs = [measure(first, last) for first, last in pairwise(edges)]
+    return ShardPartitionCandidate(
+        edges=tuple(edges),
+        peak_bytes=max(cost.peak_bytes for cost in costs),
+        step_bytes=step_traffic(costs, budget_bytes, habits).nbytes,
+    )
 
 
 def _smaller(
