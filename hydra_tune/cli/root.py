@@ -16,6 +16,7 @@ from hydra_tune import __version__
 from hydra_tune.cli.commands.best import best
 from hydra_tune.cli.commands.check import check
 from hydra_tune.cli.commands.devices import devices
+from hydra_tune.cli.commands.export import export
 from hydra_tune.cli.commands.init import init
 from hydra_tune.cli.commands.list import list_command, status
 from hydra_tune.cli.commands.plan import plan
@@ -56,6 +57,7 @@ def main() -> None:
 main.add_command(best)
 main.add_command(check)
 main.add_command(devices)
+main.add_command(export)
 main.add_command(init)
 main.add_command(list_command, name="list")
 main.add_command(plot)

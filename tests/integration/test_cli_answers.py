@@ -94,7 +94,13 @@ def test_an_empty_folder_has_no_runs_and_says_how_to_begin(tmp_path, monkeypatch
         assert done.exit_code == 0
         assert done.output.startswith(f"no runs in {tmp_path}; hydra-tune init writes a sweep")
     assert runs_of() == []
-    for command in (["show"], ["show", "first"], ["best", "first"], ["plot", "first", "--out", "x.png"]):
+    for command in (
+        ["show"],
+        ["show", "first"],
+        ["best", "first"],
+        ["plot", "first", "--out", "x.png"],
+        ["export", "--out", "x"],
+    ):
         done = call(*command)
         assert done.exit_code == 2, command
         assert "there is no run" in done.stderr

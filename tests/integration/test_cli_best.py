@@ -1,4 +1,4 @@
-"""Weights of a sweep: kept by `hydra-tune sweep`, named at its end, and written where they are wanted by `hydra-tune best`."""
+"""Weights of a sweep: kept by `hydra-tune sweep`, named at its end, and written by `hydra-tune best` and `export`."""
 
 import json
 import stat
@@ -8,6 +8,7 @@ import sys
 import optuna
 import pytest
 from click.testing import CliRunner
+from matplotlib import image
 
 from hydra_tune import load_module
 from hydra_tune.checkpoint.tensors import load_tensors
@@ -104,6 +105,49 @@ def test_what_cannot_be_had_is_said_and_nothing_is_written(swept, best, tmp_path
         assert (done.exit_code, message in done.stderr) == (code, True), (arguments, done.output)
     assert not out.exists()
     assert not (swept[0].folder / "nowhere.db").exists()
+
+
+def test_export_writes_trials_pictures_and_the_best_weights(swept, best, tmp_path):
+    folder = tmp_path / "results" / "of-first"
+    done = exported("space.yaml", "--out", folder)
+    assert (done.exit_code, done.output) == (0, f"export: {folder}\n")
+    assert sorted(path.name for path in folder.iterdir()) == ["best.safetensors", "plots.png", "run.json", "trials.csv"]
+    shown = CliRunner().invoke(main, ["show", "first", "--csv"])
+    assert (folder / "trials.csv").read_text() == shown.output
+    assert json.loads((folder / "run.json").read_text()) == json.loads(
+        CliRunner().invoke(main, ["show", "first", "--json"]).stdout
+    )
+    assert best("--out", tmp_path / "alone.safetensors").exit_code == 0
+    tensors, metadata = load_tensors(folder / "best.safetensors")
+    expected, same = load_tensors(tmp_path / "alone.safetensors")
+    assert metadata == same
+    assert tensors.keys() == expected.keys()
+    assert all(tensors[name].equal(tensor) for name, tensor in expected.items())
+    assert image.imread(folder / "plots.png").ndim == 3
+
+    refused = exported("first", "--out", folder)
+    assert (refused.exit_code, "has files; give another --out, or --force" in refused.stderr) == (2, True)
+    (folder / "trials.csv").write_text("")
+    assert exported("first", "--out", folder, "--force").exit_code == 0
+    assert (folder / "trials.csv").read_text() == shown.output
+
+
+def test_export_names_what_a_run_does_not_have(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    optuna.create_study(study_name="stock", storage="sqlite:///stock.db").optimize(lambda trial: 1.0, n_trials=2)
+    (tmp_path / "file").write_text("")
+    unwritten = exported("stock", "--out", "file/results")
+    assert (unwritten.exit_code, "cannot write into file/results" in unwritten.stderr) == (1, True)
+    done = exported("stock", "--out", "results")
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["run.json", "trials.csv"]
+    lines = done.stderr.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["no plots.png", "no best.safetensors"]
+    assert "has nothing to draw" in lines[0]
+
+
+def exported(*arguments):
+    return CliRunner().invoke(main, ["export", *map(str, arguments)])
 
 
 def test_weights_that_do_not_give_the_value_are_refused(tmp_path, monkeypatch):

@@ -71,9 +71,9 @@ def best(
         _print_best(record, chosen, as_json=as_json)
         return
     # torch takes seconds to import; help, version and a wrong name do not wait for it.
-    from hydra_tune.cli.run.export import export  # noqa: PLC0415
+    from hydra_tune.cli.run.export import export_weights  # noqa: PLC0415
 
-    sys.exit(export(record, chosen, out, weights_dir=weights_dir, overwrite=force, as_json=as_json))
+    sys.exit(export_weights(record, chosen, out, weights_dir=weights_dir, overwrite=force, as_json=as_json))
 
 
 def _print_best(run: SweepRunRecord, trial: TrialView, *, as_json: bool) -> None:

@@ -1,25 +1,23 @@
-"""Exports the weights of a sweep's trial to a file.
+"""Exports a run: the weights of one trial to a file (`hydra-tune best`), or all results to a folder (`hydra-tune export`)."""
 
-`cli/commands/best.py` calls `export` once the trial of `hydra-tune best` is found.
-"""
-
+import io
 import json
 import sys
 from pathlib import Path
 
 from hydra_tune.checkpoint.tensors import load_tensors, save_tensors
-from hydra_tune.cli.inspect.run_output import trial_data
-from hydra_tune.cli.inspect.run_scan import kept_study
+from hydra_tune.cli.inspect.run_output import to_json, trial_data
+from hydra_tune.cli.inspect.run_scan import kept_study, study_reader
 from hydra_tune.cli.inspect.sweep_run_record import SweepRunRecord
-from hydra_tune.cli.inspect.trial_output import trial_text
+from hydra_tune.cli.inspect.trial_output import chosen_trial, trial_text, write_csv
 from hydra_tune.cli.run.sweep_run import DONE, FAILED, INTERRUPTED, TUNER, USAGE
 from hydra_tune.cli.run.tuners import FINDERS, find
 from hydra_tune.cli.run.weights_query import WeightsQuery
-from hydra_tune.errors import ConfigError, FileError, WeightsError
+from hydra_tune.errors import ConfigError, FileError, HydraTuneError, WeightsError
 from hydra_tune.observe.live.snapshot import TrialView
 
 
-def export(
+def export_weights(
     run: SweepRunRecord, trial: TrialView, out: Path, *, weights_dir: str | None, overwrite: bool, as_json: bool
 ) -> int:
     """Find weights and write them to a file, with facts of their trial as metadata.
@@ -36,13 +34,7 @@ def export(
         The exit code of the program.
     """
     try:
-        storage, study = kept_study(run)
-        query = WeightsQuery(
-            study=study, storage=storage, trial=trial.number, weights_dir=weights_dir or run.weights_dir
-        )
-        path: Path = find(FINDERS, TUNER)(query)
-        tensors, metadata = load_tensors(path)
-        save_tensors(out, tensors, metadata, overwrite=overwrite)
+        study, path = _copy_weights(run, trial, out, weights_dir=weights_dir, overwrite=overwrite)
     except ConfigError as error:
         print(error, file=sys.stderr)  # noqa: T201 - it is output
         return USAGE
@@ -65,3 +57,45 @@ def export(
     else:
         print(f"{trial_text(run, trial)}\nweights: {out}")  # noqa: T201 - it is output
     return DONE
+
+
+def export_run(run: SweepRunRecord, folder: Path) -> list[str]:
+    """Write trials, pictures and the best weights of a run into a folder, and replace files of the same names.
+
+    Args:
+        run: the run.
+        folder: an existing folder.
+
+    Returns:
+        One line for each file that could not be made, with the reason.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    table = io.StringIO()
+    write_csv(table, run, None)
+    (folder / "trials.csv").write_text(table.getvalue(), encoding="utf-8")
+    (folder / "run.json").write_text(json.dumps(to_json(run), allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    missing: list[str] = []
+    try:
+        missing += study_reader().plot(*kept_study(run), folder / "plots.png")
+    except ConfigError as error:
+        missing.append(f"no plots.png: {error}")
+    try:
+        best = chosen_trial(run, None)
+        _copy_weights(run, best, folder / "best.safetensors", weights_dir=None, overwrite=True)
+    except HydraTuneError as error:
+        missing.append(f"no best.safetensors: {error}")
+    return missing
+
+
+def _copy_weights(
+    run: SweepRunRecord, trial: TrialView, out: Path, *, weights_dir: str | None, overwrite: bool
+) -> tuple[str, Path]:
+    """Write the weights of a trial to a file; return the study and the file of its `weights_dir`."""
+    storage, study = kept_study(run)
+    query = WeightsQuery(study=study, storage=storage, trial=trial.number, weights_dir=weights_dir or run.weights_dir)
+    path: Path = find(FINDERS, TUNER)(query)
+    tensors, metadata = load_tensors(path)
+    save_tensors(out, tensors, metadata, overwrite=overwrite)
+    return study, path
