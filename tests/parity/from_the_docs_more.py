@@ -170,6 +170,22 @@ def environment_variable(lr: float) -> Parts:
     return parts(lr, train=train, step=penalised(lambda: float(os.environ[name])))
 
 
+_PENALTIES: dict[int, float] = {}
+
+
+@program
+def dictionary_of_all_trials(lr: float) -> Parts:
+    name = random.getrandbits(60)
+    _PENALTIES[name] = 0.1
+    loader = DataLoader(data(), BATCH, shuffle=True)
+
+    def train() -> DataLoader:
+        _PENALTIES[name] *= 2
+        return loader
+
+    return parts(lr, train=train, step=penalised(lambda: _PENALTIES[name]))
+
+
 @program
 def noise_of_a_generator(lr: float) -> Parts:
     source = torch.Generator().manual_seed(11)

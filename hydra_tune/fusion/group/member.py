@@ -9,7 +9,7 @@ of its members computed together.
 
 import math
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hydra_tune.errors import BadLossError, CaptureError, TaskError, UnfusableError
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import BatchLeaves
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.capture.fingerprint import architecture_key
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.shard.python_state.opened_files import FileHolder
@@ -240,22 +241,28 @@ class MemberTrial(SingleTrial):
     def peek(self) -> Iterator[dict[str, MemberBatchRequest]]:
         """Context with the first training batch, and the first validation batch if any, without advancing the data.
 
-        What the data count in Python is put back at the end of the context, because a step inside may read that state.
+        What the data count in Python is put back at the end of the context, because a step inside may read that state. Other
+        trials may count in the same dictionary or in the environment, so the batches are drawn while nobody else computes:
+        the changes found are then this trial's own.
 
         Raises:
             UnfusableError: the data may come from an iterator, which would be advanced.
         """
+        has_changes = False
         try:
-            python_state = DataStateGuard(self.task.train, self.task.validate, self.task.loss_weight)
-        except TaskError as error:
-            raise UnfusableError(str(error)) from error
-        try:
-            requests = {"train": self._peeked("train", self.task.train)}
-            if self.task.validate is not None:
-                requests["evaluate"] = self._peeked("evaluate", self.task.validate)
+            with GATE.alone() if self._data_guard().runs_own_code else nullcontext():
+                python_state = self._data_guard()
+                try:
+                    requests = {"train": self._peeked("train", self.task.train)}
+                    if self.task.validate is not None:
+                        requests["evaluate"] = self._peeked("evaluate", self.task.validate)
+                finally:
+                    has_changes = python_state.note_changes()
             yield requests
         finally:
-            python_state.restore()
+            if has_changes:
+                with GATE.exclusive():
+                    python_state.undo_changes()
 
     @property
     def streams(self) -> RandomStreams:
@@ -273,6 +280,12 @@ class MemberTrial(SingleTrial):
             self._train_times = times
         else:
             self._evaluation_times = times
+
+    def _data_guard(self) -> DataStateGuard:
+        try:
+            return DataStateGuard(self.task.train, self.task.validate, self.task.loss_weight)
+        except TaskError as error:
+            raise UnfusableError(str(error)) from error
 
     def _peeked(self, mode: str, handle: Any) -> MemberBatchRequest:
         data_state = self._data_state()

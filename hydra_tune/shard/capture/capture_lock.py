@@ -7,17 +7,21 @@ trial's own code or a shard unit, passes the gate shared, and a capture passes t
 
 `captured_graph` (`shard/partition/trial_step.py`) takes the gate exclusively for each capture; the units of a batch
 (`train/loop/batch_units.py`) and a trial's own code between units (`train/trial.py`) take the gate shared.
+`MemberTrial.peek` (`fusion/group/member.py`) draws a batch alone, so that it can tell its own changes from those of others.
 """
 
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+
+_MOST_SECONDS_ALONE = 0.25
 
 
 class CaptureGate:
     """A lock shared by many threads or held by a single thread; a thread that waits for exclusive access goes first.
 
-    A thread inside `shared` may enter `shared` again, but not `exclusive`.
+    A thread inside `shared` may enter `shared` again, but neither `exclusive` nor `alone`.
     """
 
     def __init__(self) -> None:
@@ -26,6 +30,8 @@ class CaptureGate:
         self._alone = False
         self._waiting = 0
         self._forgotten: set[int] = set()  # threads inside `shared` not expected to leave
+        self._lone_thread: int | None = None  # the thread inside `shared` that keeps others out
+        self._lone_until = 0.0
         self._here = threading.local()
 
     @property
@@ -38,7 +44,7 @@ class CaptureGate:
         with self._condition:
             self._forgotten.add(thread)
             self._sharing -= 1
-            self._condition.notify_all()
+            self._let_others_in(thread)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -66,36 +72,65 @@ class CaptureGate:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Context for a capture."""
+        """Context for a capture; a thread inside `alone` lets others in from then on."""
+        with self.left() if self._lone_thread == threading.get_ident() else nullcontext():
+            with self._condition:
+                self._wait_until_free()
+                self._alone = True
+            try:
+                yield
+            finally:
+                with self._condition:
+                    self._alone = False
+                    self._condition.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context as of `shared` that keeps others out for a moment; a thread that takes longer lets others in."""
         with self._condition:
-            # Counted before the wait, so that no further computation enters `shared`.
-            self._waiting += 1
-            self._condition.wait_for(lambda: not self._alone and not self._sharing)
-            self._waiting -= 1
-            self._alone = True
+            self._wait_until_free()
+            self._sharing += 1
+            self._lone_thread, self._lone_until = threading.get_ident(), time.monotonic() + _MOST_SECONDS_ALONE
+        self._here.is_inside = True
         try:
             yield
         finally:
-            with self._condition:
-                self._alone = False
-                self._condition.notify_all()
+            self._leave()
+
+    def _wait_until_free(self) -> None:
+        # Counted before the wait, so that no further computation enters `shared`.
+        self._waiting += 1
+        self._condition.wait_for(lambda: not self._alone and not self._sharing)
+        self._waiting -= 1
 
     def _enter(self) -> None:
         with self._condition:
-            # Waiting captures go first: a steady stream of units would otherwise keep a capture out for ever.
-            self._condition.wait_for(lambda: not self._alone and not self._waiting)
+            # Waiting captures go first: a steady stream of units would otherwise keep a capture out for ever. The wait has
+            # an end because a lone thread tells nobody that its time is over.
+            while not self._condition.wait_for(self._may_share, _MOST_SECONDS_ALONE):
+                pass
             self._sharing += 1
         self._here.is_inside = True
+
+    def _may_share(self) -> bool:
+        is_kept_out = self._lone_thread is not None and time.monotonic() < self._lone_until
+        return not self._alone and not self._waiting and not is_kept_out
+
+    def _let_others_in(self, thread: int) -> None:
+        if self._lone_thread == thread:
+            self._lone_thread = None
+        self._condition.notify_all()
 
     def _leave(self) -> None:
         self._here.is_inside = False
         with self._condition:
-            if threading.get_ident() in self._forgotten:
+            thread = threading.get_ident()
+            if thread in self._forgotten:
                 # The thread came back after all; `forget` has given back its share already.
-                self._forgotten.discard(threading.get_ident())
+                self._forgotten.discard(thread)
             else:
                 self._sharing -= 1
-                self._condition.notify_all()
+                self._let_others_in(thread)
 
 
 GATE = CaptureGate()  # one per process, like the flag guarded by the gate

@@ -526,7 +526,7 @@ class ReachableValues:
         read = lambda: [*mapping.keys(), *mapping.values()]  # noqa: E731
         keys = [*mapping] if len(mapping) <= _MAX_LABELS else ()
         labels = [*[label] * len(keys), *(f"{label}[{key!r}]"[:200] for key in keys), label]
-        self._hold(labels, read, write, is_of_model=self._is_in_model)
+        self._hold(labels, read, write, is_of_model=self._is_in_model, is_mapping=True)
         if self._may_follow(mapping, mapping.values(), label):
             for key, value in list(mapping.items()):
                 self.visit(value, f"{label}[{key!r}]"[:200], depth, library)

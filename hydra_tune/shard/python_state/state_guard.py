@@ -17,8 +17,9 @@ runs the step twice, and refuses a step that gives other numbers the second time
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 
 from torch import nn
 
@@ -185,11 +186,14 @@ class DataStateGuard:
     Args:
         handles: data of a task, as given.
 
+    Attributes:
+        runs_own_code: whether the data run code of the user's.
+
     Raises:
         TaskError: the data may come from an iterator, which cannot be put back.
     """
 
-    __slots__ = ("_environment", "_holders")
+    __slots__ = ("_changes", "_holders", "runs_own_code")
 
     def __init__(self, *handles: object) -> None:
         roots = {f"data {number}": handle for number, handle in enumerate(handles)}
@@ -199,15 +203,21 @@ class DataStateGuard:
                 f"{walk.iterators[0]} is an iterator, which cannot be put back after a look at the first batch"
             )
         self._holders = walk.holders
-        self._environment = dict(os.environ) if walk.has_environment else None
+        if walk.has_environment:
+            read = lambda: [*os.environ.keys(), *os.environ.values()]  # noqa: E731
+            self._holders.append(ValueHolder(["the environment"], read, write_environment, is_mapping=True))
+        self.runs_own_code = any(isinstance(value, FunctionType) for value in walk.seen.values())
+        self._changes: list[Callable[[], None]] = []
 
-    def restore(self) -> None:
-        """Put the noted values back where values have changed."""
-        for holder in self._holders:
-            if holder.write is not None and holder.change() is not None:
-                holder.write(holder.noted)
-        if self._environment is not None:  # of the process; the time of a look at a batch is short
-            write_environment(self._environment)
+    def note_changes(self) -> bool:
+        """Note the values that differ by now, for `undo_changes`; return whether any does."""
+        self._changes = [undo for holder in self._holders if (undo := holder.undo()) is not None]
+        return bool(self._changes)
+
+    def undo_changes(self) -> None:
+        """Put back the values that `note_changes` has found, and nothing that others have changed since."""
+        for undo in self._changes:
+            undo()
 
 
 class TaskStateGuard:

@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class ValueHolder:
         is_filled_by_step: whether a step may set the values and still be captured: results that a function keeps, and what a
             library's model writes into its configuration once.
         is_of_threads: whether threads wait for the values, so that they must not be put back while a trial begins again.
+        is_mapping: whether the values are the keys of a mapping, and then its values.
 
     Attributes:
         inputs: indices of numbers that may change, because the graph takes them as inputs; they stay of their class.
@@ -62,6 +63,7 @@ class ValueHolder:
     __slots__ = (
         "inputs",
         "is_filled_by_step",
+        "is_mapping",
         "is_of_model",
         "is_of_threads",
         "is_tensor",
@@ -81,10 +83,11 @@ class ValueHolder:
         is_tensor: bool = False,
         is_filled_by_step: bool = False,
         is_of_threads: bool = False,
+        is_mapping: bool = False,
     ) -> None:
         self.labels, self.read, self.write = labels, read, write
         self.is_of_model, self.is_tensor, self.is_filled_by_step = is_of_model, is_tensor, is_filled_by_step
-        self.is_of_threads = is_of_threads
+        self.is_of_threads, self.is_mapping = is_of_threads, is_mapping
         self.noted = read()
         self.inputs: set[int] = set()
 
@@ -125,6 +128,14 @@ class ValueHolder:
             self.write([value if _works_on(value) or _works_on(known) else known for value, known in pairs])
         elif not any(map(_works_on, (*values, *noted))):
             self.write(noted)
+
+    def undo(self) -> Callable[[], None] | None:
+        """Return a function that puts back each item that differs by now, and no item that changes later; None if none does."""
+        write = self.write
+        if write is None or self.change() is None:
+            return None
+        noted, changed = self.noted, self.read()
+        return lambda: write(_without_change(noted, changed, self.read(), is_mapping=self.is_mapping))
 
     def kept(self) -> set[str]:
         """Names of the model's attributes that are other objects than those noted, although `change(by_step=True)` is None."""
@@ -285,6 +296,34 @@ def _is_alike(value: object, known: object) -> bool:
     return value is known or _is_same(value, known)
 
 
+def _without_change(noted: Values, changed: Values, latest: Values, *, is_mapping: bool) -> Values:
+    """Return the latest values with the items of `noted` that differ in `changed`."""
+    if len(latest) == len(changed) and all(map(operator.is_, latest, changed)):
+        return noted
+    if is_mapping:
+        before, after, items = map(_items_of, (noted, changed, latest))
+        for key in before.keys() | after.keys():
+            value, own = before.get(key, MISSING), after.get(key, MISSING)
+            if value is MISSING:
+                items.pop(key, None)
+            elif not (own is value or _is_same(own, value)):
+                items[key] = value
+        return [*items.keys(), *items.values()]
+    if len(noted) == len(changed) == len(latest):
+        if len(noted) == 1 and isinstance(noted[0], frozenset):
+            return [latest[0] - (changed[0] - noted[0]) | (noted[0] - changed[0])]
+        triples = zip(noted, changed, latest, strict=True)
+        return [value if after is before or _is_same(after, before) else before for before, after, value in triples]
+    others = latest[len(changed) :]  # of a list, to which others have appended
+    is_appended = all(map(operator.is_, changed, latest)) and all(map(operator.is_, noted, changed))
+    return [*noted, *others] if is_appended else noted
+
+
+def _items_of(values: Values) -> dict[Any, Any]:
+    half = len(values) // 2
+    return dict(zip(values[:half], values[half:], strict=True))
+
+
 def content_of(cell: types.CellType) -> Any:
     """Return the value of a variable of a function, or `MISSING`."""
     try:
@@ -350,8 +389,9 @@ def write_mapping(mapping: dict[Any, Any], values: Values) -> None:
         base.__setitem__(mapping, key, value)
 
 
-def write_environment(noted: Mapping[str, str]) -> None:
+def write_environment(values: Values) -> None:
     """Put the variables of the environment back that have changed."""
+    noted = _items_of(values)
     for name in os.environ.keys() - noted.keys():
         del os.environ[name]
     for name, value in noted.items():

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from hydra_tune.shard.capture import capture_lock
 from hydra_tune.shard.capture.capture_lock import CaptureGate
 
 PATIENCE_SECONDS = 60
@@ -85,7 +86,7 @@ def test_who_wants_it_alone_goes_before_who_comes_later_to_share(threads):
     assert order == ["alone", "late"]
 
 
-@pytest.mark.parametrize("mode", ["shared", "exclusive"])
+@pytest.mark.parametrize("mode", ["shared", "exclusive", "alone"])
 def test_an_error_inside_opens_the_gate_again(mode):
     gate = CaptureGate()
     with pytest.raises(ZeroDivisionError), getattr(gate, mode)():
@@ -123,3 +124,59 @@ def test_a_thread_lets_captures_by_while_it_waits_and_comes_back(threads):
             threading.Event().wait(0.001)
         assert not later.done()
     assert later.result(PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """A thread that is alone stays alone for longer than a test takes."""
+    monkeypatch.setattr(capture_lock, "_MOST_SECONDS_ALONE", 2 * PATIENCE_SECONDS)
+    return CaptureGate()
+
+
+def test_who_is_alone_keeps_all_others_out(threads, patient):
+    is_at_work, entered = threading.Event(), []
+
+    def enter(mode):
+        with mode():
+            entered.append(is_at_work.is_set())
+
+    with patient.alone(), patient.shared():
+        is_at_work.set()
+        futures = [threads.submit(enter, mode) for mode in (patient.shared, patient.exclusive, patient.alone)]
+        while patient._waiting < 2:
+            threading.Event().wait(0.001)
+        is_at_work.clear()
+    for future in futures:
+        future.result(PATIENCE_SECONDS)
+    assert entered == [False] * 3
+
+
+@pytest.mark.parametrize("way", ["left", "exclusive", "forget"])
+def test_who_is_alone_and_waits_lets_others_in(threads, patient, way):
+    def share():
+        with patient.shared():
+            return True
+
+    with patient.alone():
+        if way == "exclusive":
+            with patient.exclusive():
+                pass
+        elif way == "left":
+            with patient.left():
+                assert threads.submit(share).result(PATIENCE_SECONDS)
+        else:
+            patient.forget(threading.get_ident())
+        assert threads.submit(share).result(PATIENCE_SECONDS)
+    with patient.exclusive():
+        pass
+
+
+def test_who_takes_long_alone_lets_others_in(threads):
+    gate = CaptureGate()
+
+    def share():
+        with gate.shared():
+            return True
+
+    with gate.alone():
+        assert threads.submit(share).result(PATIENCE_SECONDS)

@@ -356,7 +356,8 @@ def test_the_position_of_a_file(tmp_path):
     with path.open() as file:
         guard = DataStateGuard(lambda: [file.readline()])
         assert file.readline() == "1\n"
-        guard.restore()
+        assert guard.note_changes()
+        guard.undo_changes()
         assert file.readline() == "1\n"
         next(file)  # within a loop over lines a text file does not tell its position
         with pytest.raises(TaskError, match="is an iterator"):
@@ -385,12 +386,46 @@ def test_what_data_count_is_put_back():
     data = Counting(torch.ones(8, 4))
     for handle in (data, DataLoader(data), lambda: DataLoader(data)):
         guard = DataStateGuard(handle)
+        assert not guard.note_changes()
         assert data[0] is not None
-        guard.restore()
+        assert guard.note_changes()
+        guard.undo_changes()
         assert data.drawn == 0
     endless = itertools.count()
     with pytest.raises(TaskError, match="is an iterator"):
         DataStateGuard(lambda: [next(endless)])
+
+
+def test_what_others_change_after_the_data_stays(monkeypatch):
+    counts, names, order, settings = (
+        {"own": 1, "others": 1},
+        {"begun"},
+        ["begun"],
+        types.SimpleNamespace(own=1, others=1),
+    )
+    monkeypatch.setenv("OWN_COUNT", "1")
+
+    def train(who: str = "own") -> list[Any]:
+        counts[who] += 1
+        counts[f"{who} passes"] = 1
+        names.add(who)
+        order.append(who)
+        setattr(settings, who, getattr(settings, who) + 1)
+        os.environ[f"{who}_COUNT".upper()] = "2"
+        return []
+
+    for has_others in (False, True):
+        guard = DataStateGuard(train)
+        train()
+        assert guard.note_changes()
+        if has_others:
+            train("others")
+        guard.undo_changes()
+        assert (counts["own"], "own passes" in counts, settings.own, os.environ["OWN_COUNT"]) == (1, False, 1, "1")
+        assert (names, order) == (({"begun", "others"}, ["begun", "others"]) if has_others else ({"begun"}, ["begun"]))
+        assert (counts["others"], counts.get("others passes")) == ((2, 1) if has_others else (1, None))
+        assert (settings.others, os.environ.get("OTHERS_COUNT")) == ((2, "2") if has_others else (1, None))
+    monkeypatch.delenv("OTHERS_COUNT")
 
 
 def test_functions_that_hold_the_model_are_found():

@@ -1,0 +1,76 @@
+"""A look at a member's first batches leaves all Python state as if there had been no look."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from hydra_tune import TrainTask
+from hydra_tune.devices.cpu import CpuDevice
+from hydra_tune.fusion.group.member import MemberTrial
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.partition.budget import ShardPlanConstraints
+from hydra_tune.shard.partition.plan_cache import PlanLibrary
+
+DATA = TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
+PASSES = {"own": 0, "others": 0}
+
+
+@pytest.fixture
+def member_of():
+    device, members = CpuDevice(0, 1 << 30), []
+    library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=64))
+
+    def made(train):
+        task = TrainTask(
+            model=partial(torch.nn.Linear, 4, 1),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            train=train,
+            loss=torch.nn.functional.mse_loss,
+        )
+        members.append(MemberTrial(task, library, device))
+        members[-1].built()
+        return members[-1]
+
+    yield made
+    for member in members:
+        member.close(keep=False)
+    device.close()
+
+
+def test_a_look_keeps_what_other_trials_count_in_the_same_dictionary(member_of, monkeypatch):
+    monkeypatch.setitem(PASSES, "own", 0)
+    monkeypatch.setitem(PASSES, "others", 0)
+
+    def train():
+        PASSES["own"] += 1
+        return [DATA.tensors]
+
+    with member_of(train).peek():
+        assert PASSES["own"] == 1
+        PASSES["others"] += 1
+    assert PASSES == {"own": 0, "others": 1}
+
+
+def test_no_other_trial_runs_its_code_while_a_look_draws_a_batch(member_of, monkeypatch):
+    """Or the look would take the other trial's changes for its own."""
+    monkeypatch.setitem(PASSES, "own", 0)
+    monkeypatch.setitem(PASSES, "others", 0)
+    others = []
+
+    def of_another_trial():
+        with GATE.shared():
+            PASSES["others"] += 1
+
+    def train():
+        others.append(threading.Thread(target=of_another_trial))
+        others[0].start()
+        others[0].join(0.05)
+        PASSES["own"] += 1
+        return [DATA.tensors]
+
+    with member_of(train).peek():
+        others[0].join()
+    assert PASSES == {"own": 0, "others": 1}
