@@ -63,6 +63,7 @@ from hydra_tune.schedule import (
     PriorityChanged,
 )
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.shard.python_state.state_guard import PythonStateUndo
 from hydra_tune.simulate.recorded.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
@@ -631,18 +632,21 @@ class Pool:
 
     def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool, profiled: int = 0) -> PoolForecast:
         """Forecast a joint run of tasks without running jobs; see `forecast`."""
-        return forecast(
-            tasks,
-            self._library,
-            self._architectures,
-            self._forecasts,
-            functools.partial(self._fusions.of, most=group_size, probes=probe, profiled=profiled),
-            list(self._devices.values()),
-            self._policy,
-            max_concurrent=self._max_concurrent,
-            admission=self._admission,
-            sends_ahead=self._sends_ahead,
-        )
+        with contextlib.ExitStack() as undone:
+            for task in tasks.values():
+                undone.enter_context(PythonStateUndo.of_task(task).undone())
+            return forecast(
+                tasks,
+                self._library,
+                self._architectures,
+                self._forecasts,
+                functools.partial(self._fusions.of, most=group_size, probes=probe, profiled=profiled),
+                list(self._devices.values()),
+                self._policy,
+                max_concurrent=self._max_concurrent,
+                admission=self._admission,
+                sends_ahead=self._sends_ahead,
+            )
 
     def shutdown(self) -> None:
         """Cancel all live jobs, wait for the running units, end all threads; further calls have no effect."""

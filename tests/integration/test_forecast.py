@@ -597,3 +597,19 @@ def test_an_error_of_the_task_is_told_with_its_cause():
     with HydraExecutor("cpu:1") as pool, pytest.raises(TaskError, match=told) as raised:
         pool.plan([task(model=broken)])
     assert isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_what_the_users_code_counts_is_left_as_it_was():
+    counts = Counter[str]()
+
+    def train() -> Any:
+        counts["passes"] += 1
+        return [SAMPLES[:8]]
+
+    def after_step(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        counts["steps"] += 1
+
+    counting = task(train=train, after_step=after_step)
+    with running(num_shards=2, fusion="auto") as pool:
+        assert pool.plan([counting, counting], probe=True).trials
+    assert not counts.total()

@@ -1,5 +1,6 @@
 """Programs written from the documentation: their Python state changes, and the numbers stay those of a plain loop."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hydra_tune import EventStream, HydraExecutor, Reported, Result, TrainTask
+from hydra_tune import EventStream, HydraExecutor, HydraTuneError, Reported, Result, TrainTask
+from hydra_tune.fusion.matching import group_size_chooser, group_size_policy
 from tests.parity.from_the_docs import plain_loop
 from tests.parity.from_the_docs_more import PROGRAMS
 
@@ -106,6 +108,41 @@ def test_programs_that_are_fused_have_the_numbers_of_plain_loops(name: str) -> N
         ]
         torch.testing.assert_close(result.state_dict(), weights, rtol=1e-9, atol=1e-12)
         assert result.group_size == (len(RATES) if name in FUSED else 1)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_whose_steps_were_timed_have_the_numbers_of_plain_loops(name: str, monkeypatch: Any) -> None:
+    """`fusion="auto"` draws batches and runs steps to time them, and no group gains enough."""
+    monkeypatch.setattr(group_size_policy, "LEAST_GAIN", 1e6)
+    monkeypatch.setattr(group_size_policy, "COST_SHARE", 1e6)
+    monkeypatch.setattr(group_size_chooser, "_LEAST_STEPS", 0)
+    make = PROGRAMS[name]
+    with HydraExecutor("cpu:1", fusion="auto", fusion_size=4) as pool:
+        results = pool.run([TrainTask(**make(lr)) for lr in RATES])
+
+    for result, lr in zip(results, RATES, strict=True):
+        history, weights = plain_loop(**make(lr))
+        assert [shown(report, history[0]) for report in result.history] == [
+            pytest.approx(report, rel=1e-9) for report in history
+        ]
+        torch.testing.assert_close(result.state_dict(), weights, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(PROGRAMS) - {"weights_of_an_iterator"})
+)  # what a plan has drawn there is gone
+def test_a_program_that_was_planned_before_has_the_numbers_of_a_plain_loop(name: str) -> None:
+    make = PROGRAMS[name]
+    task = TrainTask(**make(RATES[0]))
+    with HydraExecutor("cpu:1", num_shards=SHARDS) as pool:
+        with contextlib.suppress(HydraTuneError):
+            pool.plan([task])
+        (result,) = pool.run([task], on_error="return")
+
+    if name in REFUSED:
+        assert REFUSED[name] in str(result.error)
+    else:
+        assert_same_bits(result, make)
 
 
 @pytest.mark.parametrize("name", RESUMED)

@@ -25,8 +25,8 @@ from hydra_tune.shard.capture.fingerprint import architecture_key
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.state_guard import (
-    DataStateGuard,
     PythonStateGuard,
+    PythonStateUndo,
     functions_between_steps,
     reached,
 )
@@ -119,6 +119,7 @@ class MemberTrial(SingleTrial):
     fetch: Callable[[], None] | None = None
     _python_states: Mapping[str, PythonStateGuard] = MappingProxyType({})
     _looked_at: tuple[str, int] | None = None
+    _building: PythonStateUndo | None = None
     inputs: Mapping[str, frozenset[str]] = MappingProxyType({})
 
     def identify(self, inputs: Mapping[str, frozenset[str]] = MappingProxyType({})) -> None:
@@ -231,6 +232,21 @@ class MemberTrial(SingleTrial):
             in_training_mode(module)
         return self._objects
 
+    def begin_to_build(self) -> None:
+        """Build the module and optimizer so that `discard` can undo what the user's code has counted in Python."""
+        with GATE.alone():
+            self._building = PythonStateUndo.of_task(self.task)
+            try:
+                self.built()
+            finally:
+                self._building.note_changes()
+
+    def discard(self) -> None:
+        """Close a trial that has only been built, and that will be built anew."""
+        self.close(keep=False)
+        if self._building is not None:
+            _undo(self._building)
+
     def snapshot(self) -> TrialStateSnapshot:
         """As of `Trial`; first copies the member's state out of the group."""
         if self.fetch is not None:
@@ -248,21 +264,19 @@ class MemberTrial(SingleTrial):
         Raises:
             UnfusableError: the data may come from an iterator, which would be advanced.
         """
-        has_changes = False
+        noted = self._noted_data()
         try:
-            with GATE.alone() if self._data_guard().runs_own_code else nullcontext():
-                python_state = self._data_guard()
+            with GATE.alone() if noted.runs_own_code else nullcontext():
+                noted = self._noted_data()
                 try:
                     requests = {"train": self._peeked("train", self.task.train)}
                     if self.task.validate is not None:
                         requests["evaluate"] = self._peeked("evaluate", self.task.validate)
                 finally:
-                    has_changes = python_state.note_changes()
+                    noted.note_changes()
             yield requests
         finally:
-            if has_changes:
-                with GATE.exclusive():
-                    python_state.undo_changes()
+            _undo(noted)
 
     @property
     def streams(self) -> RandomStreams:
@@ -281,11 +295,13 @@ class MemberTrial(SingleTrial):
         else:
             self._evaluation_times = times
 
-    def _data_guard(self) -> DataStateGuard:
-        try:
-            return DataStateGuard(self.task.train, self.task.validate, self.task.loss_weight)
-        except TaskError as error:
-            raise UnfusableError(str(error)) from error
+    def _noted_data(self) -> PythonStateUndo:
+        noted = PythonStateUndo(self.task.train, self.task.validate, self.task.loss_weight)
+        if noted.iterators:
+            raise UnfusableError(
+                f"{noted.iterators[0]} is an iterator, which cannot be put back after a look at the first batch"
+            )
+        return noted
 
     def _peeked(self, mode: str, handle: Any) -> MemberBatchRequest:
         data_state = self._data_state()
@@ -384,6 +400,12 @@ class MemberTrial(SingleTrial):
         if self._keeper is not None and self._keeper.every_steps is not None:
             every.append(self._keeper.every_steps)
         return min((count - self.progress.steps % count for count in every), default=None)
+
+
+def _undo(noted: PythonStateUndo) -> None:
+    if noted.has_changes:
+        with GATE.left(), GATE.exclusive():
+            noted.undo_changes()
 
 
 def _refuse_empty(drawn: Batch | UngatheredBatches, name: str, number: int, epoch: int | None = None) -> None:

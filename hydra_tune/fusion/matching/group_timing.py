@@ -5,7 +5,8 @@
 
 Note: isolation. The timed trials are separate, with copies of a model and of a batch and with separate random streams.
 The trial that gave the model and the batch stays unchanged, and the pool's ledgers, times and figures do not see the
-timed steps. While steps are timed, their memory comes on top of the ledgers.
+timed steps. While steps are timed, their memory comes on top of the ledgers. What the user's functions and data count in
+Python meanwhile is put back; for two seconds no other trial's code runs beside, whose counts would be put back as well.
 
 Note: clock. On a CPU device the clock is the CPU time of the calling thread, which excludes time taken by other
 threads. On a GPU the clock runs until the device is done.
@@ -31,7 +32,9 @@ from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.slot import ClosedGroupDelegate, GroupSlot
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.capture import batch as batches
+from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
+from hydra_tune.shard.python_state.state_guard import PythonStateUndo
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data.data_feed import TrialDataFeed
 from hydra_tune.train.loop.batch_units import PendingUnit, run_unit
@@ -43,6 +46,7 @@ _BURST_SECONDS = 0.01  # of own code; a trial's own bursts are longer, and three
 _LEAST_STEPS, _MOST_STEPS = 2, 5  # timed steps
 _ENOUGH_SECONDS = 0.02
 _DRAWS = 4
+_MOST_SECONDS_ALONE = 2.0
 
 
 class FusionBenchmark:
@@ -67,6 +71,7 @@ class FusionBenchmark:
             batch_size=None,
             validate=None,
             evaluate=None,
+            finish=None,
             metric="train_loss",
             report_every="epoch",
             epochs=1,
@@ -84,8 +89,9 @@ class FusionBenchmark:
         Raises:
             HydraTuneError: the trial cannot run.
         """
-        trial = MemberTrial(self._task, self._library, self._device)
-        return self._steps(trial, lambda: trial.progress.steps)
+        with self._undone():
+            trial = MemberTrial(self._task, self._library, self._device)
+            return self._steps(trial, lambda: trial.progress.steps)
 
     def together(self, count: int, plans: GroupPlanFactory) -> float:
         """Return the seconds of a step of `count` trials together.
@@ -100,10 +106,11 @@ class FusionBenchmark:
         Raises:
             HydraTuneError: the trials cannot be stacked, or cannot run.
         """
-        # Reports need no answer, so that the probe never waits.
-        seats = [GroupSlot(MemberTrial(self._task, self._library, self._device), waits=False) for _ in range(count)]
-        trial = GroupTrial(seats, plans, self._library, self._device, ClosedGroupDelegate())
-        return self._steps(trial, lambda: seats[0].member.progress.steps)
+        with self._undone():
+            # Reports need no answer, so that the probe never waits.
+            seats = [GroupSlot(MemberTrial(self._task, self._library, self._device), waits=False) for _ in range(count)]
+            trial = GroupTrial(seats, plans, self._library, self._device, ClosedGroupDelegate())
+            return self._steps(trial, lambda: seats[0].member.progress.steps)
 
     def drawing(self) -> float:
         """Return the seconds in which a trial draws the batches of a step; 0 if worker processes of a loader draw."""
@@ -112,15 +119,22 @@ class FusionBenchmark:
             return 0.0
         streams = RandomStreams(self._original.seed)
         feed = TrialDataFeed(self._original.batch_size, streams.everything, streams.moves)
-        feed.check(handle)
-        draw_seconds, began = [], self.now()
-        with closing(feed), closing(feed.draw(handle, shuffle=True)) as draws:
-            for _ in itertools.islice(draws, _DRAWS):
-                ended = self.now()
-                draw_seconds.append(ended - began)
-                began = ended
+        with self._undone(), closing(feed):
+            feed.check(handle)
+            draw_seconds, began = [], self.now()
+            with closing(feed.draw(handle, shuffle=True)) as draws:
+                for _ in itertools.islice(draws, _DRAWS):
+                    ended = self.now()
+                    draw_seconds.append(ended - began)
+                    began = ended
         # The fastest draw, since interference only adds time.
         return self._original.accumulate * min(draw_seconds, default=0.0)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Context of the user's code, whose changes of Python state are undone at the end."""
+        with GATE.alone(_MOST_SECONDS_ALONE), PythonStateUndo.of_task(self._original).undone():
+            yield
 
     def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:
         """Return the fastest step after the warm-up, since interference only ever adds time."""

@@ -74,6 +74,7 @@ class GroupMatcher:
             keeper.goes_on_from(beginning.saved.path)
         member = MemberTrial(entry.job.task, self._library, device, *beside, beginning=beginning, keeper=keeper)
         try:
+            member.begin_to_build()
             key = fusion_key(entry.job.task, *member.built())
             member.identify()
             entry.key = replace(key, architecture=member.architecture)
@@ -81,16 +82,16 @@ class GroupMatcher:
         except UnfusableError as error:
             entry.key = error
         except BaseException:
-            member.close(keep=False)
+            member.discard()
             raise
         return member
 
     @staticmethod
     def forget(entry: FusedJob) -> None:
-        """Close and drop a job's trial after an error in its construction."""
+        """Close and drop a job's trial, which will be built anew."""
         member, entry.trial = entry.trial, None
         if member is not None:
-            member.close(keep=False)
+            member.discard()
 
     def fusable(self, entry: FusedJob, member: MemberTrial) -> tuple[int, MemberBatchRequest]:
         """Return how many trials of the same kind fit a device, and the trial's first batch.
@@ -352,7 +353,7 @@ class GroupMatcher:
                 entry.is_taken, entry.trial = True, member
             self._table.pool.changed.notify_all()
         if not is_taken and member is not None and entry.trial is None:
-            member.close(keep=False)
+            member.discard()
         return is_taken
 
     def _is_alike(self, entry: FusedJob, first: MemberTrial, member: MemberTrial | None) -> bool:

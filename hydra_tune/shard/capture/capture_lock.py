@@ -7,7 +7,7 @@ trial's own code or a shard unit, passes the gate shared, and a capture passes t
 
 `captured_graph` (`shard/partition/trial_step.py`) takes the gate exclusively for each capture; the units of a batch
 (`train/loop/batch_units.py`) and a trial's own code between units (`train/trial.py`) take the gate shared.
-`MemberTrial.peek` (`fusion/group/member.py`) draws a batch alone, so that it can tell its own changes from those of others.
+`MemberTrial.peek` (`fusion/group/member.py`) draws a batch alone, and so can tell its own changes from those of others.
 """
 
 import threading
@@ -21,7 +21,7 @@ _MOST_SECONDS_ALONE = 0.25
 class CaptureGate:
     """A lock shared by many threads or held by a single thread; a thread that waits for exclusive access goes first.
 
-    A thread inside `shared` may enter `shared` again, but neither `exclusive` nor `alone`.
+    A thread inside `shared` may enter `shared` or `alone`, which are no more than the `shared` it is in, but not `exclusive`.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class CaptureGate:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Context for a capture; a thread inside `alone` lets others in from then on."""
-        with self.left() if self._lone_thread == threading.get_ident() else nullcontext():
+        with self.left() if getattr(self._here, "may_leave", False) else nullcontext():
             with self._condition:
                 self._wait_until_free()
                 self._alone = True
@@ -85,16 +85,20 @@ class CaptureGate:
                     self._condition.notify_all()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Context as of `shared` that keeps others out for a moment; a thread that takes longer lets others in."""
+    def alone(self, most_seconds: float = _MOST_SECONDS_ALONE) -> Iterator[None]:
+        """Context as of `shared` that keeps others out, but for no longer than `most_seconds`."""
+        if getattr(self._here, "is_inside", False):
+            yield
+            return
         with self._condition:
             self._wait_until_free()
             self._sharing += 1
-            self._lone_thread, self._lone_until = threading.get_ident(), time.monotonic() + _MOST_SECONDS_ALONE
-        self._here.is_inside = True
+            self._lone_thread, self._lone_until = threading.get_ident(), time.monotonic() + most_seconds
+        self._here.is_inside = self._here.may_leave = True
         try:
             yield
         finally:
+            self._here.may_leave = False
             self._leave()
 
     def _wait_until_free(self) -> None:

@@ -3,7 +3,7 @@
 The walk follows the user's functions, classes and modules, and no installed package. Of an object it notes the attributes
 that the walked code names; of a module or a configuration of an installed package, all attributes. Each place that can
 hold another value later becomes a `ValueHolder`. `walked` walks until no further code comes in; `PythonStateGuard`,
-`DataStateGuard` and `reached` (`state_guard.py`) use the result. The module knows nothing of tasks.
+`PythonStateUndo` and `reached` (`state_guard.py`) use the result. The module knows nothing of tasks.
 
 Example: for `lambda module, batch: loss(module(batch)) * settings.weight`, the holders are the function's variable
 `settings`, the attribute `weight` of the object there, and each part of the model.

@@ -20,6 +20,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
+from typing import Self
 
 from torch import nn
 
@@ -178,46 +179,59 @@ def _write_at(holder: ValueHolder, index: int, value: object) -> None:
     holder.write(values)
 
 
-class DataStateGuard:
-    """Notes what a task's data keep in Python: counters of datasets, samplers and collate functions, variables of callables.
+class PythonStateUndo:
+    """Notes what functions and data of a task keep in Python, so that the changes by a trial run of them can be undone.
 
-    Large containers and tensors, of samples, are not followed.
+    Such state is a counter of a dataset, sampler or collate function, or a variable of a callable. Large containers and
+    tensors, of samples, are not followed.
 
     Args:
-        handles: data of a task, as given.
+        handles: functions and data, as given.
 
     Attributes:
-        runs_own_code: whether the data run code of the user's.
-
-    Raises:
-        TaskError: the data may come from an iterator, which cannot be put back.
+        runs_own_code: whether code of the user's would run.
+        iterators: iterators that cannot be put back, in words.
+        has_changes: whether `note_changes` has found a change.
     """
 
-    __slots__ = ("_changes", "_holders", "runs_own_code")
+    __slots__ = ("_changes", "_holders", "has_changes", "iterators", "runs_own_code")
 
     def __init__(self, *handles: object) -> None:
         roots = {f"data {number}": handle for number, handle in enumerate(handles)}
         walk = walked(roots, None, keeps_tensors=True, is_lenient=True)
-        if walk.iterators:
-            raise TaskError(
-                f"{walk.iterators[0]} is an iterator, which cannot be put back after a look at the first batch"
-            )
+        self.iterators = walk.iterators
         self._holders = walk.holders
         if walk.has_environment:
             read = lambda: [*os.environ.keys(), *os.environ.values()]  # noqa: E731
             self._holders.append(ValueHolder(["the environment"], read, write_environment, is_mapping=True))
         self.runs_own_code = any(isinstance(value, FunctionType) for value in walk.seen.values())
         self._changes: list[Callable[[], None]] = []
+        self.has_changes = False
 
-    def note_changes(self) -> bool:
-        """Note the values that differ by now, for `undo_changes`; return whether any does."""
+    @classmethod
+    def of_task(cls, task: TrainTask) -> Self:
+        """Note what all functions and data of a task keep."""
+        functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
+        return cls(*functions.values(), task.model, task.optimizer, task.param_groups)
+
+    def note_changes(self) -> None:
+        """Note the values that differ by now, for `undo_changes`."""
         self._changes = [undo for holder in self._holders if (undo := holder.undo()) is not None]
-        return bool(self._changes)
+        self.has_changes = bool(self._changes)
 
     def undo_changes(self) -> None:
         """Put back the values that `note_changes` has found, and nothing that others have changed since."""
         for undo in self._changes:
             undo()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Context for a trial run, whose changes are undone at the end."""
+        try:
+            yield
+        finally:
+            self.note_changes()
+            self.undo_changes()
 
 
 class TaskStateGuard:

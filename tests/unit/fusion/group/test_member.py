@@ -1,4 +1,4 @@
-"""A look at a member's first batches leaves all Python state as if there had been no look."""
+"""A look at a member's first batches, or a discarded construction, leaves all Python state as if there had been none."""
 
 import threading
 from functools import partial
@@ -23,15 +23,14 @@ def member_of():
     device, members = CpuDevice(0, 1 << 30), []
     library = PlanLibrary(ShardPlanConstraints(budget_bytes=1 << 30, buffer_fraction=0.0, alignment=64))
 
-    def made(train):
-        task = TrainTask(
-            model=partial(torch.nn.Linear, 4, 1),
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            train=train,
-            loss=torch.nn.functional.mse_loss,
-        )
-        members.append(MemberTrial(task, library, device))
-        members[-1].built()
+    def made(**changes):
+        arguments = {
+            "model": partial(torch.nn.Linear, 4, 1),
+            "optimizer": partial(torch.optim.SGD, lr=0.1),
+            "train": lambda: [DATA.tensors],
+            "loss": torch.nn.functional.mse_loss,
+        }
+        members.append(MemberTrial(TrainTask(**arguments | changes), library, device))
         return members[-1]
 
     yield made
@@ -48,7 +47,9 @@ def test_a_look_keeps_what_other_trials_count_in_the_same_dictionary(member_of, 
         PASSES["own"] += 1
         return [DATA.tensors]
 
-    with member_of(train).peek():
+    member = member_of(train=train)
+    member.built()
+    with member.peek():
         assert PASSES["own"] == 1
         PASSES["others"] += 1
     assert PASSES == {"own": 0, "others": 1}
@@ -71,6 +72,29 @@ def test_no_other_trial_runs_its_code_while_a_look_draws_a_batch(member_of, monk
         PASSES["own"] += 1
         return [DATA.tensors]
 
-    with member_of(train).peek():
+    member = member_of(train=train)
+    member.built()
+    with member.peek():
         others[0].join()
     assert PASSES == {"own": 0, "others": 1}
+
+
+def test_a_trial_that_is_discarded_and_built_anew_has_counted_once(member_of):
+    optimizers, rates = [], []
+
+    def optimizer(parameters):
+        optimizers.append(torch.optim.SGD(parameters, lr=0.1))
+        return optimizers[-1]
+
+    def scheduler(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: rates.append(epoch) or 1.0)
+
+    parts = {"optimizer": optimizer, "scheduler": scheduler}
+    for _ in range(2):
+        member = member_of(**parts)
+        member.begin_to_build()
+        assert (len(optimizers), rates) == (1, [0])
+        optimizers.append("another trial's")
+        member.discard()
+        assert (optimizers, rates) == (["another trial's"], [])
+        optimizers.clear()

@@ -101,6 +101,33 @@ def test_whoever_asks_is_left_as_he_was():
         assert asking.optimizer.param_groups[0]["lr"] == 0.1
 
 
+def test_what_the_users_code_counts_is_put_back():
+    counts, optimizers = {"passes": 0, "steps": 0, "rates": 0}, []
+
+    def train():
+        counts["passes"] += 1
+        return [(X[:8], Y[:8])] * 40
+
+    def after_step(module, optimizer, step):
+        counts["steps"] += 1
+
+    def scheduler(optimizer):
+        counts["rates"] += 1
+        return lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+
+    def optimizer(parameters):
+        optimizers.append(SGD(parameters, lr=0.1))
+        return optimizers[-1]
+
+    with Asking(task(train=train, after_step=after_step, scheduler=scheduler, optimizer=optimizer)) as asking:
+        before, own = dict(counts), list(optimizers)
+        asking.bench.alone()
+        asking.bench.together(2, GroupPlanFactory(asking.library))
+        asking.bench.drawing()
+    assert counts == before
+    assert optimizers == own
+
+
 def test_of_a_unit_of_several_steps_each_counts(monkeypatch):
     with Asking(task()) as asking:
         made, trained = [], GroupRound._trained

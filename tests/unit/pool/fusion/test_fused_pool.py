@@ -325,6 +325,25 @@ def test_auto_fuses_what_gains_and_the_numbers_are_those_of_a_group_that_nobody_
         torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
+def test_auto_times_steps_and_leaves_the_users_counters_as_they_were(monkeypatch):
+    monkeypatch.setattr(group_size_policy, "LEAST_GAIN", 1e6)
+    monkeypatch.setattr(group_size_policy, "COST_SHARE", 1e6)
+
+    def counting(seed):
+        weights = [1.0]
+
+        def train():
+            weights[0] *= 0.9
+            return [(X[:8], Y[:8]), (X[8:16], Y[8:16]), (X[16:], Y[16:])]
+
+        return task(seed, train=train, loss=lambda out, y: weights[0] * functional.cross_entropy(out, y), epochs=60)
+
+    with running(fusion="auto") as pool:
+        results = pool.run([counting(seed) for seed in range(3)])
+    for seed, result in enumerate(results):
+        assert_as_plain(result, counting(seed))
+
+
 def test_auto_leaves_trials_alone_that_gain_too_little_with_the_bits_of_the_plain_loop(sizes, monkeypatch):
     """Groups are timed, and none is good enough."""
     monkeypatch.setattr(group_size_policy, "LEAST_GAIN", 1e6)

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hydra_tune.shard.capture import capture_lock
 from hydra_tune.shard.capture.capture_lock import CaptureGate
 
 PATIENCE_SECONDS = 60
@@ -103,7 +102,7 @@ def test_a_thread_inside_shares_again_though_a_capture_waits(threads):
         capture = threads.submit(gate.exclusive().__enter__)
         while not gate.is_wanted:
             threading.Event().wait(0.001)
-        with gate.shared():
+        with gate.shared(), gate.alone():
             assert not capture.done()
 
 
@@ -126,24 +125,21 @@ def test_a_thread_lets_captures_by_while_it_waits_and_comes_back(threads):
     assert later.result(PATIENCE_SECONDS)
 
 
-@pytest.fixture
-def patient(monkeypatch):
-    """A thread that is alone stays alone for longer than a test takes."""
-    monkeypatch.setattr(capture_lock, "_MOST_SECONDS_ALONE", 2 * PATIENCE_SECONDS)
-    return CaptureGate()
+LONG = 2 * PATIENCE_SECONDS
 
 
-def test_who_is_alone_keeps_all_others_out(threads, patient):
+def test_who_is_alone_keeps_all_others_out(threads):
+    gate = CaptureGate()
     is_at_work, entered = threading.Event(), []
 
     def enter(mode):
         with mode():
             entered.append(is_at_work.is_set())
 
-    with patient.alone(), patient.shared():
+    with gate.alone(LONG), gate.shared():
         is_at_work.set()
-        futures = [threads.submit(enter, mode) for mode in (patient.shared, patient.exclusive, patient.alone)]
-        while patient._waiting < 2:
+        futures = [threads.submit(enter, mode) for mode in (gate.shared, gate.exclusive, gate.alone)]
+        while gate._waiting < 2:
             threading.Event().wait(0.001)
         is_at_work.clear()
     for future in futures:
@@ -152,22 +148,25 @@ def test_who_is_alone_keeps_all_others_out(threads, patient):
 
 
 @pytest.mark.parametrize("way", ["left", "exclusive", "forget"])
-def test_who_is_alone_and_waits_lets_others_in(threads, patient, way):
+def test_who_is_alone_and_waits_lets_others_in(threads, way):
+    gate = CaptureGate()
+
     def share():
-        with patient.shared():
+        with gate.shared():
             return True
 
-    with patient.alone():
+    with gate.alone(LONG):
         if way == "exclusive":
-            with patient.exclusive():
-                pass
+            for _ in range(2):
+                with gate.exclusive():
+                    pass
         elif way == "left":
-            with patient.left():
+            with gate.left():
                 assert threads.submit(share).result(PATIENCE_SECONDS)
         else:
-            patient.forget(threading.get_ident())
+            gate.forget(threading.get_ident())
         assert threads.submit(share).result(PATIENCE_SECONDS)
-    with patient.exclusive():
+    with gate.exclusive():
         pass
 
 

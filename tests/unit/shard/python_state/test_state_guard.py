@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune.errors import CaptureError, TaskError
-from hydra_tune.shard.python_state.state_guard import DataStateGuard, PythonStateGuard, check_own_copy, reached
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard, PythonStateUndo, check_own_copy, reached
 from tests.unit.shard.bench import task_of
 
 
@@ -354,14 +354,13 @@ def test_the_position_of_a_file(tmp_path):
     path = tmp_path / "data.txt"
     path.write_text("1\n2\n3\n")
     with path.open() as file:
-        guard = DataStateGuard(lambda: [file.readline()])
+        guard = PythonStateUndo(lambda: [file.readline()])
         assert file.readline() == "1\n"
-        assert guard.note_changes()
+        guard.note_changes()
         guard.undo_changes()
         assert file.readline() == "1\n"
         next(file)  # within a loop over lines a text file does not tell its position
-        with pytest.raises(TaskError, match="is an iterator"):
-            DataStateGuard(lambda: [file.readline()])
+        assert PythonStateUndo(lambda: [file.readline()]).iterators
     assert guard_of(reading(sys.stdout)).change() is None
 
 
@@ -385,15 +384,16 @@ def test_what_data_count_is_put_back():
 
     data = Counting(torch.ones(8, 4))
     for handle in (data, DataLoader(data), lambda: DataLoader(data)):
-        guard = DataStateGuard(handle)
-        assert not guard.note_changes()
+        guard = PythonStateUndo(handle)
+        guard.note_changes()
+        assert not guard.has_changes
         assert data[0] is not None
-        assert guard.note_changes()
+        guard.note_changes()
+        assert guard.has_changes
         guard.undo_changes()
         assert data.drawn == 0
     endless = itertools.count()
-    with pytest.raises(TaskError, match="is an iterator"):
-        DataStateGuard(lambda: [next(endless)])
+    assert PythonStateUndo(lambda: [next(endless)]).iterators == ["the variable 'endless' of data 0"]
 
 
 def test_what_others_change_after_the_data_stays(monkeypatch):
@@ -415,9 +415,9 @@ def test_what_others_change_after_the_data_stays(monkeypatch):
         return []
 
     for has_others in (False, True):
-        guard = DataStateGuard(train)
+        guard = PythonStateUndo(train)
         train()
-        assert guard.note_changes()
+        guard.note_changes()
         if has_others:
             train("others")
         guard.undo_changes()
