@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -152,3 +153,45 @@ def test_a_resumed_trial_whose_functions_have_the_values_of_its_checkpoint_is_no
     last = StartCheckpoint(saved=keeper.saved[-1])
     run(replace(described, epochs=3), plans, beginning=replace(last, allows_changes=True))
     assert "is resumed, and" not in caplog.text
+
+
+COUNTS: dict[str, int] = {}
+
+
+def test_what_trials_count_in_one_dictionary_is_not_put_back_and_named(caplog):
+    """Nothing tells which of the counts are those of the trial that begins again; another trial's must stay."""
+    has_begun, has_failed, begins_again = threading.Event(), threading.Event(), threading.Event()
+
+    def counting(name: str, draw: Callable[[int], None]) -> TrainTask:
+        COUNTS[name] = 0
+
+        def train() -> Iterator[Any]:
+            for batch in BATCHES:
+                COUNTS[name] += 1
+                draw(COUNTS[name])
+                yield batch
+
+        def step(module: nn.Module, batch: Any) -> Tensor:
+            return functional.cross_entropy(module(batch[0]), batch[1]) * COUNTS[name]
+
+        return replace(task(), train=train, step=step)
+
+    def wait(count: int) -> None:
+        if count == 3:
+            has_begun.set()
+            assert begins_again.wait(60)
+
+    def fail(count: int) -> None:
+        if has_failed.is_set():
+            begins_again.set()
+        elif count == 2:
+            assert has_begun.wait(60)
+            has_failed.set()
+            raise SpillError("the disk has failed")
+
+    with HydraExecutor("cpu:2") as pool:
+        other, again = pool.run([counting("other", wait), counting("again", fail)])
+    assert again.status == "completed"
+    assert reports(other) == reports(train_plain(counting("other", lambda count: None)))
+    assert "COUNTS" in caplog.text
+    assert "cannot be put back; if its numbers depend on that value, they will be others" in caplog.text

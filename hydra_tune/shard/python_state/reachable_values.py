@@ -57,6 +57,7 @@ from hydra_tune.shard.python_state.value_holder import (
     bytes_of,
     content_of,
     pickled,
+    undo_by_element,
     write_bytes,
     write_class,
     write_function,
@@ -220,7 +221,7 @@ class ReachableValues:
         labels: Sequence[str],
         read: Callable[[], Values],
         write: Callable[[Values], None] | None = None,
-        **kinds: bool,
+        **kinds: Any,
     ) -> ValueHolder:
         """Add a holder; arguments as of `ValueHolder`."""
         holder = ValueHolder(labels, read, write, **kinds)
@@ -466,22 +467,7 @@ class ReachableValues:
             self._hold([f"the tensor {label}"], lambda: [tensor._version, tensor.data_ptr()])  # noqa: SLF001
             return
         self._note_alias(_memory_of(tensor), f"the tensor {label}")
-        gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
-        write = None
-        if self._keeps_tensors:
-            is_small = tensor.nbytes <= _MAX_KEPT_BYTES
-            before = tensor.detach().clone() if is_small else None
-            gradient_before = gradient.detach().clone() if is_small and gradient is not None else None
-
-            def write(_: Values) -> None:
-                if before is not None:
-                    with torch.no_grad():
-                        tensor.copy_(before)
-                if tensor.grad is not gradient:
-                    tensor.grad = gradient
-                if gradient is not None and gradient_before is not None:
-                    gradient.detach().copy_(gradient_before)
-
+        write, undo = _writers_of(tensor) if self._keeps_tensors else (None, None)
         by_contents = tensor.is_cpu and self._bytes_compared + tensor.nbytes <= _MAX_COMPARED_BYTES
         self._bytes_compared += tensor.nbytes if by_contents else 0
         # The first value is left out of keys.
@@ -490,6 +476,8 @@ class ReachableValues:
             lambda: [tensor.data_ptr(), *_facts_of(tensor, by_contents=by_contents)],
             write,
             is_tensor=True,
+            owner=id(tensor),
+            undo=undo,
         )
         if attributes := vars(tensor):
             self._named(attributes, list(attributes), label, depth, library)
@@ -526,7 +514,7 @@ class ReachableValues:
         read = lambda: [*mapping.keys(), *mapping.values()]  # noqa: E731
         keys = [*mapping] if len(mapping) <= _MAX_LABELS else ()
         labels = [*[label] * len(keys), *(f"{label}[{key!r}]"[:200] for key in keys), label]
-        self._hold(labels, read, write, is_of_model=self._is_in_model, is_mapping=True)
+        self._hold(labels, read, write, is_of_model=self._is_in_model, is_mapping=True, owner=id(mapping))
         if self._may_follow(mapping, mapping.values(), label):
             for key, value in list(mapping.items()):
                 self.visit(value, f"{label}[{key!r}]"[:200], depth, library)
@@ -539,7 +527,7 @@ class ReachableValues:
             write = lambda values: write_sequence(sequence, values)  # noqa: E731
             places = range(len(sequence)) if len(sequence) <= _MAX_LABELS else ()
             labels = [*(f"{label}[{place}]" for place in places), label]
-            self._hold(labels, lambda: list(sequence), write, is_of_model=self._is_in_model)
+            self._hold(labels, lambda: list(sequence), write, is_of_model=self._is_in_model, owner=id(sequence))
         if self._may_follow(sequence, sequence, label):
             for number, value in enumerate(list(sequence)):
                 self.visit(value, f"{label}[{number}]", depth, library)
@@ -547,7 +535,7 @@ class ReachableValues:
 
     def _set(self, members: Any, label: str, depth: int, library: int) -> None:
         write = (lambda values: write_set(members, values)) if isinstance(members, set) else None
-        self._hold([label], lambda: [frozenset(members)], write)
+        self._hold([label], lambda: [frozenset(members)], write, owner=id(members))
         if self._may_follow(members, members, label):
             for value in list(members):
                 self.visit(value, label, depth, library)
@@ -687,7 +675,8 @@ class ReachableValues:
         def write(_: Values) -> None:
             array[...] = before
 
-        self._hold([label], lambda: [(array.shape, array.dtype.str, zlib.crc32(array.tobytes()))], write)
+        read = lambda: [(array.shape, array.dtype.str, zlib.crc32(array.tobytes()))]  # noqa: E731
+        self._hold([label], read, write, owner=id(array), undo=undo_by_element(array, before, write))
 
     def _note_alias(self, memory: tuple[int, int], label: str) -> None:
         """Note a tensor or an array outside of the model that shares memory with the model's tensors."""
@@ -771,6 +760,25 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
         return (0, 0)
     storage = tensor.untyped_storage()
     return (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def _writers_of(tensor: Tensor) -> tuple[Callable[[Values], None], Callable[[], Callable[[], None]] | None]:
+    """Return what puts the present contents and gradient back, as `write` and `undo` of a `ValueHolder`."""
+    gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
+    is_small = tensor.nbytes <= _MAX_KEPT_BYTES
+    before = tensor.detach().clone() if is_small else None
+    gradient_before = gradient.detach().clone() if is_small and gradient is not None else None
+
+    def write(_: Values) -> None:
+        if before is not None:
+            with torch.no_grad():
+                tensor.copy_(before)
+        if tensor.grad is not gradient:
+            tensor.grad = gradient
+        if gradient is not None and gradient_before is not None:
+            gradient.detach().copy_(gradient_before)
+
+    return write, None if before is None else undo_by_element(tensor.detach(), before, write)
 
 
 def _facts_of(tensor: Tensor, *, by_contents: bool) -> list[Any]:

@@ -17,10 +17,11 @@ runs the step twice, and refuses a step that gives other numbers the second time
 
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import nn
 
@@ -242,11 +243,17 @@ class TaskStateGuard:
     Args:
         task: the task of the trial.
         module: the trial's model, whose tensors are no Python state.
+
+    Attributes:
+        task: as given.
     """
 
-    __slots__ = ("_caches", "_holders", "_iterators")
+    __slots__ = ("__weakref__", "_caches", "_holders", "_iterators", "task")
+    _all: ClassVar[weakref.WeakSet["TaskStateGuard"]] = weakref.WeakSet()
 
     def __init__(self, task: TrainTask, module: nn.Module) -> None:
+        self.task = task
+        self._all.add(self)
         functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
         walk = walked(functions, module, keeps_tensors=True, is_lenient=True, skips_large=True)
         self._holders, self._caches, self._iterators = walk.holders, walk.caches, walk.iterators
@@ -261,10 +268,19 @@ class TaskStateGuard:
                     parts.setdefault(name, []).append(part)
         return {name: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for name, found in parts.items()}
 
+    def owners(self) -> set[int]:
+        """Return the identities of the containers, arrays and tensors found."""
+        return {holder.owner for holder in self._holders if holder.owner}
+
     def restore(self) -> str | None:
-        """Put the noted values back; name a value that may have changed and could not be put back, or None."""
+        """Put the noted values back; name a value that may have changed and could not be put back, or None.
+
+        A container that other trials use as well stays as it is: nothing tells whose change is whose.
+        """
+        shared = {owner for guard in list(self._all) if guard.task is not self.task for owner in guard.owners()}
         for holder in self._holders:
-            holder.rewind()
+            if holder.owner not in shared:
+                holder.rewind()
         for function, misses in self._caches:  # results may depend on values that were put back
             if function.cache_info().misses != misses:
                 function.cache_clear()

@@ -3,6 +3,7 @@
 import array
 import collections
 import contextlib
+import copy
 import ctypes
 import enum
 import math
@@ -55,6 +56,8 @@ class ValueHolder:
             library's model writes into its configuration once.
         is_of_threads: whether threads wait for the values, so that they must not be put back while a trial begins again.
         is_mapping: whether the values are the keys of a mapping, and then its values.
+        owner: identity of the container, array or tensor, which several trials may share; 0 for other places.
+        undo: as the method, for a place whose values do not show its contents.
 
     Attributes:
         inputs: indices of numbers that may change, because the graph takes them as inputs; they stay of their class.
@@ -69,6 +72,8 @@ class ValueHolder:
         "is_tensor",
         "labels",
         "noted",
+        "own_undo",
+        "owner",
         "read",
         "write",
     )
@@ -84,8 +89,11 @@ class ValueHolder:
         is_filled_by_step: bool = False,
         is_of_threads: bool = False,
         is_mapping: bool = False,
+        owner: int = 0,
+        undo: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self.labels, self.read, self.write = labels, read, write
+        self.owner, self.own_undo = owner, undo
         self.is_of_model, self.is_tensor, self.is_filled_by_step = is_of_model, is_tensor, is_filled_by_step
         self.is_of_threads, self.is_mapping = is_of_threads, is_mapping
         self.noted = read()
@@ -134,6 +142,8 @@ class ValueHolder:
         write = self.write
         if write is None or self.change() is None:
             return None
+        if self.own_undo is not None:
+            return self.own_undo()
         noted, changed = self.noted, self.read()
         return lambda: write(_without_change(noted, changed, self.read(), is_mapping=self.is_mapping))
 
@@ -317,6 +327,28 @@ def _without_change(noted: Values, changed: Values, latest: Values, *, is_mappin
     others = latest[len(changed) :]  # of a list, to which others have appended
     is_appended = all(map(operator.is_, changed, latest)) and all(map(operator.is_, noted, changed))
     return [*noted, *others] if is_appended else noted
+
+
+def undo_by_element(values: Any, before: Any, write: Callable[[Values], None]) -> Callable[[], Callable[[], None]]:
+    """Return `ValueHolder.undo` of an array or a detached tensor, in which trials may each have an element of their own.
+
+    Args:
+        values: the array or tensor.
+        before: a copy of the values to put back.
+        write: puts all values back.
+    """
+
+    def undo() -> Callable[[], None]:
+        changed = values != before
+
+        def put_back() -> None:
+            latest = copy.deepcopy(values)
+            write(())
+            values[~changed] = latest[~changed]
+
+        return put_back
+
+    return undo
 
 
 def _items_of(values: Values) -> dict[Any, Any]:

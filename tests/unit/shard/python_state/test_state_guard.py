@@ -403,6 +403,7 @@ def test_what_others_change_after_the_data_stays(monkeypatch):
         ["begun"],
         types.SimpleNamespace(own=1, others=1),
     )
+    places, array, tensor = {"own": 0, "others": 1}, np.ones(2), torch.ones(2)
     monkeypatch.setenv("OWN_COUNT", "1")
 
     def train(who: str = "own") -> list[Any]:
@@ -411,6 +412,8 @@ def test_what_others_change_after_the_data_stays(monkeypatch):
         names.add(who)
         order.append(who)
         setattr(settings, who, getattr(settings, who) + 1)
+        array[places[who]] += 1
+        tensor[places[who]] += 1
         os.environ[f"{who}_COUNT".upper()] = "2"
         return []
 
@@ -424,6 +427,7 @@ def test_what_others_change_after_the_data_stays(monkeypatch):
         assert (counts["own"], "own passes" in counts, settings.own, os.environ["OWN_COUNT"]) == (1, False, 1, "1")
         assert (names, order) == (({"begun", "others"}, ["begun", "others"]) if has_others else ({"begun"}, ["begun"]))
         assert (counts["others"], counts.get("others passes")) == ((2, 1) if has_others else (1, None))
+        assert array.tolist() == tensor.tolist() == [1, 2 if has_others else 1]
         assert (settings.others, os.environ.get("OTHERS_COUNT")) == ((2, "2") if has_others else (1, None))
     monkeypatch.delenv("OTHERS_COUNT")
 
