@@ -234,12 +234,12 @@ class MemberTrial(SingleTrial):
 
     def begin_to_build(self) -> None:
         """Build the module and optimizer so that `discard` can undo what the user's code has counted in Python."""
-        with GATE.alone():
+        with GATE.alone() as is_alone:
             self._building = PythonStateUndo.of_task(self.task)
             try:
                 self.built()
             finally:
-                self._building.note_changes()
+                self._building.note_changes(is_alone=is_alone())
 
     def discard(self) -> None:
         """Close a trial that has only been built, and that will be built anew."""
@@ -266,14 +266,14 @@ class MemberTrial(SingleTrial):
         """
         noted = self._noted_data()
         try:
-            with GATE.alone() if noted.runs_own_code else nullcontext():
+            with GATE.alone() if noted.runs_own_code else nullcontext(lambda: True) as is_alone:
                 noted = self._noted_data()
                 try:
                     requests = {"train": self._peeked("train", self.task.train)}
                     if self.task.validate is not None:
                         requests["evaluate"] = self._peeked("evaluate", self.task.validate)
                 finally:
-                    noted.note_changes()
+                    noted.note_changes(is_alone=is_alone())
             yield requests
         finally:
             _undo(noted)
@@ -296,7 +296,7 @@ class MemberTrial(SingleTrial):
             self._evaluation_times = times
 
     def _noted_data(self) -> PythonStateUndo:
-        noted = PythonStateUndo(self.task.train, self.task.validate, self.task.loss_weight)
+        noted = PythonStateUndo(self.task.train, self.task.validate, self.task.loss_weight, task=self.task)
         if noted.iterators:
             raise UnfusableError(
                 f"{noted.iterators[0]} is an iterator, which cannot be put back after a look at the first batch"

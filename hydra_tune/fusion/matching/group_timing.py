@@ -6,7 +6,8 @@
 Note: isolation. The timed trials are separate, with copies of a model and of a batch and with separate random streams.
 The trial that gave the model and the batch stays unchanged, and the pool's ledgers, times and figures do not see the
 timed steps. While steps are timed, their memory comes on top of the ledgers. What the user's functions and data count in
-Python meanwhile is put back; for two seconds no other trial's code runs beside, whose counts would be put back as well.
+Python meanwhile is put back. For two seconds no other trial's code runs beside; after that, what other trials may count in
+as well is not put back, and a warning says so.
 
 Note: clock. On a CPU device the clock is the CPU time of the calling thread, which excludes time taken by other
 threads. On a GPU the clock runs until the device is done.
@@ -133,7 +134,7 @@ class FusionBenchmark:
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """Context of the user's code, whose changes of Python state are undone at the end."""
-        with GATE.alone(_MOST_SECONDS_ALONE), PythonStateUndo.of_task(self._original).undone():
+        with GATE.alone(_MOST_SECONDS_ALONE) as is_alone, PythonStateUndo.of_task(self._original).undone(is_alone):
             yield
 
     def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:

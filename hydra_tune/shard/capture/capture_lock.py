@@ -12,7 +12,7 @@ trial's own code or a shard unit, passes the gate shared, and a capture passes t
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 _MOST_SECONDS_ALONE = 0.25
@@ -85,18 +85,23 @@ class CaptureGate:
                     self._condition.notify_all()
 
     @contextmanager
-    def alone(self, most_seconds: float = _MOST_SECONDS_ALONE) -> Iterator[None]:
-        """Context as of `shared` that keeps others out, but for no longer than `most_seconds`."""
+    def alone(self, most_seconds: float = _MOST_SECONDS_ALONE) -> Iterator[Callable[[], bool]]:
+        """Context as of `shared` that keeps others out, but for no longer than `most_seconds`.
+
+        Yields:
+            A function that says whether the thread has been alone so far.
+        """
         if getattr(self._here, "is_inside", False):
-            yield
+            yield lambda: False
             return
         with self._condition:
             self._wait_until_free()
             self._sharing += 1
-            self._lone_thread, self._lone_until = threading.get_ident(), time.monotonic() + most_seconds
+            thread = self._lone_thread = threading.get_ident()
+            self._lone_until = time.monotonic() + most_seconds
         self._here.is_inside = self._here.may_leave = True
         try:
-            yield
+            yield lambda: self._lone_thread == thread
         finally:
             self._here.may_leave = False
             self._leave()
@@ -113,6 +118,7 @@ class CaptureGate:
             # an end because a lone thread tells nobody that its time is over.
             while not self._condition.wait_for(self._may_share, _MOST_SECONDS_ALONE):
                 pass
+            self._lone_thread = None
             self._sharing += 1
         self._here.is_inside = True
 

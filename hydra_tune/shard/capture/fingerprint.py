@@ -19,18 +19,20 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from hydra_tune.shard.python_state.code_names import global_names, is_installed, mentioned_names
+from hydra_tune.shard.python_state.code_names import IS_IMMUTABLE_TYPE, global_names, is_installed, mentioned_names
 from hydra_tune.task import TrainTask
 
 _MAX_DEPTH = 12
 _MAX_TENSOR_BYTES = 1 << 20
 _SKIPPED = {"_parameters", "_buffers", "_modules", "training", "_is_full_backward_hook", "_version"}
+# Classes written in C whose objects keep their values in their `__dict__`, or results that follow from their arguments.
+_WITHOUT_A_VALUE = (object, types.SimpleNamespace, Generic, type(functools.lru_cache(int)))
 # Hooks for saving and loading weights, with numbers that count the hooks of the process.
 _SKIPPED |= {f"_{kind}_{when}hooks" for kind in ("state_dict", "load_state_dict") for when in ("", "pre_", "post_")}
 
@@ -250,7 +252,7 @@ def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     if type(value).__module__ == "numpy" and getattr(value, "nbytes", _MAX_TENSOR_BYTES + 1) <= _MAX_TENSOR_BYTES:
         return _numpy(value)
     attributes = getattr(value, "__dict__", None)
-    if attributes is None or isinstance(value, torch.Generator | types.ModuleType):
+    if attributes is None or isinstance(value, types.ModuleType) or not _shows_its_value(type(value)):
         raise UnkeyableError(f"no key for {type(value).__name__}")
     # Before the attributes, which may lead back to the object.
     seen[id(value)] = len(seen)
@@ -259,6 +261,11 @@ def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
         _class_code(type(value), seen, depth + 1),
         tuple((name, _value(item, seen, depth)) for name, item in sorted(attributes.items())),
     )
+
+
+def _shows_its_value(kind: type) -> bool:
+    """Whether objects of a class keep all in their `__dict__`; a base written in C may keep a part elsewhere, as `Decimal`."""
+    return all(base in _WITHOUT_A_VALUE or not base.__flags__ & IS_IMMUTABLE_TYPE for base in kind.__mro__)
 
 
 def _numpy(value: Any) -> Hashable:

@@ -9,10 +9,11 @@ know the course of a trial, the schedule, or the places of blocks.
 """
 
 import functools
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -51,7 +52,7 @@ from hydra_tune.shard.partition.shard_size_search import CHOICES
 from hydra_tune.shard.partition.trial_step import answers_to, captured_graph, hollow_twin_of, restored, twin_of
 from hydra_tune.shard.python_state.number_inputs import NumberInputError, NumberInputs
 from hydra_tune.shard.python_state.opened_files import FileHolder
-from hydra_tune.shard.python_state.state_guard import PythonStateGuard
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard, shares_state
 from hydra_tune.shard.verify.plan_check import verify, verify_close
 from hydra_tune.shard.verify.process_state import intraop_threads, preserved_streams
 from hydra_tune.shard.verify.sample_check import SampledStep, sample_of
@@ -252,8 +253,9 @@ class PlanLibrary:
         Raises:
             CaptureError: the plan gives other numbers than the eager step.
         """
-        with self._preparing(), GATE.shared(), intraop_threads(self.budget.host_threads):
-            verify(task, twin_of(model, prepared.plan.mode), prepared.plan, batch)
+        mode = prepared.plan.mode
+        with self._preparing(), _computing(task, mode), intraop_threads(self.budget.host_threads):
+            verify(task, twin_of(model, mode), prepared.plan, batch)
 
     def confirm(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: batches.NumberedBatch) -> None:
         """Compare a plan with the eager step for other numbers than those of its capture; arguments as of `check_again`.
@@ -487,7 +489,7 @@ class PlanLibrary:
         numbering: ValueNumbering | None = None,
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
         distinct_kept = None if kept is plan else kept
-        with GATE.shared(), intraop_threads(self.budget.host_threads):
+        with _computing(request.task, request.mode), intraop_threads(self.budget.host_threads):
             twin = (
                 twin_of(request.model, request.mode)
                 if numbering is None
@@ -568,6 +570,11 @@ class PlanLibrary:
             alignment=self.budget.alignment,
             uses_foreach=self.budget.uses_foreach,
         )
+
+
+def _computing(task: TrainTask, mode: str) -> AbstractContextManager[object]:
+    """Context of steps that are compared: others wait whose changes would be put back, or taken for the step's own."""
+    return GATE.alone(math.inf) if shares_state(task, mode) else GATE.shared()
 
 
 def _serves(entry: _PlanLibraryEntry, request: ShardPlanRequest) -> bool:

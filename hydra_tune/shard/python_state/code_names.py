@@ -44,7 +44,7 @@ def _folders() -> frozenset[Path]:
     )
 
 
-_IS_IMMUTABLE_TYPE = 1 << 8  # a flag of classes that no Python code has made
+IS_IMMUTABLE_TYPE = 1 << 8  # a flag of classes that no Python code has made
 _WITHOUT_STATE = frozenset(
     {
         "builtins",
@@ -72,7 +72,7 @@ def is_extension(kind: type) -> bool:
     """
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in _WITHOUT_STATE]
     return issubclass(kind, bytearray | memoryview) or any(
-        base.__flags__ & _IS_IMMUTABLE_TYPE or _is_extension_module(base.__module__) for base in bases
+        base.__flags__ & IS_IMMUTABLE_TYPE or _is_extension_module(base.__module__) for base in bases
     )
 
 

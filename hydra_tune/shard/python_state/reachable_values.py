@@ -52,11 +52,13 @@ from hydra_tune.shard.python_state.value_holder import (
     EXACT,
     MISSING,
     PLAIN,
+    ResultCache,
     ValueHolder,
     Values,
     bytes_of,
     content_of,
     pickled,
+    tables_of,
     undo_by_element,
     write_bytes,
     write_class,
@@ -112,7 +114,7 @@ class ReachableValues:
 
     Attributes:
         holders: the places found.
-        caches: functions with a cache of results without state, and the number of results computed so far.
+        caches: functions with a cache of results without state.
         iterators: iterators that a lenient walk has passed over, in words.
         self_references: variables of functions that are the model, a part of the model, or one of its tensors, in words.
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
@@ -135,7 +137,7 @@ class ReachableValues:
         skips_large: bool,
     ) -> None:
         self.holders: list[ValueHolder] = []
-        self.caches: list[tuple[Any, int]] = []
+        self.caches: list[ResultCache] = []
         self.iterators: list[str] = []
         self.aliases: list[str] = []
         self.self_references: list[str] = []
@@ -589,7 +591,7 @@ class ReachableValues:
         label = f"a result of {label}"
         holder = self._hold([label], lambda: _results(wrapper), is_filled_by_step=True)
         if all(isinstance(result, (*PLAIN, Tensor)) for result in holder.noted):
-            self.caches.append((wrapper, wrapper.cache_info().misses))
+            self.caches.append(ResultCache(wrapper))
         for result in holder.noted:
             self.visit(result, label, depth, library)
         self.visit(wrapper.__wrapped__, label, depth, library)
@@ -662,20 +664,21 @@ class ReachableValues:
         )
 
     def _array(self, array: Any, label: str) -> None:
-        if self._skips_large and array.nbytes > _MAX_DATA_BYTES:
-            return
         if array.nbytes > _MAX_ARRAY_BYTES:
-            if self._is_lenient:
+            if self._is_lenient or self._skips_large:
                 return
             raise CaptureError(f"{label} is an array too large to be compared at each step; use a tensor")
         address = array.__array_interface__["data"][0]
         self._note_alias((address, address + array.nbytes), f"the array {label}")
+        read = lambda: [(array.shape, array.dtype.str, zlib.crc32(array.tobytes()))]  # noqa: E731
+        if self._skips_large and array.nbytes > _MAX_DATA_BYTES:
+            self._hold([label], read, owner=id(array))
+            return
         before = array.copy()
 
         def write(_: Values) -> None:
             array[...] = before
 
-        read = lambda: [(array.shape, array.dtype.str, zlib.crc32(array.tobytes()))]  # noqa: E731
         self._hold([label], read, write, owner=id(array), undo=undo_by_element(array, before, write))
 
     def _note_alias(self, memory: tuple[int, int], label: str) -> None:
@@ -804,8 +807,7 @@ def _digest_of(tensor: Tensor, *, by_contents: bool) -> int | tuple[int, int]:
 def _results(wrapper: Any) -> list[Any]:
     """Return the results that a function with a cache keeps; of a limited cache, that of a function without arguments."""
     if wrapper.cache_parameters()["maxsize"] is None:
-        tables = [one for one in gc.get_referents(wrapper) if type(one) is dict and one is not vars(wrapper)]
-        return [result for table in tables for result in table.values()]
+        return [result for table in tables_of(wrapper) for result in table.values()]
     code = getattr(wrapper.__wrapped__, "__code__", None)
     has_arguments = code is None or code.co_argcount + code.co_kwonlyargcount > 0
     return [] if has_arguments or not wrapper.cache_info().currsize else [wrapper()]

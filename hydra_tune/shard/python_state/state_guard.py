@@ -16,6 +16,7 @@ runs the step twice, and refuses a step that gives other numbers the second time
 """
 
 import hashlib
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,9 @@ from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.reachable_values import walked
 from hydra_tune.shard.python_state.value_holder import ValueHolder, write_environment
 from hydra_tune.task import TrainTask
+
+_LOGGER = logging.getLogger(__name__)
+_OF_THE_PROCESS = ("the global ", "the environment")  # labels of values that functions of all trials may name
 
 
 class PythonStateGuard:
@@ -160,17 +164,15 @@ class PythonStateGuard:
         """Put the noted values back where values have changed.
 
         Args:
-            only_tensors: put back only the contents of tensors.
+            only_tensors: of the values, put back only the contents of tensors.
         """
         holders = [holder for holder in self._holders if holder.is_tensor or not only_tensors]
         changed = [holder for holder in holders if holder.change() is not None]
         for holder in changed:
             if holder.write is not None:
                 holder.write(holder.noted)
-        for function, misses in self._caches if not only_tensors else ():
-            # The results may depend on values that were put back, or be stand-ins for tensors.
-            if function.cache_info().misses != misses:
-                function.cache_clear()
+        for cache in self._caches:
+            cache.forget_new()
 
 
 def _write_at(holder: ValueHolder, index: int, value: object) -> None:
@@ -183,76 +185,96 @@ def _write_at(holder: ValueHolder, index: int, value: object) -> None:
 class PythonStateUndo:
     """Notes what functions and data of a task keep in Python, so that the changes by a trial run of them can be undone.
 
-    Such state is a counter of a dataset, sampler or collate function, or a variable of a callable. Large containers and
-    tensors, of samples, are not followed.
+    Such state is a counter of a dataset, sampler or collate function, or a variable of a callable. Large containers are not
+    followed, and of large tensors and arrays only a change is noted.
 
     Args:
         handles: functions and data, as given.
+        task: the task that they are of.
 
     Attributes:
         runs_own_code: whether code of the user's would run.
         iterators: iterators that cannot be put back, in words.
         has_changes: whether `note_changes` has found a change.
+        stays: a value, in words, that has changed and cannot be put back; None: there is none.
     """
 
-    __slots__ = ("_changes", "_holders", "has_changes", "iterators", "runs_own_code")
+    __slots__ = ("_changes", "_holders", "_task", "has_changes", "iterators", "runs_own_code", "stays")
 
-    def __init__(self, *handles: object) -> None:
+    def __init__(self, *handles: object, task: TrainTask | None = None) -> None:
         roots = {f"data {number}": handle for number, handle in enumerate(handles)}
         walk = walked(roots, None, keeps_tensors=True, is_lenient=True)
         self.iterators = walk.iterators
-        self._holders = walk.holders
+        self._task, self._holders = task, walk.holders
         if walk.has_environment:
             read = lambda: [*os.environ.keys(), *os.environ.values()]  # noqa: E731
             self._holders.append(ValueHolder(["the environment"], read, write_environment, is_mapping=True))
         self.runs_own_code = any(isinstance(value, FunctionType) for value in walk.seen.values())
         self._changes: list[Callable[[], None]] = []
+        self.stays: str | None = None
         self.has_changes = False
 
     @classmethod
     def of_task(cls, task: TrainTask) -> Self:
         """Note what all functions and data of a task keep."""
         functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
-        return cls(*functions.values(), task.model, task.optimizer, task.param_groups)
+        return cls(*functions.values(), task.model, task.optimizer, task.param_groups, task=task)
 
-    def note_changes(self) -> None:
-        """Note the values that differ by now, for `undo_changes`."""
-        self._changes = [undo for holder in self._holders if (undo := holder.undo()) is not None]
-        self.has_changes = bool(self._changes)
+    def note_changes(self, *, is_alone: bool) -> None:
+        """Note the values that differ by now, for `undo_changes`.
+
+        Args:
+            is_alone: whether no other trial's code has run since; if not, values that others may have changed stay.
+        """
+        shared = set() if is_alone else TaskStateGuard.owners_of_others(self._task)
+        self._changes, self.stays = [], None
+        for holder in self._holders:
+            if holder.is_filled_by_step or holder.is_of_threads or (label := holder.change()) is None:
+                continue
+            is_own = is_alone or not (holder.owner in shared or label.startswith(_OF_THE_PROCESS))
+            if is_own and (undo := holder.undo()) is not None:
+                self._changes.append(undo)
+            else:
+                self.stays = label
+        self.has_changes = bool(self._changes) or self.stays is not None
 
     def undo_changes(self) -> None:
         """Put back the values that `note_changes` has found, and nothing that others have changed since."""
         for undo in self._changes:
             undo()
+        if self.stays is not None:
+            _LOGGER.warning(
+                "%s has changed while code of a trial was tried for fusion, and is not put back, because the value is large or "
+                "another trial may have changed the value; numbers that depend on the value may be others than a plain "
+                "loop's. Give each trial small objects of its own, or use fusion='off'",
+                self.stays,
+            )
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Context for a trial run, whose changes are undone at the end."""
+    def undone(self, is_alone: Callable[[], bool]) -> Iterator[None]:
+        """Context for a trial run, whose changes are undone at the end; arguments as of `note_changes`."""
         try:
             yield
         finally:
-            self.note_changes()
+            self.note_changes(is_alone=is_alone())
             self.undo_changes()
 
 
 class TaskStateGuard:
     """Notes what a task's functions and data keep in Python, so that its trial can begin again from this moment.
 
-    Of large tensors only a change is noted; large arrays, and what cannot be followed, are passed over.
+    Of large tensors and arrays only a change is noted; what cannot be followed, and arrays over 4 MiB, are passed over.
 
     Args:
         task: the task of the trial.
         module: the trial's model, whose tensors are no Python state.
-
-    Attributes:
-        task: as given.
     """
 
-    __slots__ = ("__weakref__", "_caches", "_holders", "_iterators", "task")
+    __slots__ = ("__weakref__", "_caches", "_holders", "_iterators", "_task")
     _all: ClassVar[weakref.WeakSet["TaskStateGuard"]] = weakref.WeakSet()
 
     def __init__(self, task: TrainTask, module: nn.Module) -> None:
-        self.task = task
+        self._task = task
         self._all.add(self)
         functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
         walk = walked(functions, module, keeps_tensors=True, is_lenient=True, skips_large=True)
@@ -268,25 +290,33 @@ class TaskStateGuard:
                     parts.setdefault(name, []).append(part)
         return {name: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for name, found in parts.items()}
 
-    def owners(self) -> set[int]:
-        """Return the identities of the containers, arrays and tensors found."""
-        return {holder.owner for holder in self._holders if holder.owner}
+    @classmethod
+    def owners_of_others(cls, task: TrainTask | None) -> set[int]:
+        """Return the identities of the containers, arrays and tensors that trials of other tasks reach."""
+        others = [guard for guard in list(cls._all) if guard._task is not task]  # noqa: SLF001 - of the same class
+        return {holder.owner for guard in others for holder in guard._holders if holder.owner}  # noqa: SLF001
 
     def restore(self) -> str | None:
         """Put the noted values back; name a value that may have changed and could not be put back, or None.
 
         A container that other trials use as well stays as it is: nothing tells whose change is whose.
         """
-        shared = {owner for guard in list(self._all) if guard.task is not self.task for owner in guard.owners()}
+        shared = self.owners_of_others(self._task)
         for holder in self._holders:
             if holder.owner not in shared:
                 holder.rewind()
-        for function, misses in self._caches:  # results may depend on values that were put back
-            if function.cache_info().misses != misses:
-                function.cache_clear()
+        for cache in self._caches:
+            cache.forget_new()
         stubborn = (holder for holder in self._holders if not (holder.is_of_model or holder.is_of_threads))
         changes = (holder.change(by_step=True) for holder in stubborn)
         return next((name for name in (*changes, *self._iterators) if name is not None), None)
+
+
+def shares_state(task: TrainTask, mode: str) -> bool:
+    """Whether the step reaches a container, array or tensor that another trial under way reaches, and may change, too."""
+    walk = walked(step_functions(task, mode), None, keeps_tensors=False, is_lenient=True)
+    own = {holder.owner for holder in walk.holders if holder.owner}
+    return not own.isdisjoint(TaskStateGuard.owners_of_others(task))
 
 
 def check_own_copy(task: TrainTask, module: nn.Module, mode: str) -> None:

@@ -3,6 +3,7 @@
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
@@ -77,6 +78,42 @@ def test_no_other_trial_runs_its_code_while_a_look_draws_a_batch(member_of, monk
     with member.peek():
         others[0].join()
     assert PASSES == {"own": 0, "others": 1}
+
+
+def test_a_look_beside_other_trials_leaves_what_they_may_have_changed_and_names_it(member_of, monkeypatch, caplog):
+    monkeypatch.setitem(PASSES, "own", 0)
+    monkeypatch.setitem(PASSES, "others", 0)
+
+    def train():
+        with GATE.left():  # as a thread does that has kept others out for too long
+            PASSES["others"] += 1
+        PASSES["own"] += 1
+        return [DATA.tensors]
+
+    member = member_of(train=train)
+    member.built()
+    with member.peek():
+        pass
+    assert PASSES == {"own": 1, "others": 1}
+    assert (
+        "the global 'PASSES'['own'] has changed while code of a trial was tried for fusion, and is not put"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize("large", [torch.zeros(20_000), np.zeros(20_000)], ids=["tensor", "array"])
+def test_a_large_value_that_a_look_has_changed_is_named(member_of, caplog, large):
+    def train():
+        large[0] += 1
+        return [DATA.tensors]
+
+    member = member_of(train=train)
+    member.built()
+    with member.peek():
+        pass
+    assert (
+        "'large' of data 0 has changed while code of a trial was tried for fusion, and is not put back" in caplog.text
+    )
 
 
 def test_a_trial_that_is_discarded_and_built_anew_has_counted_once(member_of):

@@ -1,9 +1,14 @@
 """Equal keys where the graphs would be equal, other keys wherever a capture would bake in something else."""
 
 import copy
+import decimal
+import enum
 import functools
+import io
 import types
+from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -249,6 +254,34 @@ def test_what_cannot_be_keyed_has_no_key():
     assert key(model) is None
     model.scale = iter([1])
     assert key(model) is None
+
+
+class Price(decimal.Decimal):
+    pass
+
+
+class Span(timedelta):
+    pass
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Price("0.1"), Span(seconds=1), io.BytesIO(b"1"), np.frompyfunc(abs, 1, 1), ValueError(0.1)],
+    ids=lambda value: type(value).__name__,
+)
+def test_objects_that_keep_their_value_outside_of_python_have_no_key(value):
+    assert key(Net(), step=lambda module, batch: (module(batch), value)) is None
+
+
+@pytest.mark.parametrize(
+    "value", [settings, Level.LOW, Config(), functools.cache(helper)], ids=lambda value: type(value).__name__
+)
+def test_other_objects_have_one(value):
+    assert key(Net(), step=lambda module, batch: (module(batch), value)) is not None
 
 
 def test_the_default_dtype_is_in_the_key():

@@ -356,7 +356,7 @@ def test_the_position_of_a_file(tmp_path):
     with path.open() as file:
         guard = PythonStateUndo(lambda: [file.readline()])
         assert file.readline() == "1\n"
-        guard.note_changes()
+        guard.note_changes(is_alone=True)
         guard.undo_changes()
         assert file.readline() == "1\n"
         next(file)  # within a loop over lines a text file does not tell its position
@@ -385,15 +385,28 @@ def test_what_data_count_is_put_back():
     data = Counting(torch.ones(8, 4))
     for handle in (data, DataLoader(data), lambda: DataLoader(data)):
         guard = PythonStateUndo(handle)
-        guard.note_changes()
+        guard.note_changes(is_alone=True)
         assert not guard.has_changes
         assert data[0] is not None
-        guard.note_changes()
+        guard.note_changes(is_alone=True)
         assert guard.has_changes
         guard.undo_changes()
         assert data.drawn == 0
     endless = itertools.count()
     assert PythonStateUndo(lambda: [next(endless)]).iterators == ["the variable 'endless' of data 0"]
+
+
+def test_results_that_a_cache_had_before_stay():
+    @functools.cache
+    def drawn(width: int) -> Any:
+        return torch.randn(width)
+
+    kept = drawn(2)
+    guard = guard_of(reading(lambda: drawn(3)))
+    drawn(3)
+    guard.restore()
+    assert drawn.cache_info().currsize == 1
+    assert drawn(2) is kept
 
 
 def test_what_others_change_after_the_data_stays(monkeypatch):
@@ -420,7 +433,7 @@ def test_what_others_change_after_the_data_stays(monkeypatch):
     for has_others in (False, True):
         guard = PythonStateUndo(train)
         train()
-        guard.note_changes()
+        guard.note_changes(is_alone=True)
         if has_others:
             train("others")
         guard.undo_changes()
