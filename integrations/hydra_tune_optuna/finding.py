@@ -1,7 +1,7 @@
 """Finds the weights of a finished sweep: the entry point `optuna` of the group `hydra_tune.weights`.
 
 The module only reads: a missing storage or study is an error, never created. `hydra-tune best`
-(`hydra_tune/cli/run/export.py`) calls `find_weights` to export a trial's weights.
+and `export` (`hydra_tune/cli/run/export.py`) call `find_weights` to export a trial's weights.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Reads and draws studies for the command line: the entry point `optuna` of the group `hydra_tune.studies`.
 
-The module only reads: a missing storage or study is an error, never created. `hydra-tune list`, `status`, `show` and
-`best` (`hydra_tune/cli/inspect/run_scan.py`) call `read`, `hydra-tune sweep` and `check` call `check`, and `hydra-tune plot`
-calls `plot`.
+The module only reads: a missing storage or study is an error, never created. `hydra-tune list`, `status`, `show`,
+`best`, `plot` and `export` (`hydra_tune/cli/inspect/run_scan.py`) call `read`, `hydra-tune sweep` and `check` call `check`,
+and `hydra-tune plot` and `export` call `plot`.
 """
 
 import io

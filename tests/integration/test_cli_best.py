@@ -1,9 +1,11 @@
 """Weights of a sweep: kept by `hydra-tune sweep`, named at its end, and written by `hydra-tune best` and `export`."""
 
+import errno
 import json
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import optuna
 import pytest
@@ -144,6 +146,55 @@ def test_export_names_what_a_run_does_not_have(tmp_path, monkeypatch):
     lines = done.stderr.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["no plots.png", "no best.safetensors"]
     assert "has nothing to draw" in lines[0]
+
+
+def test_export_by_force_leaves_no_file_of_another_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    optuna.create_study(study_name="stock", storage="sqlite:///stock.db").optimize(lambda trial: 1.0, n_trials=2)
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for name in ("plots.png", "best.safetensors", "trials.csv", "notes.txt"):
+        (folder / name).write_text("of another run")
+    done = exported("stock", "--out", folder, "--force")
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in folder.iterdir()) == ["notes.txt", "run.json", "trials.csv"]
+    assert (folder / "notes.txt").read_text() == "of another run"
+
+
+def test_export_into_a_folder_that_cannot_be_read_says_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    optuna.create_study(study_name="stock", storage="sqlite:///stock.db")
+    (tmp_path / "results").mkdir()
+    listed = Path.iterdir
+
+    def refused(path):
+        if path.name == "results":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    done = exported("stock", "--out", "results")
+    assert (done.exit_code, done.stderr) == (1, "cannot read results: Permission denied; give another --out\n")
+    monkeypatch.undo()
+    assert list((tmp_path / "results").iterdir()) == []
+
+
+def test_export_names_the_command_that_has_the_options_for_other_weights(swept, best, tmp_path):
+    optuna.create_study(
+        study_name="pareto", storage=f"sqlite:///{tmp_path}/two.db", directions=["minimize", "minimize"]
+    )
+    study = optuna.load_study(study_name="pareto", storage=f"sqlite:///{tmp_path}/two.db")
+    study.optimize(lambda trial: (trial.number, 1 - trial.number), n_trials=2)
+    done = exported("pareto", "--storage", f"sqlite:///{tmp_path}/two.db", "--out", tmp_path / "front")
+    assert (done.exit_code, "give one of 0, 1 with hydra-tune best --trial N\n" in done.stderr) == (0, True)
+    (swept[0].folder / "weights").rename(tmp_path / "moved")
+    try:
+        done = exported("first", "--out", tmp_path / "results")
+        assert best("first", "--weights-dir", tmp_path / "moved", "--out", tmp_path / "it").exit_code == 0
+    finally:
+        (tmp_path / "moved").rename(swept[0].folder / "weights")
+    assert done.exit_code == 0, done.output
+    assert "moved, use hydra-tune best --trial N --weights-dir DIR --out FILE\n" in done.stderr
 
 
 def exported(*arguments):

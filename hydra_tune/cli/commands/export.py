@@ -5,6 +5,7 @@
 
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -16,7 +17,7 @@ _FAILED = 1
 _EXIT_CODES = """\b
 Exit codes:
   0    done; files that could not be made are named
-  1    the folder could not be written
+  1    the folder could not be read or written
   2    the command makes no sense, or there is no such run; nothing was written
   130  interrupted by Ctrl-C
 """
@@ -32,7 +33,7 @@ Exit codes:
     help="Write the files to this folder, which is made if it is missing.",
 )
 @click.option("--storage", metavar="URL", help="Look for the study in this storage.")
-@click.option("--force", is_flag=True, help="Write even if FOLDER has files; files of the same names are replaced.")
+@click.option("--force", is_flag=True, help="Write even if FOLDER has files, and replace those of the same names.")
 def export(*, run: str | None, out: Path, storage: str | None, force: bool) -> None:
     """Write the results of RUN into a folder.
 
@@ -40,11 +41,14 @@ def export(*, run: str | None, out: Path, storage: str | None, force: bool) -> N
     weights. RUN is a sweep file, an event log, an SQLite file or the name of a study. Without RUN, the only run is taken.
     """
     try:
-        _check_out(out, force=force)
+        if not force and out.is_dir() and any(out.iterdir()):
+            _fail(f"the folder {out} has files; give another --out, or --force to write there", USAGE)
+    except OSError as error:
+        _fail(f"cannot read {out}: {error.strerror}; give another --out", _FAILED)
+    try:
         record = find_run(run, storage)
     except ConfigError as error:
-        click.echo(str(error), err=True)
-        sys.exit(USAGE)
+        _fail(str(error), USAGE)
     # torch takes seconds to import; help, version and a wrong name do not wait for it.
     from hydra_tune.cli.run.export import export_run  # noqa: PLC0415
 
@@ -52,13 +56,12 @@ def export(*, run: str | None, out: Path, storage: str | None, force: bool) -> N
         out.mkdir(parents=True, exist_ok=True)
         missing = export_run(record, out)
     except OSError as error:
-        click.echo(f"cannot write into {out}: {error.strerror}; give another --out", err=True)
-        sys.exit(_FAILED)
+        _fail(f"cannot write into {out}: {error.strerror}; give another --out", _FAILED)
     for line in missing:
         click.echo(line, err=True)
     click.echo(f"export: {out}")
 
 
-def _check_out(out: Path, *, force: bool) -> None:
-    if not force and out.is_dir() and any(out.iterdir()):
-        raise ConfigError(f"the folder {out} has files; give another --out, or --force to write there")
+def _fail(why: str, code: int) -> NoReturn:
+    click.echo(why, err=True)
+    sys.exit(code)

@@ -1,7 +1,7 @@
 """Finds the runs of a folder or a storage, by event logs, sweep files and storages; needs no server.
 
-The commands `list`, `status`, `show`, `best` and `plot` call `find_runs` or `find_run`. A run is known by its storage and
-its study; logs of one study belong to one run, and a log whose study was in memory is a run of its own.
+The commands `list`, `status`, `show`, `best`, `plot` and `export` call `find_runs` or `find_run`. A run is known by its
+storage and its study; logs of one study belong to one run, and a log whose study was in memory is a run of its own.
 """
 
 import shlex

@@ -90,10 +90,12 @@ def chosen_trial(run: SweepRunRecord, number: int | None) -> TrialView:
     if best:
         numbers = ", ".join(str(trial.number) for trial in best)
         raise ConfigError(
-            f"run {run.name!r} has several objectives and no single best trial; give --trial, one of {numbers}"
+            f"run {run.name!r} has several objectives and no single best trial; give one of {numbers} with "
+            "hydra-tune best --trial N"
         )
     raise ConfigError(
-        f"run {run.name!r} has no best trial: no trial has completed; give one of its trials with --trial"
+        f"run {run.name!r} has no best trial: no trial has completed; give one of its trials with "
+        "hydra-tune best --trial N"
     )
 
 

@@ -16,6 +16,10 @@ from hydra_tune.cli.run.weights_query import WeightsQuery
 from hydra_tune.errors import ConfigError, FileError, HydraTuneError, WeightsError
 from hydra_tune.observe.live.snapshot import TrialView
 
+_OTHER_WEIGHTS = (
+    "for another trial, or weights that were moved, use hydra-tune best --trial N --weights-dir DIR --out FILE"
+)
+
 
 def export_weights(
     run: SweepRunRecord, trial: TrialView, out: Path, *, weights_dir: str | None, overwrite: bool, as_json: bool
@@ -60,7 +64,9 @@ def export_weights(
 
 
 def export_run(run: SweepRunRecord, folder: Path) -> list[str]:
-    """Write trials, pictures and the best weights of a run into a folder, and replace files of the same names.
+    """Write trials, pictures and the best weights of a run into a folder.
+
+    Files of the same names are replaced, or removed where this run has nothing for them.
 
     Args:
         run: the run.
@@ -72,18 +78,24 @@ def export_run(run: SweepRunRecord, folder: Path) -> list[str]:
     Raises:
         OSError: the folder cannot be written.
     """
+    pictures, weights = folder / "plots.png", folder / "best.safetensors"
+    for path in (pictures, weights):
+        # First, because each of the two may fail: an older file must not pass for one of this run.
+        path.unlink(missing_ok=True)
     table = io.StringIO()
     write_csv(table, run, None)
     (folder / "trials.csv").write_text(table.getvalue(), encoding="utf-8")
     (folder / "run.json").write_text(json.dumps(to_json(run), allow_nan=False, indent=1) + "\n", encoding="utf-8")
     missing: list[str] = []
     try:
-        missing += study_reader().plot(*kept_study(run), folder / "plots.png")
+        missing += study_reader().plot(*kept_study(run), pictures)
     except ConfigError as error:
         missing.append(f"no plots.png: {error}")
     try:
         best = chosen_trial(run, None)
-        _copy_weights(run, best, folder / "best.safetensors", weights_dir=None, overwrite=True)
+        _copy_weights(run, best, weights, weights_dir=None, overwrite=True)
+    except WeightsError as error:
+        missing.append(f"no best.safetensors: {error}; {_OTHER_WEIGHTS}")
     except HydraTuneError as error:
         missing.append(f"no best.safetensors: {error}")
     return missing
