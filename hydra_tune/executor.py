@@ -75,8 +75,8 @@ class HydraExecutor:
     Args:
         devices: "auto" for every GPU, or for one CPU device per core on a machine without GPUs; "cuda", "cuda:0,1",
             "cpu:2"; "cuda:0,0" makes two devices of one GPU, each with `device_memory`.
-        device_memory: memory that the pool may use on each device, e.g. "11GiB"; None for the free memory less a
-            reserve.
+        device_memory: memory that the pool may use on each device, e.g. "11GiB"; None: a GPU's free memory less a
+            reserve; half of the free host memory for all CPU devices together.
         host_memory: host memory for the state of all trials in flight; None for 80% of the memory free at the start.
         spill_dir: a folder on disk for state beyond `host_memory`; None: trials wait until the host has room.
         policy: how the scheduler chooses shard units: "lrtf" (longest remaining time first), another name in
@@ -110,14 +110,14 @@ class HydraExecutor:
         event_log: a file of events, written while the pool runs and read by `hydra-tune trace`: units, copies and the
             lives of trials. An existing file is replaced; missing folders are made. None: no file.
         event_log_limit: size from which on units and copies are only counted in the event log, no longer listed, e.g.
-            "50MB"; the lives of trials, with reports and ends, are always written. None for no limit. See
-            docs/howto/trace.md.
+            "50MB"; the lives of trials, with reports and ends, are always written. None: all are listed. At 1 GiB the log
+            ends in any case. See docs/howto/trace.md.
         checkpoint_dir: a folder for the checkpoints of all trials, one subfolder each; made if missing. Each trial is
             saved at every report, and another process can resume the trials of a killed process bit for bit. None:
             nothing is saved.
         checkpoint_every: interval of additional checkpoints: a number of optimizer steps, or a time such as "30s".
-        stop_seconds: how long a `with` block or a search waits, after Ctrl-C or SIGTERM, for trials that are being
-            saved; with a `checkpoint_dir`.
+        stop_seconds: how long a `with` block waits, after Ctrl-C or SIGTERM, for trials that are being saved; with a
+            `checkpoint_dir`. A search outside a `with` block does so after Ctrl-C alone.
         loader_warning: how long a trial waits for a batch of its data loader before a warning names the loader and the
             place where the loader hangs: seconds, or a text such as "5min". See docs/howto/faults.md.
         loader_timeout: how long a trial waits for a batch before the trial fails and frees its place for other trials;
