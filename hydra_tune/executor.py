@@ -125,13 +125,14 @@ class HydraExecutor:
         max_retries: how often each trial may restart after faults of its environment: a lost device, a spill file that
             cannot be written or read, a killed worker process of a loader. The trial resumes from its last checkpoint,
             or from its beginning, with the same bits. See docs/howto/faults.md.
-        fusion: "on" trains trials of one architecture together, stacked by vmap, as far as several wait at the same
+        fusion: "on" trains trials of one architecture together, on stacked tensors, as far as several wait at the same
             time: several times faster for small models, slower for large models. Fused numbers equal a plain loop's up
             to rounding, not to the last bit; trials that cannot be fused run alone. "auto": fuse only where a few
             steps, timed on copies first, show a gain. "off": never. See docs/howto/small-models.md.
         fusion_size: the most trials in a fused group.
-        fusion_compile: name of a `torch.compile` backend, such as "inductor", for the steps of fused groups. Each group
-            size and kind of batch compiles once, in seconds to a minute. None: no compilation.
+        fusion_compile: name of a `torch.compile` backend, such as "inductor", for the steps of fused groups on CPU
+            devices: each group size and kind of batch compiles once, in seconds to a minute. "cudagraphs": records the
+            steps on GPUs as CUDA graphs. None: neither.
         fusion_planner: whether the planner may enlarge a fused group beyond the number of trials that fit a device, by
             swapping activations to the host or recomputing activations. "auto": where the planner predicts a gain over
             smaller groups, and as long as the larger group does not prove slower; "on": wherever a plan exists; "off":

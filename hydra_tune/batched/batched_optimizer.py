@@ -201,6 +201,7 @@ class BatchedOptimizer(StackedOptimizer):
 
     @override
     def member_state(self, p: Tensor, index: int) -> dict[str, Any]:
+        """Return copies of a slot's optimizer state by torch's names; empty before the member's first step."""
         state = self.state.get(p, {})
         if not state or not state["steps"][index]:
             return {}
@@ -226,6 +227,7 @@ class BatchedOptimizer(StackedOptimizer):
 
     @override
     def put(self, p: Tensor, index: int, own: Mapping[str, Any]) -> dict[int, Tensor]:
+        """Set a slot's step count; return the values for the caller to write, by `id` of the state's tensors."""
         state = self.state.get(p, {})
         if not state:
             return {}
@@ -238,6 +240,7 @@ class BatchedOptimizer(StackedOptimizer):
 
     @override
     def entries(self, p: Tensor, owns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return a stacked parameter's missing state, zeros or Adagrad's start for new members; empty before any step."""
         steps, state = [_steps_of(row) for row in owns], self.state.get(p, {})
         if not any(steps):
             return {}

@@ -1,6 +1,6 @@
 """Horizontal fusion: train several trials of the same architecture as a single trial on stacked tensors.
 
-The planner makes a plan of the architecture for a single member, as for any trial. A fused group runs the same shards
+`PlanLibrary` makes a plan of the architecture for a single member, as for any trial. A fused group runs the same shards
 in the same order, on tensors of the same names with an extra leading dimension of size N: parameters, buffers, batches,
 values that cross cuts, gradients and optimizer state (`fusion/batching/batched_graph.py`,
 `fusion/compile/batched_plan.py`). Paging, spilling and scheduling therefore treat a group like any other trial. Fusion
