@@ -632,10 +632,7 @@ class Pool:
 
     def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool, profiled: int = 0) -> PoolForecast:
         """Forecast a joint run of tasks without running jobs; see `forecast`."""
-        with contextlib.ExitStack() as undone:
-            # A running trial may change the same state meanwhile.
-            for task in () if self._has_live_jobs() else tasks.values():
-                undone.enter_context(PythonStateUndo.of_task(task).undone(lambda: True))
+        with PythonStateUndo.of_tasks(*tasks.values()).undone():
             return forecast(
                 tasks,
                 self._library,
@@ -648,10 +645,6 @@ class Pool:
                 admission=self._admission,
                 sends_ahead=self._sends_ahead,
             )
-
-    def _has_live_jobs(self) -> bool:
-        with self._changed:
-            return any(record.outcome is None for record in self._records.values())
 
     def shutdown(self) -> None:
         """Cancel all live jobs, wait for the running units, end all threads; further calls have no effect."""

@@ -605,9 +605,9 @@ class Trial:
         return self._bursts is not None and self._bursts.has_device
 
     def _waiting(self) -> AbstractContextManager[object]:
-        """Return the context of the wait for a loader's workers."""
+        """Return the context of the wait for a loader's workers, for which nobody else may have to wait."""
         # Also without the device, which an earlier draw of the same step may have cost.
-        return nullcontext() if self._bursts is None else self._bursts.waiting()
+        return GATE.left() if self._bursts is None else self._bursts.waiting()
 
     def _reading(self) -> AbstractContextManager[object]:
         """Return the context of code that may read the trial's tensors between units."""

@@ -9,7 +9,7 @@ of its members computed together.
 
 import math
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self
@@ -235,7 +235,7 @@ class MemberTrial(SingleTrial):
     def begin_to_build(self) -> None:
         """Build the module and optimizer so that `discard` can undo what the user's code has counted in Python."""
         with GATE.alone() as is_alone:
-            self._building = PythonStateUndo.of_task(self.task)
+            self._building = PythonStateUndo.of_tasks(self.task)
             try:
                 self.built()
             finally:
@@ -296,7 +296,9 @@ class MemberTrial(SingleTrial):
             self._evaluation_times = times
 
     def _noted_data(self) -> PythonStateUndo:
-        noted = PythonStateUndo(self.task.train, self.task.validate, self.task.loss_weight, task=self.task)
+        task = self.task
+        handles = {"train=": task.train, "validate=": task.validate, "loss_weight=": task.loss_weight}
+        noted = PythonStateUndo(handles, task)
         if noted.iterators:
             raise UnfusableError(
                 f"{noted.iterators[0]} is an iterator, which cannot be put back after a look at the first batch"
@@ -403,9 +405,11 @@ class MemberTrial(SingleTrial):
 
 
 def _undo(noted: PythonStateUndo) -> None:
-    if noted.has_changes:
-        with GATE.left(), GATE.exclusive():
-            noted.undo_changes()
+    with ExitStack() as alone:
+        if noted.has_changes:
+            alone.enter_context(GATE.left())
+            alone.enter_context(GATE.exclusive())
+        noted.undo_changes()
 
 
 def _refuse_empty(drawn: Batch | UngatheredBatches, name: str, number: int, epoch: int | None = None) -> None:

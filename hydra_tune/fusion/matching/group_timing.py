@@ -6,8 +6,7 @@
 Note: isolation. The timed trials are separate, with copies of a model and of a batch and with separate random streams.
 The trial that gave the model and the batch stays unchanged, and the pool's ledgers, times and figures do not see the
 timed steps. While steps are timed, their memory comes on top of the ledgers. What the user's functions and data count in
-Python meanwhile is put back. For two seconds no other trial's code runs beside; after that, what other trials may count in
-as well is not put back, and a warning says so.
+Python meanwhile is put back, but for values that other trials may have changed as well, which a warning names.
 
 Note: clock. On a CPU device the clock is the CPU time of the calling thread, which excludes time taken by other
 threads. On a GPU the clock runs until the device is done.
@@ -17,7 +16,7 @@ import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +32,6 @@ from hydra_tune.fusion.group.member import MemberTrial
 from hydra_tune.fusion.group.slot import ClosedGroupDelegate, GroupSlot
 from hydra_tune.memory.pager import Pager
 from hydra_tune.shard.capture import batch as batches
-from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
 from hydra_tune.shard.python_state.state_guard import PythonStateUndo
 from hydra_tune.task import TrainTask
@@ -47,7 +45,6 @@ _BURST_SECONDS = 0.01  # of own code; a trial's own bursts are longer, and three
 _LEAST_STEPS, _MOST_STEPS = 2, 5  # timed steps
 _ENOUGH_SECONDS = 0.02
 _DRAWS = 4
-_MOST_SECONDS_ALONE = 2.0
 
 
 class FusionBenchmark:
@@ -131,11 +128,9 @@ class FusionBenchmark:
         # The fastest draw, since interference only adds time.
         return self._original.accumulate * min(draw_seconds, default=0.0)
 
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
+    def _undone(self) -> AbstractContextManager[None]:
         """Context of the user's code, whose changes of Python state are undone at the end."""
-        with GATE.alone(_MOST_SECONDS_ALONE) as is_alone, PythonStateUndo.of_task(self._original).undone(is_alone):
-            yield
+        return PythonStateUndo.of_tasks(self._original).undone()
 
     def _steps(self, trial: Trial, steps_done: Callable[[], int]) -> float:
         """Return the fastest step after the warm-up, since interference only ever adds time."""

@@ -293,7 +293,7 @@ class GroupMatcher:
 
     def _leave(self, taken: Sequence[FusedJob]) -> None:
         """Put taken jobs back among the waiting jobs."""
-        for entry in taken:
+        for entry in reversed(taken):  # what the last one has counted can be undone first
             with self._table.pool.changed:
                 entry.is_taken = False
                 stop, carrier = entry.stop, entry.carrier

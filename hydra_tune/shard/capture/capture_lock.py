@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-_MOST_SECONDS_ALONE = 0.25
+_MOST_SECONDS_ALONE = 0.25  # a first batch that takes longer is drawn beside others
 
 
 class CaptureGate:
@@ -27,7 +27,7 @@ class CaptureGate:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._sharing = 0
-        self._alone = False
+        self._is_exclusive = False
         self._waiting = 0
         self._forgotten: set[int] = set()  # threads inside `shared` not expected to leave
         self._lone_thread: int | None = None  # the thread inside `shared` that keeps others out
@@ -76,12 +76,12 @@ class CaptureGate:
         with self.left() if getattr(self._here, "may_leave", False) else nullcontext():
             with self._condition:
                 self._wait_until_free()
-                self._alone = True
+                self._is_exclusive = True
             try:
                 yield
             finally:
                 with self._condition:
-                    self._alone = False
+                    self._is_exclusive = False
                     self._condition.notify_all()
 
     @contextmanager
@@ -109,8 +109,11 @@ class CaptureGate:
     def _wait_until_free(self) -> None:
         # Counted before the wait, so that no further computation enters `shared`.
         self._waiting += 1
-        self._condition.wait_for(lambda: not self._alone and not self._sharing)
-        self._waiting -= 1
+        try:
+            self._condition.wait_for(lambda: not self._is_exclusive and not self._sharing)
+        finally:  # Ctrl-C may end the wait
+            self._waiting -= 1
+            self._condition.notify_all()
 
     def _enter(self) -> None:
         with self._condition:
@@ -124,7 +127,7 @@ class CaptureGate:
 
     def _may_share(self) -> bool:
         is_kept_out = self._lone_thread is not None and time.monotonic() < self._lone_until
-        return not self._alone and not self._waiting and not is_kept_out
+        return not self._is_exclusive and not self._waiting and not is_kept_out
 
     def _let_others_in(self, thread: int) -> None:
         if self._lone_thread == thread:

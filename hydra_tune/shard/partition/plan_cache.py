@@ -13,7 +13,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -238,8 +238,12 @@ class PlanLibrary:
     @contextmanager
     def _preparing(self) -> Iterator[None]:
         """Context in which steps run on the host."""
-        with self._lock, preserved_streams(), preparing_for_gpus(self.budget.checks_sample):
-            yield
+        with ExitStack() as held:
+            # The holder of the lock may wait for all others to leave the gate.
+            with GATE.left():
+                held.enter_context(self._lock)
+            with preserved_streams(), preparing_for_gpus(self.budget.checks_sample):
+                yield
 
     def check_again(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: Any) -> None:
         """Compare a plan with the eager step once more, on the host.
@@ -254,8 +258,13 @@ class PlanLibrary:
             CaptureError: the plan gives other numbers than the eager step.
         """
         mode = prepared.plan.mode
-        with self._preparing(), _computing(task, mode), intraop_threads(self.budget.host_threads):
-            verify(task, twin_of(model, mode), prepared.plan, batch)
+        with self._preparing(), intraop_threads(self.budget.host_threads):
+            with suppress(CaptureError), _computing(task, mode, only_tensors=True):
+                verify(task, twin_of(model, mode), prepared.plan, batch)
+                return
+            # Another trial may have changed a value that the step reads.
+            with _computing(task, mode):
+                verify(task, twin_of(model, mode), prepared.plan, batch)
 
     def confirm(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: batches.NumberedBatch) -> None:
         """Compare a plan with the eager step for other numbers than those of its capture; arguments as of `check_again`.
@@ -572,9 +581,13 @@ class PlanLibrary:
         )
 
 
-def _computing(task: TrainTask, mode: str) -> AbstractContextManager[object]:
-    """Context of steps that are compared: others wait whose changes would be put back, or taken for the step's own."""
-    return GATE.alone(math.inf) if shares_state(task, mode) else GATE.shared()
+def _computing(task: TrainTask, mode: str, *, only_tensors: bool = False) -> AbstractContextManager[object]:
+    """Context of steps that are compared.
+
+    Others wait if their changes of values that the step reads would be taken for the step's own; `only_tensors`: if their
+    changes would be put back.
+    """
+    return GATE.alone(math.inf) if shares_state(task, mode, only_tensors=only_tensors) else GATE.shared()
 
 
 def _serves(entry: _PlanLibraryEntry, request: ShardPlanRequest) -> bool:

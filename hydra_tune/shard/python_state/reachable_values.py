@@ -53,6 +53,7 @@ from hydra_tune.shard.python_state.value_holder import (
     MISSING,
     PLAIN,
     ResultCache,
+    Undo,
     ValueHolder,
     Values,
     bytes_of,
@@ -554,7 +555,9 @@ class ReachableValues:
         del depth, library
         if generator is _OF_PROCESS:
             return
-        self._hold([label], lambda: [generator.getstate()], lambda values: generator.setstate(values[0]))
+        self._hold(
+            [label], lambda: [generator.getstate()], lambda values: generator.setstate(values[0]), owner=id(generator)
+        )
 
     def _generator(self, generator: torch.Generator, label: str, depth: int, library: int) -> None:
         del depth, library
@@ -563,7 +566,7 @@ class ReachableValues:
         def write(_: Values) -> None:
             generator.set_state(before)
 
-        self._hold([label], lambda: [generator.get_state().numpy().tobytes()], write)
+        self._hold([label], lambda: [generator.get_state().numpy().tobytes()], write, owner=id(generator))
 
     def _schedule(self, schedule: LRScheduler, label: str, depth: int, library: int) -> None:
         """A scheduler of torch's: its rates and the attributes that the code names, where nothing else of it is called."""
@@ -619,7 +622,7 @@ class ReachableValues:
                 return
             bits = value.bit_generator if isinstance(value, numpy.random.Generator) else value._bit_generator  # noqa: SLF001
             before = bits.state
-            self._hold([label], lambda: [repr(bits.state)], lambda _: setattr(bits, "state", before))
+            self._hold([label], lambda: [repr(bits.state)], lambda _: setattr(bits, "state", before), owner=id(bits))
         elif is_extension(kind):  # type: ignore[arg-type]
             self._opaque(value, label, library)
         else:
@@ -679,7 +682,8 @@ class ReachableValues:
         def write(_: Values) -> None:
             array[...] = before
 
-        self._hold([label], read, write, owner=id(array), undo=undo_by_element(array, before, write))
+        undo = None if array.dtype.hasobject else undo_by_element(array, before, write)
+        self._hold([label], read, write, owner=id(array), undo=undo)
 
     def _note_alias(self, memory: tuple[int, int], label: str) -> None:
         """Note a tensor or an array outside of the model that shares memory with the model's tensors."""
@@ -704,6 +708,7 @@ class ReachableValues:
                 [*(f"{label}.{name}" for name in names), f"the class of {label}"],
                 lambda: [*map(value.__dict__.get, names, _ALL_MISSING), type(value)],
                 lambda values: write_names(value.__dict__, names, values[:-1]),
+                owner=id(value),
                 is_filled_by_step=self._is_in_model and library > 1,  # of a module of a library
             )
             for name, item in zip(names, holder.noted, strict=False):
@@ -714,6 +719,7 @@ class ReachableValues:
                 [f"{label}.{name}" for name in slots],
                 lambda: [getattr(value, name, MISSING) for name in slots],
                 lambda values: write_slots(value, slots, values),
+                owner=id(value),
             )
             for name, item in zip(slots, holder.noted, strict=True):
                 self.visit(item, f"{label}.{name}", depth, library)
@@ -765,7 +771,7 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
     return (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
 
 
-def _writers_of(tensor: Tensor) -> tuple[Callable[[Values], None], Callable[[], Callable[[], None]] | None]:
+def _writers_of(tensor: Tensor) -> tuple[Callable[[Values], None], Callable[[], Undo] | None]:
     """Return what puts the present contents and gradient back, as `write` and `undo` of a `ValueHolder`."""
     gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
     is_small = tensor.nbytes <= _MAX_KEPT_BYTES

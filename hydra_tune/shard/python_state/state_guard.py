@@ -18,9 +18,10 @@ runs the step twice, and refuses a step that gives other numbers the second time
 import hashlib
 import logging
 import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import ClassVar, Self
 
@@ -29,7 +30,7 @@ from torch import nn
 from hydra_tune.errors import CaptureError, TaskError
 from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.reachable_values import walked
-from hydra_tune.shard.python_state.value_holder import ValueHolder, write_environment
+from hydra_tune.shard.python_state.value_holder import Undo, ValueHolder, write_environment
 from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger(__name__)
@@ -183,80 +184,90 @@ def _write_at(holder: ValueHolder, index: int, value: object) -> None:
 
 
 class PythonStateUndo:
-    """Notes what functions and data of a task keep in Python, so that the changes by a trial run of them can be undone.
+    """Notes what functions and data keep in Python, so that the changes by a trial run of them can be undone.
 
     Such state is a counter of a dataset, sampler or collate function, or a variable of a callable. Large containers are not
     followed, and of large tensors and arrays only a change is noted.
 
     Args:
-        handles: functions and data, as given.
-        task: the task that they are of.
+        handles: functions and data, by the names of their arguments.
+        tasks: the tasks that they are of.
 
     Attributes:
         runs_own_code: whether code of the user's would run.
         iterators: iterators that cannot be put back, in words.
-        has_changes: whether `note_changes` has found a change.
-        stays: a value, in words, that has changed and cannot be put back; None: there is none.
+        has_changes: whether `note_changes` has found changes that can be undone.
+        stays: a value, in words, that has changed and is not put back; None: there is none.
     """
 
-    __slots__ = ("_changes", "_holders", "_task", "has_changes", "iterators", "runs_own_code", "stays")
+    __slots__ = ("_changes", "_holders", "_tasks", "has_changes", "iterators", "runs_own_code", "stays")
 
-    def __init__(self, *handles: object, task: TrainTask | None = None) -> None:
-        roots = {f"data {number}": handle for number, handle in enumerate(handles)}
-        walk = walked(roots, None, keeps_tensors=True, is_lenient=True)
+    def __init__(self, handles: Mapping[str, object], *tasks: TrainTask) -> None:
+        walk = walked(handles, None, keeps_tensors=True, is_lenient=True)
         self.iterators = walk.iterators
-        self._task, self._holders = task, walk.holders
+        self._tasks, self._holders = tasks, walk.holders
         if walk.has_environment:
             read = lambda: [*os.environ.keys(), *os.environ.values()]  # noqa: E731
             self._holders.append(ValueHolder(["the environment"], read, write_environment, is_mapping=True))
         self.runs_own_code = any(isinstance(value, FunctionType) for value in walk.seen.values())
-        self._changes: list[Callable[[], None]] = []
-        self.stays: str | None = None
+        self._changes: list[tuple[str, Undo]] = []
         self.has_changes = False
+        self.stays: str | None = None
 
     @classmethod
-    def of_task(cls, task: TrainTask) -> Self:
-        """Note what all functions and data of a task keep."""
-        functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
-        return cls(*functions.values(), task.model, task.optimizer, task.param_groups, task=task)
+    def of_tasks(cls, *tasks: TrainTask) -> Self:
+        """Note what all functions and data of tasks keep."""
+        handles: dict[str, object] = {}
+        for number, task in enumerate(tasks):
+            functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
+            functions |= {"model=": task.model, "optimizer=": task.optimizer, "param_groups=": task.param_groups}
+            handles |= {name if number == 0 else f"{name} of task {number}": value for name, value in functions.items()}
+        return cls(handles, *tasks)
 
     def note_changes(self, *, is_alone: bool) -> None:
-        """Note the values that differ by now, for `undo_changes`.
+        """Note the values that differ by now, for `undo_changes`; may be called once.
 
         Args:
             is_alone: whether no other trial's code has run since; if not, values that others may have changed stay.
         """
-        shared = set() if is_alone else TaskStateGuard.owners_of_others(self._task)
-        self._changes, self.stays = [], None
+        shared = set() if is_alone else TaskStateGuard.owners_of_others(*self._tasks)
         for holder in self._holders:
             if holder.is_filled_by_step or holder.is_of_threads or (label := holder.change()) is None:
                 continue
             is_own = is_alone or not (holder.owner in shared or label.startswith(_OF_THE_PROCESS))
-            if is_own and (undo := holder.undo()) is not None:
-                self._changes.append(undo)
-            else:
+            undo = None
+            with suppress(Exception):  # a closed file, an array of another shape
+                undo = holder.undo() if is_own else None
+            if undo is None:
                 self.stays = label
-        self.has_changes = bool(self._changes) or self.stays is not None
+            else:
+                self._changes.append((label, undo))
+        self.has_changes = bool(self._changes)
+        self._holders = []
 
     def undo_changes(self) -> None:
         """Put back the values that `note_changes` has found, and nothing that others have changed since."""
-        for undo in self._changes:
-            undo()
+        for label, undo in self._changes:
+            is_undone = False
+            with suppress(Exception):
+                is_undone = undo()
+            if not is_undone:
+                self.stays = label
         if self.stays is not None:
             _LOGGER.warning(
-                "%s has changed while code of a trial was tried for fusion, and is not put back, because the value is large or "
-                "another trial may have changed the value; numbers that depend on the value may be others than a plain "
-                "loop's. Give each trial small objects of its own, or use fusion='off'",
+                "%s has changed while the pool tried code of a trial, and is not put back, because the value is large or "
+                "others may have changed the value; numbers that depend on the value may be others than a plain loop's. "
+                "Give each trial small objects of its own",
                 self.stays,
             )
 
     @contextmanager
-    def undone(self, is_alone: Callable[[], bool]) -> Iterator[None]:
-        """Context for a trial run, whose changes are undone at the end; arguments as of `note_changes`."""
+    def undone(self) -> Iterator[None]:
+        """Context for a trial run beside other trials, whose changes are undone at the end."""
         try:
             yield
         finally:
-            self.note_changes(is_alone=is_alone())
+            self.note_changes(is_alone=not TaskStateGuard.has_others(*self._tasks))
             self.undo_changes()
 
 
@@ -272,10 +283,12 @@ class TaskStateGuard:
 
     __slots__ = ("__weakref__", "_caches", "_holders", "_iterators", "_task")
     _all: ClassVar[weakref.WeakSet["TaskStateGuard"]] = weakref.WeakSet()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, task: TrainTask, module: nn.Module) -> None:
         self._task = task
-        self._all.add(self)
+        with self._lock:
+            self._all.add(self)
         functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
         walk = walked(functions, module, keeps_tensors=True, is_lenient=True, skips_large=True)
         self._holders, self._caches, self._iterators = walk.holders, walk.caches, walk.iterators
@@ -291,10 +304,25 @@ class TaskStateGuard:
         return {name: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for name, found in parts.items()}
 
     @classmethod
-    def owners_of_others(cls, task: TrainTask | None) -> set[int]:
-        """Return the identities of the containers, arrays and tensors that trials of other tasks reach."""
-        others = [guard for guard in list(cls._all) if guard._task is not task]  # noqa: SLF001 - of the same class
-        return {holder.owner for guard in others for holder in guard._holders if holder.owner}  # noqa: SLF001
+    def owners_of_others(cls, *tasks: TrainTask, only_tensors: bool = False) -> set[int]:
+        """Return the identities of the objects, containers, arrays and tensors that trials of other tasks reach."""
+        return {
+            holder.owner
+            for guard in cls._of_others(*tasks)
+            for holder in guard._holders  # noqa: SLF001 - of the same class
+            if holder.owner and len(holder.noted) > 0 and (holder.is_tensor or not only_tensors)
+        }
+
+    @classmethod
+    def has_others(cls, *tasks: TrainTask) -> bool:
+        """Whether trials of other tasks are under way."""
+        return bool(cls._of_others(*tasks))
+
+    @classmethod
+    def _of_others(cls, *tasks: TrainTask) -> "list[TaskStateGuard]":
+        with cls._lock:  # a trial that begins adds its guard
+            guards = list(cls._all)
+        return [guard for guard in guards if all(guard._task is not task for task in tasks)]  # noqa: SLF001
 
     def restore(self) -> str | None:
         """Put the noted values back; name a value that may have changed and could not be put back, or None.
@@ -312,11 +340,17 @@ class TaskStateGuard:
         return next((name for name in (*changes, *self._iterators) if name is not None), None)
 
 
-def shares_state(task: TrainTask, mode: str) -> bool:
-    """Whether the step reaches a container, array or tensor that another trial under way reaches, and may change, too."""
+def shares_state(task: TrainTask, mode: str, *, only_tensors: bool = False) -> bool:
+    """Whether the step reaches an object, container, array or tensor that another trial under way reaches, too.
+
+    Args:
+        task: the task of the step.
+        mode: "train" or "evaluate".
+        only_tensors: look only for tensors.
+    """
     walk = walked(step_functions(task, mode), None, keeps_tensors=False, is_lenient=True)
     own = {holder.owner for holder in walk.holders if holder.owner}
-    return not own.isdisjoint(TaskStateGuard.owners_of_others(task))
+    return not own.isdisjoint(TaskStateGuard.owners_of_others(task, only_tensors=only_tensors))
 
 
 def check_own_copy(task: TrainTask, module: nn.Module, mode: str) -> None:

@@ -42,6 +42,8 @@ _OF_THREADS = (
 _MAX_NAMED = 4096  # values of a container that are looked at one by one
 
 Values = Sequence[Any]
+Undo = Callable[[], bool]
+"""Puts values back, and returns whether it could put back all of them."""
 
 
 class ValueHolder:
@@ -91,7 +93,7 @@ class ValueHolder:
         is_of_threads: bool = False,
         is_mapping: bool = False,
         owner: int = 0,
-        undo: Callable[[], Callable[[], None]] | None = None,
+        undo: Callable[[], Undo] | None = None,
     ) -> None:
         self.labels, self.read, self.write = labels, read, write
         self.owner, self.own_undo = owner, undo
@@ -138,8 +140,11 @@ class ValueHolder:
         elif not any(map(_works_on, (*values, *noted))):
             self.write(noted)
 
-    def undo(self) -> Callable[[], None] | None:
-        """Return a function that puts back each item that differs by now, and no item that changes later; None if none does."""
+    def undo(self) -> Undo | None:
+        """Return a function that puts back each item that differs by now, if the item has not changed again; None if none does.
+
+        The function returns whether it could put all of them back.
+        """
         write = self.write
         if write is None or self.change() is None:
             return None
@@ -148,7 +153,15 @@ class ValueHolder:
         noted, changed = self.noted, self.read()
         if self.is_mapping and len(changed) % 2:  # another thread has added a key between the reads of keys and values
             changed = self.read()
-        return lambda: write(_without_change(noted, changed, self.read(), is_mapping=self.is_mapping))
+
+        def put_back() -> bool:
+            latest = self.read()
+            values, is_whole = _without_change(noted, changed, latest, is_mapping=self.is_mapping)
+            if len(values) != len(latest) or not all(map(operator.is_, values, latest)):
+                write(values)
+            return is_whole
+
+        return put_back
 
     def kept(self) -> set[str]:
         """Names of the model's attributes that are other objects than those noted, although `change(by_step=True)` is None."""
@@ -342,30 +355,48 @@ def tables_of(function: Any) -> list[dict[Any, Any]]:
     return [table for table in gc.get_referents(function) if type(table) is dict and table is not vars(function)]
 
 
-def _without_change(noted: Values, changed: Values, latest: Values, *, is_mapping: bool) -> Values:
-    """Return the latest values with the items of `noted` that differ in `changed`."""
+def _without_change(noted: Values, changed: Values, latest: Values, *, is_mapping: bool) -> tuple[Values, bool]:
+    """Return the latest values with the items of `noted` that differ in `changed`, and whether all of them could be put back.
+
+    An item that has changed again belongs to whoever has changed the item last.
+    """
     if len(latest) == len(changed) and all(map(operator.is_, latest, changed)):
-        return noted
+        return noted, True
     if is_mapping:
-        before, after, items = map(_items_of, (noted, changed, latest))
-        for key in before.keys() | after.keys():
-            value, own = before.get(key, MISSING), after.get(key, MISSING)
-            if value is MISSING:
-                items.pop(key, None)
-            elif not (own is value or _is_same(own, value)):
-                items[key] = value
-        return [*items.keys(), *items.values()]
+        items, is_whole = _without_changed_items(*map(_items_of, (noted, changed, latest)))
+        return [*items.keys(), *items.values()], is_whole
     if len(noted) == len(changed) == len(latest):
         if len(noted) == 1 and isinstance(noted[0], frozenset):
-            return [latest[0] - (changed[0] - noted[0]) | (noted[0] - changed[0])]
-        triples = zip(noted, changed, latest, strict=True)
-        return [value if after is before or _is_same(after, before) else before for before, after, value in triples]
+            return [latest[0] - (changed[0] - noted[0]) | (noted[0] - changed[0])], True
+        items, is_whole = _without_changed_items(*(dict(enumerate(values)) for values in (noted, changed, latest)))
+        return list(items.values()), is_whole
     others = latest[len(changed) :]  # of a list, to which others have appended
     is_appended = all(map(operator.is_, changed, latest)) and all(map(operator.is_, noted, changed))
-    return [*noted, *others] if is_appended else noted
+    return ([*noted, *others], True) if is_appended else (latest, False)
 
 
-def undo_by_element(values: Any, before: Any, write: Callable[[Values], None]) -> Callable[[], Callable[[], None]]:
+def _without_changed_items(
+    noted: dict[Any, Any], changed: dict[Any, Any], latest: dict[Any, Any]
+) -> tuple[dict[Any, Any], bool]:
+    is_whole = True
+    for key in noted.keys() | changed.keys():
+        value, own, last = (items.get(key, MISSING) for items in (noted, changed, latest))
+        if _is_equal(own, value):
+            continue
+        if not _is_equal(last, own):
+            is_whole = False
+        elif value is MISSING:
+            del latest[key]
+        else:
+            latest[key] = value
+    return latest, is_whole
+
+
+def _is_equal(one: object, other: object) -> bool:
+    return one is other or _is_same(one, other)
+
+
+def undo_by_element(values: Any, before: Any, write: Callable[[Values], None]) -> Callable[[], Undo]:
     """Return `ValueHolder.undo` of an array or a detached tensor, in which trials may each have an element of their own.
 
     Args:
@@ -374,17 +405,24 @@ def undo_by_element(values: Any, before: Any, write: Callable[[Values], None]) -
         write: puts all values back.
     """
 
-    def undo() -> Callable[[], None]:
-        changed = values != before
+    def undo() -> Undo:
+        after = copy.deepcopy(values)
 
-        def put_back() -> None:
+        def put_back() -> bool:
             latest = copy.deepcopy(values)
+            is_own, is_again = _differ(after, before), _differ(latest, after)
             write(())
-            values[~changed] = latest[~changed]
+            is_kept = is_again | ~is_own
+            values[is_kept] = latest[is_kept]
+            return not bool((is_own & is_again).any())
 
         return put_back
 
     return undo
+
+
+def _differ(one: Any, other: Any) -> Any:
+    return (one != other) & ~((one != one) & (other != other))  # noqa: PLR0124 - NaN equals NaN here
 
 
 def _items_of(values: Values) -> dict[Any, Any]:

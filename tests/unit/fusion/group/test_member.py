@@ -1,12 +1,14 @@
 """A look at a member's first batches, or a discarded construction, leaves all Python state as if there had been none."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import TrainTask
 from hydra_tune.devices.cpu import CpuDevice
@@ -80,6 +82,38 @@ def test_no_other_trial_runs_its_code_while_a_look_draws_a_batch(member_of, monk
     assert PASSES == {"own": 0, "others": 1}
 
 
+class Waiting(TensorDataset):
+    """Has its samples once a file is there."""
+
+    def __init__(self, path):
+        super().__init__(*DATA.tensors)
+        self.path = path
+
+    def __getitem__(self, index):
+        while not self.path.exists():
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+def test_a_look_that_waits_for_workers_keeps_no_capture_out(member_of, tmp_path):
+    path = tmp_path / "there"
+    member = member_of(train=DataLoader(Waiting(path), batch_size=4, num_workers=1))
+    member.built()
+
+    def look():
+        with member.peek() as requests:
+            return requests["train"]
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(look)
+        while member.clock.seconds == 0.0 or member.clock.is_in_process:
+            time.sleep(0.01)
+        with GATE.exclusive():
+            assert not found.done()
+        path.touch()
+        assert found.result(60) is not None
+
+
 def test_a_look_beside_other_trials_leaves_what_they_may_have_changed_and_names_it(member_of, monkeypatch, caplog):
     monkeypatch.setitem(PASSES, "own", 0)
     monkeypatch.setitem(PASSES, "others", 0)
@@ -95,10 +129,7 @@ def test_a_look_beside_other_trials_leaves_what_they_may_have_changed_and_names_
     with member.peek():
         pass
     assert PASSES == {"own": 1, "others": 1}
-    assert (
-        "the global 'PASSES'['own'] has changed while code of a trial was tried for fusion, and is not put"
-        in caplog.text
-    )
+    assert "the global 'PASSES'['own'] has changed while the pool tried code of a trial, and is not put" in caplog.text
 
 
 @pytest.mark.parametrize("large", [torch.zeros(20_000), np.zeros(20_000)], ids=["tensor", "array"])
@@ -111,9 +142,7 @@ def test_a_large_value_that_a_look_has_changed_is_named(member_of, caplog, large
     member.built()
     with member.peek():
         pass
-    assert (
-        "'large' of data 0 has changed while code of a trial was tried for fusion, and is not put back" in caplog.text
-    )
+    assert "'large' of train= has changed while the pool tried code of a trial, and is not put back" in caplog.text
 
 
 def test_a_trial_that_is_discarded_and_built_anew_has_counted_once(member_of):

@@ -179,3 +179,23 @@ def test_who_takes_long_alone_lets_others_in(threads):
 
     with gate.alone():
         assert threads.submit(share).result(PATIENCE_SECONDS)
+
+
+def test_a_wait_that_is_interrupted_keeps_nobody_out(threads):
+    gate = CaptureGate()
+
+    class Interrupted(threading.Condition):
+        def wait_for(self, predicate, timeout=None):
+            raise KeyboardInterrupt
+
+    condition = gate._condition
+    gate._condition = Interrupted()
+    with pytest.raises(KeyboardInterrupt), gate.exclusive():
+        pass
+    gate._condition = condition
+
+    def share():
+        with gate.shared():
+            return True
+
+    assert threads.submit(share).result(PATIENCE_SECONDS)

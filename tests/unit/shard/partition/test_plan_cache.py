@@ -380,3 +380,25 @@ def test_an_automatic_buffer_changes_no_bit():
         (device,) = pool.stats().devices.values()
     assert against_plain(described, result) == []
     assert device.bytes_ahead > 0
+
+
+def test_who_waits_for_the_library_inside_the_gate_lets_a_capture_by():
+    plans, is_held, is_inside = library(), threading.Event(), threading.Event()
+
+    def capture():
+        with plans._preparing():
+            is_held.set()
+            assert is_inside.wait(PATIENCE_SECONDS)
+            with GATE.exclusive():
+                return True
+
+    def step():
+        with GATE.shared():
+            assert is_held.wait(PATIENCE_SECONDS)
+            is_inside.set()
+            with plans._preparing():
+                return True
+
+    with ThreadPoolExecutor(2) as threads:
+        for future in (threads.submit(capture), threads.submit(step)):
+            assert future.result(PATIENCE_SECONDS)

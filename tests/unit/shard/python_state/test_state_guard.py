@@ -354,13 +354,13 @@ def test_the_position_of_a_file(tmp_path):
     path = tmp_path / "data.txt"
     path.write_text("1\n2\n3\n")
     with path.open() as file:
-        guard = PythonStateUndo(lambda: [file.readline()])
+        guard = PythonStateUndo({"train=": lambda: [file.readline()]})
         assert file.readline() == "1\n"
         guard.note_changes(is_alone=True)
         guard.undo_changes()
         assert file.readline() == "1\n"
         next(file)  # within a loop over lines a text file does not tell its position
-        assert PythonStateUndo(lambda: [file.readline()]).iterators
+        assert PythonStateUndo({"train=": lambda: [file.readline()]}).iterators
     assert guard_of(reading(sys.stdout)).change() is None
 
 
@@ -384,16 +384,14 @@ def test_what_data_count_is_put_back():
 
     data = Counting(torch.ones(8, 4))
     for handle in (data, DataLoader(data), lambda: DataLoader(data)):
-        guard = PythonStateUndo(handle)
-        guard.note_changes(is_alone=True)
-        assert not guard.has_changes
+        guard = PythonStateUndo({"train=": handle})
         assert data[0] is not None
         guard.note_changes(is_alone=True)
         assert guard.has_changes
         guard.undo_changes()
         assert data.drawn == 0
     endless = itertools.count()
-    assert PythonStateUndo(lambda: [next(endless)]).iterators == ["the variable 'endless' of data 0"]
+    assert PythonStateUndo({"train=": lambda: [next(endless)]}).iterators == ["the variable 'endless' of train="]
 
 
 def test_results_that_a_cache_had_before_stay():
@@ -431,7 +429,7 @@ def test_what_others_change_after_the_data_stays(monkeypatch):
         return []
 
     for has_others in (False, True):
-        guard = PythonStateUndo(train)
+        guard = PythonStateUndo({"train=": train})
         train()
         guard.note_changes(is_alone=True)
         if has_others:
@@ -443,6 +441,42 @@ def test_what_others_change_after_the_data_stays(monkeypatch):
         assert array.tolist() == tensor.tolist() == [1, 2 if has_others else 1]
         assert (settings.others, os.environ.get("OTHERS_COUNT")) == ((2, "2") if has_others else (1, None))
     monkeypatch.delenv("OTHERS_COUNT")
+
+
+def test_what_others_have_changed_again_is_theirs_and_named(caplog):
+    counts, settings, array = {"runs": 0}, types.SimpleNamespace(runs=0), np.array([0.0, np.nan])
+
+    def train() -> list[Any]:
+        counts["runs"] += 1
+        settings.runs += 1
+        array[0] += 1
+        return []
+
+    guard = PythonStateUndo({"train=": train})
+    train()
+    guard.note_changes(is_alone=True)
+    train()
+    guard.undo_changes()
+    assert (counts["runs"], settings.runs, array[0]) == (2, 2, 2)
+    assert "has changed while the pool tried code of a trial, and is not put back" in caplog.text
+
+
+def test_what_cannot_be_compared_any_more_is_named_and_fails_nothing(tmp_path, caplog):
+    ragged, array = np.empty(2, dtype=object), np.zeros(4)
+    file = (tmp_path / "data.txt").open("w+")
+
+    def train() -> list[Any]:
+        ragged[0] = np.ones(3)
+        array.resize(8, refcheck=False)
+        file.close()
+        return []
+
+    guard = PythonStateUndo({"train=": train})
+    train()
+    guard.note_changes(is_alone=True)
+    guard.undo_changes()
+    assert ragged[0] is None
+    assert "is not put back" in caplog.text
 
 
 def test_functions_that_hold_the_model_are_found():
