@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import TensorDataset
 
 from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
 from hydra_tune.pool.job import OVER
@@ -197,3 +198,39 @@ def test_a_number_or_a_buffer_that_is_annealed_is_followed_by_a_cut_model(after_
     assert result.metrics == expected.metrics
     assert all(tensor.equal(expected.state_dict()[name]) for name, tensor in result.state_dict().items())
     assert caplog.text.count("is captured again") == (0 if is_buffer else 2)  # once for each mode
+
+
+class Shrinking(torch.optim.lr_scheduler.LRScheduler):
+    """Decays all weights, at each step of the schedule."""
+
+    def get_lr(self):
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.9)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def wide():
+    return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(128, 128), nn.Tanh())), nn.Linear(128, 3))
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_a_scheduler_that_writes_weights_writes_those_of_a_cut_model(interval):
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(96, 128, generator=generator)
+    described = TrainTask(
+        model=wide,
+        optimizer=partial(torch.optim.AdamW, lr=0.003),
+        loss=functional.cross_entropy,
+        train=TensorDataset(rows, rows[:, :3].argmax(1)),
+        batch_size=16,
+        epochs=3,
+        scheduler=Shrinking,
+        scheduler_interval=interval,
+    )
+    with HydraExecutor("cpu:1", device_memory="700KiB") as pool:
+        (result,) = pool.run([described])
+    expected = train_plain(described).state_dict()
+    assert result.num_shards > 1
+    assert [name for name, tensor in result.state_dict().items() if not tensor.equal(expected[name])] == []

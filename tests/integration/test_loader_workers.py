@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hydra_tune import Failed, Finished, Reported
@@ -275,7 +275,7 @@ def test_a_dataset_of_many_tensors_can_be_sent():
 SCRIPT = """
 import sys
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hydra_tune import HydraExecutor, TrainTask
 
 class Mine(Dataset):
@@ -441,7 +441,7 @@ def test_slow_starts_are_told_once_with_what_helps(caplog, monkeypatch):
 COMPARED = """
 import random
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hydra_tune import HydraExecutor, TrainTask, train_plain
 
 class Drawn(Dataset):
@@ -507,7 +507,7 @@ def test_a_loader_whose_passes_are_generators_draws_the_trials_own_numbers(persi
 KILLED = """
 import os, time
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hydra_tune import HydraExecutor, TrainTask
 
 
@@ -555,3 +555,25 @@ def test_no_worker_outlives_a_program_that_is_killed(tmp_path):
         process.kill()
     assert not left
     program.stdout.close()
+
+
+@pytest.mark.parametrize("epochs_before", [1, 2])
+def test_a_resumed_trial_draws_what_its_persistent_workers_would_have_drawn(epochs_before: int, tmp_path: Path) -> None:
+    """Workers that are started draw a seed; workers that go on do not."""
+
+    def described() -> Any:
+        loader = DataLoader(TensorDataset(X, Y), 8, shuffle=True, num_workers=1, persistent_workers=True)
+        return task(train=loader, epochs=4)
+
+    with running(checkpoint_dir=tmp_path) as pool:
+        events = pool.events()
+        job = pool.submit(described(), "trial", events)
+        for epoch in range(epochs_before):
+            assert isinstance(events.get(PATIENCE_SECONDS), Reported)
+            if epoch + 1 < epochs_before:
+                job.proceed()
+        pool.suspend()
+    with running(checkpoint_dir=tmp_path) as pool:
+        found = pool.find_checkpoint("trial")
+        result = pool.submit(described(), "trial", resume_from=found.path).result(PATIENCE_SECONDS)
+    assert against_plain(described(), result) == []

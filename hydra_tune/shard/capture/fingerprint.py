@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from hydra_tune.shard.python_state.code_names import IS_IMMUTABLE_TYPE, global_names, is_installed, mentioned_names
+from hydra_tune.shard.python_state.value_holder import bytes_of
 from hydra_tune.task import TrainTask
 
 _MAX_DEPTH = 12
@@ -252,7 +253,7 @@ def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     if type(value).__module__ == "numpy" and getattr(value, "nbytes", _MAX_TENSOR_BYTES + 1) <= _MAX_TENSOR_BYTES:
         return _numpy(value)
     attributes = getattr(value, "__dict__", None)
-    if attributes is None or isinstance(value, types.ModuleType) or not _shows_its_value(type(value)):
+    if attributes is None or isinstance(value, types.ModuleType) or not _shows_its_value(value):
         raise UnkeyableError(f"no key for {type(value).__name__}")
     # Before the attributes, which may lead back to the object.
     seen[id(value)] = len(seen)
@@ -263,9 +264,14 @@ def _object(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     )
 
 
-def _shows_its_value(kind: type) -> bool:
-    """Whether objects of a class keep all in their `__dict__`; a base written in C may keep a part elsewhere, as `Decimal`."""
-    return all(base in _WITHOUT_A_VALUE or not base.__flags__ & IS_IMMUTABLE_TYPE for base in kind.__mro__)
+def _shows_its_value(value: Any) -> bool:
+    """Whether an object keeps all where a key or a guard sees it: in its `__dict__` or in a buffer.
+
+    A base written in C may keep a part elsewhere, as `Decimal` does.
+    """
+    bases = type(value).__mro__
+    is_plain = all(base in _WITHOUT_A_VALUE or not base.__flags__ & IS_IMMUTABLE_TYPE for base in bases)
+    return is_plain or bytes_of(value) is not None
 
 
 def _numpy(value: Any) -> Hashable:

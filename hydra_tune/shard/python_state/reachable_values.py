@@ -52,14 +52,12 @@ from hydra_tune.shard.python_state.value_holder import (
     EXACT,
     MISSING,
     PLAIN,
-    ResultCache,
     Undo,
     ValueHolder,
     Values,
     bytes_of,
     content_of,
     pickled,
-    tables_of,
     undo_by_element,
     write_bytes,
     write_class,
@@ -115,7 +113,7 @@ class ReachableValues:
 
     Attributes:
         holders: the places found.
-        caches: functions with a cache of results without state.
+        caches: functions with a cache of results without state, and the number of results computed so far.
         iterators: iterators that a lenient walk has passed over, in words.
         self_references: variables of functions that are the model, a part of the model, or one of its tensors, in words.
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
@@ -138,7 +136,7 @@ class ReachableValues:
         skips_large: bool,
     ) -> None:
         self.holders: list[ValueHolder] = []
-        self.caches: list[ResultCache] = []
+        self.caches: list[tuple[Any, int]] = []
         self.iterators: list[str] = []
         self.aliases: list[str] = []
         self.self_references: list[str] = []
@@ -594,7 +592,7 @@ class ReachableValues:
         label = f"a result of {label}"
         holder = self._hold([label], lambda: _results(wrapper), is_filled_by_step=True)
         if all(isinstance(result, (*PLAIN, Tensor)) for result in holder.noted):
-            self.caches.append(ResultCache(wrapper))
+            self.caches.append((wrapper, wrapper.cache_info().misses))
         for result in holder.noted:
             self.visit(result, label, depth, library)
         self.visit(wrapper.__wrapped__, label, depth, library)
@@ -813,7 +811,8 @@ def _digest_of(tensor: Tensor, *, by_contents: bool) -> int | tuple[int, int]:
 def _results(wrapper: Any) -> list[Any]:
     """Return the results that a function with a cache keeps; of a limited cache, that of a function without arguments."""
     if wrapper.cache_parameters()["maxsize"] is None:
-        return [result for table in tables_of(wrapper) for result in table.values()]
+        tables = [one for one in gc.get_referents(wrapper) if type(one) is dict and one is not vars(wrapper)]
+        return [result for table in tables for result in table.values()]
     code = getattr(wrapper.__wrapped__, "__code__", None)
     has_arguments = code is None or code.co_argcount + code.co_kwonlyargcount > 0
     return [] if has_arguments or not wrapper.cache_info().currsize else [wrapper()]

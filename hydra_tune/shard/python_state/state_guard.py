@@ -165,15 +165,17 @@ class PythonStateGuard:
         """Put the noted values back where values have changed.
 
         Args:
-            only_tensors: of the values, put back only the contents of tensors.
+            only_tensors: put back only the contents of tensors.
         """
         holders = [holder for holder in self._holders if holder.is_tensor or not only_tensors]
         changed = [holder for holder in holders if holder.change() is not None]
         for holder in changed:
             if holder.write is not None:
                 holder.write(holder.noted)
-        for cache in self._caches:
-            cache.forget_new()
+        for function, misses in self._caches if not only_tensors else ():
+            # The results may depend on values that were put back, or be stand-ins for tensors.
+            if function.cache_info().misses != misses:
+                function.cache_clear()
 
 
 def _write_at(holder: ValueHolder, index: int, value: object) -> None:
@@ -333,8 +335,9 @@ class TaskStateGuard:
         for holder in self._holders:
             if holder.owner not in shared:
                 holder.rewind()
-        for cache in self._caches:
-            cache.forget_new()
+        for function, misses in self._caches:  # results may depend on values that were put back
+            if function.cache_info().misses != misses:
+                function.cache_clear()
         stubborn = (holder for holder in self._holders if not (holder.is_of_model or holder.is_of_threads))
         changes = (holder.change(by_step=True) for holder in stubborn)
         return next((name for name in (*changes, *self._iterators) if name is not None), None)
@@ -351,6 +354,12 @@ def shares_state(task: TrainTask, mode: str, *, only_tensors: bool = False) -> b
     walk = walked(step_functions(task, mode), None, keeps_tensors=False, is_lenient=True)
     own = {holder.owner for holder in walk.holders if holder.owner}
     return not own.isdisjoint(TaskStateGuard.owners_of_others(task, only_tensors=only_tensors))
+
+
+def names_parameters(scheduler: object) -> bool:
+    """Whether code of the user's that a scheduler runs names parameters or their state, and so may write them."""
+    walk = walked({"scheduler=": scheduler}, None, keeps_tensors=False, is_lenient=True)
+    return not walk.names.isdisjoint({"params", "state"})
 
 
 def check_own_copy(task: TrainTask, module: nn.Module, mode: str) -> None:

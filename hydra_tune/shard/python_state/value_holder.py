@@ -6,7 +6,6 @@ import contextlib
 import copy
 import ctypes
 import enum
-import gc
 import math
 import operator
 import os
@@ -320,39 +319,6 @@ def _is_alike(value: object, known: object) -> bool:
     if isinstance(value, list | tuple) and isinstance(known, list | tuple):
         return type(value) is type(known) and len(value) == len(known) and all(map(_is_alike, value, known))
     return value is known or _is_same(value, known)
-
-
-class ResultCache:
-    """A function with a cache (`functools.cache`, `functools.lru_cache`) and the results that the cache has at present.
-
-    Args:
-        function: the function.
-    """
-
-    __slots__ = ("_function", "_known", "_misses")
-
-    def __init__(self, function: Any) -> None:
-        self._function, self._misses = function, function.cache_info().misses
-        self._known = [set(table) for table in tables_of(function)]
-
-    def forget_new(self) -> None:
-        """Forget the results since: they may depend on values that were put back, or be stand-ins for tensors.
-
-        Of a limited cache all results are forgotten.
-        """
-        if self._function.cache_info().misses == self._misses:
-            return
-        if self._function.cache_parameters()["maxsize"] is not None:
-            self._function.cache_clear()
-            return
-        for table, known in zip(tables_of(self._function), self._known, strict=True):
-            for key in table.keys() - known:
-                table.pop(key, None)
-
-
-def tables_of(function: Any) -> list[dict[Any, Any]]:
-    """Return the dictionary in which a function with a cache keeps its results."""
-    return [table for table in gc.get_referents(function) if type(table) is dict and table is not vars(function)]
 
 
 def _without_change(noted: Values, changed: Values, latest: Values, *, is_mapping: bool) -> tuple[Values, bool]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
@@ -78,6 +79,8 @@ class TrialDataFeed:
         # Iterators whose workers may still run.
         self._with_workers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._persistent: weakref.WeakKeyDictionary[Any, DataLoader[Any]] = weakref.WeakKeyDictionary()
+        # Places of the loaders whose persistent workers the trial has started, also before it went on from a checkpoint.
+        self._had_workers: set[int] = set()
 
     def check(self, handle: DataHandle | None) -> None:
         """Refuse data before training that could not be drawn later; copy the loader's present state.
@@ -96,10 +99,11 @@ class TrialDataFeed:
 
     def states(self) -> dict[str, list[Any]]:
         """Return the positions of the trial's own copies of samplers and generators, for `restore`."""
-        return self._own.states()
+        return self._own.states() | ({"had_workers": sorted(self._had_workers)} if self._had_workers else {})
 
     def restore(self, states: Mapping[str, Sequence[Any]] | Sequence[Any]) -> None:
         """Set the copies to the positions from `states` of another feed of the same task, or from an older checkpoint."""
+        self._had_workers = set(states.get("had_workers", ())) if isinstance(states, Mapping) else set()
         self._own.restore(states)
 
     def draw(
@@ -210,9 +214,19 @@ class TrialDataFeed:
             with around:
                 return iter(ready_loader)
         ready_loader = loader_workers.ready(loader)
-        with loader_workers.failed_start_explained(), around:
-            iterator = iter(ready_loader)
+        is_kept = loader.persistent_workers and isinstance(handle, DataLoader)
+        own_generator = ready_loader.generator
+        if is_kept and self._own.current_handle in self._had_workers:
+            # A first start draws a seed for the workers, and a later pass of the same workers draws none.
+            ready_loader.generator = torch.Generator()
+        try:
+            with loader_workers.failed_start_explained(), around:
+                iterator = iter(ready_loader)
+        finally:
+            ready_loader.generator = own_generator
         self._with_workers.add(iterator)
+        if is_kept:
+            self._had_workers.add(self._own.current_handle)
         if loader.persistent_workers:
             self._persistent[loader] = ready_loader
         return iterator

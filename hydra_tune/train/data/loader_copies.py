@@ -51,13 +51,16 @@ class TrialLoaderCopies:
     Note: positions. A callable may make new loaders for each pass, and their copies are forgotten with them, so the order
     in which all copies were made says nothing about which handle a copy is for. Positions are therefore kept by data
     handle, and in the order of creation only within each.
+
+    Attributes:
+        current_handle: place of the data handle used last, in the order of their first use.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, _KnownCopy] = {}
         # Data handles in the order of their first use, which is the same in each run of a task.
         self._handles: list[DataHandle] = []
-        self._current_handle = 0
+        self.current_handle = 0
         # Objects whose parts are being copied.
         self._entered: set[int] = set()
         # Restored positions for copies that do not exist yet, by handle.
@@ -69,9 +72,9 @@ class TrialLoaderCopies:
         """Attribute copies made from now on to a data handle of the task."""
         for index, known_handle in enumerate(self._handles):
             if known_handle is handle:
-                self._current_handle = index
+                self.current_handle = index
                 return
-        self._current_handle = len(self._handles)
+        self.current_handle = len(self._handles)
         self._handles.append(handle)
 
     def states(self) -> dict[str, list[Any]]:
@@ -261,7 +264,7 @@ class TrialLoaderCopies:
             reference: object = weakref.ref(original, lambda _: self._forget(key))
         except TypeError:
             reference = original
-        known = _KnownCopy(reference, own, _plain_attributes(original), self._current_handle)
+        known = _KnownCopy(reference, own, _plain_attributes(original), self.current_handle)
         self._copies[key] = known
         self._give_waiting(known)
         return own

@@ -1,6 +1,7 @@
 """Equal keys where the graphs would be equal, other keys wherever a capture would bake in something else."""
 
 import copy
+import ctypes
 import decimal
 import enum
 import functools
@@ -278,7 +279,9 @@ def test_objects_that_keep_their_value_outside_of_python_have_no_key(value):
 
 
 @pytest.mark.parametrize(
-    "value", [settings, Level.LOW, Config(), functools.cache(helper)], ids=lambda value: type(value).__name__
+    "value",
+    [settings, Level.LOW, Config(), functools.cache(helper), ctypes.c_double(1.0)],
+    ids=lambda value: type(value).__name__,
 )
 def test_other_objects_have_one(value):
     assert key(Net(), step=lambda module, batch: (module(batch), value)) is not None

@@ -225,7 +225,7 @@ def test_a_capture_is_alone_and_eager_code_never_sees_it(monkeypatch):
 
     def capture(task, twin, batch, mode, *rest, **options):
         exporting.set()
-        alone.append(GATE._alone)
+        alone.append(GATE._is_exclusive)
         return real(task, twin, batch, mode, *rest, **options)
 
     monkeypatch.setattr(capture_module, "capture", capture)

@@ -394,19 +394,6 @@ def test_what_data_count_is_put_back():
     assert PythonStateUndo({"train=": lambda: [next(endless)]}).iterators == ["the variable 'endless' of train="]
 
 
-def test_results_that_a_cache_had_before_stay():
-    @functools.cache
-    def drawn(width: int) -> Any:
-        return torch.randn(width)
-
-    kept = drawn(2)
-    guard = guard_of(reading(lambda: drawn(3)))
-    drawn(3)
-    guard.restore()
-    assert drawn.cache_info().currsize == 1
-    assert drawn(2) is kept
-
-
 def test_what_others_change_after_the_data_stays(monkeypatch):
     counts, names, order, settings = (
         {"own": 1, "others": 1},
