@@ -264,7 +264,7 @@ class MemberTrial(SingleTrial):
         Raises:
             UnfusableError: the data may come from an iterator, which would be advanced.
         """
-        noted = self._noted_data()
+        noted = self._noted_data()  # this first note only tells whether code of the user's would run
         try:
             with GATE.alone() if noted.runs_own_code else nullcontext(lambda: True) as is_alone:
                 noted = self._noted_data()

@@ -9,11 +9,10 @@ know the course of a trial, the schedule, or the places of blocks.
 """
 
 import functools
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -52,9 +51,9 @@ from hydra_tune.shard.partition.shard_size_search import CHOICES
 from hydra_tune.shard.partition.trial_step import answers_to, captured_graph, hollow_twin_of, restored, twin_of
 from hydra_tune.shard.python_state.number_inputs import NumberInputError, NumberInputs
 from hydra_tune.shard.python_state.opened_files import FileHolder
-from hydra_tune.shard.python_state.state_guard import PythonStateGuard, shares_state
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard
 from hydra_tune.shard.verify.plan_check import verify, verify_close
-from hydra_tune.shard.verify.process_state import intraop_threads, preserved_streams
+from hydra_tune.shard.verify.process_state import intraop_threads, preserved_streams, undisturbed
 from hydra_tune.shard.verify.sample_check import SampledStep, sample_of
 from hydra_tune.shard.verify.separable_optimizers import check_separable
 from hydra_tune.shard.verify.step_outcome import StepEffects, UnitSeconds
@@ -258,13 +257,8 @@ class PlanLibrary:
             CaptureError: the plan gives other numbers than the eager step.
         """
         mode = prepared.plan.mode
-        with self._preparing(), intraop_threads(self.budget.host_threads):
-            with suppress(CaptureError), _computing(task, mode, only_tensors=True):
-                verify(task, twin_of(model, mode), prepared.plan, batch)
-                return
-            # Another trial may have changed a value that the step reads.
-            with _computing(task, mode):
-                verify(task, twin_of(model, mode), prepared.plan, batch)
+        with self._preparing(), undisturbed(task, mode), intraop_threads(self.budget.host_threads):
+            verify(task, twin_of(model, mode), prepared.plan, batch)
 
     def confirm(self, prepared: PreparedPlan, task: TrainTask, model: nn.Module, batch: batches.NumberedBatch) -> None:
         """Compare a plan with the eager step for other numbers than those of its capture; arguments as of `check_again`.
@@ -498,7 +492,7 @@ class PlanLibrary:
         numbering: ValueNumbering | None = None,
     ) -> tuple[UnitSeconds, UnitSeconds | None]:
         distinct_kept = None if kept is plan else kept
-        with _computing(request.task, request.mode), intraop_threads(self.budget.host_threads):
+        with undisturbed(request.task, request.mode), intraop_threads(self.budget.host_threads):
             twin = (
                 twin_of(request.model, request.mode)
                 if numbering is None
@@ -579,15 +573,6 @@ class PlanLibrary:
             alignment=self.budget.alignment,
             uses_foreach=self.budget.uses_foreach,
         )
-
-
-def _computing(task: TrainTask, mode: str, *, only_tensors: bool = False) -> AbstractContextManager[object]:
-    """Context of steps that are compared.
-
-    Others wait if their changes of values that the step reads would be taken for the step's own; `only_tensors`: if their
-    changes would be put back.
-    """
-    return GATE.alone(math.inf) if shares_state(task, mode, only_tensors=only_tensors) else GATE.shared()
 
 
 def _serves(entry: _PlanLibraryEntry, request: ShardPlanRequest) -> bool:

@@ -288,12 +288,12 @@ class TaskStateGuard:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, task: TrainTask, module: nn.Module) -> None:
-        self._task = task
-        with self._lock:
-            self._all.add(self)
         functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
         walk = walked(functions, module, keeps_tensors=True, is_lenient=True, skips_large=True)
+        self._task = task
         self._holders, self._caches, self._iterators = walk.holders, walk.caches, walk.iterators
+        with self._lock:  # last, as others read the holders of all guards
+            self._all.add(self)
 
     def digests(self) -> dict[str, str]:
         """Return digests of the plain values noted, by name; without the model's attributes, which a checkpoint has."""
@@ -306,13 +306,13 @@ class TaskStateGuard:
         return {name: hashlib.sha256(repr(found).encode()).hexdigest()[:16] for name, found in parts.items()}
 
     @classmethod
-    def owners_of_others(cls, *tasks: TrainTask, only_tensors: bool = False) -> set[int]:
+    def owners_of_others(cls, *tasks: TrainTask) -> set[int]:
         """Return the identities of the objects, containers, arrays and tensors that trials of other tasks reach."""
         return {
             holder.owner
             for guard in cls._of_others(*tasks)
             for holder in guard._holders  # noqa: SLF001 - of the same class
-            if holder.owner and len(holder.noted) > 0 and (holder.is_tensor or not only_tensors)
+            if holder.owner and len(holder.noted) > 0
         }
 
     @classmethod
@@ -343,17 +343,16 @@ class TaskStateGuard:
         return next((name for name in (*changes, *self._iterators) if name is not None), None)
 
 
-def shares_state(task: TrainTask, mode: str, *, only_tensors: bool = False) -> bool:
+def shares_state(task: TrainTask, mode: str) -> bool:
     """Whether the step reaches an object, container, array or tensor that another trial under way reaches, too.
 
     Args:
         task: the task of the step.
         mode: "train" or "evaluate".
-        only_tensors: look only for tensors.
     """
     walk = walked(step_functions(task, mode), None, keeps_tensors=False, is_lenient=True)
     own = {holder.owner for holder in walk.holders if holder.owner}
-    return not own.isdisjoint(TaskStateGuard.owners_of_others(task, only_tensors=only_tensors))
+    return not own.isdisjoint(TaskStateGuard.owners_of_others(task))
 
 
 def names_parameters(scheduler: object) -> bool:

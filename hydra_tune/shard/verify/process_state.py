@@ -1,15 +1,20 @@
 """Restores process-wide state after trying code on copies: the random streams, and the number of computing threads.
 
-`PlanLibrary` (`shard/partition/plan_cache.py`) enters `preserved_streams` to make a plan, and `intraop_threads` to
-check the plan.
+`PlanLibrary` (`shard/partition/plan_cache.py`) enters `preserved_streams` to make a plan, and `intraop_threads` and
+`undisturbed` to check the plan.
 """
 
+import math
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+
+from hydra_tune.shard.capture.capture_lock import GATE
+from hydra_tune.shard.python_state.state_guard import shares_state
+from hydra_tune.task import TrainTask
 
 
 @contextmanager
@@ -36,3 +41,12 @@ def intraop_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def undisturbed(task: TrainTask, mode: str) -> AbstractContextManager[object]:
+    """Context of steps that are compared with each other.
+
+    Where another trial reaches values that the step reads, others wait. The check would take their changes of these values
+    for the step's own, and put the values back.
+    """
+    return GATE.alone(math.inf) if shares_state(task, mode) else GATE.shared()
