@@ -23,6 +23,7 @@ from hydra_tune.shard.partition import plan_cache as library_module
 from hydra_tune.shard.partition import trial_step as capture_module
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, ShardPlanConstraints
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
+from hydra_tune.shard.python_state.state_guard import TaskStateGuard
 from tests.parity.models import build
 from tests.unit.pool.tasks import against_plain, running
 from tests.unit.shard.bench import first_batch, task_of, vectors
@@ -402,3 +403,24 @@ def test_who_waits_for_the_library_inside_the_gate_lets_a_capture_by():
     with ThreadPoolExecutor(2) as threads:
         for future in (threads.submit(capture), threads.submit(step)):
             assert future.result(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_check_of_a_step_keeps_trials_out_that_may_change_what_the_step_reads(is_shared, monkeypatch):
+    """Their changes would be put back, and taken for the step's own."""
+    weights, kept_out = torch.ones(2), []
+    real = library_module.verify
+
+    def verify(*arguments):
+        kept_out.append(GATE._lone_thread == threading.get_ident())
+        return real(*arguments)
+
+    def task_with(values):
+        return task_of(nn.Linear(8, 8), step=lambda module, batch: module(batch[0]).square().mean() * values[0])
+
+    monkeypatch.setattr(library_module, "verify", verify)
+    other = task_with(weights if is_shared else torch.ones(2))
+    guard = TaskStateGuard(other, other.model())
+    prepare(library(), task_with(weights))
+    assert kept_out[-1] is is_shared
+    del guard
