@@ -190,8 +190,11 @@ class ModelState:
         """Select the values of the parameters that the optimizer updates, in the module's order."""
         return {name: values[name] for name in self._optimized if name in values}
 
-    def check(self) -> None:
+    def check(self, *, may_thaw: bool = False) -> None:
         """Check the module after the user's own code has run.
+
+        Args:
+            may_thaw: whether frozen parameters may begin to train, because the code has run between two steps.
 
         Raises:
             TaskError: the code has added, removed or replaced parameters or buffers, or trains a frozen parameter.
@@ -199,7 +202,10 @@ class ModelState:
         check_state(self.tensors, self.module)
         self._own_again(self.shared.lost(self.tensors))
         self._collect(self._blocks(), "the model's forward")
-        self.check_frozen()
+        if may_thaw:
+            self.check_optimized()
+        else:
+            self.check_frozen()
 
     def check_frozen(self) -> None:
         """Refuse a step if a frozen parameter has become trainable, or if the optimizer has other parameters.
@@ -568,7 +574,7 @@ class ModelState:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """As `whole`, for the user's own code, which may write any of the tensors.
+        """As `whole`, for the user's own code between two steps, which may write any of the tensors.
 
         Raises:
             TaskError: as of `check`.
@@ -576,7 +582,7 @@ class ModelState:
         with self.whole():
             yield
             self._own_again(self.shared.lost(self.tensors, is_thorough=True))
-            self.check()
+            self.check(may_thaw=True)
             for block in self._blocks():
                 with block.lock:
                     if block.tier is not None:
