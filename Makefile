@@ -41,7 +41,7 @@ compat:                     ## the test suite in an environment of its own, with
 	$(COMPAT)/bin/python -m pytest -q -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/ray --ignore $(FORKS)
 	$(COMPAT)/bin/python -m pytest -q -m "not slow" $(FORKS)
 
-parity: .venv/.dev          ## the full product of models, cuts and devices
+parity: .venv/.dev          ## every model with all features, cuts and devices in pairs
 	$(BIN)/python -m pytest -q -m slow tests/parity -n 2 --dist loadgroup
 
 slow: .venv/.dev            ## what else takes too long for every run of the tests

@@ -1,7 +1,7 @@
 """Every model of the registry trains bit for bit, and on the path it is expected to take.
 
-A few pools cover every model, feature and optimizer; one of them, without its longest, is in every run. The others, and the
-product of models, features, cuts and devices, are marked slow.
+A few pools cover every model, feature and optimizer; one of them, without its longest, is in every run. The others are marked
+slow, and so are the pools of each model in which all features, cuts and devices meet in pairs.
 """
 
 from collections.abc import Hashable
@@ -64,6 +64,14 @@ def product_references(name: str) -> dict[Spec, Any]:
     return reference_of(product([name]))
 
 
+def placed(name: str, cut: str, devices: str) -> list[Spec]:
+    """Half of a cut model's features: every feature meets all cuts and all devices."""
+    if ENTRIES[name].train != "cut":
+        return product([name])
+    place = list(cases.CUTS).index(cut) + cases.DEVICES.index(devices)
+    return product([name])[place % 2 :: 2]
+
+
 @lru_cache(maxsize=1)
 def captures(name: str) -> dict[Hashable, CapturedStep]:
     """Captures of a model's steps, which know of no cut and of no device; each pool holds its plan against the eager step."""
@@ -116,6 +124,15 @@ def test_the_draws_leave_no_two_apart_that_may_meet():
     assert {draw.spec.model for draw in DRAWS.values()} == set(ENTRIES)
 
 
+def test_features_cuts_and_devices_meet_in_pairs():
+    met = [(spec, *place.values[1:]) for place in PRODUCT for spec in placed(*place.values)]
+    places = {(spec, devices) for spec, _, devices in met}
+    assert {(spec, cut) for spec, cut, _ in met} == {
+        (spec, place.values[1]) for place in PRODUCT for spec in product([place.values[0]])
+    }
+    assert places == set(product_of(product(), cases.DEVICES))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint in an evaluation
@@ -143,7 +160,7 @@ PRODUCT = [
 def test_the_product(name, cut, devices):
     options = {"devices": devices, "device_memory": cases.BUDGET, **cases.CUTS[cut]}
     with captured_once(captures(name)):
-        wrong = outcomes(product([name]), product_references(name), **options)
+        wrong = outcomes(placed(name, cut, devices), product_references(name), **options)
     assert not wrong, "\n".join(wrong)
 
 
