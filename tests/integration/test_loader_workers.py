@@ -16,6 +16,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hydra_tune import Failed, Finished, Reported
 from hydra_tune.errors import TaskError
+from hydra_tune.train.data import worker_server
 from tests.support.feeds import Augmented, build
 from tests.unit.pool.tasks import PATIENCE_SECONDS, X, Y, against_plain, running, short, task
 
@@ -400,7 +401,9 @@ def test_a_class_that_a_script_defines_after_its_first_task_is_refused_by_name(t
     assert done.stdout.split()[4:] == ["failed", "TaskError", "end"]
 
 
-def test_the_server_ends_with_the_last_executor_that_needs_it():
+def test_the_server_ends_with_the_last_executor_that_needs_it(monkeypatch):
+    # Without a main file, as in the processes of a test runner, each executor has a server of its own.
+    monkeypatch.setattr(worker_server, "has_main_file", lambda: True)
     train = DataLoader(Augmented(), 8, num_workers=1)
     with running() as without, running() as first:
         without.submit(task()).result(PATIENCE_SECONDS)

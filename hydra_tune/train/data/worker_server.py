@@ -41,6 +41,8 @@ reduction: Any = vars(context)["reduction"]
 _WAITS = {"threading.py": ("wait", "wait_for", "join", "_wait_for_tstate_lock"), "selectors.py": ("select",)}
 _WAITS |= {"concurrent/futures/thread.py": ("_worker",), "zmq/sugar/poll.py": ("poll",)}
 _WAITS |= {"multiprocessing/connection.py": ("_recv",)}
+# Tests that run in parallel by pytest-xdist, the user's included.
+_WAITS |= {"execnet/gateway_base.py": ("read",)}
 # A pool's own threads call `SimpleQueue.get` there, which has no frame of its own.
 _WAITS |= {"hydra_tune/pool/runtime/worker.py": ("_work",), "hydra_tune/pool/runtime/preparer.py": ("work",)}
 _WAITS |= {"hydra_tune/devices/single_thread.py": ("_work",)}
