@@ -270,7 +270,7 @@ class TrainTask(_ClosureSnapshotSlot):
 
 
 def _check_factories(task: TrainTask) -> None:
-    """Check that each factory is callable and is not the live object to build."""
+    """Check that each factory is callable and is not the live object to build, and that `loss` is no factory."""
     # Looked for before the test for callables, which a live module passes.
     live = {
         "model": (nn.Module, "a live module; give a callable that builds one, e.g. model=lambda: Net(width=64)"),
@@ -292,6 +292,9 @@ def _check_factories(task: TrainTask) -> None:
             raise TaskError(f"{name} is {type(value).__name__}, {live[name][1]}")
         if not callable(value):
             raise TaskError(f"{name} must be callable, not {value!r}")
+    if isinstance(task.loss, type) and issubclass(task.loss, nn.Module):
+        name = task.loss.__name__
+        raise TaskError(f"loss is the class {name}, and a loss of each batch is needed; give loss={name}()")
 
 
 def _check_weighing(task: TrainTask) -> None:

@@ -49,6 +49,7 @@ WRONG = [
     ({"evaluate": nn.Linear(1, 1)}, "evaluate is Linear, a live module; give a function (module, batch)"),
     ({"loss": ..., "step": nn.Linear(1, 1)}, "step is Linear, a live module; give a function (module, batch) -> loss"),
     ({"loss": 3}, "loss must be callable, not 3"),
+    ({"loss": nn.MSELoss}, "loss is the class MSELoss, and a loss of each batch is needed; give loss=MSELoss()"),
     ({"loss": ...}, "exactly one of loss= and step=, got neither"),
     ({"step": no_batches}, "exactly one of loss= and step=, got both"),
     ({"epochs": 0}, "epochs must be a whole number of at least 1, not 0"),

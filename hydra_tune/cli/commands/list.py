@@ -15,13 +15,13 @@ from rich.console import Console
 
 from hydra_tune.cli.commands.sweep import USAGE
 from hydra_tune.cli.inspect.run_output import print_list, print_status, to_json
-from hydra_tune.cli.inspect.run_scan import find_runs, runs_of
+from hydra_tune.cli.inspect.run_scan import runs_at
 from hydra_tune.errors import ConfigError
 
 _EXIT_CODES = """\b
 Exit codes:
   0    done, also where there are no runs
-  2    there is no such folder, file or storage, or no run of the file
+  2    there is no such folder, file, study or storage, or no run of the file
   130  interrupted by Ctrl-C
 """
 
@@ -31,23 +31,23 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--json", "as_json", is_flag=True, help="Print one JSON object and nothing else on standard output."
     )(command)
     command = click.option("--storage", metavar="URL", help="Look only for the studies in this storage.")(command)
-    return click.argument("place", default=".", type=click.Path(path_type=Path))(command)
+    return click.argument("place", default=".")(command)
 
 
 @click.command(epilog=_EXIT_CODES)
 @_options
-def list_command(*, place: Path, storage: str | None, as_json: bool) -> None:
+def list_command(*, place: str, storage: str | None, as_json: bool) -> None:
     """List the runs of PLACE or of a storage.
 
-    PLACE is a folder, by default the current one, or a sweep file, an event log or an SQLite file. Looks for such files
-    in a folder, and for event logs also in its folder runs.
+    PLACE is a folder, by default the current one, or a sweep file, an event log, an SQLite file or the name of a study.
+    Looks for such files in a folder, and for event logs also in its folder runs.
     """
     _show(place, storage, as_json=as_json, with_trials=False)
 
 
 @click.command(epilog=_EXIT_CODES)
 @_options
-def status(*, place: Path, storage: str | None, as_json: bool) -> None:
+def status(*, place: str, storage: str | None, as_json: bool) -> None:
     """Show how far runs have come, and how they go on.
 
     Looks at the runs of PLACE, or of a storage. Tells a running sweep from a killed one by the lock of its event
@@ -56,9 +56,9 @@ def status(*, place: Path, storage: str | None, as_json: bool) -> None:
     _show(place, storage, as_json=as_json, with_trials=True)
 
 
-def _show(place: Path, storage: str | None, *, as_json: bool, with_trials: bool) -> None:
+def _show(place: str, storage: str | None, *, as_json: bool, with_trials: bool) -> None:
     try:
-        runs, notes = (runs_of(place, storage), []) if place.is_file() else find_runs(place, storage)
+        runs, notes = runs_at(place, storage)
     except ConfigError as error:
         click.echo(str(error), err=True)
         sys.exit(USAGE)
@@ -67,7 +67,7 @@ def _show(place: Path, storage: str | None, *, as_json: bool, with_trials: bool)
     if as_json:
         click.echo(json.dumps({"runs": [to_json(run, with_trials=with_trials) for run in runs]}, allow_nan=False))
     elif not runs:
-        where = place.resolve() if storage is None else storage
+        where = Path(place).resolve() if storage is None else storage
         click.echo(f"no runs in {where}; hydra-tune init writes a sweep to begin with, and hydra-tune sweep runs one")
     else:
         (print_status if with_trials else print_list)(Console(highlight=False), runs)

@@ -36,7 +36,8 @@ _TOP = 10
 def show(*, run: str | None, storage: str | None, top: int | None, as_csv: bool, as_json: bool) -> None:
     """Show the best trials of RUN.
 
-    RUN is a sweep file, an event log, an SQLite file or the name of a study. Without RUN, the only run is shown.
+    RUN is a sweep file, an event log, an SQLite file, a folder or the name of a study. Without RUN, the only run of the
+    current folder is shown.
     """
     if as_csv and as_json:
         raise click.UsageError("--csv and --json contradict each other; give one of the two")

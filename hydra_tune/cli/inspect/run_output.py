@@ -16,12 +16,13 @@ from hydra_tune.observe.live.summary import trial_line
 
 _STYLES = {"running": "bold green", "killed": "red", "interrupted": "yellow"}
 _NUM_UNDER_WAY = 10
+_NUM_FAILED = 3
 _MEANINGS = {
     "running": "its process is at work",
     "killed": "its process has ended without a word",
     "interrupted": "its process has ended before all planned trials",
     "finished": "all planned trials are there",
-    "idle": "no trial is running, and nothing here says how many are planned",
+    "idle": "no trial is running, and no event log or lock here says whether more will",
     "unclear": "trials are running in the storage",
 }
 
@@ -116,6 +117,8 @@ def _status_lines(run: SweepRunRecord) -> list[str]:
     lines = [f"trials: {_progress(run)}: {_counts(run)}"]
     lines += [_under_way(trial, run) for trial in under_way[:_NUM_UNDER_WAY]]
     lines += [f"... and {len(under_way) - _NUM_UNDER_WAY} more"] if len(under_way) > _NUM_UNDER_WAY else []
+    failed = [trial for trial in run.trials if trial.state == "failed"]
+    lines += [trial_line(trial, run.metric_name) for trial in failed[-_NUM_FAILED:]]
     best = best_trials(run)
     if len(best) == 1:
         lines.append(f"best: {text.label(best[0])}, {_best(run)}, {text.params(best[0].params)}".rstrip(", "))

@@ -99,21 +99,45 @@ def find_run(name: str | None, storage: str | None) -> SweepRunRecord:
     """Find one run by the user's word for the run.
 
     Args:
-        name: a sweep file, an event log, an SQLite file, or the name of a study; None: the only one.
-        storage: storage of the study; None: any storage of the working folder.
+        name: as for `runs_at`; None: the only one of the working folder.
+        storage: storage of the study; None: any storage of the folder.
 
     Raises:
         ConfigError: there is no such run, or several.
     """
+    runs, _ = runs_at(name or ".", storage)
     path = Path(name or "")
-    if not path.is_file():
-        return _only(_named(find_runs(Path.cwd(), storage)[0], name, storage), name, storage)
-    runs = runs_of(path, storage)
-    # The newest of a sweep whose studies were in memory.
-    return runs[0] if runs[0].storage is None else _only(runs, None, runs[0].storage)
+    if path.is_file():
+        # The newest of a sweep whose studies were in memory.
+        return runs[0] if runs[0].storage is None else _only(runs, None, runs[0].storage)
+    if path.is_dir():
+        return _only(_named(runs, None, storage), None, storage)
+    return _only(runs, name, storage)
 
 
-def runs_of(path: Path, storage: str | None) -> list[SweepRunRecord]:
+def runs_at(place: str, storage: str | None) -> tuple[list[SweepRunRecord], list[str]]:
+    """Find runs by the user's word for them, the newest first.
+
+    Args:
+        place: a folder, a sweep file, an event log, an SQLite file, or the name of a study in the working folder.
+        storage: storage of the studies; None: any storage of the folder, or that of the file.
+
+    Returns:
+        The runs, and sentences about sources that could not be read.
+
+    Raises:
+        ConfigError: there is no such file or run, or the storage cannot be read.
+    """
+    path = Path(place)
+    if path.is_file():
+        return _runs_of(path, storage), []
+    if path.is_dir():
+        return find_runs(path, storage)
+    runs, notes = find_runs(Path.cwd(), storage)
+    return _named(runs, place, storage), notes
+
+
+def _runs_of(path: Path, storage: str | None) -> list[SweepRunRecord]:
     """Find the runs of a file, the newest first.
 
     Args:
@@ -154,7 +178,7 @@ def _named(runs: list[SweepRunRecord], name: str | None, storage: str | None) ->
     chosen = [run for run in runs if name in (None, run.name)]
     if not chosen:
         there = f"; there is {_names(runs)}" if runs else ""
-        remedy = "; give a sweep file, an event log, or --storage URL" if storage is None else ""
+        remedy = "; give a folder, a sweep file, an event log, or --storage URL" if storage is None else ""
         run = "run" if name is None else f"run {name!r}"
         raise ConfigError(f"there is no {run} in {_place(storage)}{there}{remedy}")
     return chosen
@@ -336,16 +360,19 @@ def _trials(part: _RunParts, logs: list[RunState]) -> tuple[TrialView, ...]:
     logged = {view.number: view for log in logs for view in log.trials.values()}
     domains = {} if part.spec is None else part.spec.parameters or {}
     trials = []
-    for trial in part.record.trials:
+    for stored in part.record.trials:
         # The storage has the numbers that were drawn; the task was given these.
         params = {
             name: domain.settle(value) if isinstance(domain := domains.get(name), FloatDomain) else value
-            for name, value in trial.params.items()
+            for name, value in stored.params.items()
         }
-        view = logged.get(trial.number, trial)
-        metrics = {**view.metrics, **trial.metrics}
-        error = trial.error or view.error
-        trials.append(replace(trial, params=params, epochs=view.epochs, metrics=metrics, error=error))
+        view = logged.get(stored.number, stored)
+        trial = replace(stored, params=params, epochs=view.epochs, error=stored.error or view.error)
+        if stored.state in UNDER_WAY and view.step > stored.step:
+            # A process that was ended had logged a report before the storage heard of the report.
+            trials.append(replace(trial, value=view.value, step=view.step, metrics=view.metrics))
+        else:
+            trials.append(replace(trial, metrics={**view.metrics, **stored.metrics}))
     return tuple(trials)
 
 

@@ -80,7 +80,8 @@ def _fixed(parameters: Mapping[str, Domain]) -> list[str]:
 
 def _which(parameters: Mapping[str, Domain]) -> str:
     fixed = _fixed(parameters)
-    return f"it fixes {', '.join(fixed)}" if fixed else "it fixes none with value:"
+    fixes = f"the file fixes {', '.join(fixed)}" if fixed else "the file fixes none with value:"
+    return f"{fixes}; --set changes parameters alone, so change any other key in the file"
 
 
 def _value(text: str) -> Scalar:

@@ -149,7 +149,9 @@ def parse_bandwidth(text: str | int | None, what: str = "link_bandwidth") -> int
 
 def _open_cpu(count: int, budget: int | None, link_bandwidth: int | None, first: int = 0) -> list[Device]:
     if count < 1:
-        raise ConfigError("devices='cpu:N' needs N of at least 1")
+        raise ConfigError(
+            f"devices='cpu:{count}' asks for {count} CPU devices, which must be at least 1; for one give cpu:1"
+        )
     cores, most = num_cores(), num_cores() * _MOST_CPU_DEVICES_PER_CORE
     if count > most:
         raise ConfigError(

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from hydra_tune.cli.inspect.run_output import print_status
-from hydra_tune.cli.inspect.run_scan import find_run, find_runs
+from hydra_tune.cli.inspect.run_scan import find_run, find_runs, runs_at
 from hydra_tune.cli.inspect.sweep_run_record import phase_of
 from hydra_tune.errors import ConfigError
 from hydra_tune.observe.event_log.run_state import RunState
@@ -146,3 +146,37 @@ def test_a_report_is_told_by_its_epoch_where_it_is_an_epochs(folder, capsys, epo
     log.close()
     print_status(Console(width=200), find_runs(folder)[0])
     assert capsys.readouterr().out.splitlines()[2] == f"  trial 0  interrupted  value 0.5  last report: {told}"
+
+
+def test_a_report_that_only_the_log_has_is_shown_whole(folder):
+    """A process that is ended may have logged a report before the storage has heard of the report."""
+    created = optuna.create_study(study_name="first", storage="sqlite:///trials.db")
+    created.ask().report(0.5, 3)
+    log = made(folder / "a.jsonl")
+    facts = {
+        "study": "first",
+        "storage": "sqlite:///trials.db",
+        "folder": str(folder),
+        "file": "a",
+        "metric": "val_loss",
+    }
+    log.sweep(what="opened", goal="minimize", **facts)
+    log.job("0:trial 0", "report", step=4, metrics={"val_loss": 0.25})
+    log.close()
+    (trial,) = find_run("first", None).trials
+    assert (trial.step, trial.value, trial.metrics) == (4, 0.25, {"val_loss": 0.25})
+
+
+def test_a_failed_trial_is_told_with_its_error(folder, capsys):
+    created = study("first")
+    created.tell(created.ask(), state=optuna.trial.TrialState.FAIL)
+    print_status(Console(width=200), find_runs(folder)[0])
+    assert "  trial 2  failed" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("place", [".", "first", "trials.db"])
+def test_a_run_is_found_by_folder_name_and_file(folder, place):
+    study("first")
+    (run,), notes = runs_at(place, None)
+    assert (run.name, notes) == ("first", [])
+    assert find_run(place, None).name == "first"

@@ -69,7 +69,10 @@ def test_several_are_set_and_the_order_of_parameters_stays():
         (("=3",), "--set =3: must be NAME=VALUE, e.g. --set epochs=3"),
         (("data=",), "--set data=: has no value; for no value write null, for empty text ''"),
         (("epoch=3",), "--set epoch=3: space.yaml has no parameter 'epoch'; did you mean 'epochs'?"),
-        (("seed=3",), "--set seed=3: space.yaml has no parameter 'seed'; it fixes data, epochs"),
+        (
+            ("seed=3",),
+            "--set seed=3: space.yaml has no parameter 'seed'; the file fixes data, epochs; --set changes parameters alone",
+        ),
         (
             ("width=64",),
             "--set width=64: space.yaml:7:3: parameters.width is searched, not fixed; change its range there",

@@ -63,7 +63,7 @@ def test_other_texts_are_refused(text):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("cpu:0",), "N of at least 1"),
+        (("cpu:0",), "for one give cpu:1"),
         (("cpu:99999",), r"devices='cpu:99999' asks for more than \d+ CPU devices, on \d+ cores?; use cpu:\d+"),
         (("cpu:2", "900TiB"), "2 CPU devices of 900.0 TiB need more memory than is free"),
         (("cpu:1", "a lot"), "device_memory must be a size such as '11GiB'"),
@@ -177,6 +177,6 @@ def test_a_torch_that_does_not_know_how_to_is_left_alone(monkeypatch):
 
 
 def test_planning_for_no_device_is_refused_as_opening_none_is():
-    with pytest.raises(ConfigError, match="N of at least 1") as refused:
+    with pytest.raises(ConfigError, match="for one give cpu:1") as refused:
         open_planned_devices("cpu:0", "1GiB", None)
     assert "GPU" not in str(refused.value)
