@@ -67,9 +67,10 @@ def task_from_trainer(make_trainer: Callable[[], Trainer]) -> TrainTask:
 
 
 def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Trainer:
-    """Return a new `Trainer` with the trained weights of a result, as after `Trainer.train()`.
+    """Return a new `Trainer` with the trained weights of a result.
 
-    `evaluate()` gives the numbers of the last report, and `save_model()` writes the model and its tokenizer.
+    `evaluate()` gives the numbers of the last report, and `save_model()` writes the model and its tokenizer. `state` with its
+    log history, the optimizer and the scheduler are those of a new `Trainer`; the reports are in `result.history`.
 
     Args:
         make_trainer: as for `task_from_trainer`.
