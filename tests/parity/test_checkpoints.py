@@ -550,6 +550,24 @@ def test_a_pass_that_may_not_be_skipped_is_saved_at_its_end_alone_beside_a_valid
     )
 
 
+@pytest.mark.parametrize("sharer", ["validation", "samples", "nobody"])
+def test_a_sampler_that_draws_in_parts_from_a_generator_that_others_move(sharer):
+    def described() -> TrainTask:
+        stream = torch.Generator().manual_seed(3)
+        samples = Augmented() if sharer == "samples" else SAMPLES
+        if sharer == "samples":
+            samples.generator = stream
+        sampler = RandomSampler(samples, replacement=True, num_samples=72, generator=stream)
+        rows = TensorDataset(X[:16], Y[:16])
+        validate = DataLoader(rows, 8, shuffle=True, generator=stream if sharer == "validation" else None)
+        train = DataLoader(samples, 8, sampler=sampler)
+        return task(model=noisy, train=train, validate=validate, epochs=2, report_every=2)
+
+    saved = assert_goes_on(described(), every=True)
+    late = [one for one in saved if one.facts["place"]["batches"] > 4 and not one.facts["place"]["is_over"]]
+    assert bool(late) == (sharer == "nobody")
+
+
 class KeepsState(nn.Linear):
     """Holds what changes in place, and what no checkpoint holds."""
 

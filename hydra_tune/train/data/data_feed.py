@@ -8,7 +8,8 @@ all streams and samplers had at its beginning, and draws and drops the batches t
 loader's indices alone determine the next batches, only the indices are drawn. The repeated draws are not interleaved
 with the trial's training, so draws that depend on the training's random numbers differ. A pass can therefore be saved
 only at its end where the next batches depend on earlier draws by more than the order of torch's samplers, as in a
-generator that draws.
+generator that draws. The same holds where the pass draws again from a generator that others have moved since, as a
+validation does that shares the generator with a sampler which draws its indices in parts.
 """
 
 import weakref
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, IterDataPipe, RandomSampler, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from hydra_tune.errors import TaskError
@@ -31,6 +32,8 @@ from hydra_tune.train.data.loader_copies import TrialLoaderCopies
 
 # Iterators that run no code of the user's, so that a draw needs neither the trial's streams nor the clock.
 _WITHOUT_USER_CODE: tuple[type, ...] = (type(iter([])), type(iter(())))
+# Indices that a `RandomSampler` with replacement draws at once.
+_DRAWN_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,8 @@ class TrialDataFeed:
             batches = self._own.batches(handle, self._batch_size, shuffle=shuffle)
             gather_pass = self._begun(batches, skip)
         if gather_pass is not None:
-            yield from self._gathered(gather_pass, skip)
+            assert isinstance(batches, DataLoader), "only a loader is known"
+            yield from self._gathered(gather_pass, skip, self._watch() if _draws_in_parts(batches) else None)
             return
         if isinstance(batches, DataLoader) and batches.num_workers > 0:
             yield from self._draw_from_workers(handle, batches, skip)
@@ -138,7 +142,7 @@ class TrialDataFeed:
         # With torch's own samplers the indices alone tell the next batches, so skipping need not load samples.
         by_index = isinstance(batches, DataLoader) and _has_plain_order(batches)
         if skip is not None and by_index and isinstance(iterator, _SingleProcessDataLoaderIter):
-            self._skip(_BatchIndexIterator(iterator), self._drawing(handle, in_process=True), skip)
+            self._skip(_BatchIndexIterator(iterator), self._drawing(handle, in_process=True), skip, None)
             skip = None
         yield from self._rest(iterator, self._drawing(handle, in_process=True), skip, watched=not by_index)
 
@@ -169,17 +173,28 @@ class TrialDataFeed:
             gather_pass.look()
         return gather_pass
 
-    def _gathered(self, known: GatherPass, skip: SkippedBatches | None) -> Iterator[Batch | UngatheredBatches]:
+    def _watch(self) -> "_StreamWatch":
+        return _StreamWatch(self._own.stream_marks)
+
+    def _gathered(
+        self, known: GatherPass, skip: SkippedBatches | None, watch: "_StreamWatch | None"
+    ) -> Iterator[Batch | UngatheredBatches]:
         """Yield the batches of a known loader; only the first index is drawn with the trial's streams."""
         if skip is not None:
             with self._own_code():
                 number = known.skip(skip.count)
             if number < skip.count:
                 raise _fewer_than(skip, number)
+            if watch is not None:
+                watch.has_drawn()
             skip.then()
         while True:
+            if watch is not None:
+                watch.draws()
             with self._own_code() if known.draws else nullcontext():
                 picks = next(known, None)
+            if watch is not None and not watch.has_drawn():
+                self.may_skip, watch = False, None
             if picks is None:
                 return
             if self.gives_picks:
@@ -197,7 +212,8 @@ class TrialDataFeed:
         around = self._drawing(handle, in_process=not at_start)
         try:
             with loader_workers.death_explained():
-                for number, batch in enumerate(self._rest(iterator, around, skip, watched=not at_start)):
+                watched = not at_start or _draws_in_parts(loader)
+                for number, batch in enumerate(self._rest(iterator, around, skip, watched=watched)):
                     if number == 0:
                         loader_workers.warn_if_slow(iterator)
                     yield batch
@@ -239,31 +255,67 @@ class TrialDataFeed:
         *,
         watched: bool,
     ) -> Iterator[Batch]:
+        watch = self._watch() if watched else None
         if skip is not None:
-            self._skip(iterator, around, skip)
+            self._skip(iterator, around, skip, watch)
         mark_before = self._mark() if watched else 0
         while True:
+            if watched and watch is not None:
+                watch.draws()
             with around:
                 try:
                     batch = next(iterator)
                 except StopIteration:
                     return
-            if watched:
+            if watched and watch is not None:
                 # A draw from the trial's streams gives other numbers when repeated without the training in between.
-                self.may_skip = watched = self._mark() == mark_before
+                self.may_skip = watched = self._mark() == mark_before and watch.has_drawn()
             yield batch
             # Anew: the training between two draws also moves the streams.
             mark_before = self._mark() if watched else 0
 
     @staticmethod
-    def _skip(iterator: Iterator[Any], around: AbstractContextManager[object], skip: SkippedBatches) -> None:
+    def _skip(
+        iterator: Iterator[Any],
+        around: AbstractContextManager[object],
+        skip: SkippedBatches,
+        watch: "_StreamWatch | None",
+    ) -> None:
         for number in range(skip.count):
             with around:
                 try:
                     next(iterator)
                 except StopIteration:
                     raise _fewer_than(skip, number) from None
+        if watch is not None:
+            watch.has_drawn()
         skip.then()
+
+
+class _StreamWatch:
+    """Tells whether a pass draws from one of the trial's own generators that others have moved since its last draw.
+
+    Args:
+        marks: returns a value for each generator, another one whenever the generator has moved.
+    """
+
+    def __init__(self, marks: Callable[[], dict[int, Hashable]]) -> None:
+        self._marks = marks
+        self._last = marks()
+        self._moved: set[int] = set()
+
+    def draws(self) -> None:
+        """Note the generators that others have moved; the pass is about to draw."""
+        self._moved |= self._differing()
+
+    def has_drawn(self) -> bool:
+        """Return whether the draw has moved none of those generators."""
+        return self._differing().isdisjoint(self._moved)
+
+    def _differing(self) -> set[int]:
+        marks, last = self._marks(), self._last
+        self._last = marks
+        return {key for key, mark in marks.items() if last.get(key) != mark}
 
 
 class _DrawContext:
@@ -326,7 +378,16 @@ class _BatchIndexIterator:
 
 def _has_plain_order(loader: DataLoader[Any]) -> bool:
     """Whether the order of samples depends only on the position in the pass."""
-    return not isinstance(loader.dataset, IterableDataset) and _draws_at_its_start_only(loader)
+    is_iterable = isinstance(loader.dataset, IterableDataset)
+    return not is_iterable and _draws_at_its_start_only(loader) and not _draws_in_parts(loader)
+
+
+def _draws_in_parts(loader: DataLoader[Any]) -> bool:
+    """Whether a sampler of torch's draws further indices from a generator of the user's within the pass."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    if type(sampler) is not RandomSampler or sampler.generator is None:
+        return False
+    return sampler.num_samples > (_DRAWN_AT_ONCE if sampler.replacement else len(sampler.data_source))
 
 
 def _draws_at_its_start_only(loader: DataLoader[Any]) -> bool:

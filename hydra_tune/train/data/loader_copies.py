@@ -8,11 +8,12 @@ from `TrialLoaderCopies`.
 
 import copy
 import itertools
+import pickle
 import random
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,11 @@ class TrialLoaderCopies:
         for positions, waiting in zip(by_handle, self._waiting, strict=False):
             positions.extend(waiting)
         return {"by_handle": by_handle, "of_any_handle": list(self._waiting_for_any)}
+
+    def stream_marks(self) -> dict[int, Hashable]:
+        """Return a value for each generator among the copies, another one whenever the generator has moved."""
+        owns = [known.own for known in list(self._copies.values())]
+        return {id(own): _mark_of(own) for own in owns if _is_stream(own)}
 
     def restore(self, states: Mapping[str, Sequence[Any]] | Sequence[Any]) -> None:
         """Set copies to positions from `states`; copies made later follow when they are made.
@@ -288,6 +294,10 @@ def _resolved(held: object) -> object:
 
 def _is_stream(value: object) -> bool:
     return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
+
+
+def _mark_of(stream: Any) -> Hashable:
+    return stream.get_state().numpy().tobytes() if isinstance(stream, torch.Generator) else pickle.dumps(stream)
 
 
 def _is_code(value: object) -> bool:
