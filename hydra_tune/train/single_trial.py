@@ -24,7 +24,6 @@ from hydra_tune.shard.cost.microbatch_search import divisors
 from hydra_tune.shard.execute.eager_plan import uncaptured
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.shard_size_search import CHOICES
-from hydra_tune.shard.python_state.state_guard import names_parameters
 from hydra_tune.task import check_reported
 from hydra_tune.train.building import in_training_mode, refuse_lazy
 from hydra_tune.train.checkpoint.trial_checkpoint import (
@@ -63,7 +62,6 @@ class SingleTrial(Trial):
 
     _latest: tuple[CachedPlan, Any] | None = None  # the plan and the batch of the latest captured step
     _comparisons: StepComparisons | None = None
-    _scheduler_writes: bool | None = None  # whether the scheduler may write parameters; None: not looked at
 
     def prepare(self, building: AbstractContextManager[object] | None = None) -> tuple[CachedPlan, batches.BatchLeaves]:
         """Build the model, draw the first batch and make its plan, without running a unit.
@@ -581,8 +579,6 @@ class SingleTrial(Trial):
 
     def _step_scheduler(self) -> None:
         is_cut = self.state is not None and self._direct is None
-        if is_cut and self._scheduler_writes is None:
-            self._scheduler_writes = names_parameters(self._scheduler)
         with self.state.writing() if self.state is not None and is_cut and self._scheduler_writes else nullcontext():
             super()._step_scheduler()
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_operators
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
-from hydra_tune.shard.python_state.state_guard import TaskStateGuard
+from hydra_tune.shard.python_state.state_guard import TaskStateGuard, names_parameters
 from hydra_tune.task import TrainTask, weighed
 from hydra_tune.train.building import build_model, build_optimizer, on_host
 from hydra_tune.train.checkpoint.compatibility import copied, is_of_the_pass
@@ -453,10 +454,19 @@ class Trial:
         self._place = place
         try:
             last_epoch = self.task.epochs - 1
-            is_last = place.epoch > last_epoch or (place.is_over and place.epoch == last_epoch)
+            is_end = place.epoch > last_epoch
+            is_last = is_end or (place.is_over and place.epoch == last_epoch)
+            if is_last and self.task.scheduler_interval == "epoch" and self._scheduler_writes:
+                # The last weights are those that the scheduler leaves after the last report.
+                is_last, at_report = is_end, at_report or is_end
             self._keeper.reached(self, steps=self.progress.steps, at_report=at_report, is_last=is_last)
         finally:
             self._place = None
+
+    @cached_property
+    def _scheduler_writes(self) -> bool:
+        """Whether the scheduler may write parameters or the optimizer's state."""
+        return self._scheduler is not None and names_parameters(self._scheduler)
 
     def _python_state(self) -> TaskStateGuard:
         """Return the present values of what the user's functions keep in Python."""

@@ -211,12 +211,23 @@ class Shrinking(torch.optim.lr_scheduler.LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
+class ShrinkingAlone:
+    """Decays all weights, and derives from no class of torch's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        Shrinking.get_lr(self)
+
+
 def wide():
     return nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(128, 128), nn.Tanh())), nn.Linear(128, 3))
 
 
+@pytest.mark.parametrize("scheduler", [Shrinking, ShrinkingAlone])
 @pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_a_scheduler_that_writes_weights_writes_those_of_a_cut_model(interval):
+def test_a_scheduler_that_writes_weights_writes_those_of_a_cut_model(interval, scheduler):
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(96, 128, generator=generator)
     described = TrainTask(
@@ -224,9 +235,10 @@ def test_a_scheduler_that_writes_weights_writes_those_of_a_cut_model(interval):
         optimizer=partial(torch.optim.AdamW, lr=0.003),
         loss=functional.cross_entropy,
         train=TensorDataset(rows, rows[:, :3].argmax(1)),
+        validate=TensorDataset(rows[:40], rows[:40, :3].argmax(1)),
         batch_size=16,
         epochs=3,
-        scheduler=Shrinking,
+        scheduler=scheduler,
         scheduler_interval=interval,
     )
     with HydraExecutor("cpu:1", device_memory="700KiB") as pool:

@@ -357,7 +357,9 @@ def shares_state(task: TrainTask, mode: str) -> bool:
 
 def names_parameters(scheduler: object) -> bool:
     """Whether code of the user's that a scheduler runs names parameters or their state, and so may write them."""
-    walk = walked({"scheduler=": scheduler}, None, keeps_tensors=False, is_lenient=True)
+    # The method as well, because nothing in the walked code calls the `step` of a class of the user's own.
+    functions = {"scheduler=": scheduler, "step of scheduler=": getattr(scheduler, "step", None)}
+    walk = walked(functions, None, keeps_tensors=False, is_lenient=True)
     return not walk.names.isdisjoint({"params", "state"})
 
 

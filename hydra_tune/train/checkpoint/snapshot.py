@@ -97,7 +97,8 @@ class SnapshotSaver(Protocol):
         Args:
             trial: the trial.
             steps: optimizer steps done so far.
-            at_report: whether the trial has just made a report that has not been delivered yet.
+            at_report: whether the trial has changed without a step: it has just made a report that has not been delivered
+                yet, or its scheduler has written the last weights.
             is_last: whether the trial has nothing left to train.
 
         Raises:

@@ -195,6 +195,36 @@ def test_the_last_state_is_copied_though_nobody_asks_for_it_then(tmp_path, fusio
         assert [report["step"] for report in gone_on.history] == [4, 8, 12]
 
 
+class Halves(torch.optim.lr_scheduler.LRScheduler):
+    """Halves the weights after each epoch."""
+
+    def get_lr(self):
+        with torch.no_grad():
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.5)
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("report_every", ["epoch", 1, 2])
+def test_the_last_state_has_what_the_scheduler_writes_after_the_last_epoch(tmp_path, report_every):
+    described = task(epochs=2, scheduler=Halves, report_every=report_every)
+    held = Held()
+    with running(checkpoint_dir=tmp_path, instrument=held) as pool:
+        job = pool.submit(described, "trial")
+        copy = pool.copy_at_end(job)
+        held.go()
+        result = finished(job)
+    expected = dict(result.state_dict())
+    assert against_plain(described, result) == []
+    # Only after the pool has written all files.
+    for saved in (copy.result(0), load_checkpoint(result.checkpoint)):
+        assert list(differences(expected, decoded(saved)["model"])) == []
+    with running() as pool:
+        again = finished(pool.submit(described, resume_from=result.checkpoint))
+        assert list(differences(expected, dict(again.state_dict()))) == []
+
+
 def test_a_trial_that_goes_on_with_nothing_left_to_do_keeps_its_optimizers_state(tmp_path):
     described, longer = task(**REPORTS), task(**REPORTS | {"epochs": 4})
     with running(checkpoint_dir=tmp_path) as pool:
