@@ -116,7 +116,8 @@ class SingleTrial(Trial):
             self._python_changes.begins(python_state)
             self._keeper.begins(python_state)
         # A checkpoint may be of the moment before its report was delivered.
-        self._check_stop()
+        if self._stop_asked != len(self.history):
+            self._check_stop()
         yield from self._choose_way(module, optimizer)
         for epoch in range(start.epoch, task.epochs):
             self.progress.epoch = epoch
@@ -663,6 +664,7 @@ class SingleTrial(Trial):
         """
         if self.task.stop is None or not self.history:
             return
+        self._stop_asked = len(self.history)
         with self._own_code():
             is_complete = self.task.stop([dict(report) for report in self.history])
         if is_complete:

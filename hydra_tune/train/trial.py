@@ -99,6 +99,8 @@ class Trial:
             captured.
     """
 
+    _stop_asked = 0  # reports after which `stop=` has been asked
+
     def __init__(
         self,
         task: TrainTask,
@@ -424,6 +426,7 @@ class Trial:
         self.history, self.metrics, self.units_run = state["history"], state["metrics"], state["units_run"]
         # Reports continue the seconds of the interrupted run.
         self._started = time.perf_counter() - state["seconds"]
+        self._stop_asked = state.get("stop_asked", 0)  # older checkpoints lack the number
         self._pass_began = state["pass_began"]
         self._python_changes.resumes(state.get("python", {}))
         count = state.get("split_batches")
@@ -500,6 +503,7 @@ class Trial:
                     "interval": self._interval.parts,
                     "progress": self.progress.state(),
                     "history": self.history,
+                    "stop_asked": self._stop_asked,
                     "metrics": self.metrics,
                     "units_run": self.units_run,
                     "seconds": time.perf_counter() - self._started,

@@ -11,7 +11,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune import HydraExecutor, Reported, TrainTask, train_plain
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from tests.parity.exact import without_seconds
+from tests.support.checkpointed import Collector, library, run
 
 PATIENCE_SECONDS = 60
 _GENERATOR = torch.Generator().manual_seed(0)
@@ -87,6 +89,24 @@ def test_a_trial_that_is_resumed_at_the_report_that_stops_the_trial_is_complete(
         found = pool.find_checkpoint("stops")
         result = pool.submit(task(), "stops", resume_from=found.path).result(PATIENCE_SECONDS)
     assert_as_plain(result, task())
+
+
+def test_a_resumed_trial_asks_stop_once_about_each_report():
+    asked, keeper, plans = [], Collector(), library()
+
+    def notes(history):
+        asked.append(len(history))
+        return False
+
+    described = task(stop=notes, report_every=4)
+    run(described, plans, keeper)
+    everything = list(asked)
+    assert everything == list(range(1, len(everything) + 1))
+    for saved in keeper.saved:
+        asked.clear()
+        run(described, plans, beginning=StartCheckpoint(saved=saved))
+        # A trial that is saved at its report has not asked about that report yet.
+        assert asked == everything[len(saved.facts["history"]) - saved.labels["at_report"] :]
 
 
 def test_the_workers_of_a_loader_end_with_a_trial_that_stops_within_a_pass():
