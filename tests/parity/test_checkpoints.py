@@ -623,6 +623,68 @@ def test_constants_that_no_checkpoint_holds_are_not_spoken_of(caplog):
     assert not [record for record in caplog.records if "in no checkpoint" in record.getMessage()]
 
 
+class Pairs(nn.Linear):
+    """Holds each parameter with an average."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+        self.kept = [(parameter, parameter.detach().clone()) for parameter in self.parameters()]
+
+
+def average(module: Any, _optimizer: Any, _step: int) -> None:
+    with torch.no_grad():
+        for parameter, mean in module.kept:
+            mean.lerp_(parameter, 0.5)
+
+
+def anneal(module: Any, _optimizer: Any, step: int) -> None:
+    module.kept["temperature"] = 1 / step
+
+
+@pytest.mark.parametrize(
+    ("model", "after_step"),
+    [(Pairs, average), (lambda: KeepsState({"activation": torch.relu, "temperature": 1.0}), anneal)],
+)
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_container_that_no_checkpoint_holds_and_that_changes_in_place_is_named_once(
+    model, after_step, changes, caplog
+):
+    collector = Collector()
+    run(task(model=model, after_step=after_step if changes else None, report_every=1), library(), collector)
+    assert len(collector.saved) > 1
+    warnings = [record.getMessage() for record in caplog.records if "no checkpoint can hold" in record.getMessage()]
+    assert [text.startswith("attribute 'kept' of the model has changed in place") for text in warnings] == [
+        True
+    ] * changes
+
+
+class Momentum(torch.optim.Optimizer):
+    """Keeps each parameter's momentum by the parameter's `id`, or by the parameter."""
+
+    def __init__(self, parameters: Any, place: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.place, self.kept = place, {}
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                kept = self.kept if self.place == "attribute" else self.state["kept"]
+                key = parameter if self.place == "parameter" else id(parameter)
+                kept = self.state[key] if self.place == "parameter" else kept.setdefault(key, {})
+                momentum = kept.setdefault("momentum", torch.zeros_like(parameter))
+                parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=0.1)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("attribute", "attribute 'kept' of the optimizer"), ("state", "the state of the optimizer"), ("parameter", None)],
+)
+def test_what_an_optimizer_keeps_by_the_id_of_a_parameter_is_named_once(place, name, caplog):
+    run(task(optimizer=partial(Momentum, place=place), report_every=1), library(), Collector())
+    warnings = [record.getMessage() for record in caplog.records if "the id() of parameters" in record.getMessage()]
+    assert [text.startswith(f"{name} has ") for text in warnings] == [True] * (name is not None)
+
+
 class Changes(nn.Linear):
     """Has another function or module from its third step on."""
 

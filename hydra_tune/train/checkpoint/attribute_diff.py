@@ -11,6 +11,7 @@ trials, as the default value of an argument does.
 import json
 import logging
 import random
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -44,11 +45,13 @@ class _EarlierAttribute:
         value: the object itself.
         containers: place and `id` of each container in the value. Another container has the same `id` only if the
             earlier one no longer exists, and then nothing else holds the earlier one.
+        content: what a container that no checkpoint can hold has held, as far as comparable.
     """
 
     text: str | None
     value: object = None
     containers: frozenset[_PlacedContainer] = frozenset()
+    content: object = None
 
 
 _NEVER = _EarlierAttribute(None, _GONE)
@@ -93,8 +96,9 @@ class AttributeTracker:
                 earlier = self._before.get((path, name), _NEVER)
                 text, has_tensors = self._read(value)
                 if text is None:
-                    self._refuse_new(path, name, value, earlier.value)
+                    self._refuse_new(path, name, value, earlier)
                 elif has_tensors or text != earlier.text:
+                    self.warn_of_ids(self._place(path, name), value)
                     changes.setdefault(path, {})[name] = value
         return changes
 
@@ -152,7 +156,7 @@ class AttributeTracker:
         text, _ = self._read(value)
         # An encodable value is kept as text only: a reference would keep a replaced value alive.
         if text is None:
-            return _EarlierAttribute(text, value)
+            return _EarlierAttribute(text, value, content=self._content(value))
         return _EarlierAttribute(text, containers=frozenset(_containers(value)))
 
     def _read(self, value: Any) -> tuple[str | None, bool]:
@@ -169,8 +173,52 @@ class AttributeTracker:
         is_tied = any(id(tensor) in self._tied for tensor in tensors.values())
         return (None, False) if is_tied else (text, bool(tensors))
 
-    def _refuse_new(self, path: str, name: str, value: object, before: object) -> None:
-        place = f"attribute {'.'.join(filter(None, (path, name)))!r} of the {self._what}"
+    def warn_of_ids(self, place: str, value: object) -> None:
+        """Log, once, a value with a dict whose keys are `id`s of parameters or buffers, which a resumed trial does not have."""
+        if place not in self._warned and self._has_ids(value):
+            self._warned.add(place)
+            _LOGGER.warning(
+                "%s has the id() of parameters as keys, and a resumed trial has parameters with other ids: the trial loses "
+                "what the dict holds, and so goes on to other numbers; keep what belongs to a parameter in the optimizer's "
+                "state[parameter], or use the parameter's name as the key",
+                place,
+            )
+
+    def _has_ids(self, value: object) -> bool:
+        if type(value) in _MAPPINGS:
+            assert isinstance(value, Mapping)
+            has_id = any(type(key) is int and key in self._tied for key in value)
+            return has_id or any(map(self._has_ids, value.values()))
+        return isinstance(value, list | tuple) and any(map(self._has_ids, value))
+
+    def _content(self, value: object) -> object:
+        """Return what a container holds, in a form to be compared later; None for other values."""
+        if type(value) not in _CONTAINERS and type(value) is not tuple:
+            return None
+        try:
+            return self._comparable(value)
+        except RecursionError:
+            return None
+
+    def _comparable(self, value: Any) -> object:
+        kind = type(value)
+        if kind in _MAPPINGS:
+            return [(self._comparable(key), self._comparable(item)) for key, item in value.items()]
+        if kind in (list, tuple, deque):
+            return list(map(self._comparable, value))
+        if isinstance(value, Tensor) and id(value) in self._tied:
+            return id(value)
+        tensors: dict[str, Tensor] = {}
+        try:
+            return json.dumps(encode(value, "", tensors)), [*map(_checksum, tensors.values())]
+        except CheckpointError:
+            return kind  # other objects and functions are compared by nothing else
+
+    def _place(self, path: str, name: str) -> str:
+        return f"attribute {'.'.join(filter(None, (path, name)))!r} of the {self._what}"
+
+    def _refuse_new(self, path: str, name: str, value: object, earlier: _EarlierAttribute) -> None:
+        place, before = self._place(path, name), earlier.value
         if value is before or callable(value):
             stateful = _stateful(value)
             # `==`, because each access of a method makes another object.
@@ -192,6 +240,14 @@ class AttributeTracker:
                     place,
                     type(stateful).__name__,
                 )
+            elif value is before and place not in self._warned and self._content(value) != earlier.content:
+                self._warned.add(place)
+                _LOGGER.warning(
+                    "%s has changed in place, and holds a parameter, a function or another value that no checkpoint can hold: "
+                    "a resumed trial begins with its first content, and so goes on to other numbers; keep the numbers and "
+                    "tensors that change in a container of their own, by name",
+                    place,
+                )
             return
         try:
             encode(value, place, {})
@@ -207,6 +263,13 @@ def _stateful(value: object) -> object | None:
     """Return an object of torch, numpy or Python that changes in place: the value, or a part of a container; else None."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
     return next((part for part in parts if isinstance(part, _STATEFUL) or _is_numpy_stream(part)), None)
+
+
+def _checksum(tensor: Tensor) -> tuple[torch.Size, int]:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return tensor.shape, 0
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return tensor.shape, zlib.crc32(flat.view(torch.uint8).numpy())
 
 
 def _is_numpy_stream(value: object) -> bool:

@@ -156,6 +156,8 @@ class TrialObjects:
         self._refuse_exchanged()
         # An empty entry is an artefact of the optimizer's defaultdict and not state.
         states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
+        others = {key: value for key, value in states if not isinstance(key, Tensor)}
+        self._optimizer_attributes.warn_of_ids("the state of the optimizer", others)
         module_changes, optimizer_changes = self._module_attributes.changed(), self._optimizer_attributes.changed()
         return {
             "made_for": self._description,
@@ -168,7 +170,7 @@ class TrialObjects:
             "extra": {path: submodule.get_extra_state() for path, submodule in with_extra_state(self.module)},
             "attributes": module_changes,
             "optimizer": {names[id(p)]: value for p, value in states if isinstance(p, Tensor)},
-            "optimizer_other": {key: value for key, value in states if not isinstance(key, Tensor)},
+            "optimizer_other": others,
             "groups": [hyperparameters(group) for group in self.optimizer.param_groups],
             "optimizer_attributes": optimizer_changes,
             "left_gradients": {
