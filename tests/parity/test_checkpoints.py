@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
-from hydra_tune import train_plain
+from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, TaskError
 from hydra_tune.task import TrainTask
@@ -28,7 +28,7 @@ from tests.parity.observe import reference_of
 from tests.parity.registry import ENTRIES, Spec, build, product
 from tests.parity.zoo.entry import MIXED
 from tests.support.checkpointed import Collector, library, run
-from tests.unit.pool.tasks import SAMPLES, X, Y, mlp, task
+from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, task
 
 pytestmark = pytest.mark.usefixtures("captured_once")
 
@@ -683,6 +683,31 @@ def test_what_an_optimizer_keeps_by_the_id_of_a_parameter_is_named_once(place, n
     run(task(optimizer=partial(Momentum, place=place), report_every=1), library(), Collector())
     warnings = [record.getMessage() for record in caplog.records if "the id() of parameters" in record.getMessage()]
     assert [text.startswith(f"{name} has ") for text in warnings] == [True] * (name is not None)
+
+
+class KeepsItsStart(torch.optim.SGD):
+    """Keeps where each parameter began, as a copy or as an alias."""
+
+    def __init__(self, parameters: Any, *, is_alias: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.is_alias = is_alias
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["start"] = parameter.detach() if self.is_alias else parameter.detach().clone()
+                parameter.sub_(parameter.grad + 0.5 * (parameter - state["start"]), alpha=0.1)
+
+
+@pytest.mark.parametrize("is_alias", [True, False])
+def test_state_of_the_optimizer_that_shares_memory_is_named_once(is_alias, tmp_path, caplog):
+    described = task(optimizer=partial(KeepsItsStart, is_alias=is_alias), report_every=1)
+    with HydraExecutor("cpu:1", checkpoint_dir=tmp_path) as pool:
+        assert against_plain(described, pool.submit(described).result(PATIENCE_SECONDS)) == []
+    warnings = [record.getMessage() for record in caplog.records if "share memory" in record.getMessage()]
+    assert [text.startswith("the optimizer's state of parameter") for text in warnings] == [True] * is_alias
 
 
 class Changes(nn.Linear):

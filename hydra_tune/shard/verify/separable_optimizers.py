@@ -6,6 +6,9 @@ check for each training plan of several shards, and `ModelState` (`train/state/m
 within one step of a model in one shard.
 """
 
+import itertools
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -45,8 +48,8 @@ def check_separable(
         why = "has step hooks"
     elif _has_own_step(optimizer):
         why = "has a step that was put on the object, which cannot be tried on stand-ins"
-    elif not _steps_alike(optimizer, members, specs):
-        why = "does not update each parameter by itself, or counts its steps"
+    elif (found := _steps_alike(optimizer, members, specs)) is not None:
+        why = found
     else:
         return
     raise TaskError(
@@ -61,7 +64,9 @@ def _has_own_step(optimizer: Optimizer) -> bool:
     return step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
 
 
-def _steps_alike(optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec]) -> bool:
+def _steps_alike(optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec]) -> str | None:
+    """Say why steps per parameter would differ from a single step; None: they would not."""
+    why = "does not update each parameter by itself, or counts its steps"
     together, apart = (_small(optimizer, members, specs) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     for _ in range(_STEPS):
@@ -72,8 +77,25 @@ def _steps_alike(optimizer: Optimizer, members: list[tuple[str, int]], specs: di
             _step(apart[0], apart[1][index : index + 1], [gradient])
             # After each step, because a count that begins anew may be equal at the end.
             if _kept(apart[0]) != _kept(together[0]):
-                return False
-    return _state(*together) == _state(*apart) and all(map(same_bits, _tensors(*together), _tensors(*apart)))
+                return why
+    if has_overlap(_tensors(*together)):
+        return "keeps tensors in its state that share memory with each other or with a parameter"
+    is_alike = _state(*together) == _state(*apart) and all(map(same_bits, _tensors(*together), _tensors(*apart)))
+    return None if is_alike else why
+
+
+def has_overlap(tensors: Iterable[Tensor]) -> bool:
+    """Whether two different tensors lie on the same bytes, so that copies of both would be tensors apart."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        if tensor.layout is torch.strided and tensor.numel():
+            extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            start = int(tensor.storage_offset()) * tensor.element_size()
+            storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity
+            spans.setdefault(storage, []).append((start, start + int(extent) * tensor.element_size()))
+    return any(
+        later[0] < earlier[1] for found in spans.values() for earlier, later in itertools.pairwise(sorted(found))
+    )
 
 
 def _small(

@@ -269,7 +269,7 @@ def _checksum(tensor: Tensor) -> tuple[torch.Size, int]:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return tensor.shape, 0
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return tensor.shape, zlib.crc32(flat.view(torch.uint8).numpy())
+    return tensor.shape, zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
 def _is_numpy_stream(value: object) -> bool:

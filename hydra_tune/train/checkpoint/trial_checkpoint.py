@@ -31,6 +31,7 @@ from hydra_tune.memory.shared.shared_file import digest_of, shared_source
 from hydra_tune.shard.capture.batch import same_bits
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.verify.plan_check import tensor_attributes
+from hydra_tune.shard.verify.separable_optimizers import has_overlap
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.attribute_diff import AttributeTracker
 from hydra_tune.train.checkpoint.compatibility import (
@@ -100,6 +101,7 @@ class TrialObjects:
     _module_classes: dict[str, type] = field(init=False)
     _module_attributes: AttributeTracker = field(init=False)
     _optimizer_attributes: AttributeTracker = field(init=False)
+    _has_warned: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         tied = [tensor for _, tensor in named_state(self.module)]
@@ -158,6 +160,7 @@ class TrialObjects:
         states = [(key, value) for key, value in self.optimizer.state.items() if value != {}]
         others = {key: value for key, value in states if not isinstance(key, Tensor)}
         self._optimizer_attributes.warn_of_ids("the state of the optimizer", others)
+        self._warn_of_overlaps()
         module_changes, optimizer_changes = self._module_attributes.changed(), self._optimizer_attributes.changed()
         return {
             "made_for": self._description,
@@ -185,6 +188,24 @@ class TrialObjects:
             },
             "schedule": None if self.scheduler is None else schedule_of(self.scheduler),
         }
+
+    def _warn_of_overlaps(self) -> None:
+        """Log, once, state of the optimizer whose tensors share memory, because a resumed trial has them apart."""
+        if self._has_warned:
+            return
+        for name, parameter in self.module.named_parameters():
+            entries = self.optimizer.state.get(parameter, {})
+            values = entries.values() if isinstance(entries, Mapping) else ()
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            if tensors and has_overlap([parameter, *tensors]):
+                self._has_warned = True
+                _LOGGER.warning(
+                    "the optimizer's state of parameter %r has tensors that share memory with each other or with the "
+                    "parameter: a resumed trial has the tensors apart, and so goes on to other numbers; keep each tensor in "
+                    "memory of its own (.clone()), and make views where they are used",
+                    name,
+                )
+                return
 
     def _refuse_exchanged(self) -> None:
         """Refuse a module that training has exchanged; modules that training has added are left to the code that adds them."""

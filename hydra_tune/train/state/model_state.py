@@ -44,7 +44,7 @@ from hydra_tune.shard.cost.update_pilot import keeps_gradients
 from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
 from hydra_tune.shard.partition.subgraph import ShardGraph
-from hydra_tune.shard.verify.separable_optimizers import check_separable
+from hydra_tune.shard.verify.separable_optimizers import check_separable, has_overlap
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
 from hydra_tune.train.state.shared_state import SharedTensors
@@ -363,9 +363,26 @@ class ModelState:
                     fresh[name, key] = value
         if not fresh:
             return
+        self._check_apart(dict.fromkeys(name for name, _ in fresh))
         # The new tensors are copied on another thread, so the kernels that fill them must have ended.
         device.synchronize()
         self._group_optimizer_state(names, fresh, device)
+
+    def _check_apart(self, names: Iterable[str]) -> None:
+        """Refuse optimizer state on memory of other state or of its parameter: the groups would hold copies apart.
+
+        Raises:
+            TaskError: two tensors share memory.
+        """
+        for name in names:
+            entries = self.optimizer.state.get(self.tensors[name], {})
+            values = entries.values() if isinstance(entries, Mapping) else ()
+            if has_overlap([self.tensors[name], *(value for value in values if isinstance(value, Tensor))]):
+                raise TaskError(
+                    f"{type(self.optimizer).__name__} keeps tensors in the state of {name!r} that share memory with each other "
+                    "or with the parameter, and would come apart where the state moves; keep each of them in memory of its "
+                    "own (.clone()), and make views where they are used"
+                )
 
     def adopt_saved(self, saved: Mapping[str, Mapping[str, Any]], device: Device) -> None:
         """Adopt optimizer state from a checkpoint, in groups on the host unless the state never leaves the host.
@@ -495,6 +512,8 @@ class ModelState:
             fresh.owner, fresh.tenant = self.number, self.tenant
         else:
             device.synchronize()
+            if kind is BlockKind.OPTIMIZER:
+                self._check_apart(name for name, tensor in self.tensors.items() if tensor in self.optimizer.state)
             fresh = self._new_group(kind, tensors, device)
         # The next step of the same unit needs the new group on the device.
         lease.exchange(group, fresh)

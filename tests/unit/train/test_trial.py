@@ -195,6 +195,34 @@ class CountsInPlace(torch.optim.SGD):
                     p.sub_(p.grad / count)
 
 
+class KeepsViews(torch.optim.SGD):
+    """Keeps two moments as views of one tensor."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["both"] = torch.zeros(2, *p.shape)
+                        state["first"], state["second"] = state["both"]
+                    state["both"].mul_(0.9)
+                    state["first"].add_(p.grad, alpha=0.1)
+                    state["second"].addcmul_(p.grad, p.grad, value=0.1)
+                    p.addcdiv_(state["first"], state["second"].sqrt() + 1e-3, value=-0.1)
+
+
+class KeepsItsStart(torch.optim.SGD):
+    """Pulls each parameter to an alias of the parameter."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    start = self.state[p].setdefault("start", p.data)
+                    p.sub_(p.grad + 0.5 * (p - start), alpha=0.1)
+
+
 class DrawsFromItsGenerator(torch.optim.SGD):
     """Adds noise from a generator of its own."""
 
@@ -476,6 +504,8 @@ def _own_batches():
             lambda: task(optimizer=partial(CountsInPlace, lr=0.1, as_tensor=False)),
             id="an optimizer's dict that counts",
         ),
+        pytest.param(lambda: task(optimizer=partial(KeepsViews, lr=0.1)), id="an optimizer that keeps views"),
+        pytest.param(lambda: task(optimizer=partial(KeepsItsStart, lr=0.1)), id="an optimizer that keeps an alias"),
         pytest.param(
             lambda: task(optimizer=partial(DrawsFromItsGenerator, lr=0.1)), id="an optimizer with its own generator"
         ),
