@@ -513,7 +513,7 @@ class ModelState:
         else:
             device.synchronize()
             if kind is BlockKind.OPTIMIZER:
-                self._check_apart(name for name, tensor in self.tensors.items() if tensor in self.optimizer.state)
+                self._check_apart(self.tensors)
             fresh = self._new_group(kind, tensors, device)
         # The next step of the same unit needs the new group on the device.
         lease.exchange(group, fresh)

@@ -15,10 +15,12 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from hydra_tune import TrainTask
+from hydra_tune import HydraExecutor, TrainTask
 from hydra_tune.errors import HydraTuneError, TaskError
+from hydra_tune.pool.runtime import settings
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.loop import plan_cache as plans_module
+from tests.support.stand_in_gpu import StandInGpu
 from tests.unit.pool.tasks import PATIENCE_SECONDS, SAMPLES, X, Y, against_plain, mlp, running, short, task, train
 
 
@@ -530,6 +532,23 @@ def test_what_is_hard_is_exact_or_refused_with_a_reason(make, cut):
     # a task whose batches are changed in place is made anew for each run
     result = train(described, num_shards=cut)
     assert against_plain(make(), result) == []
+
+
+class MovingDevice(StandInGpu):
+    """Moves the state of a trial that runs as it is into memory of its own, as GPUs do."""
+
+    keeps_tensors = False
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "is_refused"), [(KeepsViews, True), (KeepsItsStart, True), (torch.optim.AdamW, False)]
+)
+def test_state_that_shares_memory_is_refused_where_a_whole_trial_moves(optimizer, is_refused, monkeypatch):
+    monkeypatch.setattr(settings, "open_devices", lambda *_: [MovingDevice(0, 64 << 20)])
+    with HydraExecutor("cpu:1") as pool:
+        result = pool.submit(task(optimizer=partial(optimizer, lr=0.1))).result(PATIENCE_SECONDS)
+    assert ("share memory with each other" in str(result.error)) == is_refused
+    assert (result.error is None) != is_refused
 
 
 def test_the_weights_of_a_loss_module_are_the_trials_own():
