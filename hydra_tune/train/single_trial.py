@@ -592,8 +592,10 @@ class SingleTrial(Trial):
             yield from step.finish()
         finally:
             step.close()
+        assert self.state is not None
+        with self._own_code():
+            self.state.zero_grad()
         if self.task.after_step is not None:
-            assert self.state is not None
             with self.state.writing(), self._own_code():
                 self.task.after_step(*self._objects, self.progress.steps + 1)
         yield from self._after_step(epoch, batches)

@@ -20,6 +20,7 @@ from hydra_tune.errors import UnfusableError
 from hydra_tune.memory.block import storage_identity
 from hydra_tune.shard.capture.fingerprint import architecture_key
 from hydra_tune.shard.capture.step_capture import named_state
+from hydra_tune.shard.cost.update_pilot import zeroes_more_than_gradients
 from hydra_tune.task import TrainTask
 from hydra_tune.train.hooks import gradient_hooks
 
@@ -88,6 +89,10 @@ def fusion_key(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> Fusi
     """
     check_task(task)
     _check_module(module)
+    if zeroes_more_than_gradients(optimizer):
+        raise UnfusableError(
+            f"{type(optimizer).__name__} has a zero_grad() of its own, which a group's step would leave out"
+        )
     architecture = architecture_key(task, module)
     if architecture is None:
         raise UnfusableError("its model or step holds a value that cannot be compared with those of other trials")

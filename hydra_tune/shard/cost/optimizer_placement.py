@@ -34,7 +34,7 @@ from hydra_tune.devices.hardware.link import LinkCostModel
 from hydra_tune.quantities import format_bytes, format_short_seconds
 from hydra_tune.shard.cost.pilot import ShardCost
 from hydra_tune.shard.cost.traffic_model import StepAccessPattern, step_traffic
-from hydra_tune.shard.cost.update_pilot import stand_in_for
+from hydra_tune.shard.cost.update_pilot import stand_in_for, trying
 from hydra_tune.shard.verify.step_outcome import UnitSeconds
 
 OptimizerPlacement = Literal["device", "host"]
@@ -148,12 +148,13 @@ def update_seconds(optimizer: Optimizer, parameters: Sequence[Tensor]) -> float:
     leaf = torch.zeros(shape, dtype=largest.dtype).requires_grad_()
     leaf.grad = torch.zeros_like(leaf)
     stand_in = stand_in_for(optimizer, [("", groups[id(largest)])], [leaf])
-    stand_in.step()  # creates the state, so that the timed steps do not
     round_seconds = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
-        stand_in.step()
-        round_seconds.append(time.perf_counter() - start)
+    with trying(optimizer):
+        stand_in.step()  # creates the state, so that the timed steps do not
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
+            stand_in.step()
+            round_seconds.append(time.perf_counter() - start)
     # The minimum: other work on the machine only ever makes a step longer.
     return min(round_seconds) / max(leaf.nbytes, 1)
 

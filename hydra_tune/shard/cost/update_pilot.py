@@ -15,13 +15,13 @@ import math
 import random
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -31,8 +31,10 @@ from hydra_tune.shard.capture.fingerprint import optimizer_key
 from hydra_tune.shard.capture.step_capture import StateSpec
 from hydra_tune.shard.cost.pilot import StorageTracker, UpdatePilot, aligned, quiet_collector
 from hydra_tune.shard.fake.fake_world import RehearsalFakeMode
+from hydra_tune.shard.python_state.state_guard import PythonStateUndo
 from hydra_tune.shard.verify.process_state import preserved_streams
 
+_RATE = 0.1  # replaces a rate of 0 at the start of a schedule, with which no difference would show
 _LATE = 10_000  # a step number by which every optimizer does all of its work
 # Bytes of parameters, below which running real operators is faster than following the operators on fakes.
 _SMALL_BYTES = 4 << 20
@@ -136,9 +138,10 @@ def _measured(
     ways: tuple[_Make, ...] = (_meta_leaf, partial(fake_like, RehearsalFakeMode())) if nbytes > _SMALL_BYTES else ()
     for make in ways:
         # An optimizer that reads values, or has kernels for some devices only, may fail with some kinds of stand-ins.
-        with suppress(Exception):
+        with suppress(Exception), trying(optimizer):
             return _measure(optimizer, members, specs, alignment, make)
-    return _measure(optimizer, members, specs, alignment, _real_leaf)
+    with trying(optimizer):
+        return _measure(optimizer, members, specs, alignment, _real_leaf)
 
 
 def _real_leaf(spec: StateSpec) -> Tensor:
@@ -167,23 +170,28 @@ def _measure(
         state_bytes = tracker.current_bytes
         # The peak starts again from the state, so that the first update does not count for the later updates.
         tracker.peak_bytes = tracker.current_bytes
-        if not type(optimizer).__module__.startswith("torch.optim."):  # torch's own do as much late as early, or more
+        if not is_of_torch(optimizer):  # torch's own do as much late as early, or more
             stand_in.step()
         _grow_old(stand_in)
         stand_in.step()
         later_bytes = tracker.peak_bytes - state_bytes
     state = [
         aligned(value.untyped_storage().nbytes(), alignment)
-        for entries in stand_in.state.values()
+        for entries in _of_parameters(stand_in)
         for value in entries.values()
         if isinstance(value, Tensor)
     ]
     return sum(state), later_bytes, first_peak
 
 
+def _of_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the state of each parameter; an optimizer may keep values of its own beside them."""
+    return [entries for entries in optimizer.state.values() if isinstance(entries, dict)]
+
+
 def _grow_old(optimizer: Optimizer) -> None:
     """Raise the step counters: some optimizers do more after a number of steps (RAdam adapts from the sixth on)."""
-    for entries in optimizer.state.values():
+    for entries in _of_parameters(optimizer):
         step = entries.get("step")
         if isinstance(step, Tensor):
             step.fill_(_LATE)
@@ -219,6 +227,62 @@ def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: l
     return _over(optimizer, members, leaves)
 
 
+def use_rates(stand_in: Optimizer) -> None:
+    """Give a stand-in a rate where a schedule begins at 0."""
+    for options in stand_in.param_groups:
+        if not options.get("lr", 1.0):
+            rate = options["lr"]
+            options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else type(rate)(_RATE)
+
+
+def is_of_torch(optimizer: Optimizer) -> bool:
+    """Whether the class is one of torch's own optimizers."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+@contextmanager
+def trying(optimizer: Optimizer) -> Iterator[None]:
+    """Context for steps of stand-ins, at whose end the objects that they share with a trial's optimizer are as before.
+
+    Args:
+        optimizer: the trial's optimizer.
+    """
+    with preserved_streams():
+        if is_of_torch(optimizer):
+            yield
+            return
+        with PythonStateUndo(_shared(optimizer)).undone():
+            yield
+
+
+def _shared(optimizer: Optimizer, outer: tuple[Optimizer, ...] = ()) -> dict[str, object]:
+    """Return the classes and objects, by name, that a stand-in has in common with an optimizer; see `_own`."""
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
+    options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    leaves = list({id(leaf): leaf for leaf in tree_leaves((attributes, options))}.values())
+    outer = (*outer, optimizer)
+    name = type(optimizer).__name__
+    shared: dict[str, object] = {name: type(optimizer)}
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Optimizer):
+            shared |= {} if any(leaf is each for each in outer) else _shared(leaf, outer)
+        elif not isinstance(leaf, Tensor | nn.Module | torch.Generator | random.Random | set):
+            shared[f"object {number} of {name}"] = leaf
+    return shared
+
+
+def zeroes_more_than_gradients(optimizer: Optimizer) -> bool:
+    """Whether the user's own `zero_grad` may do anything else than to pass the call on."""
+    if "zero_grad" in vars(optimizer):
+        return True
+    inner = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
+    kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "zero_grad" in vars(kind)]
+    codes = [getattr(vars(kind)["zero_grad"], "__code__", None) for kind in kinds]
+    if any(code is None or not {"super", "zero_grad", *inner}.issuperset(code.co_names) for code in codes):
+        return True
+    return bool(kinds) and any(map(zeroes_more_than_gradients, inner.values()))
+
+
 def keeps_gradients(optimizer: Optimizer) -> bool:
     """Whether the user's own `zero_grad` leaves gradients where torch's would set them to None."""
     if "zero_grad" in vars(optimizer):
@@ -228,7 +292,7 @@ def keeps_gradients(optimizer: Optimizer) -> bool:
         return False
     leaf = torch.zeros(1, requires_grad=True)
     leaf.grad = torch.ones(1)
-    with suppress(Exception):  # an error of the user's own code appears where the code is used
+    with suppress(Exception), trying(optimizer):  # an error of the user's own code appears where the code is used
         _over(optimizer, [("", 0)], [leaf]).zero_grad()
     return leaf.grad is not None
 
@@ -342,7 +406,7 @@ def _has_state_at_once(optimizer: Optimizer) -> bool:
     leaf = torch.zeros([2] * parameter_with_state.dim(), dtype=parameter_with_state.dtype)
     leaf.grad = torch.zeros_like(leaf)
     probe = _over(optimizer, [("", group)], [leaf])
-    with preserved_streams():
+    with trying(optimizer):
         try:
             probe.step()
         except KeyError:

@@ -14,14 +14,12 @@ from torch.optim import Optimizer
 
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.batch import same_bits
-from hydra_tune.shard.cost.update_pilot import stand_in_for
+from hydra_tune.shard.cost.update_pilot import stand_in_for, trying, use_rates
 from hydra_tune.shard.operators.split_modules import TensorCut
-from hydra_tune.shard.verify.process_state import preserved_streams
 
 _STEPS = 3
 _SHAPES = {1: (128,), 2: (8, 16)}  # halves of these shapes are whole SIMD vectors on any processor
 _UNEQUAL = 100.0
-_RATE = 0.1  # replaces a rate of 0 at the start of a schedule, with which no difference would show
 
 
 class _PieceStateMismatchError(Exception):
@@ -102,8 +100,8 @@ def _updates_alike(optimizer: Optimizer, group: int, dim: int, piece: Tensor) ->
     # Halves of unequal scale have different norms, so an update that depends on a norm shows.
     scale = torch.ones(shape, dtype=torch.float64)
     scale.narrow(dim, 0, cut.sizes[0]).fill_(_UNEQUAL)
-    # A user's optimizer may draw random numbers, which the trial must not miss.
-    with preserved_streams():
+    # A user's optimizer may draw random numbers, which the trial must not miss, and count.
+    with trying(optimizer):
         steppers = [_small(optimizer, group, leaves) for leaves in (whole, halves)]
         for _ in range(_STEPS):
             gradient = (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(piece.dtype)
@@ -119,10 +117,7 @@ def _updates_alike(optimizer: Optimizer, group: int, dim: int, piece: Tensor) ->
 
 def _small(optimizer: Optimizer, group: int, leaves: list[Tensor]) -> Optimizer:
     stand_in = stand_in_for(optimizer, [("", group)] * len(leaves), leaves)
-    for options in stand_in.param_groups:
-        if not options.get("lr", 1.0):
-            rate = options["lr"]
-            options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else type(rate)(_RATE)
+    use_rates(stand_in)
     return stand_in
 
 

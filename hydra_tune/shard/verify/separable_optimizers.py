@@ -7,6 +7,7 @@ within one step of a model in one shard.
 """
 
 import itertools
+import math
 from collections.abc import Iterable
 
 import torch
@@ -17,9 +18,13 @@ from torch.utils._pytree import tree_leaves
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.batch import same_bits
 from hydra_tune.shard.capture.step_capture import StateSpec
-from hydra_tune.shard.cost.update_pilot import stand_in_for
+from hydra_tune.shard.cost.update_pilot import is_of_torch, stand_in_for, trying, use_rates
 
-_STEPS = 2
+_STEPS = 2  # of all parameters, with gradients of about 1
+_MANY_STEPS = 12  # of a few parameters: some optimizers couple parameters every few steps, or after a few steps
+_ARE_LARGE = (None, (True, False), (False, True))  # which gradients of these tries are huge; see `_difference_of_steps`
+_ALIKE = 3  # parameters of the same kind among these few
+_HUGE, _TINY = 1e6, 1e-6  # scales of gradients
 _MAX_SIDE = 4  # largest side of a stand-in
 
 
@@ -48,10 +53,12 @@ def check_separable(
         why = "has step hooks"
     elif _has_own_step(optimizer):
         why = "has a step that was put on the object, which cannot be tried on stand-ins"
-    elif (found := _steps_alike(optimizer, members, specs)) is not None:
-        why = found
     else:
-        return
+        with trying(optimizer):
+            difference = _difference(optimizer, members, specs)
+        if difference is None:
+            return
+        why = difference
     raise TaskError(
         f"{type(optimizer).__name__} {why}, so it cannot be stepped shard by shard, and {need}; "
         "raise device_memory until the model fits whole, or use an optimizer whose update is per parameter"
@@ -64,13 +71,53 @@ def _has_own_step(optimizer: Optimizer) -> bool:
     return step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
 
 
-def _steps_alike(optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec]) -> str | None:
+def _difference(optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec]) -> str | None:
     """Say why steps per parameter would differ from a single step; None: they would not."""
+    why = _difference_of_steps(optimizer, members, specs, _STEPS)
+    if why is not None or is_of_torch(optimizer):
+        return why
+    few = _few(members, specs)
+    try:
+        tries = (_difference_of_steps(optimizer, few, specs, _MANY_STEPS, is_large) for is_large in _ARE_LARGE)
+        return next((why for why in tries if why is not None), None)
+    except Exception:  # noqa: BLE001 - an optimizer may refuse huge gradients, and training would show the error
+        return None
+
+
+def _few(members: list[tuple[str, int]], specs: dict[str, StateSpec]) -> list[tuple[str, int]]:
+    """Select a few members of each kind, so that many steps cost the same for every depth of a model."""
+    kinds: dict[object, list[tuple[str, int]]] = {}
+    for name, group in members:
+        kinds.setdefault((group, specs[name].dtype, _small_shape(specs[name])), []).append((name, group))
+    chosen = {member for alike in kinds.values() for member in alike[:_ALIKE]}
+    return [member for member in members if member in chosen]
+
+
+def _difference_of_steps(
+    optimizer: Optimizer,
+    members: list[tuple[str, int]],
+    specs: dict[str, StateSpec],
+    num_steps: int,
+    is_large: tuple[bool, bool] | None = None,
+) -> str | None:
+    """Say how steps of all members at once and steps of each member differ; None: they give the same bits.
+
+    Args:
+        optimizer: a trial's optimizer.
+        members: name and parameter group of each stand-in.
+        specs: geometry of the parameters.
+        num_steps: number of steps, enough for what an optimizer does every few steps.
+        is_large: whether members at even and at odd places have huge gradients, beside which the gradients of the others
+            are tiny. A bound on a norm of all gradients then holds for some members alone, wherever the bound lies.
+    """
     why = "does not update each parameter by itself, or counts its steps"
-    together, apart = (_small(optimizer, members, specs) for _ in range(2))
+    together, apart = (_small(optimizer, members, specs, is_tiny=is_large is not None) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
-    for _ in range(_STEPS):
-        gradients = [torch.randn(leaf.shape, generator=generator, dtype=torch.float64).to(leaf) for leaf in together[1]]
+    for _ in range(num_steps):
+        gradients = [
+            (torch.randn(leaf.shape, generator=generator, dtype=torch.float64) * _scale(leaf, place, is_large)).to(leaf)
+            for place, leaf in enumerate(together[1])
+        ]
         _step(together[0], together[1], gradients)
         # In reverse, as the shards of a backward would be updated.
         for index, gradient in reversed(list(enumerate(gradients))):
@@ -98,17 +145,29 @@ def has_overlap(tensors: Iterable[Tensor]) -> bool:
     )
 
 
+def _scale(leaf: Tensor, place: int, is_large: tuple[bool, bool] | None) -> float:
+    if is_large is None:
+        return 1.0
+    # Squares of float16 must not overflow.
+    return min(_HUGE, math.sqrt(torch.finfo(leaf.dtype).max) / 16) if is_large[place % 2] else _TINY
+
+
+def _small_shape(spec: StateSpec) -> tuple[int, ...]:
+    return tuple(min(side, _MAX_SIDE) for side in spec.shape)
+
+
 def _small(
-    optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec]
+    optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec], *, is_tiny: bool
 ) -> tuple[Optimizer, list[Tensor]]:
-    """Make a stand-in over small parameters of the same ranks."""
+    """Make a stand-in over small parameters of the same ranks; tiny values show tiny updates."""
     generator = torch.Generator().manual_seed(1)
     leaves = []
     for name, _ in members:
-        shape = [min(side, _MAX_SIDE) for side in specs[name].shape]
-        values = torch.randn(shape, generator=generator, dtype=torch.float64).to(specs[name].dtype)
-        leaves.append(values.requires_grad_())
-    return stand_in_for(optimizer, members, leaves), leaves
+        values = torch.randn(_small_shape(specs[name]), generator=generator, dtype=torch.float64)
+        leaves.append((values * _TINY if is_tiny else values).to(specs[name].dtype).requires_grad_())
+    stand_in = stand_in_for(optimizer, members, leaves)
+    use_rates(stand_in)
+    return stand_in, leaves
 
 
 def _step(optimizer: Optimizer, leaves: list[Tensor], gradients: list[Tensor]) -> None:
@@ -126,13 +185,16 @@ def _tensors(optimizer: Optimizer, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def _kept(optimizer: Optimizer, outer: tuple[Optimizer, ...] = ()) -> list[object]:
-    """Values in an optimizer's attributes and in the options of its groups, which a count of the steps would change.
+    """Values in attributes, in options of groups and beside the state of parameters, which a count of steps would change.
 
     Those of optimizers that the optimizer wraps are included.
     """
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    leaves = tree_leaves((attributes, options))
+    beside = [
+        value for key, value in optimizer.state.items() if not isinstance(key, Tensor) and not isinstance(value, dict)
+    ]
+    leaves = tree_leaves((attributes, options, beside))
     outer = (*outer, optimizer)
     inner = [leaf for leaf in leaves if isinstance(leaf, Optimizer) and not any(leaf is each for each in outer)]
     values = [_value(leaf) for leaf in leaves if isinstance(leaf, bool | int | float | str | Tensor)]

@@ -40,10 +40,11 @@ from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.analysis.module_mutation import check_state, check_still_frozen
 from hydra_tune.shard.capture.step_capture import named_state, state_specs
-from hydra_tune.shard.cost.update_pilot import keeps_gradients
+from hydra_tune.shard.cost.update_pilot import keeps_gradients, zeroes_more_than_gradients
 from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.shard.partition.plan_request import TrialStateLayout
 from hydra_tune.shard.partition.subgraph import ShardGraph
+from hydra_tune.shard.python_state.code_names import mentioned_names
 from hydra_tune.shard.verify.separable_optimizers import check_separable, has_overlap
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
@@ -263,6 +264,16 @@ class ModelState:
             for name in gradients:
                 # Even after an error: a left-over gradient would be applied by the next shard's update.
                 self.tensors[name].grad = None
+
+    def zero_grad(self) -> None:
+        """Call the user's own `zero_grad`, which may count, where a plain loop calls it; the gradients are None already."""
+        if not zeroes_more_than_gradients(self.optimizer):
+            return
+        code = getattr(self.optimizer.zero_grad, "__code__", None)
+        # By its names, as of a scheduler: bringing the whole model home for each step takes long.
+        is_harmless = code is not None and mentioned_names(code).isdisjoint({"params", "state"})
+        with nullcontext() if is_harmless else self.writing():
+            self.optimizer.zero_grad()
 
     def end_step(self) -> None:
         """Refuse a step in which a plain loop would update parameters without a gradient, from zeros of earlier steps.

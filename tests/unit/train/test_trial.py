@@ -6,6 +6,7 @@ Each case here has a trait that an engine can get wrong without an error.
 import gc
 from collections import UserDict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,6 +274,100 @@ class Wraps(torch.optim.Optimizer):
             each.step()
 
 
+class Stepwise(torch.optim.Optimizer):
+    """Plain steps, before which a derived class may do something with all gradients."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    def before(self, parameters):
+        pass
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.before(parameters)
+        for p in parameters:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
+def _norm(parameters):
+    return torch.stack([p.grad.norm() for p in parameters]).norm()
+
+
+class ClipsLargeGradients(Stepwise):
+    """Clips the norm of all gradients where it is above a bound."""
+
+    def before(self, parameters):
+        if (norm := _norm(parameters)) > 30:
+            for p in parameters:
+                p.grad.mul_(30 / norm)
+
+
+class LeavesOutLargeGradients(Stepwise):
+    """Takes no step of a norm between the largest of a parameter and that of all."""
+
+    def before(self, parameters):
+        if _norm(parameters) > 12:
+            parameters.clear()
+
+
+class NormalizesLater(Stepwise):
+    """Divides by the norm of all gradients from the fourth step of a parameter on."""
+
+    def before(self, parameters):
+        norm = _norm(parameters)
+        for p in parameters:
+            self.state[p]["step"] = self.state[p].get("step", 0) + 1
+            if self.state[p]["step"] > 3:
+                p.grad.div_(norm)
+
+
+class LooksAhead(Stepwise):
+    """Averages weights every fifth step, by a count that lies beside the state of the parameters."""
+
+    def before(self, parameters):
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for p in parameters:
+            slow = self.state[p].setdefault("slow", p.clone())
+            if self.state["steps"] % 5 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+class WarmsUp(torch.optim.SGD):
+    """Warms up by a count in an object of its own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.count = SimpleNamespace(steps=0)
+
+    def step(self, closure=None):
+        self.count.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 * min(1, self.count.steps / 10)
+        return super().step(closure)
+
+
+class CoolsDown(torch.optim.SGD):
+    """Lowers its rate where gradients are zeroed."""
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+
+
+class ClampsAfterSteps(torch.optim.SGD):
+    """Bounds the weights where gradients are zeroed."""
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.clamp_(-0.2, 0.2)
+
+
 class TwoHeads(nn.Module):
     """One head for each kind of batch."""
 
@@ -465,6 +560,14 @@ def _scales_the_batch(module, batch):
     return functional.cross_entropy(module(batch[0]), batch[1])
 
 
+def _large_loss(module, batch):
+    return 100 * functional.cross_entropy(module(batch[0]), batch[1])
+
+
+def _larger_loss(module, batch):
+    return 35 * functional.cross_entropy(module(batch[0]), batch[1])
+
+
 def _few_parameters():
     return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
 
@@ -515,6 +618,21 @@ def _own_batches():
             lambda: _heads(optimizer=_zeros),
             id="an optimizer that zeros gradients",
         ),
+        pytest.param(
+            lambda: task(optimizer=partial(ClipsLargeGradients, lr=1e-3), step=_large_loss, loss=None),
+            id="an optimizer that clips large gradients",
+        ),
+        pytest.param(
+            lambda: task(optimizer=partial(LeavesOutLargeGradients, lr=1e-3), step=_larger_loss, loss=None),
+            id="an optimizer that leaves out large gradients",
+        ),
+        pytest.param(
+            lambda: task(optimizer=NormalizesLater, epochs=3), id="an optimizer that couples parameters later"
+        ),
+        pytest.param(lambda: task(optimizer=LooksAhead, epochs=3), id="an optimizer that counts beside its state"),
+        pytest.param(lambda: task(optimizer=partial(WarmsUp, lr=0.1)), id="an optimizer's object that counts"),
+        pytest.param(lambda: task(optimizer=partial(CoolsDown, lr=0.1)), id="a zero_grad that counts"),
+        pytest.param(lambda: task(optimizer=partial(ClampsAfterSteps, lr=0.1)), id="a zero_grad that writes weights"),
         pytest.param(lambda: task(optimizer=_own_step), id="an optimizer whose step is replaced"),
         pytest.param(
             lambda: task(train=_own_batches(), step=_scales_the_batch, loss=None), id="a batch that is changed"
@@ -549,6 +667,30 @@ def test_state_that_shares_memory_is_refused_where_a_whole_trial_moves(optimizer
         result = pool.submit(task(optimizer=partial(optimizer, lr=0.1))).result(PATIENCE_SECONDS)
     assert ("share memory with each other" in str(result.error)) == is_refused
     assert (result.error is None) != is_refused
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"optimizer": partial(CoolsDown, lr=0.1)}, id="a zero_grad that counts"),
+        pytest.param({"optimizer": partial(ClampsAfterSteps, lr=0.1)}, id="a zero_grad that writes weights"),
+    ],
+)
+def test_what_is_not_hard_is_not_refused(changes):
+    assert against_plain(task(**changes), train(task(**changes), num_shards=3)) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"optimizer": partial(CoolsDown, lr=0.1)}, id="a zero_grad that counts"),
+    ],
+)
+def test_what_a_group_would_leave_out_runs_as_it_is(changes):
+    with running(fusion="on", num_shards=None) as pool:
+        jobs = [pool.submit(task(**changes)) for _ in range(2)]
+        for job in jobs:
+            assert against_plain(task(**changes), job.result(PATIENCE_SECONDS)) == []
 
 
 def test_the_weights_of_a_loss_module_are_the_trials_own():
