@@ -24,7 +24,7 @@ from hydra_tune.pool.fusion.fused_job import FusedJob
 from hydra_tune.pool.fusion.job_table import FusedJobTable
 from hydra_tune.pool.views.job_logging import log_fusion, log_plan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary
-from hydra_tune.shard.python_state.state_guard import check_kept
+from hydra_tune.shard.python_state.state_guard import check_gradients, check_kept
 from hydra_tune.train.data.loader_clock import LoaderInterrupt
 
 _LOGGER = logging.getLogger("hydra_tune.fusion")
@@ -105,23 +105,27 @@ class GroupMatcher:
         if limit is not None and limit.most <= 1:
             raise UnfusableError(f"trials of its kind were fused before, and {limit.why}")
         with member.peek() as first_batches:
-            prepared = self._plans.of_member(member, first_batches["train"])
-            self._plans.stacked(prepared, self._most)
-            budget_bytes = self._table.pool.budget_bytes
-            most, kept_names = self._most_of(entry), {"train": prepared.effects.kept_names}
-            # A group also evaluates its members: this step has to be stackable as well.
-            if "evaluate" in first_batches:
-                evaluated = self._plans.of_member(member, first_batches["evaluate"], layout_of(prepared))
-                self._plans.stacked(evaluated, self._most)
-                kept_names["evaluate"] = evaluated.effects.kept_names
-                most = min(most, most_evaluated(evaluated, budget_bytes))
-            # Planned steps may compute more members than fit, so with a planner room for a single trial is enough.
-            most = room_for(prepared, budget_bytes, most, 2 if self._sizes is None else 1)
             try:
-                check_kept(member.task, member.built()[0], kept_names)
-            except TaskError as error:
+                return self._checked(entry, member, first_batches), first_batches["train"]
+            except TaskError as error:  # a trial that may not be captured may run as it is
                 raise UnfusableError(str(error)) from error
-            return most, first_batches["train"]
+
+    def _checked(self, entry: FusedJob, member: MemberTrial, first_batches: dict[str, MemberBatchRequest]) -> int:
+        """Check the steps of a member; return the largest number of members in a group."""
+        prepared = self._plans.of_member(member, first_batches["train"])
+        self._plans.stacked(prepared, self._most)
+        budget_bytes = self._table.pool.budget_bytes
+        most, kept_names = self._most_of(entry), {"train": prepared.effects.kept_names}
+        # A group also evaluates its members: this step has to be stackable as well.
+        if "evaluate" in first_batches:
+            evaluated = self._plans.of_member(member, first_batches["evaluate"], layout_of(prepared))
+            self._plans.stacked(evaluated, self._most)
+            kept_names["evaluate"] = evaluated.effects.kept_names
+            most = min(most, most_evaluated(evaluated, budget_bytes))
+        check_kept(member.task, member.built()[0], kept_names)
+        check_gradients(member.task, *member.built())
+        # Planned steps may compute more members than fit, so with a planner room for a single trial is enough.
+        return room_for(prepared, budget_bytes, most, 2 if self._sizes is None else 1)
 
     def _most_of(self, entry: FusedJob) -> int:
         """Return the largest number of members in a job's group, lowered where memory has run out before."""

@@ -72,12 +72,25 @@ def settle_buffers(before: list[tuple[nn.Module, str, Tensor]]) -> None:
 
     Args:
         before: the model's buffers before the forward, from `buffers_of`.
+
+    Raises:
+        TaskError: a buffer has two names, and the forward has replaced the buffer under only one of the names.
     """
     replaced = [
         (owner, name, old, new)
         for owner, name, old in before
         if (new := owner._buffers.get(name)) is not old and new is not None and _is_like(old, new)  # noqa: SLF001
     ]
+    others: dict[int, tuple[str, Tensor | None]] = {}
+    for owner, name, old in before if replaced else ():
+        new = owner._buffers.get(name)  # noqa: SLF001
+        other_name, other_new = others.setdefault(id(old), (name, new))
+        if new is not other_new:
+            raise TaskError(
+                f"the step replaces a buffer that the model has under two names, {other_name!r} and {name!r}, under only "
+                "one of the names, and a model that is cut, fused or runs whole keeps the names together; write the values "
+                "in place (copy_), or register a tensor for each name"
+            )
     # All copies come first, because buffers may have changed places.
     values = [new.detach().clone() for _, _, _, new in replaced]
     for (owner, name, old, _), value in zip(replaced, values, strict=True):

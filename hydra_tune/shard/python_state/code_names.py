@@ -113,6 +113,15 @@ def loaded_names(code: CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
+def reads_value(code: CodeType, name: str) -> bool:
+    """Whether code reads an attribute that it does not call: `p.grad`, and not `torch.autograd.grad(...)`."""
+    loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_ATTR" and i.argval == name)
+    # From Python 3.12 on, the instruction that loads a method has the same name, and pushes a NULL as well.
+    is_read = any("NULL" not in load.argrepr for load in loads) or ("getattr" in code.co_names and name in _words(code))
+    return is_read or any(reads_value(nested, name) for nested in _nested(code))
+
+
+@functools.lru_cache(maxsize=4096)
 def imported_names(code: CodeType) -> frozenset[str]:
     """Modules that code imports as it runs."""
     names = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}

@@ -26,8 +26,10 @@ from types import FunctionType
 from typing import ClassVar, Self
 
 from torch import nn
+from torch.optim import Optimizer
 
 from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.python_state.code_names import is_installed, reads_value
 from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.reachable_values import walked
 from hydra_tune.shard.python_state.value_holder import Undo, ValueHolder, write_environment
@@ -408,6 +410,39 @@ def check_kept(task: TrainTask, module: nn.Module, kept_names: Mapping[str, set[
                 "is cut or fused does not keep such a tensor. Write the tensor into a buffer (register_buffer), or compute it "
                 "where it is read"
             )
+
+
+def check_gradients(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse code that reads gradients which units do not leave on the parameters: of earlier batches, or of no update.
+
+    Args:
+        task: the task of the steps.
+        module: the trial's model.
+        optimizer: the trial's optimizer.
+
+    Raises:
+        TaskError: as said.
+    """
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    outside = next((name for name, p in module.named_parameters() if p.requires_grad and id(p) not in updated), None)
+    functions = step_functions(task, "train")
+    if outside is not None:
+        functions |= step_functions(task, "evaluate") | functions_between_steps(task)
+        why = f"parameter {outside!r} has a gradient and is not in the optimizer: a plain loop adds up this gradient"
+    elif task.accumulate > 1 or task.num_pieces > 1:
+        why = "a step takes several batches: a plain loop adds up their gradients on the parameters"
+    else:
+        return
+    walk = walked(functions, module, keeps_tensors=False, is_lenient=True)
+    functions_of_user = (
+        value for value in walk.seen.values() if isinstance(value, FunctionType) and not is_installed(value.__module__)
+    )
+    reader = next((function for function in functions_of_user if reads_value(function.__code__, "grad")), None)
+    if reader is not None:
+        raise TaskError(
+            f"{reader.__qualname__} reads .grad, and {why}, which a trial that is cut, fused or runs whole does not; compute "
+            "the gradient where it is read (torch.autograd.grad), or raise device_memory until the trial runs as it is"
+        )
 
 
 def step_functions(task: TrainTask, mode: str) -> dict[str, object]:

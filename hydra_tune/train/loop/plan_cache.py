@@ -27,7 +27,7 @@ from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.shard.partition.plan_cache import PlanLibrary, PreparedPlan
 from hydra_tune.shard.partition.shard_size_search import CHOICES
 from hydra_tune.shard.python_state.number_inputs import NumberInputError
-from hydra_tune.shard.python_state.state_guard import PythonStateGuard, check_kept
+from hydra_tune.shard.python_state.state_guard import PythonStateGuard, check_gradients, check_kept
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.host_quota import HostMemoryQuota
@@ -386,6 +386,8 @@ class TrialPlanCache:
             names = set().union(*(cached_plan.prepared.effects.kept_names for cached_plan in plans))
             kept_names[kept_mode] = kept_names.get(kept_mode, set()) | names
         check_kept(task, module, kept_names)
+        if mode == "train":
+            check_gradients(task, module, optimizer)
         if state is not None:
             self._share.require([state.layout.plan, *self.all], prepared.plan)
             state.adopt_state(list(prepared.plan.used_state()), self._device)

@@ -368,6 +368,56 @@ class ClampsAfterSteps(torch.optim.SGD):
                     p.clamp_(-0.2, 0.2)
 
 
+class Scaled(nn.Module):
+    """A scale that code of the user's may train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = mlp(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
+class FollowsItsGradient(Scaled):
+    """Reads the gradient that earlier batches have left."""
+
+    def forward(self, x):
+        return super().forward(x) * (1.0 if self.scale.grad is None else 1.5)
+
+
+def _without_scale(module):
+    return list(module.net.parameters())
+
+
+def _train_scale(module, optimizer, step):
+    with torch.no_grad():
+        if module.scale.grad is not None:
+            module.scale -= 0.1 * module.scale.grad
+
+
+class TwoNames(nn.Module):
+    """A buffer with two names, replaced under the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("centre", self.mean)
+
+    def forward(self, x):
+        y = self.net(x)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.centre
+
+
+class BothNames(TwoNames):
+    def forward(self, x):
+        y = self.net(x)
+        self.mean = self.centre = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return y - self.centre
+
+
 class TwoHeads(nn.Module):
     """One head for each kind of batch."""
 
@@ -633,6 +683,14 @@ def _own_batches():
         pytest.param(lambda: task(optimizer=partial(WarmsUp, lr=0.1)), id="an optimizer's object that counts"),
         pytest.param(lambda: task(optimizer=partial(CoolsDown, lr=0.1)), id="a zero_grad that counts"),
         pytest.param(lambda: task(optimizer=partial(ClampsAfterSteps, lr=0.1)), id="a zero_grad that writes weights"),
+        pytest.param(
+            lambda: task(model=Scaled, param_groups=_without_scale, after_step=_train_scale),
+            id="an after_step that trains a parameter",
+        ),
+        pytest.param(
+            lambda: task(model=FollowsItsGradient, accumulate=2), id="a forward that reads gradients of earlier batches"
+        ),
+        pytest.param(lambda: task(model=TwoNames), id="a buffer with two names that come apart"),
         pytest.param(lambda: task(optimizer=_own_step), id="an optimizer whose step is replaced"),
         pytest.param(
             lambda: task(train=_own_batches(), step=_scales_the_batch, loss=None), id="a batch that is changed"
@@ -674,16 +732,27 @@ def test_state_that_shares_memory_is_refused_where_a_whole_trial_moves(optimizer
     [
         pytest.param({"optimizer": partial(CoolsDown, lr=0.1)}, id="a zero_grad that counts"),
         pytest.param({"optimizer": partial(ClampsAfterSteps, lr=0.1)}, id="a zero_grad that writes weights"),
+        pytest.param({"model": FollowsItsGradient}, id="gradients read where a step has one batch"),
+        pytest.param({"model": Scaled, "after_step": _train_scale}, id="gradients read where all are zeroed"),
+        pytest.param({"model": BothNames}, id="a buffer replaced under both names"),
     ],
 )
 def test_what_is_not_hard_is_not_refused(changes):
     assert against_plain(task(**changes), train(task(**changes), num_shards=3)) == []
 
 
+def test_gradients_of_no_update_are_refused_by_name():
+    described = task(model=Scaled, param_groups=_without_scale, after_step=_train_scale)
+    with pytest.raises(TaskError, match=r"_train_scale reads \.grad, and parameter 'scale' has a gradient"):
+        raise train(described, num_shards=3).error
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param({"optimizer": partial(CoolsDown, lr=0.1)}, id="a zero_grad that counts"),
+        pytest.param({"model": FollowsItsGradient, "accumulate": 2}, id="gradients of earlier batches"),
+        pytest.param({"model": TwoNames}, id="a buffer with two names"),
     ],
 )
 def test_what_a_group_would_leave_out_runs_as_it_is(changes):
