@@ -593,8 +593,9 @@ class SingleTrial(Trial):
         finally:
             step.close()
         assert self.state is not None
-        with self._own_code():
-            self.state.zero_grad()
+        if self.state.has_own_zero_grad:
+            with self._own_code():
+                self.state.zero_grad()
         if self.task.after_step is not None:
             with self.state.writing(), self._own_code():
                 self.task.after_step(*self._objects, self.progress.steps + 1)

@@ -265,10 +265,13 @@ class ModelState:
                 # Even after an error: a left-over gradient would be applied by the next shard's update.
                 self.tensors[name].grad = None
 
+    @functools.cached_property
+    def has_own_zero_grad(self) -> bool:
+        """Whether the optimizer needs a call of `zero_grad` after each step."""
+        return zeroes_more_than_gradients(self.optimizer)
+
     def zero_grad(self) -> None:
         """Call the user's own `zero_grad`, which may count, where a plain loop calls it; the gradients are None already."""
-        if not zeroes_more_than_gradients(self.optimizer):
-            return
         code = getattr(self.optimizer.zero_grad, "__code__", None)
         # By its names, as of a scheduler: bringing the whole model home for each step takes long.
         is_harmless = code is not None and mentioned_names(code).isdisjoint({"params", "state"})
