@@ -9,6 +9,7 @@ within one step of a model in one shard.
 import itertools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -191,9 +192,8 @@ def _kept(optimizer: Optimizer, outer: tuple[Optimizer, ...] = ()) -> list[objec
     """
     attributes = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
     options = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    beside = [
-        value for key, value in optimizer.state.items() if not isinstance(key, Tensor) and not isinstance(value, dict)
-    ]
+    state: dict[Any, Any] = optimizer.state  # typed by torch as of tensors alone
+    beside = [value for key, value in state.items() if not isinstance(key, Tensor) and not isinstance(value, dict)]
     leaves = tree_leaves((attributes, options, beside))
     outer = (*outer, optimizer)
     inner = [leaf for leaf in leaves if isinstance(leaf, Optimizer) and not any(leaf is each for each in outer)]
