@@ -24,7 +24,6 @@ REFUSED = {
     "context_variable": "the variable 'weight' of step= is a ContextVar",
     "thread_local": "the variable 'local' of the variable 'weight' of step= is a _local",
     "pruned_later": "'2.weight'",
-    "gradual_unfreezing": "'2.weight' did not require gradients when the trial began",
 }
 # The step changes its own state, or reads what cannot be compared.
 WHOLE = {
