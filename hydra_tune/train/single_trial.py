@@ -148,12 +148,19 @@ class SingleTrial(Trial):
             count = yield from self._train_directly(self._direct, drawn_batches, place)
         # Also where the trial has just left its own code: then the batches of an undone step come first.
         if self._direct is None:
-            undone_batches, self._undone = self._undone, []
-            remaining_batches = itertools.chain(undone_batches, drawn_batches)
+            remaining_batches = itertools.chain(self._undone_batches(), drawn_batches)
             count = yield from self._train_rest(
                 module, optimizer, remaining_batches, DataPosition(epoch=place.epoch, batches=count)
             )
         return count
+
+    def _undone_batches(self) -> Iterator[Any]:
+        """Yield the batches of an undone step, each after the draws that the data made for the batch."""
+        undone, self._undone = self._undone, []
+        for batch, position in undone:
+            if position is not None:
+                self._streams.restore(position)
+            yield batch
 
     def _train_rest(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, drawn: Iterator[Any], place: DataPosition
@@ -275,7 +282,8 @@ class SingleTrial(Trial):
         """
         epoch, count, pending = place.epoch, place.batches, 0
         batch, step_start = None, time.perf_counter()
-        step_batches: list[Any] = []
+        step_batches: list[tuple[Any, Any]] = []
+        moves = 0
         for batch in drawn:
             samples = refuse_empty(batch, "train", count, epoch)
             if not self._has_device:
@@ -283,11 +291,13 @@ class SingleTrial(Trial):
             count += 1
             if not pending:
                 step_batches, interval = [], self._interval.parts
-            step_batches.append(batch)
+            # Where the data draw between two batches of a step, a batch that is undone begins from behind these draws.
+            has_drawn = pending > 0 and self._streams.moves() != moves
+            step_batches.append((batch, self._streams.state() if has_drawn else None))
             try:
                 self._train_batch(direct, batch, samples, is_first=not self.progress.steps and not pending)
             except BudgetError:
-                if not _may_be_cut(batch) or not direct.undo():
+                if not _may_be_cut(batch) or not direct.undo("train"):
                     raise
                 # The undone step will run again as shard units, so its losses must not count twice.
                 self._interval, self._undone = WeightedMean(*interval), step_batches
@@ -295,6 +305,7 @@ class SingleTrial(Trial):
                 return count - len(step_batches)
             pending += 1
             if pending < self.task.accumulate:
+                moves = self._streams.moves()
                 continue
             pending = 0
             yield from self._step_directly(direct, batch, step_start)
@@ -386,15 +397,13 @@ class SingleTrial(Trial):
                 break
             start = time.perf_counter()
             refuse_empty(batch, "validate", count)
-            streams_mark = self._streams.mark()
             try:
                 with torch.no_grad():
                     values = direct.evaluate(batch)
             except BudgetError:
-                if not _may_be_cut(batch):
-                    raise
                 # The shard units evaluate the batch again, and must draw the same numbers.
-                self._streams.go_back(streams_mark)
+                if not _may_be_cut(batch) or not direct.undo("evaluate"):
+                    raise
                 yield from self._leave_own_code(direct, "a validation batch does not fit beside its state")
                 return (yield from self._evaluate_rest(itertools.chain([batch], drawn_batches), evaluated, count))
             evaluated.add(values, num_samples(batch))

@@ -164,7 +164,8 @@ class Trial:
         # The state from the trial's own code, until there is a plan.
         self._left: ModelState | None = None
         # Batches of an undone step, to run again as shard units.
-        self._undone: list[Any] = []
+        # Batches of an undone step, each with the streams' positions before the batch, if data have drawn since the last.
+        self._undone: list[tuple[Any, Any]] = []
         self.is_asked_to_end: Callable[[], bool] = nobody_asks
         # Asked at a report within a burst: whether the trial may continue without an answer.
         self.passes_report: Callable[[PendingReport], bool] = no_report_passes

@@ -14,6 +14,7 @@ Room for a tensor is taken before the operator runs that makes it, so a device s
 """
 
 import logging
+import random
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hydra_tune import HydraExecutor, Reported, TrainTask
+from hydra_tune.errors import BudgetError
 from hydra_tune.train.loop import burst
 from tests.parity.observe import watched_ways
 from tests.support.tracker import StorageTracker
@@ -156,3 +158,61 @@ def test_a_step_that_does_not_fit_even_so_is_taken_back(caplog):
     )
     assert first <= budget
     assert rest <= budget
+
+
+class Counting(nn.Module):
+    """Scales its inputs by the number of its calls, which it counts in Python or in a buffer."""
+
+    def __init__(self, *, in_python: bool) -> None:
+        super().__init__()
+        self.in_python, self.calls = in_python, 0
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)), nn.Dropout(0.2), nn.Linear(256, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_python:
+            self.calls += 1
+            return self.layers(x * (1 + 0.01 * self.calls))
+        self.seen += 1
+        return self.layers(x * (1 + 0.01 * self.seen))
+
+
+class DrawnData:
+    """Batches that are drawn from the trial's streams."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes
+
+    def __call__(self) -> Iterator[Any]:
+        for size in self.sizes:
+            inputs = torch.randn(size, 256) * random.uniform(0.5, 1.5)
+            yield inputs, inputs[:, :3].argmax(1)
+
+
+def counting(*, in_python: bool, train: tuple[int, ...], validate: tuple[int, ...], **changes: Any) -> TrainTask:
+    model = partial(Counting, in_python=in_python)
+    data = {"train": DrawnData(*train), "validate": DrawnData(*validate)}
+    return described(None, model=model, epochs=2, **data, **changes)
+
+
+@pytest.mark.parametrize("in_python", [True, False])
+@pytest.mark.parametrize(
+    ("train", "validate", "changes"),
+    [
+        ((32, 32, 800, 32), (32,), {}),
+        ((32, 32, 32), (32, 1000, 32), {}),
+        ((32, 32, 32, 800, 32, 32), (32,), {"accumulate": 2}),
+    ],
+)
+def test_a_batch_that_is_taken_back_counts_once(in_python, train, validate, changes, caplog):
+    """Neither the step nor the data have drawn or counted twice."""
+    caplog.set_level(logging.INFO, "hydra_tune.shard.partition.shard_size_search")
+    make = partial(counting, in_python=in_python, train=train, validate=validate, **changes)
+    with HydraExecutor(devices="cpu:1", device_memory=5632 * KIB) as pool:
+        (result,) = pool.run([make()], on_error="return")
+    assert any("does not fit" in message for message in caplog.messages)
+    if in_python and changes:
+        # The first batch of the step ran without a note of what it counts.
+        assert isinstance(result.error, BudgetError)
+    else:
+        assert against_plain(make(), result) == []

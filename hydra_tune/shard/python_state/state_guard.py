@@ -196,6 +196,7 @@ class PythonStateUndo:
     Args:
         handles: functions and data, by the names of their arguments.
         tasks: the tasks that they are of.
+        module: a model whose attributes count as well, but not its tensors.
 
     Attributes:
         runs_own_code: whether code of the user's would run.
@@ -206,8 +207,8 @@ class PythonStateUndo:
 
     __slots__ = ("_changes", "_holders", "_tasks", "has_changes", "iterators", "runs_own_code", "stays")
 
-    def __init__(self, handles: Mapping[str, object], *tasks: TrainTask) -> None:
-        walk = walked(handles, None, keeps_tensors=True, is_lenient=True)
+    def __init__(self, handles: Mapping[str, object], *tasks: TrainTask, module: nn.Module | None = None) -> None:
+        walk = walked(handles, module, keeps_tensors=True, is_lenient=True, skips_large=True)
         self.iterators = walk.iterators
         self._tasks, self._holders = tasks, walk.holders
         if walk.has_environment:
@@ -265,14 +266,23 @@ class PythonStateUndo:
                 self.stays,
             )
 
+    def undo(self) -> None:
+        """Put back the values that differ by now, beside other trials."""
+        self.note_changes(is_alone=not TaskStateGuard.has_others(*self._tasks))
+        self.undo_changes()
+
+    @property
+    def differs(self) -> bool:
+        """Whether a value differs by now; results that cached functions have kept are none."""
+        return any(holder.change(by_step=True) is not None for holder in self._holders)
+
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Context for a trial run beside other trials, whose changes are undone at the end."""
         try:
             yield
         finally:
-            self.note_changes(is_alone=not TaskStateGuard.has_others(*self._tasks))
-            self.undo_changes()
+            self.undo()
 
 
 class TaskStateGuard:

@@ -12,9 +12,12 @@ kind get the room of the first step, and are not followed. The shapes of a batch
 larger in any dimension needs no more room.
 
 Note: undo. Where spilling activations does not help, a single operator needs more than the device has. Until the
-optimizer steps, only buffers, gradients and random streams of the trial have changed: `undo` restores all three, and
-the batches of the step run once more, cut. Only in this case does the user's step run twice, and the alternative would
-be a failed trial. A module that changes its own Python state cannot be captured, so in this case the trial fails.
+optimizer steps, only buffers, gradients, random streams and Python state of the trial have changed: `undo` restores all
+four, and the batches of the step run once more, cut. Only in this case does the user's step run twice, and the
+alternative would be a failed trial. The same holds for a validation batch.
+
+Note: notes of Python state. A note walks through all Python values that the step may read, so only followed steps take
+one. Where all steps are followed, the first alone does, and later steps are undone only if the first changed nothing.
 """
 
 import datetime as dt
@@ -41,6 +44,7 @@ from hydra_tune.shard.capture.precision import eager_autocast
 from hydra_tune.shard.capture.step_capture import named_state
 from hydra_tune.shard.capture.step_module import evaluation_metrics, training_loss
 from hydra_tune.shard.cost.pilot import aligned
+from hydra_tune.shard.python_state.state_guard import PythonStateUndo, step_functions
 from hydra_tune.task import Batch, TrainTask, backward_called, returned
 from hydra_tune.train.data.handles import moved, tensors_of
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
@@ -103,6 +107,12 @@ class WholeModelRunner:
         self._fresh: list[tuple[Hashable, tuple[int, ...]]] = []
         # State before the followed step, if its first batch was followed.
         self._before: _StepBackup | None = None
+        # Python state before the first followed batch of the step.
+        self._python: PythonStateUndo | None = None
+        # Whether batches of the step have run without a note of their Python state.
+        self._has_unnoted = False
+        # By mode: whether a step has changed Python state; no entry: no step has been noted.
+        self._changes_python: dict[str, bool] = {}
         self._lease: Lease | None = None
         self._device: Device | None = None
         self._is_plain = task.precision == "float32" and gradients.is_plain
@@ -166,6 +176,7 @@ class WholeModelRunner:
             number: of the step, from 1.
         """
         tracked_step, self._before = self._following, None
+        self._unnote("train")
         with nullcontext() if tracked_step is None else tracked_step.updating(self._trained_parameters()):
             self._update()
             if self._task.after_step is not None:
@@ -197,26 +208,51 @@ class WholeModelRunner:
         batch = self._placed("evaluate", batch)
         with self._surroundings():
             values = evaluation_metrics(self._task, self._module, batch)
-        tracked_step = self._following
+        tracked_step, self._before = self._following, None
+        self._unnote("evaluate")
         if tracked_step is not None:
             self._followed(tracked_step)
         return values
 
     def close(self) -> None:
         """Release an unfinished step."""
-        self._following = self._before = None
+        self._following = self._before = self._python = None
+        self._has_unnoted = False
         self._fresh.clear()
 
-    def undo(self) -> bool:
-        """Restore the state before the batches of a step that does not fit; return False if the state is unknown."""
+    def undo(self, mode: str) -> bool:
+        """Restore the state before the batches of a step that does not fit; return False if the state is unknown.
+
+        Args:
+            mode: "train", or "evaluate" for a validation batch.
+        """
         backup, self._before = self._before, None
-        if backup is None:
+        if backup is None or (self._has_unnoted and self._changes_python.get(mode, False)):
             return False
+        if self._python is not None:
+            self._python.undo()
         backup.restore()
+        if mode == "evaluate":
+            return True
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
         return True
+
+    def _note(self, mode: str, *, is_always_followed: bool) -> None:
+        """Note the Python state before a batch."""
+        if self._following is None or (is_always_followed and mode in self._changes_python):
+            self._has_unnoted = self._has_unnoted or self._python is None
+        elif self._python is None:
+            functions = step_functions(self._task, mode)
+            self._python = PythonStateUndo(functions, self._task, module=self._module)
+
+    def _unnote(self, mode: str) -> None:
+        """Forget the note at the end of a step."""
+        if self._python is not None:
+            self._changes_python[mode] = self._changes_python.get(mode, False) or self._python.differs
+            self._python = None
+        self._has_unnoted = False
 
     def _trained_parameters(self) -> list[Tensor]:
         """Return all parameters that may get a gradient."""
@@ -244,6 +280,7 @@ class WholeModelRunner:
             self._before = _StepBackup(self._module, self._streams, self._device)
         quick = _quick_key(mode, batch)
         if quick in self._seen:
+            self._note(mode, is_always_followed=False)
             return batch
         kind, sizes = _kind_of(mode, batch)
         known_sizes = None if self.always_sheds or kind is None else self._known.get(kind)
@@ -252,12 +289,13 @@ class WholeModelRunner:
                 self._fresh.append((kind, sizes))
             if self._following is None:
                 self._following = self._follow()
-                if mode == "train" and self._before is None and not self._has_begun:
+                if self._before is None and (mode == "evaluate" or not self._has_begun):
                     self._before = _StepBackup(self._module, self._streams, self._device)
             self._following.add(batch)
         # Bounded, because data with ever-new shapes would grow the set for ever.
         elif quick is not None and len(self._seen) < _MOST_SEEN:
             self._seen.add(quick)
+        self._note(mode, is_always_followed=self.always_sheds or kind is None)
         return batch
 
     def _follow(self) -> "_TrackedStep":
