@@ -17,6 +17,7 @@ batches and at the end of the pass, so its indices are taken as needed.
 
 import functools
 import itertools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
@@ -28,6 +29,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate, 
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from hydra_tune.devices.own_generator import drawing_from
+from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.batch import BatchLeaves
 from hydra_tune.task import Batch
@@ -41,17 +43,40 @@ class GatherSource:
     """Data whose batches are a gather.
 
     Attributes:
-        tensors: samples along the first dimension.
+        first_tensors: samples along the first dimension, at the start of the pass.
         chosen: indices of the present samples, in order; None: all.
-        is_bare: whether a batch is the bare tensor, and not a list.
+        data: the data set whose tensors they are; None: a batch is the bare tensor, and not a list.
     """
 
-    tensors: tuple[Tensor, ...]
+    first_tensors: tuple[Tensor, ...]
     chosen: Tensor | None
-    is_bare: bool
+    data: TensorDataset | None
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether a batch is the bare tensor, and not a list."""
+        return self.data is None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Samples along the first dimension; code of the user's may put other tensors into the data set within a pass.
+
+        Raises:
+            TaskError: the other tensors have samples of other kinds.
+        """
+        first, data = self.first_tensors, self.data
+        if data is None or (len(data.tensors) == len(first) and all(map(operator.is_, data.tensors, first))):
+            return first
+        tensors = tuple(data.tensors)
+        if not all(map(_is_plain, tensors)) or _kinds(tensors) != _kinds(first):
+            raise TaskError(
+                "TensorDataset.tensors was replaced within a pass, by tensors whose samples have other shapes or types, or "
+                "that are not contiguous on the CPU; replace the tensors between passes, or use a Dataset class of your own"
+            )
+        return tensors
 
     def __len__(self) -> int:
-        return len(self.tensors[0] if self.chosen is None else self.chosen)
+        return len(self.first_tensors[0] if self.chosen is None else self.chosen)
 
     def gather(self, indices: Tensor) -> list[Tensor]:
         """Gather samples by their indices in `tensors`, each tensor into memory of its own."""
@@ -59,8 +84,7 @@ class GatherSource:
 
     def leaves(self, size: int) -> BatchLeaves:
         """Return the leaves of a batch of a given size, without tensors; the same object for all sources that are alike."""
-        kinds = tuple((tensor.shape[1:], tensor.dtype) for tensor in self.tensors)
-        return _leaves(kinds, size, is_bare=self.is_bare)
+        return _leaves(_kinds(self.first_tensors), size, is_bare=self.is_bare)
 
     def batch(self, indices: Tensor) -> Batch:
         """Return a batch as the loader would."""
@@ -71,9 +95,10 @@ class GatherSource:
         """Whether indices select the same samples in both sources."""
         if self is other:
             return True
-        if self.is_bare != other.is_bare or len(self.tensors) != len(other.tensors):
+        own, others = self.tensors, other.tensors
+        if self.is_bare != other.is_bare or len(own) != len(others):
             return False
-        return all(a is b or _is_same_memory(a, b) for a, b in zip(self.tensors, other.tensors, strict=True))
+        return all(a is b or _is_same_memory(a, b) for a, b in zip(own, others, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,6 +267,10 @@ def _shuffles_as_known() -> bool:
     return outcomes[0] == outcomes[1]
 
 
+def _kinds(tensors: tuple[Tensor, ...]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    return tuple((tensor.shape[1:], tensor.dtype) for tensor in tensors)
+
+
 @functools.lru_cache(maxsize=256)
 def _leaves(kinds: tuple[tuple[torch.Size, torch.dtype], ...], size: int, *, is_bare: bool) -> BatchLeaves:
     tensors = [torch.empty((size, *shape), dtype=dtype, device="cpu") for shape, dtype in kinds]
@@ -255,11 +284,12 @@ def _source(dataset: object) -> GatherSource | None:
     if type(dataset) is Subset:
         inner = _source(dataset.dataset)
         return None if inner is None else _narrowed(inner, dataset.indices)
-    candidates: tuple[object, ...] = dataset.tensors if type(dataset) is TensorDataset else (dataset,)
+    data = dataset if type(dataset) is TensorDataset else None
+    candidates: tuple[object, ...] = (dataset,) if data is None else tuple(data.tensors)
     tensors = tuple(tensor for tensor in candidates if _is_plain(tensor))
     if not candidates or len(tensors) < len(candidates):
         return None
-    return GatherSource(tensors, None, is_bare=type(dataset) is not TensorDataset)
+    return GatherSource(tensors, None, data)
 
 
 def _is_plain(tensor: object) -> TypeGuard[Tensor]:

@@ -17,6 +17,7 @@ from torch.utils.data import (
     random_split,
 )
 
+from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.batch import same_bits
 from hydra_tune.train.data.data_feed import SkippedBatches, TrialDataFeed
 from hydra_tune.train.data.index_gather import UngatheredBatches, source_of
@@ -195,3 +196,15 @@ def test_a_pass_that_is_gone_on_with_gives_the_batches_that_are_left(make):
         rest = list(drawn.draw(handle, shuffle=True, skip=SkippedBatches(count, lambda: skipped.append(None))))  # noqa: B023
         assert skipped == [None]
         assert_same(rest, [batch for batch, *_ in whole[count:-1]])
+
+
+def test_tensors_that_are_replaced_within_a_pass_are_seen_by_the_next_batch():
+    data = TensorDataset(X, Y)
+    streams = RandomStreams(7)
+    drawn = iter(TrialDataFeed(4, streams.everything, streams.moves).draw(Subset(data, range(3, 20)), shuffle=False))
+    assert_same(next(drawn), [X[3:7], Y[3:7]])
+    data.tensors = (X + 1, Y)
+    assert_same(next(drawn), [X[7:11] + 1, Y[7:11]])
+    data.tensors = (X.double(), Y)
+    with pytest.raises(TaskError, match="replaced within a pass"):
+        next(drawn)
