@@ -17,6 +17,7 @@ import functools
 import gc
 import io
 import itertools
+import mmap
 import multiprocessing.connection
 import operator
 import os
@@ -77,6 +78,7 @@ _MAX_HOLDERS = 20_000
 _MAX_LABELS = 64  # of a container whose items are named one by one
 _MAX_LIBRARY_DEPTH = 3  # below an object of an installed package
 _MAX_ARRAY_BYTES = 4 << 20
+_MAX_SAMPLED = 1024  # elements of a larger array that are looked at
 _MAX_COMPARED_BYTES = 1 << 20  # of all tensors whose contents are compared; of others the version counts
 _MAX_KEPT_BYTES = 64 << 20  # of a tensor whose contents are put back
 _MAX_DATA_BYTES = 64 << 10  # of a tensor or array of data: larger ones are samples, and no counters
@@ -666,9 +668,12 @@ class ReachableValues:
 
     def _array(self, array: Any, label: str) -> None:
         if array.nbytes > _MAX_ARRAY_BYTES:
-            if self._is_lenient or self._skips_large:
-                return
-            raise CaptureError(f"{label} is an array too large to be compared at each step; use a tensor")
+            if not (self._is_lenient or self._skips_large):
+                raise CaptureError(f"{label} is an array too large to be compared at each step; use a tensor")
+            # A memory map is left out, because a look would read all over its file.
+            if array.flags.writeable and not _is_mapped(array):
+                self._hold([label], lambda: [_sampled(array)], owner=id(array))
+            return
         address = array.__array_interface__["data"][0]
         self._note_alias((address, address + array.nbytes), f"the array {label}")
         read = lambda: [(array.shape, array.dtype.str, zlib.crc32(array.tobytes()))]  # noqa: E731
@@ -806,6 +811,21 @@ def _digest_of(tensor: Tensor, *, by_contents: bool) -> int | tuple[int, int]:
     # By contents: numpy and `.data` change a tensor without a new version.
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return zlib.crc32(plain.flatten().view(torch.uint8).numpy().data)
+
+
+def _is_mapped(array: Any) -> bool:
+    """Whether an array is, or is a view of, a file mapped into memory."""
+    while array is not None:
+        if isinstance(array, mmap.mmap):
+            return True
+        array = array.obj if isinstance(array, memoryview) else getattr(array, "base", None)
+    return False
+
+
+def _sampled(array: Any) -> tuple[Any, ...]:
+    """Return the facts of a large array, and a checksum of some elements, in which a change of the whole array shows."""
+    places = range(0, array.size, max(array.size // _MAX_SAMPLED, 1))
+    return array.shape, array.dtype.str, zlib.crc32(array.flat[list(places)].tobytes())
 
 
 def _results(wrapper: Any) -> list[Any]:

@@ -466,6 +466,21 @@ def test_what_cannot_be_compared_any_more_is_named_and_fails_nothing(tmp_path, c
     assert "is not put back" in caplog.text
 
 
+def test_a_change_of_a_very_large_array_is_named(tmp_path, caplog):
+    array = np.zeros(1 << 20)
+    mapped = np.memmap(tmp_path / "data", np.float64, "w+", shape=array.shape)
+
+    def train(changed: Any) -> list[Any]:
+        changed += 1
+        return []
+
+    for changed, is_named in ((mapped, False), (array, True)):
+        guard = PythonStateUndo({"train=": functools.partial(train, changed)})
+        train(changed)
+        guard.undo()
+        assert ("is not put back, because the value is large" in caplog.text) is is_named
+
+
 def test_functions_that_hold_the_model_are_found():
     module, held = net(), []
 
