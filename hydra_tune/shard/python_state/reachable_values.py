@@ -115,7 +115,7 @@ class ReachableValues:
 
     Attributes:
         holders: the places found.
-        caches: functions with a cache of results without state, and the number of results computed so far.
+        caches: functions with a cache of results without state.
         iterators: iterators that a lenient walk has passed over, in words.
         self_references: variables of functions that are the model, a part of the model, or one of its tensors, in words.
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
@@ -138,7 +138,7 @@ class ReachableValues:
         skips_large: bool,
     ) -> None:
         self.holders: list[ValueHolder] = []
-        self.caches: list[tuple[Any, int]] = []
+        self.caches: list[NotedCache] = []
         self.iterators: list[str] = []
         self.aliases: list[str] = []
         self.self_references: list[str] = []
@@ -594,7 +594,7 @@ class ReachableValues:
         label = f"a result of {label}"
         holder = self._hold([label], lambda: _results(wrapper), is_filled_by_step=True)
         if all(isinstance(result, (*PLAIN, Tensor)) for result in holder.noted):
-            self.caches.append((wrapper, wrapper.cache_info().misses))
+            self.caches.append(NotedCache(wrapper))
         for result in holder.noted:
             self.visit(result, label, depth, library)
         self.visit(wrapper.__wrapped__, label, depth, library)
@@ -828,11 +828,40 @@ def _sampled(array: Any) -> tuple[Any, ...]:
     return array.shape, array.dtype.str, zlib.crc32(array.flat[list(places)].tobytes())
 
 
+class NotedCache:
+    """A function with a cache, and the results that the cache has kept so far.
+
+    Args:
+        wrapper: the function, as of `functools.cache`.
+    """
+
+    __slots__ = ("_misses", "_tables", "_wrapper")
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper, self._misses = wrapper, wrapper.cache_info().misses
+        self._tables = [(table, dict(table)) for table in _tables_of(wrapper)]
+
+    def restore(self) -> None:
+        """Forget results computed since; of a limited cache, whose results cannot be read, all results."""
+        if self._wrapper.cache_info().misses == self._misses:
+            return
+        self._wrapper.cache_clear()
+        for table, results in self._tables:
+            table.update(results)
+        self._misses = 0
+
+
+def _tables_of(wrapper: Any) -> list[dict[Any, Any]]:
+    """Return the dictionary in which a function keeps its results; of a limited cache none."""
+    if wrapper.cache_parameters()["maxsize"] is not None:
+        return []
+    return [one for one in gc.get_referents(wrapper) if type(one) is dict and one is not vars(wrapper)]
+
+
 def _results(wrapper: Any) -> list[Any]:
     """Return the results that a function with a cache keeps; of a limited cache, that of a function without arguments."""
     if wrapper.cache_parameters()["maxsize"] is None:
-        tables = [one for one in gc.get_referents(wrapper) if type(one) is dict and one is not vars(wrapper)]
-        return [result for table in tables for result in table.values()]
+        return [result for table in _tables_of(wrapper) for result in table.values()]
     code = getattr(wrapper.__wrapped__, "__code__", None)
     has_arguments = code is None or code.co_argcount + code.co_kwonlyargcount > 0
     return [] if has_arguments or not wrapper.cache_info().currsize else [wrapper()]

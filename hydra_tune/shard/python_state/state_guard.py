@@ -174,10 +174,13 @@ class PythonStateGuard:
         for holder in changed:
             if holder.write is not None:
                 holder.write(holder.noted)
-        for function, misses in self._caches if not only_tensors else ():
-            # The results may depend on values that were put back, or be stand-ins for tensors.
-            if function.cache_info().misses != misses:
-                function.cache_clear()
+        if not only_tensors:
+            self.restore_caches()
+
+    def restore_caches(self) -> None:
+        """Forget what functions with a cache have computed: it may depend on values put back, or stand in for tensors."""
+        for cache in self._caches:
+            cache.restore()
 
 
 def _write_at(holder: ValueHolder, index: int, value: object) -> None:
@@ -347,9 +350,8 @@ class TaskStateGuard:
         for holder in self._holders:
             if holder.owner not in shared:
                 holder.rewind()
-        for function, misses in self._caches:  # results may depend on values that were put back
-            if function.cache_info().misses != misses:
-                function.cache_clear()
+        for cache in self._caches:  # results may depend on values that were put back
+            cache.restore()
         stubborn = (holder for holder in self._holders if not (holder.is_of_model or holder.is_of_threads))
         changes = (holder.change(by_step=True) for holder in stubborn)
         return next((name for name in (*changes, *self._iterators) if name is not None), None)

@@ -99,6 +99,10 @@ def verify(
         _check(eager, second_eager, planned, guards, is_same)
         rewind()
         return seconds, None if kept is None else _kept_seconds(eager, twin, kept, batch, running, is_same)
+    except Exception:
+        # The step runs whole then, and has yet to draw the numbers that a function with a cache has drawn here.
+        state.restore_caches()
+        raise
     finally:
         torch.set_rng_state(random_state)
         # The capture has put back all that Python code changes; but it runs in-place operators on stand-ins. Tensors
