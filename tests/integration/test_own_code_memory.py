@@ -210,9 +210,9 @@ def test_a_batch_that_is_taken_back_counts_once(in_python, train, validate, chan
     make = partial(counting, in_python=in_python, train=train, validate=validate, **changes)
     with HydraExecutor(devices="cpu:1", device_memory=5632 * KIB) as pool:
         (result,) = pool.run([make()], on_error="return")
-    assert any("does not fit" in message for message in caplog.messages)
     if in_python and changes:
         # The first batch of the step ran without a note of what it counts.
         assert isinstance(result.error, BudgetError)
     else:
+        assert any("does not fit" in message for message in caplog.messages)
         assert against_plain(make(), result) == []
