@@ -356,6 +356,29 @@ def test_a_number_that_a_cache_keeps_from_a_capture_is_refused(caplog):
         assert_close(expected, actual)
 
 
+@pytest.mark.parametrize(
+    ("in_step", "options"), [(True, {"num_shards": "layer"}), (False, {"fusion": "on"}), (False, {"fusion": "auto"})]
+)
+def test_a_number_that_a_cache_has_drawn_is_drawn_once(in_step, options):
+    """Not while the pool tries the step, or looks at the first batch; the data draw after the function."""
+
+    def made() -> Program:
+        @functools.cache
+        def scale(size: int) -> Tensor:
+            return torch.rand(size).sum()
+
+        def train() -> Iterator[Any]:
+            for inputs, labels in batches():
+                yield inputs * (1 if in_step else scale(3)) + 0.1 * torch.randn(inputs.shape), labels
+
+        step = (lambda module, batch: error(module, batch) * scale(3)) if in_step else error
+        return Program(task=task(train=train, step=step))
+
+    expected = by_hand(made())
+    for actual in trained([made() for _ in range(1 if in_step else 3)], **options):
+        assert_close(expected, actual)
+
+
 def test_a_number_that_the_tracer_misses_is_noticed_at_its_next_value(monkeypatch, caplog):
     """A graph with the number as a constant passes the check of its capture, and no later one."""
     caplog.set_level(logging.INFO, "hydra_tune")

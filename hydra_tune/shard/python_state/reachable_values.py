@@ -850,6 +850,32 @@ class NotedCache:
             table.update(results)
         self._misses = 0
 
+    def undo(self) -> Undo | None:
+        """Return a function that forgets the small results computed by now; None if there are none.
+
+        Large results and objects stay: they are loaded data, which trials may share, and may have taken long to compute.
+        """
+        computed = [
+            (table, key, result)
+            for table, results in self._tables
+            for key, result in list(table.items())
+            if key not in results and _is_small_result(result)
+        ]
+
+        def forget() -> bool:
+            for table, key, result in computed:
+                if table.get(key) is result:
+                    table.pop(key, None)
+            return True
+
+        return forget if computed else None
+
+
+def _is_small_result(result: object) -> bool:
+    if isinstance(result, list | tuple):
+        return len(result) <= _MAX_LABELS and all(map(_is_small_result, result))
+    return isinstance(result, PLAIN) or (isinstance(result, Tensor) and result.nbytes <= _MAX_DATA_BYTES)
+
 
 def _tables_of(wrapper: Any) -> list[dict[Any, Any]]:
     """Return the dictionary in which a function keeps its results; of a limited cache none."""

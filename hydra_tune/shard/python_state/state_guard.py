@@ -208,12 +208,12 @@ class PythonStateUndo:
         stays: a value, in words, that has changed and is not put back; None: there is none.
     """
 
-    __slots__ = ("_changes", "_holders", "_tasks", "has_changes", "iterators", "runs_own_code", "stays")
+    __slots__ = ("_caches", "_changes", "_holders", "_tasks", "has_changes", "iterators", "runs_own_code", "stays")
 
     def __init__(self, handles: Mapping[str, object], *tasks: TrainTask, module: nn.Module | None = None) -> None:
         walk = walked(handles, module, keeps_tensors=True, is_lenient=True, skips_large=True)
         self.iterators = walk.iterators
-        self._tasks, self._holders = tasks, walk.holders
+        self._tasks, self._holders, self._caches = tasks, walk.holders, walk.caches
         if walk.has_environment:
             read = lambda: [*os.environ.keys(), *os.environ.values()]  # noqa: E731
             self._holders.append(ValueHolder(["the environment"], read, write_environment, is_mapping=True))
@@ -250,8 +250,10 @@ class PythonStateUndo:
                 self.stays = label
             else:
                 self._changes.append((label, undo))
+        # A first call may have drawn numbers that the trial has yet to draw.
+        self._changes += [("a cache", undo) for undo in (cache.undo() for cache in self._caches) if undo is not None]
         self.has_changes = bool(self._changes)
-        self._holders = []
+        self._holders, self._caches = [], []
 
     def undo_changes(self) -> None:
         """Put back the values that `note_changes` has found, and nothing that others have changed since."""

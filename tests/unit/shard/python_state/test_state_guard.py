@@ -300,6 +300,23 @@ def test_a_function_with_a_cache_computes_anew_what_a_tried_step_has_computed():
     assert scale(2) == 1
 
 
+def test_a_function_with_a_cache_keeps_what_others_have_computed():
+    large = torch.ones(1 << 20)
+    scale = functools.cache(lambda size: large if size > 2 else torch.rand(size))
+    step = lambda module, batch: module(batch).sum() * scale(len(batch)).sum()  # noqa: E731
+    others = scale(1)
+    guard = guard_of(step)
+    scale(2)
+    guard.restore()
+    assert scale.cache_info().currsize == 1
+    undo = PythonStateUndo({"train=": lambda: [scale(2)]})
+    tried = scale(2), scale(3)
+    undo.undo()
+    assert scale(1) is others
+    assert scale(3) is tried[1], "a large result may be data, which is costly to load"
+    assert scale(2) is not tried[0]
+
+
 def test_a_function_with_a_cache_keeps_an_object_that_others_use():
     @functools.lru_cache
     def settings() -> types.SimpleNamespace:
