@@ -93,7 +93,7 @@ def test_what_cannot_be_had_is_said_and_nothing_is_written(swept, best, tmp_path
         (
             2,
             ["nothing.yaml"],
-            "there is no run 'nothing.yaml' in this folder; there is 'first'; give a sweep file, an event",
+            "give a folder, a sweep file, an event log",
         ),
         (2, ["first", "--storage", "sqlite:///nowhere.db"], "nowhere.db'"),
         (2, ["first", "--storage", "journal:nowhere.log"], "nowhere.log'"),
