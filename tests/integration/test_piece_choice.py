@@ -57,6 +57,12 @@ def pool_of(device_memory=TOO_LITTLE, **changes):
     return running(**({"devices": "cpu:1", "device_memory": device_memory, "max_concurrent": 1} | changes))
 
 
+def test_pieces_are_no_remedy_where_a_layer_normalizes_over_the_batch():
+    with pool_of() as pool:
+        (refused,) = pool.run([task(1, model=lambda: nn.Sequential(net(), nn.BatchNorm1d(WIDTH)))], on_error="return")
+    assert "lower batch_size, or raise device_memory" in str(refused.error)
+
+
 @pytest.mark.parametrize(("num_shards", "cut"), [(None, 2), ("tuned", 3)])
 def test_a_batch_that_does_not_fit_trains_in_the_fewest_pieces_and_all_say_how_many(num_shards, cut, caplog):
     with pool_of(num_shards=num_shards) as pool:

@@ -23,6 +23,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from hydra_tune.quantities import format_bytes, format_short_seconds
 
 _NEAR = 1.03  # within this factor of the shortest step, fewer pieces are better
@@ -117,6 +119,11 @@ def choose_count(samples: int, probe: Probe) -> PieceCountChoice:
         fitting = _tried_from(counts, first, cost_of)
         best = _best(fitting)
     return PieceCountChoice(count=best, samples=samples, tried=tuple(sorted(cost_by_count.items())))
+
+
+def whole_batch_layer(module: nn.Module) -> str | None:
+    """Return the name of a layer that normalizes over the samples of a batch, so that pieces would differ; None without."""
+    return next((name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)  # noqa: SLF001
 
 
 def divisors(samples: int) -> list[int]:

@@ -14,6 +14,7 @@ from hydra_tune.errors import BudgetError
 from hydra_tune.quantities import format_bytes
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.cost.compute_estimate import estimated_seconds
+from hydra_tune.shard.cost.microbatch_search import whole_batch_layer
 from hydra_tune.shard.cost.optimizer_placement import (
     OptimizerPlacementChoice,
     PlacementCandidate,
@@ -101,6 +102,7 @@ class ShardPartitionPlanner:
         self, request: ShardPlanRequest, step: CapturedStep, pilot: ShardPilot, buffer_bytes: int
     ) -> ShardPartition:
         captured, analysis = step.captured, step.analysis
+        is_whole = request.mode == "train" and request.task.split_batches == 1
         kind = BudgetProbePartitioner if request.only_asks else QuickPartitioner
         partitioner = kind(
             pilot,
@@ -108,7 +110,7 @@ class ShardPartitionPlanner:
             len(captured.nodes),
             budget_bytes=self.budget.budget_bytes,
             buffer_bytes=buffer_bytes,
-            may_split_batches=request.mode == "train" and request.task.split_batches == 1,
+            may_split_batches=is_whole and whole_batch_layer(request.model) is None,
         )
         packed = partial(ShardPartition, pilot=pilot, partitioner=partitioner, buffer_bytes=buffer_bytes)
         if request.like is not None:

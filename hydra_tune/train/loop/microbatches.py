@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hydra_tune.errors import TaskError
 from hydra_tune.shard.capture.batch import rebuilt
 from hydra_tune.shard.capture.step_module import training_loss
+from hydra_tune.shard.cost.microbatch_search import whole_batch_layer
 from hydra_tune.shard.verify.process_state import preserved_streams
 from hydra_tune.task import Batch, TrainTask
 from hydra_tune.train.data.handles import num_samples
@@ -112,7 +113,7 @@ def refuse_batch_norm(task: TrainTask, module: nn.Module) -> None:
     Raises:
         TaskError: a layer normalizes over the samples of a batch.
     """
-    name = next((name for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)  # noqa: SLF001
+    name = whole_batch_layer(module)
     if name is not None:
         raise TaskError(
             f"split_batches={task.split_batches!r} would change the statistics of {name!r}, which normalizes over all "
