@@ -1,6 +1,6 @@
 """Names that a function's code can read or write, and whether code belongs to an installed package.
 
-`shard/capture/fingerprint.py` and `reachable_values.py` follow the user's code from function to function by these names.
+`shard/capture/fingerprint.py` and `code_walk.py` follow the user's code from function to function by these names.
 """
 
 import dis

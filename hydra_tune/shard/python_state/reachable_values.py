@@ -2,14 +2,14 @@
 
 The walk follows the user's functions, classes and modules, and no installed package. Of an object it notes the attributes
 that the walked code names; of a module or a configuration of an installed package, all attributes. Each place that can
-hold another value later becomes a `ValueHolder`. `walked` walks until no further code comes in; `PythonStateGuard`,
-`PythonStateUndo` and `reached` (`state_guard.py`) use the result. The module knows nothing of tasks.
+hold another value later becomes a `ValueHolder`. `CodeWalk` (`code_walk.py`) follows code and attributes, and this module
+values by their kind. `walked` walks until no further code comes in; `PythonStateGuard`, `PythonStateUndo` and `reached`
+(`state_guard.py`) use the result. The module knows nothing of tasks.
 
 Example: for `lambda module, batch: loss(module(batch)) * settings.weight`, the holders are the function's variable
 `settings`, the attribute `weight` of the object there, and each part of the model.
 """
 
-import builtins
 import collections
 import contextvars
 import enum
@@ -17,7 +17,6 @@ import functools
 import gc
 import io
 import itertools
-import mmap
 import multiprocessing.connection
 import operator
 import os
@@ -28,7 +27,7 @@ import threading
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,59 +38,44 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from hydra_tune.errors import CaptureError, TaskError
-from hydra_tune.shard.python_state.code_names import (
-    global_names,
-    imported_names,
-    is_extension,
-    is_installed,
-    loaded_names,
-    makes_up_names,
-    mentioned_names,
-    stored_names,
+from hydra_tune.shard.python_state.cached_results import NotedCache, results_of
+from hydra_tune.shard.python_state.code_names import is_extension, is_installed
+from hydra_tune.shard.python_state.code_walk import ALL_MISSING, INTERNALS, CodeWalk
+from hydra_tune.shard.python_state.tensor_contents import (
+    MAX_DATA_BYTES,
+    facts_of,
+    is_mapped,
+    memory_of,
+    sampled,
+    writers_of,
 )
 from hydra_tune.shard.python_state.value_holder import (
     EXACT,
-    MISSING,
+    MAX_LABELS,
     PLAIN,
-    Undo,
-    ValueHolder,
     Values,
     bytes_of,
-    content_of,
     pickled,
     undo_by_element,
     write_bytes,
-    write_class,
-    write_function,
     write_mapping,
     write_names,
     write_sequence,
     write_set,
-    write_slots,
 )
 
-_ALL_MISSING = itertools.repeat(MISSING)
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _MAX_DEPTH = 40
 _MAX_ITEMS = 4096  # of a container with objects that have to be followed
 _MAX_HOLDERS = 20_000
-_MAX_LABELS = 64  # of a container whose items are named one by one
 _MAX_LIBRARY_DEPTH = 3  # below an object of an installed package
 _MAX_ARRAY_BYTES = 4 << 20
-_MAX_SAMPLED = 1024  # elements of a larger array that are looked at
 _MAX_COMPARED_BYTES = 1 << 20  # of all tensors whose contents are compared; of others the version counts
-_MAX_KEPT_BYTES = 64 << 20  # of a tensor whose contents are put back
-_MAX_DATA_BYTES = 64 << 10  # of a tensor or array of data: larger ones are samples, and no counters
 _MAX_PICKLED_BYTES = 64 << 10
-_NOT_FOLLOWED = frozenset({"types", "argparse", "builtins", "logging", "threading", "optuna", "ray", "hydra_tune"})
-"""Packages whose objects count by the attributes that the walked code names; of others' objects, all attributes count."""
-_WITHOUT_ATTRIBUTES = frozenset({"builtins", "abc", "typing", "collections", "contextlib", "enum"})
-"""Packages whose classes read no attributes of their own from objects of derived classes."""
 _SCHEDULE_METHODS = frozenset({"step", "get_lr", "state_dict", "load_state_dict"})
 """Methods of a scheduler that read more of its attributes, or set them."""
 _OF_PROCESS = random.random.__self__  # type: ignore[attr-defined]
 """The stream of the process, which all trials and threads draw from. `plan_check.py` refuses a step that draws from it."""
-_INTERNALS = frozenset(vars(nn.Module()))
 _GLOBAL_HOOKS = (
     "_global_forward_pre_hooks",
     "_global_forward_hooks",
@@ -101,7 +85,7 @@ _GLOBAL_HOOKS = (
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-class ReachableValues:
+class ReachableValues(CodeWalk):
     """Walks through the values and makes their holders.
 
     Args:
@@ -114,16 +98,12 @@ class ReachableValues:
         skips_large: whether to pass over large tensors and arrays, which are samples and no counters.
 
     Attributes:
-        holders: the places found.
         caches: functions with a cache of results without state.
         iterators: iterators that a lenient walk has passed over, in words.
-        self_references: variables of functions that are the model, a part of the model, or one of its tensors, in words.
         aliases: tensors and arrays outside of the model that share the memory of its parameters or buffers, in words.
-        names, stored, makes_up_names: as the arguments, for the code found by this walk.
-        loaded: attributes that the code reads.
-        asks_types: whether the code may ask for the class of a value by `type(it)`.
-        has_environment: whether the code may read or set variables of the environment.
         seen: the values found, by identity; kept alive, because identities of freed objects are given again.
+
+    The other attributes are those of `CodeWalk`.
     """
 
     def __init__(
@@ -137,25 +117,17 @@ class ReachableValues:
         is_lenient: bool,
         skips_large: bool,
     ) -> None:
-        self.holders: list[ValueHolder] = []
+        own = [] if model is None else [*model.parameters(), *model.buffers()]
+        super().__init__(names, stored, own, takes_all=takes_all, is_lenient=is_lenient)
         self.caches: list[NotedCache] = []
         self.iterators: list[str] = []
         self.aliases: list[str] = []
-        self.self_references: list[str] = []
-        self.names, self.stored = names, stored
-        self.loaded: frozenset[str] = frozenset()
-        self.asks_types = False
-        self.makes_up_names = self._takes_all = takes_all
         self.seen: dict[int, object] = {}
-        self._model, self._keeps_tensors, self._is_lenient = model, keeps_tensors, is_lenient
+        self._model, self._keeps_tensors = model, keeps_tensors
         self._skips_large = skips_large
-        self._classes: set[tuple[type, bool]] = set()
         parts = () if model is None else tuple(model.modules())
         self._parts = {id(part) for part in parts}
-        own = [] if model is None else [*model.parameters(), *model.buffers()]
-        self._own = {id(tensor) for tensor in own}
-        self._memory = [_memory_of(tensor) for tensor in own]
-        self._is_in_model = self.has_environment = False
+        self._memory = [memory_of(tensor) for tensor in own]
         self._bytes_compared = 0
 
     def visit_model(self) -> None:
@@ -219,38 +191,6 @@ class ReachableValues:
             # Unseen, the object could change without a word.
             raise CaptureError(f"{label} cannot be looked at ({type(error).__name__}: {error})") from error
 
-    def _hold(
-        self,
-        labels: Sequence[str],
-        read: Callable[[], Values],
-        write: Callable[[Values], None] | None = None,
-        **kinds: Any,
-    ) -> ValueHolder:
-        """Add a holder; arguments as of `ValueHolder`."""
-        holder = ValueHolder(labels, read, write, **kinds)
-        self.holders.append(holder)
-        return holder
-
-    def _named(
-        self,
-        mapping: Any,
-        names: Sequence[str],
-        label: str,
-        depth: int,
-        library: int,
-        write: Any = None,
-    ) -> None:
-        """Hold some values of a namespace, and follow them."""
-        if not names:
-            return
-        holder = self._hold(
-            [f"{label}.{name}" for name in names],
-            lambda: list(map(mapping.get, names, _ALL_MISSING)),
-            (lambda values: write_names(mapping, names, values)) if write is None else write,
-        )
-        for name, value in zip(names, holder.noted, strict=True):
-            self.visit(value, f"{label}.{name}", depth, library)
-
     def _module(self, module: nn.Module, label: str, depth: int, library: int) -> None:
         attributes = vars(module)
         kind = type(module)
@@ -260,7 +200,7 @@ class ReachableValues:
             base.__module__.partition(".")[0] not in ("torch", "builtins", "abc", "typing") for base in foreign
         )
         # All attributes, because code may make up their names: `getattr(self, f"scale{i}")`.
-        present = [name for name in attributes if name not in _INTERNALS]
+        present = [name for name in attributes if name not in INTERNALS]
         names = list(dict.fromkeys([*present, *self._known(attributes, kind), "forward"]))
         parameters, buffers, parts = module._parameters, module._buffers, module._modules  # noqa: SLF001
         hooks = [getattr(module, name) for name in _HOOKS]
@@ -286,7 +226,7 @@ class ReachableValues:
                 f"a submodule, parameter or hook of {label}",
             ],
             lambda: [
-                *map(attributes.get, names, _ALL_MISSING),
+                *map(attributes.get, names, ALL_MISSING),
                 module.training,
                 getattr(type(module), "forward", None),  # a ScriptModule's class has none
                 *parts.values(),
@@ -309,127 +249,6 @@ class ReachableValues:
         self._class(kind, kind.__name__, depth, 0)
         self._is_in_model = was_in_model
 
-    def _known(self, attributes: Iterable[str], kind: type | None = None) -> list[str]:
-        """Attributes that the walked code may read, or may set although they are not there yet.
-
-        Args:
-            attributes: names of the present attributes.
-            kind: class of the object, whose members an attribute of the object would hide.
-        """
-        present = [name for name in attributes if name in self.names or self._takes_all]
-        bases = () if kind is None else [base for base in kind.__mro__ if not is_installed(base.__module__)]
-        members = [name for base in bases for name in vars(base) if name in self.names and not name.startswith("__")]
-        names = dict.fromkeys([*present, *members, *sorted(self.stored)])
-        return [name for name in names if name not in _INTERNALS]
-
-    def _may_run(self, name: str, kind: type, *, is_called: bool) -> bool:
-        """Whether walked code, or the code of an installed base, may call a method by this name.
-
-        Args:
-            name: name of the method.
-            kind: class of a present object, or a class that walked code names.
-            is_called: whether walked code names the class, and so may make objects.
-        """
-        if name in ("__init__", "__new__", "__post_init__"):
-            return is_called
-        is_known = name in self.names or (name.startswith("__") and name.endswith("__"))
-        return is_known or any(hasattr(base, name) for base in kind.__mro__ if is_installed(base.__module__))
-
-    def _named_class(self, kind: type, label: str, depth: int, library: int) -> None:
-        """A class that walked code names."""
-        self._class(kind, label, depth, library, is_called=True)
-
-    def _class(self, kind: type, label: str, depth: int, library: int, *, is_called: bool = False) -> None:
-        del label  # a class is named by itself
-        if not is_installed(type(kind).__module__):
-            self._class(type(kind), type(kind).__name__, depth, library)
-        for base in kind.__mro__:
-            if (base, is_called) in self._classes or is_installed(base.__module__):
-                continue
-            self._classes.add((base, is_called))
-            functions = [(name, member) for name, member in vars(base).items() if _is_code(member)]
-            run = [(name, member) for name, member in functions if self._may_run(name, kind, is_called=is_called)]
-            for name, member in run:
-                for part in _parts_of_code(member):
-                    self.visit(part, f"{base.__name__}.{name}", depth, library)
-            # Also names that the class gets later, and that hide those of its bases from then on.
-            # Also methods that only a library's code calls, as of `autograd.Function`: a program may replace them.
-            known = dict.fromkeys([*self._known(vars(base), base), *(name for name, _ in run)])
-            names = [name for name in known if not name.startswith("__")]
-            self._named(vars(base), names, base.__name__, depth, library, functools.partial(write_class, base, names))
-            if issubclass(base, torch.autograd.Function):
-                # `type(ctx)`, which torch makes for each Function.
-                node: Any = base._backward_cls  # noqa: SLF001
-                names = self._known(vars(node))
-                self._named(
-                    vars(node), names, node.__name__, depth, library, functools.partial(write_class, node, names)
-                )
-
-    def _function(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
-        if is_installed(function.__module__):
-            return
-        if is_installed(function.__globals__.get("__name__")):
-            # A library's wrapper, as of `torch.no_grad()` or `torch.compile`, with the module's name of the user's function.
-            inner = vars(function).get("__wrapped__")
-            for part in [inner] if inner is not None else map(content_of, function.__closure__ or ()):
-                self.visit(part, label, depth, library)
-            return
-        code = function.__code__
-        self.names |= mentioned_names(code)
-        self.stored |= stored_names(code)
-        self.loaded |= loaded_names(code)
-        self.makes_up_names = self.makes_up_names or makes_up_names(code)
-        # The methods that frozen dataclasses are given ask for the class of the object itself.
-        is_of_dataclass = code.co_name in ("__setattr__", "__delattr__")
-        self.asks_types = self.asks_types or ("type" in global_names(code) and not is_of_dataclass)
-        if "globals" in code.co_names and not self._is_lenient:
-            raise CaptureError(f"{label} calls globals(), whose values cannot be followed")
-        cells = function.__closure__ or ()
-        space = function.__globals__
-        names = [name for name in global_names(code) if not hasattr(builtins, name) or name in space]
-        holder = self._hold(
-            [
-                *(f"the variable {name!r} of {label}" for name in code.co_freevars),
-                *(f"the global {name!r}" for name in names),
-                f"the code of {label}",
-            ],
-            lambda: [
-                *map(content_of, cells),
-                *(space.get(name, MISSING) for name in names),
-                function.__code__,
-                function.__defaults__,
-                function.__kwdefaults__,
-            ],
-            lambda values: write_function(cells, space, names, values),
-        )
-        # A copy of the model shares its functions, and all that they hold, with the model.
-        was_in_model, self._is_in_model = self._is_in_model, False
-        for name, value in zip(holder.labels, holder.noted, strict=False):
-            if id(value) in self._own:
-                self.self_references.append(name)
-            self.visit(value, name, depth, library)
-        for name in imported_names(code):
-            self.visit(sys.modules.get(name), name, depth, library)
-        defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
-        self.visit(defaults, f"the defaults of {label}", depth, library)
-        self.visit(vars(function), label, depth, library)
-        self._is_in_model = was_in_model
-
-    def _python_module(self, module: types.ModuleType, label: str, depth: int, library: int) -> None:
-        """A module named by code: the user's own settings, or the environment."""
-        del label, library
-        if module is os and not self.names.isdisjoint({"environ", "getenv"}):
-            self._environment()
-        if not is_installed(module.__name__):
-            content = vars(module)
-            self._named(content, sorted(name for name in self.names if name in content), module.__name__, depth, 0)
-
-    def _environment(self) -> None:
-        if not self.has_environment:
-            self.has_environment = True
-            # Not written: other trials may have changed the environment meanwhile.
-            self._hold(["the environment"], lambda: [hash(frozenset(os.environ.items()))])
-
     def _of_thread(self, value: Any, label: str, depth: int, library: int) -> None:
         """A `threading.local` or a `ContextVar`."""
         del depth
@@ -439,26 +258,10 @@ class ReachableValues:
                 "fused is prepared by one thread and computed by another; use a plain attribute"
             )
 
-    def _method(self, method: types.MethodType, label: str, depth: int, library: int) -> None:
-        self.visit(method.__func__, label, depth, library)
-        self.visit(method.__self__, label, depth, library)
-
     def _proxy(self, proxy: Any, label: str, depth: int, library: int) -> None:
         del proxy, depth, library
         if not self._is_lenient:
             raise CaptureError(f"{label} is a weakref.proxy, whose object cannot be followed")
-
-    def _getter(self, getter: Any, label: str, depth: int, library: int) -> None:
-        """An `attrgetter` or a `methodcaller`: its names may be read; its further arguments are values."""
-        _, arguments = getter.__reduce__()[:2]
-        names = {part for argument in arguments if isinstance(argument, str) for part in argument.split(".")}
-        self.names |= names
-        self.loaded |= names
-        self.visit(arguments, label, depth, library)
-
-    def _partial(self, partial: functools.partial[Any], label: str, depth: int, library: int) -> None:
-        for part in (partial.func, partial.args, partial.keywords):
-            self.visit(part, label, depth, library)
 
     def _tensor(self, tensor: Tensor, label: str, depth: int, library: int) -> None:
         if is_lazy(tensor) or tensor.is_inference() or tensor.is_meta or isinstance(tensor, FakeTensor):
@@ -466,17 +269,17 @@ class ReachableValues:
         if tensor.layout is not torch.strided:
             self._hold([f"the tensor {label}"], lambda: [tensor._version])  # noqa: SLF001 - the contents have no one order
             return
-        if self._skips_large and tensor.nbytes > _MAX_DATA_BYTES:
+        if self._skips_large and tensor.nbytes > MAX_DATA_BYTES:
             self._hold([f"the tensor {label}"], lambda: [tensor._version, tensor.data_ptr()])  # noqa: SLF001
             return
-        self._note_alias(_memory_of(tensor), f"the tensor {label}")
-        write, undo = _writers_of(tensor) if self._keeps_tensors else (None, None)
+        self._note_alias(memory_of(tensor), f"the tensor {label}")
+        write, undo = writers_of(tensor) if self._keeps_tensors else (None, None)
         by_contents = tensor.is_cpu and self._bytes_compared + tensor.nbytes <= _MAX_COMPARED_BYTES
         self._bytes_compared += tensor.nbytes if by_contents else 0
         # The first value is left out of keys.
         self._hold(
             [f"the tensor {label}"],
-            lambda: [tensor.data_ptr(), *_facts_of(tensor, by_contents=by_contents)],
+            lambda: [tensor.data_ptr(), *facts_of(tensor, by_contents=by_contents)],
             write,
             is_tensor=True,
             owner=id(tensor),
@@ -515,7 +318,7 @@ class ReachableValues:
     def _mapping(self, mapping: Mapping[Any, Any], label: str, depth: int, library: int) -> None:
         write = (lambda values: write_mapping(mapping, values)) if isinstance(mapping, dict) else None
         read = lambda: [*mapping.keys(), *mapping.values()]  # noqa: E731
-        keys = [*mapping] if len(mapping) <= _MAX_LABELS else ()
+        keys = [*mapping] if len(mapping) <= MAX_LABELS else ()
         labels = [*[label] * len(keys), *(f"{label}[{key!r}]"[:200] for key in keys), label]
         self._hold(labels, read, write, is_of_model=self._is_in_model, is_mapping=True, owner=id(mapping))
         if self._may_follow(mapping, mapping.values(), label):
@@ -528,7 +331,7 @@ class ReachableValues:
     def _sequence(self, sequence: Any, label: str, depth: int, library: int) -> None:
         if not isinstance(sequence, tuple):
             write = lambda values: write_sequence(sequence, values)  # noqa: E731
-            places = range(len(sequence)) if len(sequence) <= _MAX_LABELS else ()
+            places = range(len(sequence)) if len(sequence) <= MAX_LABELS else ()
             labels = [*(f"{label}[{place}]" for place in places), label]
             self._hold(labels, lambda: list(sequence), write, is_of_model=self._is_in_model, owner=id(sequence))
         if self._may_follow(sequence, sequence, label):
@@ -592,7 +395,7 @@ class ReachableValues:
     def _wrapped(self, wrapper: Any, label: str, depth: int, library: int) -> None:
         # The results that it keeps, which may be objects with state.
         label = f"a result of {label}"
-        holder = self._hold([label], lambda: _results(wrapper), is_filled_by_step=True)
+        holder = self._hold([label], lambda: results_of(wrapper), is_filled_by_step=True)
         if all(isinstance(result, (*PLAIN, Tensor)) for result in holder.noted):
             self.caches.append(NotedCache(wrapper))
         for result in holder.noted:
@@ -671,13 +474,13 @@ class ReachableValues:
             if not (self._is_lenient or self._skips_large):
                 raise CaptureError(f"{label} is an array too large to be compared at each step; use a tensor")
             # A memory map is left out, because a look would read all over its file.
-            if array.flags.writeable and not _is_mapped(array):
-                self._hold([label], lambda: [_sampled(array)], owner=id(array))
+            if array.flags.writeable and not is_mapped(array):
+                self._hold([label], lambda: [sampled(array)], owner=id(array))
             return
         address = array.__array_interface__["data"][0]
         self._note_alias((address, address + array.nbytes), f"the array {label}")
         read = lambda: [(array.shape, array.dtype.str, zlib.crc32(array.tobytes()))]  # noqa: E731
-        if self._skips_large and array.nbytes > _MAX_DATA_BYTES:
+        if self._skips_large and array.nbytes > MAX_DATA_BYTES:
             self._hold([label], read, owner=id(array))
             return
         before = array.copy()
@@ -693,39 +496,6 @@ class ReachableValues:
         begin, end = memory
         if not self._is_in_model and any(begin < other_end and other < end for other, other_end in self._memory):
             self.aliases.append(label)
-
-    def _attributes(self, value: Any, label: str, depth: int, library: int) -> None:
-        """Hold and follow the attributes of an object."""
-        kind = type(value)
-        if not is_installed(kind.__module__):
-            self._class(kind, kind.__name__, depth, library)
-            library = 0
-        elif kind.__module__.partition(".")[0] not in _NOT_FOLLOWED:
-            library += 1
-        # The code of an installed base reads attributes that no walked code names.
-        takes_all = library > 0 or any(_reads_attributes(base) for base in kind.__mro__)
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            names = list(dict.fromkeys([*(attributes if takes_all else ()), *self._known(attributes, kind)]))
-            holder = self._hold(
-                [*(f"{label}.{name}" for name in names), f"the class of {label}"],
-                lambda: [*map(value.__dict__.get, names, _ALL_MISSING), type(value)],
-                lambda values: write_names(value.__dict__, names, values[:-1]),
-                owner=id(value),
-                is_filled_by_step=self._is_in_model and library > 1,  # of a module of a library
-            )
-            for name, item in zip(names, holder.noted, strict=False):
-                self.visit(item, f"{label}.{name}", depth, library)
-        slots = [name for base in kind.__mro__ for name in _slots(base) if takes_all or name in self.names]
-        if slots:
-            holder = self._hold(
-                [f"{label}.{name}" for name in slots],
-                lambda: [getattr(value, name, MISSING) for name in slots],
-                lambda values: write_slots(value, slots, values),
-                owner=id(value),
-            )
-            for name, item in zip(slots, holder.noted, strict=True):
-                self.visit(item, f"{label}.{name}", depth, library)
 
 
 _BY_CODE: dict[type, Callable[..., None]] = {
@@ -764,162 +534,6 @@ _BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
 def _is_schedule_of_torch(schedule: LRScheduler) -> bool:
     """Whether no code of the user's, in a class of its own, may read more of a scheduler."""
     return type(schedule).__module__ == LRScheduler.__module__
-
-
-def _memory_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's storage, from the first byte to behind the last; (0, 0) if there is none."""
-    if tensor.layout is not torch.strided or tensor.is_meta or isinstance(tensor, FakeTensor) or is_lazy(tensor):
-        return (0, 0)
-    storage = tensor.untyped_storage()
-    return (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-
-
-def _writers_of(tensor: Tensor) -> tuple[Callable[[Values], None], Callable[[], Undo] | None]:
-    """Return what puts the present contents and gradient back, as `write` and `undo` of a `ValueHolder`."""
-    gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
-    is_small = tensor.nbytes <= _MAX_KEPT_BYTES
-    before = tensor.detach().clone() if is_small else None
-    gradient_before = gradient.detach().clone() if is_small and gradient is not None else None
-
-    def write(_: Values) -> None:
-        if before is not None:
-            with torch.no_grad():
-                tensor.copy_(before)
-        if tensor.grad is not gradient:
-            tensor.grad = gradient
-        if gradient is not None and gradient_before is not None:
-            gradient.detach().copy_(gradient_before)
-
-    return write, None if before is None else undo_by_element(tensor.detach(), before, write)
-
-
-def _facts_of(tensor: Tensor, *, by_contents: bool) -> list[Any]:
-    """Return the contents of a tensor and of its gradient, as small values, and the facts that code may ask for."""
-    gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
-    return [
-        _digest_of(tensor, by_contents=by_contents),
-        None if gradient is None else _digest_of(gradient, by_contents=by_contents),
-        (*tensor.shape, *tensor.stride(), tensor.requires_grad),
-        tensor.dtype,
-    ]
-
-
-def _digest_of(tensor: Tensor, *, by_contents: bool) -> int | tuple[int, int]:
-    """Return a checksum of the contents, or the version and the address."""
-    if not by_contents:
-        return tensor._version, tensor.data_ptr()  # noqa: SLF001 - the address shows an assignment to `.data`
-    # By contents: numpy and `.data` change a tensor without a new version.
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return zlib.crc32(plain.flatten().view(torch.uint8).numpy().data)
-
-
-def _is_mapped(array: Any) -> bool:
-    """Whether an array is, or is a view of, a file mapped into memory."""
-    while array is not None:
-        if isinstance(array, mmap.mmap):
-            return True
-        array = array.obj if isinstance(array, memoryview) else getattr(array, "base", None)
-    return False
-
-
-def _sampled(array: Any) -> tuple[Any, ...]:
-    """Return the facts of a large array, and a checksum of some elements, in which a change of the whole array shows."""
-    places = range(0, array.size, max(array.size // _MAX_SAMPLED, 1))
-    return array.shape, array.dtype.str, zlib.crc32(array.flat[list(places)].tobytes())
-
-
-class NotedCache:
-    """A function with a cache, and the results that the cache has kept so far.
-
-    Args:
-        wrapper: the function, as of `functools.cache`.
-    """
-
-    __slots__ = ("_misses", "_tables", "_wrapper")
-
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper, self._misses = wrapper, wrapper.cache_info().misses
-        self._tables = [(table, dict(table)) for table in _tables_of(wrapper)]
-
-    def restore(self) -> None:
-        """Forget results computed since; of a limited cache, whose results cannot be read, all results."""
-        if self._wrapper.cache_info().misses == self._misses:
-            return
-        self._wrapper.cache_clear()
-        for table, results in self._tables:
-            table.update(results)
-        self._misses = 0
-
-    def undo(self) -> Undo | None:
-        """Return a function that forgets the small results computed by now; None if there are none.
-
-        Large results and objects stay: they are loaded data, which trials may share, and may have taken long to compute.
-        """
-        computed = [
-            (table, key, result)
-            for table, results in self._tables
-            for key, result in list(table.items())
-            if key not in results and _is_small_result(result)
-        ]
-
-        def forget() -> bool:
-            for table, key, result in computed:
-                if table.get(key) is result:
-                    table.pop(key, None)
-            return True
-
-        return forget if computed else None
-
-
-def _is_small_result(result: object) -> bool:
-    if isinstance(result, list | tuple):
-        return len(result) <= _MAX_LABELS and all(map(_is_small_result, result))
-    return isinstance(result, PLAIN) or (isinstance(result, Tensor) and result.nbytes <= _MAX_DATA_BYTES)
-
-
-def _tables_of(wrapper: Any) -> list[dict[Any, Any]]:
-    """Return the dictionary in which a function keeps its results; of a limited cache none."""
-    if wrapper.cache_parameters()["maxsize"] is not None:
-        return []
-    return [one for one in gc.get_referents(wrapper) if type(one) is dict and one is not vars(wrapper)]
-
-
-def _results(wrapper: Any) -> list[Any]:
-    """Return the results that a function with a cache keeps; of a limited cache, that of a function without arguments."""
-    if wrapper.cache_parameters()["maxsize"] is None:
-        return [result for table in _tables_of(wrapper) for result in table.values()]
-    code = getattr(wrapper.__wrapped__, "__code__", None)
-    has_arguments = code is None or code.co_argcount + code.co_kwonlyargcount > 0
-    return [] if has_arguments or not wrapper.cache_info().currsize else [wrapper()]
-
-
-def _is_code(member: object) -> bool:
-    return isinstance(
-        member, types.FunctionType | staticmethod | classmethod | property | functools.cached_property | type
-    )
-
-
-def _parts_of_code(member: Any) -> Iterable[Any]:
-    if isinstance(member, property):
-        return member.fget, member.fset
-    if isinstance(member, functools.cached_property):
-        return (member.func,)
-    return (getattr(member, "__func__", member),)
-
-
-def _slots(base: type) -> tuple[str, ...]:
-    slots = vars(base).get("__slots__", ())
-    names = [
-        name for name in ((slots,) if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")
-    ]
-    hidden = f"_{base.__name__.lstrip('_')}"  # as the compiler names private attributes
-    return tuple(f"{hidden}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names)
-
-
-def _reads_attributes(base: type) -> bool:
-    """Whether a class of an installed package may read attributes of its objects."""
-    top = base.__module__.partition(".")[0]
-    return is_installed(top) and top not in _NOT_FOLLOWED and top not in _WITHOUT_ATTRIBUTES
 
 
 def walked(

@@ -38,6 +38,7 @@ _OF_THREADS = (
 )
 """Packages of the standard library whose objects belong to running threads and processes."""
 
+MAX_LABELS = 64  # of a container whose items are named one by one
 _MAX_NAMED = 4096  # values of a container that are looked at one by one
 
 Values = Sequence[Any]

@@ -1,0 +1,323 @@
+"""`CodeWalk`: the part of a walk that follows functions, classes and attributes by the names in their code.
+
+`ReachableValues` (`reachable_values.py`) adds the values of all other kinds. The walk follows no code of an installed
+package. Of an object it notes the attributes that the walked code names; of an object of an installed package, all
+attributes.
+"""
+
+import abc
+import builtins
+import functools
+import itertools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hydra_tune.errors import CaptureError
+from hydra_tune.shard.python_state.code_names import (
+    global_names,
+    imported_names,
+    is_installed,
+    loaded_names,
+    makes_up_names,
+    mentioned_names,
+    stored_names,
+)
+from hydra_tune.shard.python_state.value_holder import (
+    MISSING,
+    ValueHolder,
+    Values,
+    content_of,
+    write_class,
+    write_function,
+    write_names,
+    write_slots,
+)
+
+ALL_MISSING = itertools.repeat(MISSING)
+_NOT_FOLLOWED = frozenset({"types", "argparse", "builtins", "logging", "threading", "optuna", "ray", "hydra_tune"})
+"""Packages whose objects count by the attributes that the walked code names; of others' objects, all attributes count."""
+_WITHOUT_ATTRIBUTES = frozenset({"builtins", "abc", "typing", "collections", "contextlib", "enum"})
+"""Packages whose classes read no attributes of their own from objects of derived classes."""
+INTERNALS = frozenset(vars(nn.Module()))
+"""Attributes of each module of torch's: its parameters, buffers, submodules and hooks."""
+
+
+class CodeWalk(abc.ABC):
+    """Follows functions, classes, and the attributes of objects.
+
+    Args:
+        names: attributes that the code may read, from an earlier walk.
+        stored: attributes that the code may set, from an earlier walk.
+        tensors: parameters and buffers of the step's model.
+        takes_all: whether the code may read attributes by any name, from an earlier walk.
+        is_lenient: whether to pass over what cannot be followed, instead of raising.
+
+    Attributes:
+        holders: the places found.
+        self_references: variables of functions that are the model, a part of the model, or one of its tensors, in words.
+        names, stored, makes_up_names: as the arguments, for the code found by this walk.
+        loaded: attributes that the code reads.
+        asks_types: whether the code may ask for the class of a value by `type(it)`.
+        has_environment: whether the code may read or set variables of the environment.
+    """
+
+    def __init__(
+        self,
+        names: frozenset[str],
+        stored: frozenset[str],
+        tensors: Iterable[Tensor],
+        *,
+        takes_all: bool,
+        is_lenient: bool,
+    ) -> None:
+        self.holders: list[ValueHolder] = []
+        self.self_references: list[str] = []
+        self.names, self.stored = names, stored
+        self.loaded: frozenset[str] = frozenset()
+        self.asks_types = False
+        self.makes_up_names = self._takes_all = takes_all
+        self._is_lenient = is_lenient
+        self._classes: set[tuple[type, bool]] = set()
+        self._own = {id(tensor) for tensor in tensors}
+        self._is_in_model = self.has_environment = False
+
+    @abc.abstractmethod
+    def visit(self, value: Any, label: str, depth: int = 0, library: int = 0) -> None:
+        """Follow a value; arguments as of `ReachableValues.visit`."""
+
+    def _hold(
+        self,
+        labels: Sequence[str],
+        read: Callable[[], Values],
+        write: Callable[[Values], None] | None = None,
+        **kinds: Any,
+    ) -> ValueHolder:
+        """Add a holder; arguments as of `ValueHolder`."""
+        holder = ValueHolder(labels, read, write, **kinds)
+        self.holders.append(holder)
+        return holder
+
+    def _named(
+        self,
+        mapping: Any,
+        names: Sequence[str],
+        label: str,
+        depth: int,
+        library: int,
+        write: Any = None,
+    ) -> None:
+        """Hold some values of a namespace, and follow them."""
+        if not names:
+            return
+        holder = self._hold(
+            [f"{label}.{name}" for name in names],
+            lambda: list(map(mapping.get, names, ALL_MISSING)),
+            (lambda values: write_names(mapping, names, values)) if write is None else write,
+        )
+        for name, value in zip(names, holder.noted, strict=True):
+            self.visit(value, f"{label}.{name}", depth, library)
+
+    def _known(self, attributes: Iterable[str], kind: type | None = None) -> list[str]:
+        """Attributes that the walked code may read, or may set although they are not there yet.
+
+        Args:
+            attributes: names of the present attributes.
+            kind: class of the object, whose members an attribute of the object would hide.
+        """
+        present = [name for name in attributes if name in self.names or self._takes_all]
+        bases = () if kind is None else [base for base in kind.__mro__ if not is_installed(base.__module__)]
+        members = [name for base in bases for name in vars(base) if name in self.names and not name.startswith("__")]
+        names = dict.fromkeys([*present, *members, *sorted(self.stored)])
+        return [name for name in names if name not in INTERNALS]
+
+    def _may_run(self, name: str, kind: type, *, is_called: bool) -> bool:
+        """Whether walked code, or the code of an installed base, may call a method by this name.
+
+        Args:
+            name: name of the method.
+            kind: class of a present object, or a class that walked code names.
+            is_called: whether walked code names the class, and so may make objects.
+        """
+        if name in ("__init__", "__new__", "__post_init__"):
+            return is_called
+        is_known = name in self.names or (name.startswith("__") and name.endswith("__"))
+        return is_known or any(hasattr(base, name) for base in kind.__mro__ if is_installed(base.__module__))
+
+    def _named_class(self, kind: type, label: str, depth: int, library: int) -> None:
+        """A class that walked code names."""
+        self._class(kind, label, depth, library, is_called=True)
+
+    def _class(self, kind: type, label: str, depth: int, library: int, *, is_called: bool = False) -> None:
+        del label  # a class is named by itself
+        if not is_installed(type(kind).__module__):
+            self._class(type(kind), type(kind).__name__, depth, library)
+        for base in kind.__mro__:
+            if (base, is_called) in self._classes or is_installed(base.__module__):
+                continue
+            self._classes.add((base, is_called))
+            functions = [(name, member) for name, member in vars(base).items() if _is_code(member)]
+            run = [(name, member) for name, member in functions if self._may_run(name, kind, is_called=is_called)]
+            for name, member in run:
+                for part in _parts_of_code(member):
+                    self.visit(part, f"{base.__name__}.{name}", depth, library)
+            # Also names that the class gets later, and that hide those of its bases from then on.
+            # Also methods that only a library's code calls, as of `autograd.Function`: a program may replace them.
+            known = dict.fromkeys([*self._known(vars(base), base), *(name for name, _ in run)])
+            names = [name for name in known if not name.startswith("__")]
+            self._named(vars(base), names, base.__name__, depth, library, functools.partial(write_class, base, names))
+            if issubclass(base, torch.autograd.Function):
+                # `type(ctx)`, which torch makes for each Function.
+                node: Any = base._backward_cls  # noqa: SLF001
+                names = self._known(vars(node))
+                self._named(
+                    vars(node), names, node.__name__, depth, library, functools.partial(write_class, node, names)
+                )
+
+    def _function(self, function: types.FunctionType, label: str, depth: int, library: int) -> None:
+        if is_installed(function.__module__):
+            return
+        if is_installed(function.__globals__.get("__name__")):
+            # A library's wrapper, as of `torch.no_grad()` or `torch.compile`, with the module's name of the user's function.
+            inner = vars(function).get("__wrapped__")
+            for part in [inner] if inner is not None else map(content_of, function.__closure__ or ()):
+                self.visit(part, label, depth, library)
+            return
+        code = function.__code__
+        self.names |= mentioned_names(code)
+        self.stored |= stored_names(code)
+        self.loaded |= loaded_names(code)
+        self.makes_up_names = self.makes_up_names or makes_up_names(code)
+        # The methods that frozen dataclasses are given ask for the class of the object itself.
+        is_of_dataclass = code.co_name in ("__setattr__", "__delattr__")
+        self.asks_types = self.asks_types or ("type" in global_names(code) and not is_of_dataclass)
+        if "globals" in code.co_names and not self._is_lenient:
+            raise CaptureError(f"{label} calls globals(), whose values cannot be followed")
+        cells = function.__closure__ or ()
+        space = function.__globals__
+        names = [name for name in global_names(code) if not hasattr(builtins, name) or name in space]
+        holder = self._hold(
+            [
+                *(f"the variable {name!r} of {label}" for name in code.co_freevars),
+                *(f"the global {name!r}" for name in names),
+                f"the code of {label}",
+            ],
+            lambda: [
+                *map(content_of, cells),
+                *(space.get(name, MISSING) for name in names),
+                function.__code__,
+                function.__defaults__,
+                function.__kwdefaults__,
+            ],
+            lambda values: write_function(cells, space, names, values),
+        )
+        # A copy of the model shares its functions, and all that they hold, with the model.
+        was_in_model, self._is_in_model = self._is_in_model, False
+        for name, value in zip(holder.labels, holder.noted, strict=False):
+            if id(value) in self._own:
+                self.self_references.append(name)
+            self.visit(value, name, depth, library)
+        for name in imported_names(code):
+            self.visit(sys.modules.get(name), name, depth, library)
+        defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
+        self.visit(defaults, f"the defaults of {label}", depth, library)
+        self.visit(vars(function), label, depth, library)
+        self._is_in_model = was_in_model
+
+    def _python_module(self, module: types.ModuleType, label: str, depth: int, library: int) -> None:
+        """A module named by code: the user's own settings, or the environment."""
+        del label, library
+        if module is os and not self.names.isdisjoint({"environ", "getenv"}):
+            self._environment()
+        if not is_installed(module.__name__):
+            content = vars(module)
+            self._named(content, sorted(name for name in self.names if name in content), module.__name__, depth, 0)
+
+    def _environment(self) -> None:
+        if not self.has_environment:
+            self.has_environment = True
+            # Not written: other trials may have changed the environment meanwhile.
+            self._hold(["the environment"], lambda: [hash(frozenset(os.environ.items()))])
+
+    def _method(self, method: types.MethodType, label: str, depth: int, library: int) -> None:
+        self.visit(method.__func__, label, depth, library)
+        self.visit(method.__self__, label, depth, library)
+
+    def _getter(self, getter: Any, label: str, depth: int, library: int) -> None:
+        """An `attrgetter` or a `methodcaller`: its names may be read; its further arguments are values."""
+        _, arguments = getter.__reduce__()[:2]
+        names = {part for argument in arguments if isinstance(argument, str) for part in argument.split(".")}
+        self.names |= names
+        self.loaded |= names
+        self.visit(arguments, label, depth, library)
+
+    def _partial(self, partial: functools.partial[Any], label: str, depth: int, library: int) -> None:
+        for part in (partial.func, partial.args, partial.keywords):
+            self.visit(part, label, depth, library)
+
+    def _attributes(self, value: Any, label: str, depth: int, library: int) -> None:
+        """Hold and follow the attributes of an object."""
+        kind = type(value)
+        if not is_installed(kind.__module__):
+            self._class(kind, kind.__name__, depth, library)
+            library = 0
+        elif kind.__module__.partition(".")[0] not in _NOT_FOLLOWED:
+            library += 1
+        # The code of an installed base reads attributes that no walked code names.
+        takes_all = library > 0 or any(_reads_attributes(base) for base in kind.__mro__)
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            names = list(dict.fromkeys([*(attributes if takes_all else ()), *self._known(attributes, kind)]))
+            holder = self._hold(
+                [*(f"{label}.{name}" for name in names), f"the class of {label}"],
+                lambda: [*map(value.__dict__.get, names, ALL_MISSING), type(value)],
+                lambda values: write_names(value.__dict__, names, values[:-1]),
+                owner=id(value),
+                is_filled_by_step=self._is_in_model and library > 1,  # of a module of a library
+            )
+            for name, item in zip(names, holder.noted, strict=False):
+                self.visit(item, f"{label}.{name}", depth, library)
+        slots = [name for base in kind.__mro__ for name in _slots(base) if takes_all or name in self.names]
+        if slots:
+            holder = self._hold(
+                [f"{label}.{name}" for name in slots],
+                lambda: [getattr(value, name, MISSING) for name in slots],
+                lambda values: write_slots(value, slots, values),
+                owner=id(value),
+            )
+            for name, item in zip(slots, holder.noted, strict=True):
+                self.visit(item, f"{label}.{name}", depth, library)
+
+
+def _is_code(member: object) -> bool:
+    return isinstance(
+        member, types.FunctionType | staticmethod | classmethod | property | functools.cached_property | type
+    )
+
+
+def _parts_of_code(member: Any) -> Iterable[Any]:
+    if isinstance(member, property):
+        return member.fget, member.fset
+    if isinstance(member, functools.cached_property):
+        return (member.func,)
+    return (getattr(member, "__func__", member),)
+
+
+def _slots(base: type) -> tuple[str, ...]:
+    slots = vars(base).get("__slots__", ())
+    names = [
+        name for name in ((slots,) if isinstance(slots, str) else slots) if name not in ("__dict__", "__weakref__")
+    ]
+    hidden = f"_{base.__name__.lstrip('_')}"  # as the compiler names private attributes
+    return tuple(f"{hidden}{name}" if name.startswith("__") and not name.endswith("__") else name for name in names)
+
+
+def _reads_attributes(base: type) -> bool:
+    """Whether a class of an installed package may read attributes of its objects."""
+    top = base.__module__.partition(".")[0]
+    return is_installed(top) and top not in _NOT_FOLLOWED and top not in _WITHOUT_ATTRIBUTES
