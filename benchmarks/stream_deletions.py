@@ -39,6 +39,7 @@ TESTS = {
     "memory/pager.py": DEVICES,
     "train/state/host_optimizer.py": STATE,
     "train/state/model_state.py": STATE,
+    "train/state/tensor_groups.py": STATE,
     "train/loop/batch_units.py": CLOCKS,
 }
 OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow")

@@ -2,13 +2,8 @@
 
 `SingleTrial` (`train/single_trial.py`) makes a `ModelState` for the plan of a trial, and `GroupTrial`
 (`fusion/group/group_trial.py`) for the stacked model of a group. Each unit (`train/loop/batch_units.py`) gets the
-groups of its shard from the `ModelState`.
-
-Note: ownership. A parameter or buffer used by a single shard lies in the group of the shard. A parameter or buffer
-shared by several shards has a separate group, so a unit loads no unneeded tensors. Parameters and buffers lie in
-separate groups: a forward unit overwrites buffers only, so clean parameters need no write-back. Optimizer state is
-grouped by the shard whose unit updates the parameters, and exists from the first update of the unit on. Unused tensors
-stay on the host.
+groups of its shard from the `ModelState`. `TensorGroups` (`tensor_groups.py`) has the groups; this module adds the
+optimizer's steps, the optimizer's state, and the user's own code.
 
 Note: the user's own code. Where units run the user's own step, parameters, buffers and optimizer state form a group
 each. The user's code may replace any of the tensors, add tensors, and create optimizer state at any time, so after each
@@ -18,10 +13,8 @@ needs the room.
 """
 
 import functools
-import itertools
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,9 +24,7 @@ from torch.optim import Optimizer
 
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import TaskError
-from hydra_tune.memory.block import Block, BlockKind, TensorBlock, lay_out, storage_identity
-from hydra_tune.memory.block_release import bring_home, drop
-from hydra_tune.memory.deferred_free import TrialTensorReaders
+from hydra_tune.memory.block import BlockKind, TensorBlock
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.pressure import not_repeatable
@@ -42,15 +33,12 @@ from hydra_tune.shard.analysis.module_mutation import check_state, check_still_f
 from hydra_tune.shard.capture.step_capture import named_state, state_specs
 from hydra_tune.shard.cost.update_pilot import keeps_gradients, zeroes_more_than_gradients
 from hydra_tune.shard.partition.plan import Shard, ShardPlan
-from hydra_tune.shard.partition.plan_request import TrialStateLayout
 from hydra_tune.shard.partition.subgraph import ShardGraph
 from hydra_tune.shard.python_state.code_names import mentioned_names
 from hydra_tune.shard.verify.separable_optimizers import check_separable, has_overlap
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
-from hydra_tune.train.state.host_optimizer import HostUpdateQueue
-from hydra_tune.train.state.shared_state import SharedTensors
+from hydra_tune.train.state.tensor_groups import TensorGroups, check_storages
 
-_NUMBERS = itertools.count()
 # Key of the optimizer state's single group, where units run the user's own code.
 _ALL = ("all",)
 
@@ -58,7 +46,7 @@ STEP_BEGUN = "the optimizer's step had begun, which changes parameters and state
 """The reason for not repeating an update."""
 
 
-class ModelState:
+class ModelState(TensorGroups):
     """Parameters, buffers and optimizer state of a trial.
 
     Args:
@@ -75,13 +63,11 @@ class ModelState:
         may_share: whether frozen parameters in a shared file share the copies of other trials.
 
     Attributes:
-        shared: the parameters that other trials have as well; they are in no group.
-        number: number of the trial, for its blocks.
         recomputed: graphs of shards whose activations are no longer kept, because memory has run out.
-        readers: readers of parameters, buffers and optimizer state between units.
-        watcher: as of `watch`.
         around_step: returns the context manager entered around each step of the optimizer; called with the device of
             the step, None on the host.
+
+    The other attributes are those of `TensorGroups`.
     """
 
     def __init__(
@@ -98,26 +84,10 @@ class ModelState:
         is_separable: bool = False,
         may_share: bool = False,
     ) -> None:
-        self._host, self._device = host, device
-        self._runs_own_code = runs_own_code
-        self._is_loose = runs_own_code and device.keeps_tensors
-        self.tenant = tenant
-        self.number: int = next(_NUMBERS) if before is None else before.number
-        self.watcher: Callable[[int, str | None], None] | None = None
-        self.recomputed, self.readers = list[ShardGraph](), TrialTensorReaders()
+        super().__init__(module, plan, device, host, tenant, before, runs_own_code=runs_own_code, may_share=may_share)
+        self.recomputed = list[ShardGraph]()
         self.around_step: Callable[[Device | None], AbstractContextManager[object]] = nullcontext
-        self.module = module
         self.optimizer = optimizer
-        self.tensors: Mapping[str, Tensor] = dict(named_state(module))
-        self.shared = SharedTensors(
-            self.tensors if may_share else {},
-            {name for shard in plan.shards for name in shard.graph.written_state},
-            self.number,
-            device.alignment,
-            runs_own_code=plan.eager,
-        )
-        owners = {name: shards[0] for name, shards in plan.used_state().items() if len(shards) == 1}
-        self.layout = TrialStateLayout(plan=plan, owners=owners)
         self._frozen = {
             name: tensor
             for name, tensor in self.tensors.items()
@@ -139,14 +109,11 @@ class ModelState:
                 if self.tensors[name].grad is not None:
                     self._ever_stepped.add(name)
                     self.tensors[name].grad = None
-        self._group_of: dict[str, TensorBlock] = {}
-        self._optimizer_groups: dict[tuple[str, ...], list[TensorBlock]] = {}
         self._adopted: dict[tuple[str, str], Tensor] = {}
-        self._host_updates = HostUpdateQueue()
         # Tensors in common may lie in another trial's buffer, so a shared storage is no mistake there.
         shared_ids = self.readers.in_common(list(self.tensors.values()))
         private_tensors = {name: tensor for name, tensor in self.tensors.items() if id(tensor) not in shared_ids}
-        _check_storages(private_tensors, may_share=self._is_loose)
+        check_storages(private_tensors, may_share=self._is_loose)
         try:
             self._build(plan, device)
         except BaseException:
@@ -163,29 +130,6 @@ class ModelState:
     def name_of(self, tensor: Tensor) -> str:
         """Return the name of a parameter or buffer."""
         return self._names[id(tensor)]
-
-    def groups(self, names: Iterable[str]) -> list[TensorBlock]:
-        """Return the groups of the named parameters and buffers; shared parameters are in no group."""
-        return list(dict.fromkeys(self._group_of[name] for name in names if name not in self.shared))
-
-    def blocks(self, names: Sequence[str]) -> list[Block]:
-        """Return the blocks of the named parameters and buffers: groups, and shared parameters."""
-        return [*self.groups(names), *self.shared.blocks(names)]
-
-    def optimizer_groups(self, names: tuple[str, ...]) -> list[TensorBlock]:
-        """Return the groups of the named parameters' optimizer state; none before the first update."""
-        matching_groups: list[TensorBlock] = []
-        # A copy of the items: a prefetch asks for the blocks of coming units from another thread while an update adds a
-        # group.
-        for members, groups in list(self._optimizer_groups.items()):
-            if not set(members).isdisjoint(names):
-                matching_groups += groups
-        return matching_groups
-
-    def touched(self, names: Iterable[str]) -> None:
-        """Mark the groups of the named parameters and buffers as dirty, because the device copies have changed."""
-        for group in self.groups(names):
-            group.dirty = True
 
     def optimized(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Select the values of the parameters that the optimizer updates, in the module's order."""
@@ -351,10 +295,6 @@ class ModelState:
         """
         tensors = {name: self.tensors[name] for name in names}
         return {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if tensor.requires_grad}
-
-    def settle(self) -> None:
-        """Wait until all updates on the host are over; raise the error of a failed update."""
-        self._host_updates.wait()
 
     def adopt_optimizer_state(self, names: tuple[str, ...], device: Device) -> None:
         """Move state tensors that the optimizer has just created into a group on the host, on the device's copy thread."""
@@ -542,69 +482,6 @@ class ModelState:
         named = {id(tensor): name for name, tensor in named_state(self.module)}
         return {named[id(p)]: dict(entries) for p, entries in self.optimizer.state.items() if id(p) in named}
 
-    def own_code_blocks(self) -> list[Block]:
-        """Return the blocks needed on the device by a unit with the user's own code."""
-        return [*self._blocks(), *self.shared.blocks()]
-
-    def rewrite(self, write: Callable[[Tensor], None]) -> None:
-        """Change tensors of the state on the host, group by group; no unit of the trial may run meanwhile.
-
-        Args:
-            write: called with each parameter, buffer and tensor of the optimizer's state; changes the tensor in place,
-                or leaves it.
-        """
-        self.settle()
-        written_ids: set[int] = set()
-        with torch.no_grad():
-            for block in self._blocks():
-                with block.lock:
-                    bring_home(block)
-                    for tensor in block.tensors:
-                        write(tensor)
-                        written_ids.add(id(tensor))
-                    if block.tier is not None:
-                        block.tier.written(block)
-            # Tensors that no shard uses are in no block.
-            for tensor in self.tensors.values():
-                if id(tensor) not in written_ids:
-                    write(tensor)
-
-    def copy_out(self, targets: Mapping[int, Tensor]) -> None:
-        """Copy tensors of the state to the host from wherever they are; no unit of the trial may run meanwhile.
-
-        Args:
-            targets: destination by `id` of a tensor; `id`s of tensors outside the state are ignored.
-        """
-        for block in self._blocks():
-            # One lock at a time: devices may take the room of all other groups while a group is copied.
-            with block.lock:
-                for tensor in block.tensors:
-                    if id(tensor) in targets:
-                        targets[id(tensor)].copy_(tensor.detach())
-
-    def aliases(self) -> dict[int, Tensor]:
-        """Return an alias of each tensor of the state, by `id`; the aliased bytes do not change until a unit runs."""
-        aliases_by_id: dict[int, Tensor] = {}
-        for block in self._blocks():
-            with block.lock:
-                aliases_by_id |= {id(tensor): tensor.detach() for tensor in block.tensors}
-        return aliases_by_id
-
-    def bring_home(self) -> None:
-        """Bring all groups to the host."""
-        self.settle()
-        for block in self._blocks():
-            bring_home(block)
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Keep all groups on the host inside the context, even beyond the host's budget."""
-        self.settle()
-        blocks = self._blocks()
-        with nullcontext() if self._host is None else self._host.whole(blocks):
-            self.bring_home()
-            yield
-
     @contextmanager
     def writing(self) -> Iterator[None]:
         """As `whole`, for the user's own code between two steps, which may write any of the tensors.
@@ -621,126 +498,6 @@ class ModelState:
                     if block.tier is not None:
                         block.tier.written(block)
 
-    def leave_devices(self) -> bool:
-        """Bring home what has memory of its own on a device, so that `hand_over` works on the host alone.
-
-        Returns:
-            Whether the groups are home; False: there is a host tier, which may lack the room for all groups at once.
-        """
-        if self._host is not None:
-            return False
-        self.settle()
-        for block in self._blocks():
-            # The tensors of a loose block are on the host already, and a write-back would copy them.
-            if not block.is_loose:
-                bring_home(block)
-        return True
-
-    def hand_over(self, *, is_result: bool = False) -> None:
-        """Bring all groups to the host and give each tensor memory of its own; the caller owns the tensors from now on.
-
-        Groups are handed over in turn, so the host never holds more than a single group twice.
-
-        Args:
-            is_result: whether the trial is over. Otherwise shared memory stays shared, so the next `ModelState` can
-                refuse the tensors.
-        """
-        self.settle()
-        self.shared.leave()
-        storages = Counter(
-            storage_identity(tensor) for block in self._blocks() if block.is_loose for tensor in block.tensors
-        )
-        shared = {storage for storage, count in storages.items() if count > 1}
-        for block in self._blocks():
-            # Tensors of a loose block have memory of their own already, except for those that share memory.
-            if block.is_loose:
-                if is_result:
-                    with block.lock:
-                        block.own_memory(shared)
-                drop(block)
-                continue
-            with nullcontext() if self._host is None else self._host.whole([block]), block.lock:
-                bring_home(block)
-                block.let_go()
-                drop(block)
-
-    def drop(self) -> None:
-        """Give up all device and host copies; the module must not be used afterwards."""
-        self._host_updates.wait_quietly()
-        self.shared.leave()
-        for block in self._blocks():
-            drop(block)
-
-    def watch(self, moved: Callable[[int, str | None], None]) -> None:
-        """Call `moved(shard, device)` when parameters of a shard reach a device, or leave their device (None)."""
-        self.watcher = moved
-        for group in dict.fromkeys(self._group_of.values()):
-            if group.shard is not None:
-                group.on_moved = functools.partial(moved, group.shard)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all groups, as they lie on the host; without shared parameters, which belong to no single trial."""
-        return sum(block.nbytes for block in self._blocks())
-
-    def _blocks(self) -> list[TensorBlock]:
-        optimizer = [group for groups in self._optimizer_groups.values() for group in groups]
-        return [*dict.fromkeys(self._group_of.values()), *optimizer]
-
-    def _new_group(self, kind: BlockKind, tensors: Sequence[Tensor], device: Device) -> TensorBlock:
-        nbytes = lay_out(tensors, device.alignment)[1]
-        # A host tier counts a loose group only from its first move on.
-        if self._host is None or self._is_loose:
-            is_loose = self._is_loose
-            group = device.on_host(
-                functools.partial(TensorBlock, kind, tensors, device, self.readers, is_loose=is_loose)
-            )
-            group.owner, group.tenant = self.number, self.tenant
-            return group
-        self._host.take(nbytes)
-        try:
-            group = device.on_host(functools.partial(TensorBlock, kind, tensors, device, self.readers))
-        except BaseException:
-            # The room was taken above, and no group will ever give it back.
-            self._host.ledger.give_back(nbytes)
-            raise
-        group.owner, group.tenant = self.number, self.tenant
-        self._host.enter(group)
-        return group
-
-    def _build(self, plan: ShardPlan, device: Device) -> None:
-        members: dict[tuple[BlockKind, object], list[str]] = {}
-        for name in plan.used_state():
-            if name in self.shared:
-                continue
-            kind = BlockKind.PARAMETERS if isinstance(self.tensors[name], nn.Parameter) else BlockKind.BUFFERS
-            members.setdefault((kind, self.layout.owners.get(name, name)), []).append(name)
-        for (kind, owner), names in members.items():
-            group = self._new_group(kind, [self.tensors[name] for name in names], device)
-            if kind is BlockKind.PARAMETERS and isinstance(owner, int):
-                group.shard = owner
-            self._group_of.update(dict.fromkeys(names, group))
-
-    def adopt_state(self, names: Sequence[str], device: Device) -> None:
-        """Group parameters and buffers that the first plan did not use and a later plan does."""
-        self._group([name for name in names if name not in self._group_of and name not in self.shared], device)
-
-    def _group(self, new_names: Sequence[str], device: Device) -> None:
-        for kind, members in (
-            (BlockKind.PARAMETERS, [n for n in new_names if isinstance(self.tensors[n], nn.Parameter)]),
-            (BlockKind.BUFFERS, [n for n in new_names if not isinstance(self.tensors[n], nn.Parameter)]),
-        ):
-            if members:
-                tensors = [self.tensors[name] for name in members]
-                group = self._new_group(kind, tensors, device)
-                self._group_of.update(dict.fromkeys(members, group))
-
-    def _own_again(self, names: Sequence[str]) -> None:
-        """Give the trial groups of its own for parameters that are shared no more."""
-        # In this order: a prefetch, on another thread, finds each parameter in one place at least.
-        self._group(names, self._device)
-        self.shared.part_with(names)
-
 
 def optimizer_tensors(optimizer: Optimizer, device: Device) -> list[Tensor]:
     """Return the tensors of an optimizer's state on the device's kind of memory, ordered key by key."""
@@ -755,24 +512,6 @@ def optimizer_tensors(optimizer: Optimizer, device: Device) -> list[Tensor]:
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-
-
-def _check_storages(tensors: dict[str, Tensor], *, may_share: bool) -> None:
-    """Refuse distinct tensors that share memory, unless sharing is allowed: flat blocks would tear the tensors apart."""
-    names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.layout is not torch.strided:
-            raise TaskError(
-                f"{name!r} of the model is sparse, which cannot be spilled; keep it dense, and make it sparse in forward"
-            )
-        if may_share or not tensor.numel():
-            continue
-        owner = names.setdefault(tensor.untyped_storage()._cdata, name)  # noqa: SLF001 - the storage's identity
-        if owner != name:
-            raise TaskError(
-                f"{owner!r} and {name!r} of the model share memory but are different tensors; to tie them, let both names "
-                "hold the same Parameter, otherwise .clone() one"
-            )
 
 
 def _in_order(optimizer: Optimizer) -> list[int]:

@@ -19,7 +19,7 @@ from hydra_tune.observe.trace.chrome_trace import trace_events
 from hydra_tune.shard.execute import compute
 from hydra_tune.train.loop.batch_units import run_unit
 from hydra_tune.train.single_trial import SingleTrial
-from hydra_tune.train.state import model_state
+from hydra_tune.train.state import tensor_groups
 from hydra_tune.train.state.host_optimizer import HostUpdateQueue
 from hydra_tune.train.state.model_state import ModelState
 from tests.support.checkpointed import library
@@ -203,7 +203,7 @@ def test_a_trial_that_is_given_up_keeps_its_state_until_its_updates_are_over(dev
     may_end, ended, seen = threading.Event(), [], []
     described = task(optimizer=partial(Held, may_end=may_end, ended=ended, lr=0.1))
     trial = SingleTrial(described, library(num_shards=3, optimizer_placement="host"), device)
-    pager, dropped, wait = Pager(device), model_state.drop, HostUpdateQueue.wait_quietly
+    pager, dropped, wait = Pager(device), tensor_groups.drop, HostUpdateQueue.wait_quietly
 
     def drop(block):
         seen.append(bool(ended))
@@ -216,7 +216,7 @@ def test_a_trial_that_is_given_up_keeps_its_state_until_its_updates_are_over(dev
         assert not ended
         # Not before somebody waits.
         monkeypatch.setattr(HostUpdateQueue, "wait_quietly", lambda updates: (may_end.set(), wait(updates))[1])
-        monkeypatch.setattr(model_state, "drop", drop)
+        monkeypatch.setattr(tensor_groups, "drop", drop)
         trial.close(keep=False)
         may_end.set()  # in any case, for the device is closed next
     assert seen
