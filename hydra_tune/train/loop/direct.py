@@ -1,6 +1,6 @@
 """Steps of a trial that fits its device whole: the user's own module and step, run as in a plain loop.
 
-Nothing is captured, so nothing about the user's code is frozen. `SingleTrial` (`train/single_trial.py`) calls
+Nothing is captured, so nothing about the user's code is frozen. `OwnCodeTrial` (`train/own_code_trial.py`) calls
 `WholeModelRunner` for each batch and each optimizer step while a burst runs the trial's program. This module knows
 nothing of bursts, of other trials or of the schedule.
 
