@@ -8,7 +8,6 @@ The pool's preparer (`pool/runtime/preparer.py`) builds a trial, and workers (`p
 after each unit. `single_trial` has the loop of trials that train by themselves and of a fused group's members.
 """
 
-import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -23,7 +22,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BadLossError, MetricError, TaskError
 from hydra_tune.memory.host.host_tier import HostTier
-from hydra_tune.memory.shared.shared_file import SharedFile
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.operators.operator_splitting import SplitOperators, split_operators
@@ -44,10 +42,10 @@ from hydra_tune.train.checkpoint.trial_checkpoint import (
 )
 from hydra_tune.train.claims import TrialClaim
 from hydra_tune.train.data.data_feed import SkippedBatches, TrialDataFeed
-from hydra_tune.train.data.handles import in_windows, num_batches
+from hydra_tune.train.data.handles import in_windows
 from hydra_tune.train.data.loader_clock import DrawClock
 from hydra_tune.train.loop.batch_units import PendingUnit
-from hydra_tune.train.loop.burst import BURST, BurstMark, BurstRunner, no_report_passes, nobody_asks
+from hydra_tune.train.loop.burst import BurstMark, no_report_passes, nobody_asks
 from hydra_tune.train.loop.direct import WholeModelRunner
 from hydra_tune.train.loop.gradient_rules import GradientProcessor
 from hydra_tune.train.loop.optimizer_step import OptimizerStep
@@ -56,11 +54,11 @@ from hydra_tune.train.mean import WeightedMean
 from hydra_tune.train.parallel.parallel_step import ParallelStep
 from hydra_tune.train.parallel.pool_offers import DeviceLender
 from hydra_tune.train.rng.rng_streams import RandomStreams
-from hydra_tune.train.state.host_quota import HostMemoryQuota, fixed_bytes, largest_bytes
+from hydra_tune.train.state.host_quota import HostMemoryQuota
 from hydra_tune.train.state.model_state import ModelState, check_optimizer
 from hydra_tune.train.state.shared_state import digests
 from hydra_tune.train.timing.shared_times import SharedUnitTimes
-from hydra_tune.train.timing.unit_times import TrialProgressCounts, UnitTimes
+from hydra_tune.train.trial_figures import TrialFigures
 
 _NOTHING = nullcontext()
 
@@ -82,7 +80,7 @@ Said = PendingUnit | ParallelStep | PendingReport | BurstMark
 """Everything that a trial's program yields: units and reports for the pool, marks for the trial."""
 
 
-class Trial:
+class Trial(TrialFigures):
     """A training run under way; `SingleTrial` has the training loop.
 
     Args:
@@ -115,26 +113,13 @@ class Trial:
         keeper: SnapshotSaver | None = None,
         may_run_own_code: bool = True,
     ) -> None:
-        self.task = task
+        super().__init__(task)
         self.history: list[dict[str, float]] = []
         self.metrics: dict[str, float] = {}
-        self.compute_seconds, self.units_run, self.num_shards, self.one_shard_bytes = 0.0, 0, 0, 0
-        self.optimizer_placement: str | None = None
-        # The reason for the number of pieces, if the number was chosen here.
-        self.pieces_why: str | None = None
         self.module: nn.Module | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        self.state: ModelState | None = None
-        self.progress = TrialProgressCounts(
-            epochs=task.epochs,
-            accumulate=task.accumulate,
-            report_every=None if task.report_every == "epoch" else task.report_every,
-            batches=num_batches(task.train, task.batch_size),
-            validation=0 if task.validate is None else num_batches(task.validate, task.batch_size),
-        )
         self._claimed: TrialClaim | None = None
         self._device, self._helpers = device, helpers
-        self._lock = threading.Lock()
         self._host, self._tenant, name = host, tenant, "the trial" if tenant is None else tenant.name
         self._streams = RandomStreams(task.seed)
         self._gradients = GradientProcessor(task)
@@ -151,15 +136,13 @@ class Trial:
         self._share = HostMemoryQuota(host, tenant)
         self._plans = TrialPlanCache(task, library, self._streams, device, self._share, times or SharedUnitTimes())
         self._interval = WeightedMean()
-        self._train_times, self._evaluation_times = UnitTimes({}), UnitTimes({})
-        self._step_left, self._started = 0.0, time.perf_counter()
+        self._started = time.perf_counter()
         # Samples of each batch drawn ahead.
         self._ahead: list[int] = []
         # The step whose batches are being drawn.
         self._open_step: OptimizerStep | None = None
         self._may_run_own_code = may_run_own_code
-        # Both set only while the trial runs its own code.
-        self._bursts: BurstRunner | None = None
+        # Set only while the trial runs its own code.
         self._direct: WholeModelRunner | None = None
         # The state from the trial's own code, until there is a plan.
         self._left: ModelState | None = None
@@ -204,17 +187,6 @@ class Trial:
         if bursts is not None:
             bursts.end_lease()
 
-    def finished(self, unit: PendingUnit, seconds: float) -> None:
-        """Record the seconds taken by a unit."""
-        with self._lock:
-            self.compute_seconds += seconds
-            # Sums exist only where batches run side by side, so the count would depend on the devices; `_took` counts
-            # the steps of bursts.
-            self.units_run += unit.kind not in ("sum", BURST)
-            # Under the lock, because lanes of a parallel step end on several workers at once.
-            self._step_left = max(0.0, self._step_left - unit.seconds)
-            unit.times.measured(unit.key, seconds)
-
     @property
     def clock(self) -> DrawClock:
         """Clock of the wait for the trial's loader."""
@@ -224,75 +196,6 @@ class Trial:
     def any_device(self) -> Device:
         """Any device of the pool, for host memory."""
         return self._device
-
-    @property
-    def activations(self) -> tuple[str, ...]:
-        """How the activations of each shard but the last are handled until the backward; empty before the first step."""
-        state = self.state
-        return () if state is None else tuple(state.activations_of(shard) for shard in state.layout.plan.shards[:-1])
-
-    @property
-    def split_batches(self) -> int | None:
-        """Pieces of each batch; None until the number has been chosen."""
-        return None if self.task.split_batches == "auto" else self.task.split_batches
-
-    @property
-    def unit_times(self) -> UnitTimes:
-        """Seconds of the units of one optimizer step, as known now."""
-        return self._train_times
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of one optimizer step, as known now; at least the turn with a device where the trial runs its own code."""
-        bursts = self._bursts
-        return self._train_times.total if bursts is None else max(bursts.turn_seconds, self._train_times.total)
-
-    @property
-    def alike(self) -> str | None:
-        """Name under which the trial shares measured step times with other trials; None if the trial measures alone."""
-        return self._train_times.name
-
-    @property
-    def remaining_seconds(self) -> float:
-        """Seconds of compute to come, as known now."""
-        steps = self.progress.steps_left * self._train_times.total
-        evaluation = self.progress.evaluated_batches_left * self._evaluation_times.total
-        if self._bursts is not None:
-            return steps + evaluation
-        return self._step_left + max(0.0, steps - self._train_times.total) + evaluation
-
-    @property
-    def units_planned(self) -> int | None:
-        """Units of the whole run; None if the length of the data is unknown."""
-        steps, evaluated = self.progress.num_steps, self.progress.num_evaluated_batches
-        if steps is None or evaluated is None:
-            return None
-        # Before the first evaluation its units are taken to be as many as the shards.
-        per_batch = len(self._evaluation_times) or self.num_shards
-        return steps * len(self._train_times) + evaluated * per_batch
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory for the trial's state and the values between its units, in bytes."""
-        if self.state is None:
-            return 0
-        shards = self.state.layout.plan.shards
-        return self.state.nbytes + sum(shard.cost.held_bytes for shard in shards)
-
-    @property
-    def shared_files(self) -> dict[SharedFile, int]:
-        """Files that the trial's parameters share with other trials, and the host memory of each in bytes."""
-        return {} if self.state is None else self.state.shared.files
-
-    @property
-    def fixed_host_bytes(self) -> int:
-        """Host memory that cannot go to disk while the trial lives, in bytes: spilled activations of whole units."""
-        return 0 if self.state is None else fixed_bytes(self.state.layout.plan)
-
-    @property
-    def largest_host_bytes(self) -> int:
-        """Bytes of the largest block of the trial."""
-        return 0 if self.state is None else largest_bytes(self.state.layout.plan)
 
     def reserve_host(self) -> None:
         """Reserve the host memory that cannot go to disk, until the trial is closed."""

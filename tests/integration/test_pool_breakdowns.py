@@ -152,7 +152,7 @@ def test_a_breakdown_lets_go_of_a_trial_that_waits_for_host_memory(devices, held
         return found
 
     # So much of each trial cannot go to disk; the host has room for one.
-    for module in ("hydra_tune.train.trial", "hydra_tune.train.state.host_quota"):
+    for module in ("hydra_tune.train.trial_figures", "hydra_tune.train.state.host_quota"):
         monkeypatch.setattr(f"{module}.fixed_bytes", lambda plan: 600 * 1024)
     monkeypatch.setattr("hydra_tune.pool.runtime.preparer.has_room", looked)
     with running(max_concurrent=2, host_memory="1MiB", spill_dir=tmp_path, instrument=held) as pool:
