@@ -632,7 +632,7 @@ class Pool:
 
     def plan(self, tasks: Mapping[str, TrainTask], *, group_size: int, probe: bool, profiled: int = 0) -> PoolForecast:
         """Forecast a joint run of tasks without running jobs; see `forecast`."""
-        with PythonStateUndo.of_tasks(*tasks.values()).undone():
+        with PythonStateUndo.of_tasks(*tasks.values()).undone(keeps_results=True):
             return forecast(
                 tasks,
                 self._library,

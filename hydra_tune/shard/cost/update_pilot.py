@@ -11,13 +11,16 @@ GPU gives its stand-ins the choice that torch will make there.
 """
 
 import copy
+import dis
+import inspect
 import math
 import random
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -31,9 +34,21 @@ from hydra_tune.shard.capture.fingerprint import optimizer_key
 from hydra_tune.shard.capture.step_capture import StateSpec
 from hydra_tune.shard.cost.pilot import StorageTracker, UpdatePilot, aligned, quiet_collector
 from hydra_tune.shard.fake.fake_world import RehearsalFakeMode
-from hydra_tune.shard.python_state.state_guard import PythonStateUndo
+from hydra_tune.shard.python_state.state_guard import PythonStateUndo, TaskStateGuard
 from hydra_tune.shard.verify.process_state import preserved_streams
 
+_ZEROING = (
+    "super",
+    "zero_grad",
+    "param_groups",
+    "params",
+    "grad",
+    "detach_",
+    "requires_grad_",
+    "zero_",
+    "torch",
+    "no_grad",
+)
 _RATE = 0.1  # replaces a rate of 0 at the start of a schedule, with which no difference would show
 _LATE = 10_000  # a step number by which every optimizer does all of its work
 # Bytes of parameters, below which running real operators is faster than following the operators on fakes.
@@ -97,7 +112,7 @@ def optimizer_pilot(
         if measured_bytes is None:
             if len(results) >= _MAX_KNOWN:
                 results.clear()
-            measured_bytes = results[key] = _measured(bare, members, specs, alignment)
+            measured_bytes = results[key] = _measured(bare, members, specs, alignment, optimizer)
         return measured_bytes
 
     return measure
@@ -131,16 +146,20 @@ def _steps_a_number(optimizer: Optimizer, index: int) -> bool:
 
 
 def _measured(
-    optimizer: Optimizer, members: list[tuple[str, int]], specs: dict[str, StateSpec], alignment: int
+    optimizer: Optimizer,
+    members: list[tuple[str, int]],
+    specs: dict[str, StateSpec],
+    alignment: int,
+    original: Optimizer,
 ) -> tuple[int, int, int]:
     """Measure by the quickest way that works: small tensors as real tensors, large tensors as stand-ins without bytes."""
     nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name, _ in members)
     ways: tuple[_Make, ...] = (_meta_leaf, partial(fake_like, RehearsalFakeMode())) if nbytes > _SMALL_BYTES else ()
     for make in ways:
         # An optimizer that reads values, or has kernels for some devices only, may fail with some kinds of stand-ins.
-        with suppress(Exception), trying(optimizer):
+        with suppress(Exception), trying(optimizer, original):
             return _measure(optimizer, members, specs, alignment, make)
-    with trying(optimizer):
+    with trying(optimizer, original):
         return _measure(optimizer, members, specs, alignment, _real_leaf)
 
 
@@ -230,8 +249,8 @@ def stand_in_for(optimizer: Optimizer, members: list[tuple[str, int]], leaves: l
 def use_rates(stand_in: Optimizer) -> None:
     """Give a stand-in a rate where a schedule begins at 0."""
     for options in stand_in.param_groups:
-        if not options.get("lr", 1.0):
-            rate = options["lr"]
+        rate = options.get("lr")
+        if rate is not None and not rate:
             options["lr"] = torch.full_like(rate, _RATE) if isinstance(rate, Tensor) else type(rate)(_RATE)
 
 
@@ -241,17 +260,22 @@ def is_of_torch(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def trying(optimizer: Optimizer) -> Iterator[None]:
+def trying(optimizer: Optimizer, original: Optimizer | None = None) -> Iterator[None]:
     """Context for steps of stand-ins, at whose end the objects that they share with a trial's optimizer are as before.
 
     Args:
-        optimizer: the trial's optimizer.
+        optimizer: the trial's optimizer, or a copy without parameters.
+        original: the trial's optimizer, if the first is a copy.
     """
     with preserved_streams():
         if is_of_torch(optimizer):
             yield
             return
-        with PythonStateUndo(_shared(optimizer)).undone():
+        shared = _shared(optimizer)
+        # Optimizers of other trials may change their class at any time.
+        of_classes = tuple(f"{name}." for name, value in shared.items() if isinstance(value, type))
+        tasks = TaskStateGuard.tasks_of(optimizer if original is None else original)
+        with PythonStateUndo(shared, *tasks).undone(of_classes):
             yield
 
 
@@ -277,10 +301,38 @@ def zeroes_more_than_gradients(optimizer: Optimizer) -> bool:
         return True
     inner = {name: value for name, value in vars(optimizer).items() if isinstance(value, Optimizer)}
     kinds = [kind for kind in type(optimizer).__mro__ if kind is not Optimizer and "zero_grad" in vars(kind)]
-    codes = [getattr(vars(kind)["zero_grad"], "__code__", None) for kind in kinds]
-    if any(code is None or not {"super", "zero_grad", *inner}.issuperset(code.co_names) for code in codes):
+    codes = [getattr(inspect.unwrap(vars(kind)["zero_grad"]), "__code__", None) for kind in kinds]
+    if any(code is None or not _only_zeroes(code, inner) for code in codes):
         return True
     return bool(kinds) and any(map(zeroes_more_than_gradients, inner.values()))
+
+
+def _only_zeroes(code: CodeType, inner: Collection[str]) -> bool:
+    """Whether the code of a `zero_grad` only passes the call on, or only sets gradients to None or to zero."""
+    computes = any(step.opname in ("BINARY_OP", "STORE_SUBSCR") for step in dis.get_instructions(code))
+    names = {*code.co_names, *(word for word in code.co_consts if isinstance(word, str) and word.isidentifier())}
+    return not computes and {*_ZEROING, *inner}.issuperset(names) and {"__class__"}.issuperset(code.co_freevars)
+
+
+def zeroes_by_gradients(optimizer: Optimizer) -> bool:
+    """Whether the user's own `zero_grad` keeps other values after a step with a gradient than after one without."""
+    if "zero_grad" in vars(optimizer):
+        return False  # bound to the trial's own parameters, and so cannot be tried
+    kept = []
+    for gradient in (None, torch.full((1,), 0.3721)):
+        leaf = torch.zeros(1, requires_grad=True)
+        leaf.grad = gradient
+        with suppress(Exception), trying(optimizer):
+            stand_in = _over(optimizer, [("", 0)], [leaf])
+            stand_in.zero_grad()
+            options = [
+                {name: value for name, value in group.items() if name != "params"} for group in stand_in.param_groups
+            ]
+            attributes = {
+                name: value for name, value in vars(stand_in).items() if name not in ("param_groups", "state")
+            }
+            kept.append(repr((options, tree_leaves(attributes), float(leaf))))
+    return len(set(kept)) > 1
 
 
 def keeps_gradients(optimizer: Optimizer) -> bool:

@@ -16,9 +16,10 @@ class NotedCache:
         wrapper: the function, as of `functools.cache`.
     """
 
-    __slots__ = ("_misses", "_tables", "_wrapper")
+    __slots__ = ("_misses", "_tables", "_wrapper", "label")
 
     def __init__(self, wrapper: Any) -> None:
+        self.label = f"the cache of {wrapper.__qualname__}"
         self._wrapper, self._misses = wrapper, wrapper.cache_info().misses
         self._tables = [(table, dict(table)) for table in _tables_of(wrapper)]
 

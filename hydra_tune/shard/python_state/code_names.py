@@ -8,9 +8,11 @@ import functools
 import site
 import sys
 import sysconfig
+from collections.abc import Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
+from itertools import pairwise
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 
 _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _WHOLE_NAMESPACES = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple"})
@@ -112,13 +114,46 @@ def loaded_names(code: CodeType) -> frozenset[str]:
     return frozenset(names).union(*map(loaded_names, _nested(code)))
 
 
-@functools.lru_cache(maxsize=4096)
-def reads_value(code: CodeType, name: str) -> bool:
-    """Whether code reads an attribute that it does not call: `p.grad`, and not `torch.autograd.grad(...)`."""
-    loads = (i for i in dis.get_instructions(code) if i.opname == "LOAD_ATTR" and i.argval == name)
+def reads_value(code: CodeType, name: str, variables: Mapping[str, object]) -> bool:
+    """Whether code reads an attribute that it does not call: `p.grad`, and not `torch.autograd.grad(...)`.
+
+    Args:
+        code: the code of a function.
+        name: the attribute.
+        variables: the function's global variables, by which an attribute of a module is known.
+    """
+    steps = list(dis.get_instructions(code))
+    imported = {
+        after.argval
+        for step, after in pairwise(steps)
+        if step.opname in ("IMPORT_NAME", "IMPORT_FROM") and after.argval
+    }
     # From Python 3.12 on, the instruction that loads a method has the same name, and pushes a NULL as well.
-    is_read = any("NULL" not in load.argrepr for load in loads) or ("getattr" in code.co_names and name in _words(code))
-    return is_read or any(reads_value(nested, name) for nested in _nested(code))
+    is_read = any(
+        step.opname == "LOAD_ATTR"
+        and step.argval == name
+        and "NULL" not in step.argrepr
+        and not _is_of_module(steps[:place], imported, variables)
+        for place, step in enumerate(steps)
+    )
+    is_read = is_read or ("getattr" in code.co_names and name in _words(code))
+    return is_read or any(reads_value(nested, name, variables) for nested in _nested(code))
+
+
+def _is_of_module(before: list[dis.Instruction], imported: set[object], variables: Mapping[str, object]) -> bool:
+    """Whether the last instructions load a module, such as `torch.autograd`."""
+    path: list[str] = []
+    while before and before[-1].opname == "LOAD_ATTR":
+        path.insert(0, before.pop().argval)
+    if not before or not before[-1].opname.startswith("LOAD_"):
+        return False
+    first = before[-1].argval
+    if before[-1].opname not in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return first in imported
+    value = variables.get(first)
+    for name in path:
+        value = vars(value).get(name) if isinstance(value, ModuleType) else None
+    return isinstance(value, ModuleType)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -25,17 +25,22 @@ from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import ClassVar, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from hydra_tune.errors import CaptureError, TaskError
-from hydra_tune.shard.python_state.code_names import is_installed, reads_value
+from hydra_tune.shard.python_state.code_names import is_installed, mentioned_names, reads_value
 from hydra_tune.shard.python_state.opened_files import FileHolder
 from hydra_tune.shard.python_state.reachable_values import walked
 from hydra_tune.shard.python_state.value_holder import Undo, ValueHolder, write_environment
 from hydra_tune.task import TrainTask
 
 _LOGGER = logging.getLogger(__name__)
+_GRADIENT_FUNCTIONS = frozenset({"clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"})
+_OPTIMIZERS = frozenset(
+    name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"
+)
 _OF_THE_PROCESS = ("the global ", "the environment")  # labels of values that functions of all trials may name
 
 
@@ -232,17 +237,19 @@ class PythonStateUndo:
             handles |= {name if number == 0 else f"{name} of task {number}": value for name, value in functions.items()}
         return cls(handles, *tasks)
 
-    def note_changes(self, *, is_alone: bool) -> None:
+    def note_changes(self, *, is_alone: bool, shared: tuple[str, ...] = (), keeps_results: bool = False) -> None:
         """Note the values that differ by now, for `undo_changes`; may be called once.
 
         Args:
             is_alone: whether no other trial's code has run since; if not, values that others may have changed stay.
+            shared: first words of the labels of values that others may have changed without reaching them by a function.
+            keeps_results: whether others may have computed the results that functions with a cache have kept since.
         """
-        shared = set() if is_alone else TaskStateGuard.owners_of_others(*self._tasks)
+        owners = set() if is_alone else TaskStateGuard.owners_of_others(*self._tasks)
         for holder in self._holders:
             if holder.is_filled_by_step or holder.is_of_threads or (label := holder.change()) is None:
                 continue
-            is_own = is_alone or not (holder.owner in shared or label.startswith(_OF_THE_PROCESS))
+            is_own = is_alone or not (holder.owner in owners or label.startswith((*_OF_THE_PROCESS, *shared)))
             undo = None
             with suppress(Exception):  # a closed file, an array of another shape
                 undo = holder.undo() if is_own else None
@@ -251,7 +258,11 @@ class PythonStateUndo:
             else:
                 self._changes.append((label, undo))
         # A first call may have drawn numbers that the trial has yet to draw.
-        self._changes += [("a cache", undo) for undo in (cache.undo() for cache in self._caches) if undo is not None]
+        undos = [(cache.label, undo) for cache in self._caches if (undo := cache.undo()) is not None]
+        if undos and keeps_results and not is_alone:
+            self.stays = undos[0][0]
+        else:
+            self._changes += undos
         self.has_changes = bool(self._changes)
         self._holders, self._caches = [], []
 
@@ -271,9 +282,10 @@ class PythonStateUndo:
                 self.stays,
             )
 
-    def undo(self) -> None:
-        """Put back the values that differ by now, beside other trials."""
-        self.note_changes(is_alone=not TaskStateGuard.has_others(*self._tasks))
+    def undo(self, shared: tuple[str, ...] = (), *, keeps_results: bool = False) -> None:
+        """Put back the values that differ by now, beside other trials; arguments as of `note_changes`."""
+        is_alone = not TaskStateGuard.has_others(*self._tasks)
+        self.note_changes(is_alone=is_alone, shared=shared, keeps_results=keeps_results)
         self.undo_changes()
 
     @property
@@ -282,12 +294,12 @@ class PythonStateUndo:
         return any(holder.change(by_step=True) is not None for holder in self._holders)
 
     @contextmanager
-    def undone(self) -> Iterator[None]:
-        """Context for a trial run beside other trials, whose changes are undone at the end."""
+    def undone(self, shared: tuple[str, ...] = (), *, keeps_results: bool = False) -> Iterator[None]:
+        """Context for a trial run beside other trials, whose changes are undone at the end; arguments as of `undo`."""
         try:
             yield
         finally:
-            self.undo()
+            self.undo(shared, keeps_results=keeps_results)
 
 
 class TaskStateGuard:
@@ -300,14 +312,14 @@ class TaskStateGuard:
         module: the trial's model, whose tensors are no Python state.
     """
 
-    __slots__ = ("__weakref__", "_caches", "_holders", "_iterators", "_task")
+    __slots__ = ("__weakref__", "_caches", "_holders", "_iterators", "_module", "_task")
     _all: ClassVar[weakref.WeakSet["TaskStateGuard"]] = weakref.WeakSet()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, task: TrainTask, module: nn.Module) -> None:
         functions = step_functions(task, "train") | step_functions(task, "evaluate") | functions_between_steps(task)
         walk = walked(functions, module, keeps_tensors=True, is_lenient=True, skips_large=True)
-        self._task = task
+        self._task, self._module = task, weakref.ref(module)
         self._holders, self._caches, self._iterators = walk.holders, walk.caches, walk.iterators
         with self._lock:  # last, as others read the holders of all guards
             self._all.add(self)
@@ -331,6 +343,17 @@ class TaskStateGuard:
             for holder in guard._holders  # noqa: SLF001 - of the same class
             if holder.owner and len(holder.noted) > 0
         }
+
+    @classmethod
+    def tasks_of(cls, optimizer: Optimizer) -> list[TrainTask]:
+        """Return the tasks of the trials under way that have the optimizer's first parameter."""
+        parameter = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        return [
+            guard._task  # noqa: SLF001 - of the same class
+            for guard in cls._of_others()
+            if (module := guard._module()) is not None  # noqa: SLF001
+            and any(own is parameter for own in module.parameters())
+        ]
 
     @classmethod
     def has_others(cls, *tasks: TrainTask) -> bool:
@@ -426,6 +449,11 @@ def check_kept(task: TrainTask, module: nn.Module, kept_names: Mapping[str, set[
             )
 
 
+def _reads_gradients(function: FunctionType, gradient_names: frozenset[str]) -> bool:
+    names = mentioned_names(function.__code__)
+    return not names.isdisjoint(gradient_names) or reads_value(function.__code__, "grad", function.__globals__)
+
+
 def check_gradients(task: TrainTask, module: nn.Module, optimizer: Optimizer) -> None:
     """Refuse code that reads gradients which units do not leave on the parameters: of earlier batches, or of no update.
 
@@ -448,13 +476,15 @@ def check_gradients(task: TrainTask, module: nn.Module, optimizer: Optimizer) ->
     else:
         return
     walk = walked(functions, module, keeps_tensors=False, is_lenient=True)
-    functions_of_user = (
-        value for value in walk.seen.values() if isinstance(value, FunctionType) and not is_installed(value.__module__)
-    )
-    reader = next((function for function in functions_of_user if reads_value(function.__code__, "grad")), None)
-    if reader is not None:
+    values = walk.seen.values()
+    functions_of_user = (f for f in values if isinstance(f, FunctionType) and not is_installed(f.__module__))
+    gradient_names = _GRADIENT_FUNCTIONS if outside is None else _GRADIENT_FUNCTIONS | _OPTIMIZERS
+    readers = [f.__qualname__ for f in functions_of_user if _reads_gradients(f, gradient_names)]
+    if outside is not None:
+        readers += [type(other).__name__ for other in values if isinstance(other, Optimizer) and other is not optimizer]
+    if readers:
         raise TaskError(
-            f"{reader.__qualname__} reads .grad, and {why}, which a trial that is cut, fused or runs whole does not; compute "
+            f"{readers[0]} reads .grad, and {why}, which a trial that is cut, fused or runs whole does not; compute "
             "the gradient where it is read (torch.autograd.grad), or raise device_memory until the trial runs as it is"
         )
 

@@ -134,16 +134,29 @@ def _difference_of_steps(
 
 def has_overlap(tensors: Iterable[Tensor]) -> bool:
     """Whether two different tensors lie on the same bytes, so that copies of both would be tensors apart."""
-    spans: dict[int, list[tuple[int, int]]] = {}
+    spans: dict[int, list[tuple[int, int, Tensor]]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         if tensor.layout is torch.strided and tensor.numel():
             extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
             start = int(tensor.storage_offset()) * tensor.element_size()
             storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity
-            spans.setdefault(storage, []).append((start, start + int(extent) * tensor.element_size()))
-    return any(
-        later[0] < earlier[1] for found in spans.values() for earlier, later in itertools.pairwise(sorted(found))
-    )
+            spans.setdefault(storage, []).append((start, start + int(extent) * tensor.element_size(), tensor))
+    return any(map(_meet, spans.values()))
+
+
+def _meet(spans: list[tuple[int, int, Tensor]]) -> bool:
+    """Whether tensors of one storage have bytes in common."""
+    spans.sort(key=lambda span: span[:2])
+    if all(later[0] >= earlier[1] for earlier, later in itertools.pairwise(spans)):
+        return False
+    # Tensors may lie interleaved, as columns of one matrix.
+    counts = torch.zeros(max(end for _, end, _ in spans), dtype=torch.uint8)
+    for start, _, tensor in spans:
+        size = tensor.element_size()
+        own = torch.zeros_like(counts)
+        own.as_strided((*tensor.shape, size), (*(step * size for step in tensor.stride()), 1), start).fill_(1)
+        counts += own
+    return int(counts.max()) > 1
 
 
 def _scale(leaf: Tensor, place: int, is_large: tuple[bool, bool] | None) -> float:

@@ -11,7 +11,7 @@ trials, as the default value of an argument does.
 import json
 import logging
 import random
-import zlib
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -179,7 +179,7 @@ class AttributeTracker:
             self._warned.add(place)
             _LOGGER.warning(
                 "%s has the id() of parameters as keys, and a resumed trial has parameters with other ids: the trial loses "
-                "what the dict holds, and so goes on to other numbers; keep what belongs to a parameter in the optimizer's "
+                "what the dict holds, and so may go on to other numbers; keep what belongs to a parameter in the optimizer's "
                 "state[parameter], or use the parameter's name as the key",
                 place,
             )
@@ -210,7 +210,7 @@ class AttributeTracker:
             return id(value)
         tensors: dict[str, Tensor] = {}
         try:
-            return json.dumps(encode(value, "", tensors)), [*map(_checksum, tensors.values())]
+            return json.dumps(encode(value, "", tensors)), [*map(_TensorMark, tensors.values())]
         except CheckpointError:
             return kind  # other objects and functions are compared by nothing else
 
@@ -244,7 +244,7 @@ class AttributeTracker:
                 self._warned.add(place)
                 _LOGGER.warning(
                     "%s has changed in place, and holds a parameter, a function or another value that no checkpoint can hold: "
-                    "a resumed trial begins with its first content, and so goes on to other numbers; keep the numbers and "
+                    "a resumed trial begins with its first content, and so may go on to other numbers; keep the numbers and "
                     "tensors that change in a container of their own, by name",
                     place,
                 )
@@ -265,11 +265,20 @@ def _stateful(value: object) -> object | None:
     return next((part for part in parts if isinstance(part, _STATEFUL) or _is_numpy_stream(part)), None)
 
 
-def _checksum(tensor: Tensor) -> tuple[torch.Size, int]:
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return tensor.shape, 0
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return tensor.shape, zlib.crc32(flat.view(torch.uint8).numpy().data)
+class _TensorMark:
+    """A tensor as it is now; equal to a later mark of the same tensor unless torch has written the tensor since."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._version = None if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _TensorMark):
+            return NotImplemented
+        tensor = self._tensor()
+        return tensor is not None and tensor is other._tensor() and self._version == other._version
 
 
 def _is_numpy_stream(value: object) -> bool:

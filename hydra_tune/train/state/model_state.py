@@ -31,7 +31,7 @@ from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.memory.trial_context import TrialMemoryContext
 from hydra_tune.shard.analysis.module_mutation import check_state, check_still_frozen
 from hydra_tune.shard.capture.step_capture import named_state, state_specs
-from hydra_tune.shard.cost.update_pilot import keeps_gradients, zeroes_more_than_gradients
+from hydra_tune.shard.cost.update_pilot import keeps_gradients, zeroes_by_gradients, zeroes_more_than_gradients
 from hydra_tune.shard.partition.plan import Shard, ShardPlan
 from hydra_tune.shard.partition.subgraph import ShardGraph
 from hydra_tune.shard.python_state.code_names import mentioned_names
@@ -211,8 +211,19 @@ class ModelState(TensorGroups):
 
     @functools.cached_property
     def has_own_zero_grad(self) -> bool:
-        """Whether the optimizer needs a call of `zero_grad` after each step."""
-        return zeroes_more_than_gradients(self.optimizer)
+        """Whether the optimizer needs a call of `zero_grad` after each step.
+
+        Raises:
+            TaskError: `zero_grad` reads gradients.
+        """
+        if not zeroes_more_than_gradients(self.optimizer):
+            return False
+        if zeroes_by_gradients(self.optimizer):
+            raise TaskError(
+                f"zero_grad() of {type(self.optimizer).__name__} reads .grad, and a model that is cut has no gradients left "
+                "after its step; read the gradients in step(), or raise device_memory until the trial runs as it is"
+            )
+        return True
 
     def zero_grad(self) -> None:
         """Call the user's own `zero_grad`, which may count, where a plain loop calls it; the gradients are None already."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import autograd, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
@@ -337,9 +337,9 @@ class LooksAhead(Stepwise):
 class WarmsUp(torch.optim.SGD):
     """Warms up by a count in an object of its own."""
 
-    def __init__(self, params, lr):
+    def __init__(self, params, lr, count=None):
         super().__init__(params, lr=lr)
-        self.count = SimpleNamespace(steps=0)
+        self.count = count or SimpleNamespace(steps=0)
 
     def step(self, closure=None):
         self.count.steps += 1
@@ -355,6 +355,86 @@ class CoolsDown(torch.optim.SGD):
         super().zero_grad(set_to_none)
         for group in self.param_groups:
             group["lr"] *= 0.9
+
+
+class CoolsByGradients(torch.optim.SGD):
+    """Lowers its rate by the gradients where they are zeroed."""
+
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            group["lr"] /= 1 + sum(float(p.grad.norm()) for p in group["params"] if p.grad is not None)
+        super().zero_grad(set_to_none)
+
+
+class ClampsDecorated(torch.optim.SGD):
+    """Bounds the weights where gradients are zeroed, in a function that a decorator hides."""
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.clamp_(-0.2, 0.2)
+
+
+class HasNoRate(torch.optim.Optimizer):
+    """Takes its rate from the step of each parameter where none is given."""
+
+    def __init__(self, params, lr=None) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    entries = self.state[p]
+                    entries["step"] = entries.get("step", 0) + 1
+                    p.add_(p.grad, alpha=-(group["lr"] or 0.1 / entries["step"]))
+
+
+class KeepsColumns(torch.optim.SGD):
+    """Keeps two averages in one tensor, as columns that have no byte in common."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    entries = self.state[p]
+                    if not entries:
+                        both = p.new_zeros(*p.shape, 2)
+                        entries["fast"], entries["slow"] = both[..., 0], both[..., 1]
+                    entries["fast"].lerp_(p.grad, 0.5)
+                    entries["slow"].lerp_(p.grad, 0.1)
+                    p.sub_(0.1 * (entries["fast"] + entries["slow"]))
+
+
+def _tells_its_count():
+    """A task whose optimizer and whose `after_step` reach one count."""
+    count, seen = SimpleNamespace(steps=0), []
+    optimizer = lambda parameters: WarmsUp(parameters, lr=0.1, count=count)  # noqa: E731
+    return task(optimizer=optimizer, after_step=lambda *_: seen.append(count.steps))
+
+
+def _steps_beside():
+    """A task whose `after_step` trains the scale by an optimizer of its own."""
+    others = []
+
+    def after_step(module, optimizer, step):
+        if not others:
+            others.append(torch.optim.SGD([module.scale], lr=0.1))
+        others[0].step()
+        others[0].zero_grad()
+
+    return task(model=Scaled, param_groups=_without_scale, after_step=after_step)
+
+
+def _penalty(module, batch):
+    x = batch[0].clone().requires_grad_()
+    logits = module(x)
+    (slope,) = autograd.grad(logits.sum(), x, create_graph=module.training)
+    return functional.cross_entropy(logits, batch[1]) + 0.01 * slope.square().mean()
 
 
 class ClampsAfterSteps(torch.optim.SGD):
@@ -683,6 +763,10 @@ def _own_batches():
         pytest.param(lambda: task(optimizer=partial(WarmsUp, lr=0.1)), id="an optimizer's object that counts"),
         pytest.param(lambda: task(optimizer=partial(CoolsDown, lr=0.1)), id="a zero_grad that counts"),
         pytest.param(lambda: task(optimizer=partial(ClampsAfterSteps, lr=0.1)), id="a zero_grad that writes weights"),
+        pytest.param(lambda: task(optimizer=partial(ClampsDecorated, lr=0.1)), id="a decorated zero_grad"),
+        pytest.param(lambda: task(optimizer=partial(CoolsByGradients, lr=0.1)), id="a zero_grad that reads gradients"),
+        pytest.param(_tells_its_count, id="an optimizer's count that after_step reads"),
+        pytest.param(_steps_beside, id="an optimizer of after_step"),
         pytest.param(
             lambda: task(model=Scaled, param_groups=_without_scale, after_step=_train_scale),
             id="an after_step that trains a parameter",
@@ -735,6 +819,9 @@ def test_state_that_shares_memory_is_refused_where_a_whole_trial_moves(optimizer
         pytest.param({"model": FollowsItsGradient}, id="gradients read where a step has one batch"),
         pytest.param({"model": Scaled, "after_step": _train_scale}, id="gradients read where all are zeroed"),
         pytest.param({"model": BothNames}, id="a buffer replaced under both names"),
+        pytest.param({"optimizer": HasNoRate}, id="no rate"),
+        pytest.param({"optimizer": partial(KeepsColumns, lr=0.1)}, id="state in columns of one tensor"),
+        pytest.param({"step": _penalty, "loss": None, "accumulate": 2}, id="a gradient of its own"),
     ],
 )
 def test_what_is_not_hard_is_not_refused(changes):

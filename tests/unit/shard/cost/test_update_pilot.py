@@ -11,7 +11,8 @@ from torch import nn
 from hydra_tune import HydraExecutor
 from hydra_tune.shard.capture.step_capture import state_specs
 from hydra_tune.shard.cost import update_pilot
-from hydra_tune.shard.cost.update_pilot import optimizer_pilot
+from hydra_tune.shard.cost.update_pilot import optimizer_pilot, trying, zeroes_more_than_gradients
+from hydra_tune.shard.python_state.state_guard import TaskStateGuard
 from tests.support.tracker import Account, Mode, StorageTracker
 from tests.unit.pool.tasks import task
 
@@ -35,6 +36,25 @@ class ReadyMade(torch.optim.Optimizer):
                     state["step"] += 1
                     state["sum"].addcmul_(parameter.grad, parameter.grad)
                     parameter.addcdiv_(parameter.grad, state["sum"].sqrt().add_(1e-10), value=-group["lr"])
+
+
+class CountsInItsClass(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        CountsInItsClass.steps += 1
+        return super().step(closure)
+
+
+class ClearsByHand(torch.optim.SGD):
+    """Zeros gradients as optimizers did in older scripts."""
+
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.detach_()
+                    p.grad.zero_()
 
 
 OPTIMIZERS = {
@@ -326,3 +346,25 @@ def test_torchs_own_optimizers_take_no_early_step(monkeypatch, kind, num_steps):
     measure = optimizer_pilot(kind(model.parameters()), dict(model.named_parameters()), state_specs(model), alignment=1)
     assert measure(NAMES)[0] > 0
     assert next(steps) == num_steps
+
+
+def test_a_class_that_others_may_change_meanwhile_stays_and_is_named(monkeypatch, caplog):
+    """Nothing tells another trial's count in the class from the count of a try."""
+    monkeypatch.setattr(CountsInItsClass, "steps", 0)
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = CountsInItsClass(module.parameters(), lr=0.1)
+    own = TaskStateGuard(task(), module)
+    with trying(optimizer):
+        optimizer.step()
+    assert (CountsInItsClass.steps, caplog.messages) == (0, [])
+    another = TaskStateGuard(task(), other)
+    with trying(optimizer):
+        CountsInItsClass(other.parameters(), lr=0.1).step()
+    assert CountsInItsClass.steps == 1
+    assert "CountsInItsClass.steps has changed while the pool tried code" in caplog.text
+    del own, another
+
+
+def test_a_zero_grad_that_only_zeroes_is_as_good_as_torchs():
+    module = nn.Linear(2, 2)
+    assert not zeroes_more_than_gradients(ClearsByHand(module.parameters(), lr=0.1))

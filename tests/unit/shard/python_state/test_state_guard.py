@@ -28,7 +28,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune.errors import CaptureError, TaskError
-from hydra_tune.shard.python_state.state_guard import PythonStateGuard, PythonStateUndo, check_own_copy, reached
+from hydra_tune.shard.python_state.state_guard import (
+    PythonStateGuard,
+    PythonStateUndo,
+    TaskStateGuard,
+    check_own_copy,
+    reached,
+)
 from tests.unit.shard.bench import task_of
 
 
@@ -507,3 +513,23 @@ def test_functions_that_hold_the_model_are_found():
     assert reached({"train=": train}, module.modules()) is None
     held.append(module)
     assert reached({"scheduler=": None, "train=": train}, module.modules()) == "train="
+
+
+@functools.cache
+def _drawn(key: str) -> float:
+    return float(torch.rand(()))
+
+
+def test_a_result_that_another_trial_may_have_cached_meanwhile_stays(caplog):
+    """A plan is made while trials run, and may not make them draw anew."""
+    _drawn.cache_clear()
+    task, other = (task_of(net(), step=lambda module, batch: module(batch) * _drawn("own")) for _ in range(2))
+    with PythonStateUndo.of_tasks(task).undone(keeps_results=True):
+        _drawn("own")
+    assert _drawn.cache_info().currsize == 0
+    another = TaskStateGuard(other, net())
+    with PythonStateUndo.of_tasks(task).undone(keeps_results=True):
+        _drawn("other")
+    assert _drawn.cache_info().currsize == 1
+    assert "the cache of _drawn has changed" in caplog.text
+    del another
