@@ -507,6 +507,7 @@ def test_a_copy_from_another_device_that_fails_leaves_the_block_there(pagers):
     visit(other, made, write=9)
     one.device.error = RuntimeError("the link is down")
     BlockPrefetcher(one).send([UnitMemoryNeeds([made])])
+    assert one.device.begun.wait(PATIENCE_SECONDS), "or the lease would copy by itself"
     with pytest.raises(RuntimeError, match="the link is down"), one.lease([made], 0):
         pass
     assert (made.home, made.coming, made.dirty, made.pinned_for) == (other, None, True, None)
@@ -636,6 +637,7 @@ def test_a_copy_that_fails_is_the_affair_of_the_unit_that_comes_for_its_block(pa
     lost, fine = block(1), block(2)
     pager.device.error = RuntimeError("the link is down")
     prefetch.send([UnitMemoryNeeds([lost])])
+    assert pager.device.begun.wait(PATIENCE_SECONDS)
     lost.coming.copy.wait_quietly()
     pager.device.error = None
     visit(pager, fine)
