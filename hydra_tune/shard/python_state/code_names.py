@@ -18,7 +18,8 @@ _GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 _WHOLE_NAMESPACES = frozenset({"vars", "__dict__", "attrgetter", "asdict", "astuple"})
 # Also where a package lies in a working folder, as with PYTHONPATH.
 _ALWAYS = frozenset(
-    {"torch", "numpy", "transformers", "hydra_tune", "hydra_tune_optuna", "hydra_tune_ray", "hydra_tune_transformers"}
+    {"torch", "numpy", "transformers", "lightning", "torchmetrics"}
+    | {"hydra_tune", "hydra_tune_lightning", "hydra_tune_optuna", "hydra_tune_ray", "hydra_tune_transformers"}
     | set(sys.stdlib_module_names)
 )
 

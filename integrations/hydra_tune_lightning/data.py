@@ -1,0 +1,76 @@
+"""The loaders of a training: from arguments, a datamodule or the module itself.
+
+The pool draws from copies of a `DataLoader`, so the loader itself is the task's data. Only for a step that reads its
+`batch_idx`, a `NumberedLoader` gives each batch with its number.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+
+from hydra_tune.task import length_of
+from hydra_tune_lightning.errors import RefusedModuleError
+from hydra_tune_lightning.streams import StreamState
+
+
+class NumberedLoader(DataLoader[Any]):
+    """Gives each batch of a pass with its number, from 0."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator
+        # Torch's own iterator at once, which draws a number.
+        return self._numbered(super().__iter__())
+
+    @staticmethod
+    def _numbered(batches: Iterator[Any]) -> Iterator[tuple[Any, int]]:
+        for number, batch in enumerate(batches):
+            yield batch, number
+
+
+def source_of(name: str, given: Any, datamodule: Any, module: Any) -> Any:
+    """Return where a stage's loader comes from, as Lightning chooses: an argument, the datamodule, the module; or None."""
+    if given is not None:
+        return given
+    return next((each for each in (datamodule, module) if each is not None and is_overridden(name, each)), None)
+
+
+def loader_from(source: Any, name: str, *, is_numbered: bool) -> DataLoader[Any] | None:
+    """Return the loader of a stage.
+
+    Args:
+        source: a loader, or an object with a method that returns a loader.
+        name: the method, `train_dataloader` or `val_dataloader`.
+        is_numbered: whether the step reads the number of its batch.
+
+    Returns:
+        The loader; None for no data.
+
+    Raises:
+        RefusedModuleError: the data has another form than a `DataLoader` with a length.
+    """
+    if source is None:
+        return None
+    before = StreamState.now()
+    loader = getattr(source, name)() if hasattr(source, name) else source
+    if not before.is_same(StreamState.now()):
+        raise RefusedModuleError([f"{name}() draws random numbers: split or shuffle the data in setup()"])
+    if isinstance(loader, list | tuple) and not loader:
+        return None
+    if isinstance(loader, list | tuple) and len(loader) == 1:
+        (loader,) = loader
+    if not isinstance(loader, DataLoader):
+        raise RefusedModuleError([f"{name} gives {type(loader).__name__}: give one torch.utils.data.DataLoader"])
+    if length_of(loader) is None:
+        raise RefusedModuleError([f"{name} gives a DataLoader without a length: give a dataset with len()"])
+    if hasattr(loader.sampler, "set_epoch") or hasattr(loader.batch_sampler, "set_epoch"):
+        raise RefusedModuleError([f"{name} has a sampler with set_epoch(): let the sampler count its passes itself"])
+    if not is_numbered:
+        return loader
+    if type(loader) is not DataLoader:
+        kind = type(loader).__name__
+        raise RefusedModuleError([f"a step reads batch_idx, and {name} gives {kind}: give a torch.utils.data.DataLoader"])
+    numbered = copy.copy(loader)
+    numbered.__class__ = NumberedLoader
+    return numbered

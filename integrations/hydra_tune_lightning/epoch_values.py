@@ -1,0 +1,175 @@
+"""The values of an epoch: logged tensors reduced as `self.log` says, and metrics of torchmetrics from their states.
+
+A metric begins each batch of a validation anew. The pool concatenates the states of all batches, and `EpochValues` adds
+the states up in the order of the batches, as the metric itself would have done. `step.py` collects what a batch logs.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
+
+from hydra_tune.errors import MetricError
+
+_ADDED = {dim_zero_sum: torch.add, dim_zero_max: torch.maximum, dim_zero_min: torch.minimum}
+_STATE = "state"
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """A name of `self.log`, and how its values become one.
+
+    Args:
+        kind: `"mean"`, `"sum"`, `"min"`, `"max"`, or `"metric"` for a metric of torchmetrics.
+        name: the name.
+        is_forked: whether the value is also reported as `<name>_epoch`, because it is logged on each step as well.
+    """
+
+    kind: str
+    name: str
+    is_forked: bool
+
+    @property
+    def key(self) -> str:
+        """The value's name among those that the pool concatenates."""
+        return f"{self.kind}|{'forked' if self.is_forked else ''}|{self.name}"
+
+    @property
+    def size_key(self) -> str:
+        """The name of the sizes of batches that weigh a mean."""
+        return f"size|{self.name}"
+
+    @classmethod
+    def of(cls, key: str) -> "LoggedValue":
+        """Return the value of a key."""
+        kind, forked, name = key.split("|", 2)
+        return cls(kind, name, bool(forked))
+
+
+def metrics_of(module: nn.Module) -> dict[str, Metric]:
+    """Return the metrics of a module by name."""
+    return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+
+
+def metric_refusals(module: nn.Module) -> Iterator[str]:
+    """Describe metrics that cannot be added up from the states of batches, each with the remedy."""
+    for name, part in module.named_modules():
+        if isinstance(part, MetricCollection) and part._enable_compute_groups:  # noqa: SLF001 - no public name
+            yield f"the MetricCollection {name!r} with compute groups: give it compute_groups=False"
+        if not isinstance(part, Metric):
+            continue
+        if len(metrics_of(part)) > 1:
+            yield f"the metric {name!r} ({type(part).__name__}) wraps another metric: log the inner metric"
+        for state, reduction in part._reductions.items():  # noqa: SLF001 - no public name
+            is_list = isinstance(part._defaults[state], list)  # noqa: SLF001 - as above
+            if not (reduction in _ADDED and not is_list) and not (reduction is dim_zero_cat and is_list):
+                yield (
+                    f"the metric {name!r} ({type(part).__name__}), whose state {state!r} is not a sum, a maximum, a minimum or a "
+                    "list: log tensors"
+                )
+
+
+@contextmanager
+def new_metrics(module: nn.Module) -> Iterator[dict[str, Metric]]:
+    """Context in which the metrics of a module are as new; afterwards they are as before."""
+    metrics = metrics_of(module)
+    parts = [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
+    before = [dict(vars(part)) for part in parts]
+    # Not by `reset()`, which empties lists that belong to the state before.
+    for metric in metrics.values():
+        for state, default in metric._defaults.items():  # noqa: SLF001 - no public name
+            vars(metric)[state] = [] if isinstance(default, list) else default.detach().clone().to(metric.device)
+        vars(metric).update(_update_count=0, _forward_cache=None, _computed=None)
+    try:
+        yield metrics
+    finally:
+        for part, saved in zip(parts, before, strict=True):
+            vars(part).clear()
+            vars(part).update(saved)
+
+
+def states_of(metrics: Mapping[str, Metric], logged: Mapping[str, Sequence[LoggedValue]]) -> dict[str, Any]:
+    """Return the states of logged metrics after a batch, and which names they are logged under."""
+    values: dict[str, Any] = {}
+    for place, names in logged.items():
+        values |= {f"{each.key}|{place}": 1 for each in names}
+        for state in metrics[place]._defaults:  # noqa: SLF001 - no public name
+            value = getattr(metrics[place], state)
+            if isinstance(value, Tensor):
+                values[f"{_STATE}|{place}|{state}"] = value.detach().reshape(-1)
+            elif value:
+                values[f"{_STATE}|{place}|{state}"] = dim_zero_cat(value).detach()
+    return values
+
+
+@dataclass(frozen=True, eq=False)
+class EpochValues:
+    """Computes the values of an epoch from those of its batches.
+
+    Args:
+        metrics: the module's metrics by name, as new.
+    """
+
+    metrics: Mapping[str, Metric]
+
+    def __call__(self, collected: dict[str, Tensor]) -> dict[str, float]:
+        """Return the values by the names that the module has logged.
+
+        Raises:
+            MetricError: a metric computes no number.
+        """
+        computed: dict[str, float] = {}
+        for key, values in collected.items():
+            if key.startswith(("size|", f"{_STATE}|")):
+                continue
+            logged = LoggedValue.of(key)
+            name = logged.name
+            if logged.kind == "metric":
+                name, place = name.rsplit("|", 1)
+                value = self._metric(name, place, collected)
+            else:
+                value = _reduced(logged.kind, values, collected.get(logged.size_key))
+            number = float(value.item())
+            computed |= {name: number, f"{name}_epoch": number} if logged.is_forked else {name: number}
+        return computed
+
+    def _metric(self, name: str, place: str, collected: Mapping[str, Tensor]) -> Tensor:
+        metric = copy.deepcopy(self.metrics[place])
+        for state, default in metric._defaults.items():  # noqa: SLF001 - no public name
+            values = collected.get(f"{_STATE}|{place}|{state}")
+            if values is None:
+                continue
+            if isinstance(default, list):
+                setattr(metric, state, [values])
+                continue
+            total = default.clone()
+            for value in values.reshape(-1, *default.shape):
+                total = _ADDED[metric._reductions[state]](total, value)  # noqa: SLF001 - as above
+            setattr(metric, state, total)
+        metric._update_count = 1  # noqa: SLF001 - a metric without updates warns
+        value = metric.compute()
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise MetricError(f"the metric logged as {name!r} computes no number; log numbers, as by log_dict")
+        return value
+
+
+def _reduced(kind: str, values: Tensor, sizes: Tensor | None) -> Tensor:
+    """Reduce the values of all batches to one, by the operations of Lightning's collection of results."""
+    if kind == "mean":
+        assert sizes is not None
+        total, count = values.new_zeros(()), torch.tensor(0)
+        for value, size in zip(values, sizes.tolist(), strict=True):
+            total, count = total + value * int(size), count + int(size)
+        return total / count
+    if kind == "sum":
+        total = values.new_zeros(())
+        for value in values:
+            total = total + value  # noqa: PLR6104 - as in Lightning
+        return total
+    return values.min() if kind == "min" else values.max()

@@ -1,0 +1,182 @@
+"""The optimizer and the scheduler of `configure_optimizers`, as factories of a task.
+
+A trial's `configure_optimizers` runs once, when the pool asks for parameter groups. The groups then carry the optimizer
+to the factory of optimizers, and the optimizer carries the scheduler to the factory of schedulers. `parsed` reads what a
+module returns, for `task.py` and for each trial.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import _configure_optimizers, _configure_schedulers_automatic_opt
+from torch import nn
+from torch.optim import Optimizer
+
+from hydra_tune.errors import TaskError
+from hydra_tune_lightning.errors import RefusedModuleError
+from hydra_tune_lightning.options import TrainerOptions
+from hydra_tune_lightning.trainer_stand_in import standing_in
+
+_SCHEDULER = "_hydra_tune_lightning_scheduler"
+
+
+@dataclass(frozen=True)
+class Configured:
+    """The answer of `configure_optimizers`.
+
+    Attributes:
+        optimizer: the only optimizer.
+        config: scheduler, interval and monitor; None without a scheduler.
+    """
+
+    optimizer: Optimizer
+    config: Any
+
+    @classmethod
+    def of(cls, module: LightningModule, options: TrainerOptions, batches: int) -> "Configured":
+        """Ask a module.
+
+        Args:
+            module: the module, ready to train.
+            options: options of the `Trainer`.
+            batches: batches of an epoch.
+
+        Raises:
+            RefusedModuleError: several optimizers or schedulers, or none.
+        """
+        steps = options.max_epochs * -(-batches // options.accumulate_grad_batches)
+        known = {"estimated_stepping_batches": steps, "num_training_batches": batches, "current_epoch": 0, "global_step": 0}
+        with standing_in(module, options, "configure_optimizers", **known):
+            answer = module.configure_optimizers()
+            if answer is None:
+                raise RefusedModuleError(["configure_optimizers returns None: return an optimizer"])
+            optimizers, schedulers, monitor = _configure_optimizers(answer)
+            configs = _configure_schedulers_automatic_opt(schedulers, monitor)
+        if len(optimizers) != 1:
+            raise RefusedModuleError(
+                [f"configure_optimizers returns {len(optimizers)} optimizers: return one, with parameter groups"]
+            )
+        if len(configs) > 1:
+            raise RefusedModuleError(
+                [f"configure_optimizers returns {len(configs)} schedulers: chain them, as in SequentialLR or ChainedScheduler"]
+            )
+        return cls(optimizers[0], configs[0] if configs else None)
+
+    def refusals(self, module: nn.Module, options: TrainerOptions) -> Iterator[str]:
+        """Describe what the pool would not do as Lightning, each with the remedy."""
+        optimizer, config = self.optimizer, self.config
+        if isinstance(optimizer, torch.optim.LBFGS):
+            yield "LBFGS, which calls training_step several times in a step: use another optimizer"
+        if not isinstance(optimizer, Optimizer):
+            yield f"{type(optimizer).__name__} is not a torch.optim.Optimizer: return an optimizer of torch's classes"
+            return
+        if options.max_norm is not None:
+            listed = [p for group in optimizer.param_groups for p in group["params"]]
+            places = {id(p): place for place, p in enumerate(module.parameters())}
+            ordered = [places.get(id(p), -1) for p in listed]
+            if ordered != sorted(ordered):
+                yield (
+                    "gradient_clip_val with parameter groups in another order than module.parameters(), which changes the last "
+                    "bits of the norm: list the parameters in the module's order, or leave gradient_clip_val out"
+                )
+        if config is None:
+            return
+        if config.frequency != 1:
+            yield f"a scheduler with frequency={config.frequency}: scale the schedule, and leave frequency out"
+        if config.reduce_on_plateau and config.interval != "epoch":
+            yield "a ReduceLROnPlateau with interval='step': use interval='epoch'"
+        if config.reduce_on_plateau and not isinstance(config.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            yield "reduce_on_plateau=True for another scheduler than ReduceLROnPlateau: use ReduceLROnPlateau"
+
+
+class _Groups(list[Any]):
+    """Parameter groups that carry the optimizer that a module has made for them."""
+
+    configured: Configured
+
+
+@dataclass(frozen=True)
+class ConfigureModule:
+    """Asks a trial's module for its optimizer, and returns the parameter groups.
+
+    Args:
+        options: options of the `Trainer`.
+        batches: batches of an epoch.
+    """
+
+    options: TrainerOptions
+    batches: int
+
+    def __call__(self, module: nn.Module) -> list[Any]:
+        """Return the groups, for `TakeOptimizer`."""
+        assert isinstance(module, LightningModule)
+        configured = Configured.of(module, self.options, self.batches)
+        groups = _Groups(configured.optimizer.param_groups)
+        groups.configured = configured
+        return groups
+
+
+@dataclass(frozen=True)
+class TakeOptimizer:
+    """Takes the optimizer from the groups of `ConfigureModule`.
+
+    Args:
+        max_value: value to which the optimizer clips gradients before each step; None: no such clipping.
+    """
+
+    max_value: float | None
+
+    def __call__(self, groups: Any) -> Optimizer:
+        """Return the optimizer."""
+        if not isinstance(groups, _Groups):
+            raise TaskError(
+                "the parameters of the module have been replaced (split_operators=), and configure_optimizers has made the "
+                "optimizer for the module's own; leave split_operators out"
+            )
+        optimizer, config = groups.configured.optimizer, groups.configured.config
+        if self.max_value is not None:
+            _clip_by_value(optimizer, self.max_value)
+        if config is not None:
+            vars(optimizer)[_SCHEDULER] = config.scheduler
+        return optimizer
+
+
+def take_scheduler(optimizer: Optimizer) -> Any:
+    """Return the scheduler that a module has made for the optimizer of `TakeOptimizer`."""
+    return vars(optimizer).pop(_SCHEDULER)
+
+
+def _clip_by_value(optimizer: Optimizer, max_value: float) -> None:
+    """Make an optimizer clip gradients by value at the beginning of each step."""
+    scheduled_step = vars(optimizer).pop("step", None)
+    kind = _clipping(type(optimizer), max_value)
+    optimizer.__class__ = kind
+    if scheduled_step is None:
+        return
+
+    # A scheduler has put a wrapper of the class's own step on the object, and looks whether the wrapper has been called.
+    @functools.wraps(kind.step)
+    def step(*arguments: Any, **options: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - the scheduler's mark
+        return kind.step(optimizer, *arguments, **options)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - the scheduler's mark
+    vars(optimizer)["step"] = step
+
+
+@functools.cache
+def _clipping(kind: type[Optimizer], max_value: float) -> type[Optimizer]:
+    """Return a class of optimizers that clip by value; one class for all trials, so that trials can be compared."""
+
+    class ValueClipping(kind):  # type: ignore[valid-type, misc]
+        def step(self, closure: Any = None) -> Any:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            nn.utils.clip_grad_value_(parameters, max_value)
+            return super().step(closure)
+
+    ValueClipping.__name__ = ValueClipping.__qualname__ = f"{kind.__name__}ClippedByValue"
+    return ValueClipping

@@ -1,0 +1,127 @@
+"""The options of a `Trainer`, checked: those that are taken over, those without effect, and those refused by name.
+
+`task_from_lightning` (`task.py`) reads `TrainerOptions` for the arguments of the task, and `trainer_stand_in.py` shows
+the options to the module's code.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from hydra_tune.errors import TaskError, with_hint
+from hydra_tune_lightning.errors import RefusedModuleError
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "logger",
+        "enable_checkpointing",
+        "enable_progress_bar",
+        "enable_model_summary",
+        "enable_autolog_hparams",
+        "log_every_n_steps",
+        "default_root_dir",
+        "inference_mode",
+        "limit_test_batches",
+        "limit_predict_batches",
+        "use_distributed_sampler",
+        "num_sanity_val_steps",
+    }
+)
+"""Options that change no number of a training on one device. Lightning puts the random streams back after sanity steps."""
+
+REFUSED = {
+    "strategy": "leave it out, and give the devices to the pool, HydraExecutor(devices=...)",
+    "num_nodes": "leave it out, and give the devices to the pool, HydraExecutor(devices=...)",
+    "callbacks": "leave them out; a result's history has all reports, and dataclasses.replace(task, stop=..., "
+    "after_step=...) ends a training early or writes weights",
+    "fast_dev_run": "give max_epochs=1 and small loaders",
+    "max_steps": "give max_epochs",
+    "min_steps": "leave it out; every training runs max_epochs",
+    "min_epochs": "leave it out; every training runs max_epochs",
+    "max_time": "give max_epochs",
+    "limit_train_batches": "give a loader of fewer batches",
+    "limit_val_batches": "give a loader of fewer batches",
+    "overfit_batches": "give a loader of fewer batches",
+    "val_check_interval": "leave it at 1.0; dataclasses.replace(task, report_every=...) reports every so many steps",
+    "check_val_every_n_epoch": "leave it at 1",
+    "deterministic": "set torch.use_deterministic_algorithms(True) for the process",
+    "benchmark": "set torch.backends.cudnn.benchmark for the process",
+    "profiler": "leave it out; hydra-tune trace shows where the time goes",
+    "detect_anomaly": "use it with Trainer.fit()",
+    "barebones": "leave it out",
+    "plugins": "leave them out",
+    "sync_batchnorm": "leave it out; a trial has one copy of its model",
+    "reload_dataloaders_every_n_epochs": "let the dataset or the sampler change by itself",
+    "model_registry": "upload the file of save_checkpoint() after the search",
+}
+"""Options refused with any other value than their default: the remedy of each."""
+
+PRECISIONS = {"32-true": "float32", "32": "float32", "None": "float32", "bf16-mixed": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """The options of a `Trainer` that decide numbers, by their names there."""
+
+    max_epochs: int
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    precision: str = "32-true"
+
+    @property
+    def max_norm(self) -> float | None:
+        """Norm to which gradients are clipped; None: not by their norm."""
+        return None if self.gradient_clip_algorithm == "value" else self.gradient_clip_val or None
+
+    @property
+    def max_value(self) -> float | None:
+        """Value to which gradients are clipped; None: not by value."""
+        return self.gradient_clip_val or None if self.gradient_clip_algorithm == "value" else None
+
+
+def checked(options: Mapping[str, Any]) -> TrainerOptions:
+    """Return the options that decide numbers.
+
+    Raises:
+        TaskError: an option that `Trainer` does not have, or no `max_epochs`.
+        RefusedModuleError: options that the pool does not honour.
+    """
+    known = inspect.signature(Trainer.__init__).parameters
+    for name in options:
+        if name not in known or name == "self":
+            raise TaskError(with_hint(f"Trainer has no option {name!r}", name, [*known]))
+    if options.get("max_epochs") is None:
+        raise TaskError("task_from_lightning needs max_epochs, as Trainer(max_epochs=...)")
+    if reasons := [*_refused(options, known)]:
+        raise RefusedModuleError(reasons)
+    kept = {name: options[name] for name in TrainerOptions.__slots__ if options.get(name) is not None}
+    kept["precision"] = str(kept.get("precision", "32-true"))
+    return TrainerOptions(**kept)
+
+
+def _refused(options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> Iterator[str]:
+    for name, value in options.items():
+        if name in WITHOUT_EFFECT or name in TrainerOptions.__slots__ or value == known[name].default or value is None:
+            continue
+        if name in REFUSED:
+            neutral = value in ([], (), False) or (name, value) in {("strategy", "auto"), ("max_steps", -1)}
+            if not neutral and (name, value) != ("check_val_every_n_epoch", 1):
+                yield f"{name}={value!r}: {REFUSED[name]}"
+        elif name == "accelerator":
+            if value not in ("cpu", "auto"):
+                yield f"accelerator={value!r}: leave it out, and give the devices to the pool, HydraExecutor(devices=...)"
+        elif name == "devices":
+            if value not in (1, "auto", "1"):
+                yield f"devices={value!r}: leave it out, and give the devices to the pool, HydraExecutor(devices=...)"
+        else:
+            yield f"{name}={value!r}: an option that this version of hydra-tune does not know; leave it out"
+    if str(options.get("precision")) not in PRECISIONS:
+        yield f"precision={options['precision']!r}: use '32-true' or 'bf16-mixed'"
+    if options["max_epochs"] == -1:
+        yield "max_epochs=-1: give a number of epochs"
+    if options.get("gradient_clip_algorithm") not in (None, "norm", "value"):
+        yield f"gradient_clip_algorithm={options['gradient_clip_algorithm']!r}: use 'norm' or 'value'"

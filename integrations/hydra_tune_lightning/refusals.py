@@ -1,0 +1,135 @@
+"""Everything of a `LightningModule` that the pool would not do exactly, by name, with the reason and the remedy.
+
+`task_from_lightning` (`task.py`) refuses a module with any of these. A method of `LightningModule` that the module has
+overridden is called as Lightning calls the method, has no effect on a training, or is refused. `options.py` has the
+options of the `Trainer`.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+
+from hydra_tune_lightning.epoch_values import metric_refusals
+
+CALLED = frozenset(
+    {
+        "training_step",
+        "validation_step",
+        "configure_optimizers",
+        "forward",
+        "prepare_data",
+        "setup",
+        "configure_model",
+        "train_dataloader",
+        "val_dataloader",
+    }
+)
+"""Methods that are called where Lightning calls them."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "test_step",
+        "predict_step",
+        "test_dataloader",
+        "predict_dataloader",
+        "on_save_checkpoint",
+        "on_load_checkpoint",
+        "load_from_checkpoint",
+        "on_exception",
+        "to_onnx",
+        "to_torchscript",
+    }
+)
+"""Methods that no training calls."""
+
+_OWN_STEP = "leave it out, or write the TrainTask yourself (the page 'Bring a plain PyTorch loop' of the documentation)"
+_REMEDIES = {
+    "optimizer_step": _OWN_STEP,
+    "backward": _OWN_STEP,
+    "optimizer_zero_grad": _OWN_STEP,
+    "on_before_optimizer_step": _OWN_STEP,
+    "configure_gradient_clipping": "give gradient_clip_val and gradient_clip_algorithm",
+    "lr_scheduler_step": "use a scheduler of torch's, or a LambdaLR",
+    "configure_callbacks": "leave it out; a result's history has all reports",
+    "on_validation_epoch_end": "log a metric in validation_step: self.log(name, self.metric), or a tensor with reduce_fx",
+    "on_train_epoch_end": "read a result's history instead",
+    "on_train_end": "call it on the module of module_from_result()",
+    "on_fit_end": "call it on the module of module_from_result()",
+    "transfer_batch_to_device": "let collate_fn of the loader make the batch; the pool moves the batch",
+    "on_before_batch_transfer": "let collate_fn of the loader do the work",
+    "on_after_batch_transfer": "do the work in training_step and validation_step",
+    "teardown": "close files and connections after the search",
+}
+
+
+def refusals(module: LightningModule) -> Iterator[str]:
+    """Describe everything of a module that is refused, each with the remedy."""
+    if not module.automatic_optimization:
+        yield "manual optimization (automatic_optimization=False): return the loss, and leave the rest to the pool"
+    for name, owner in overridden(module, LightningModule):
+        if name not in CALLED | WITHOUT_EFFECT:
+            yield f"{owner} overrides {name}, which the pool would not call: {_REMEDIES.get(name, 'leave it out')}"
+    if type(module).training_step is LightningModule.training_step:
+        yield f"{type(module).__name__} has no training_step: write one that returns the loss"
+    yield from _arguments(module)
+    yield from metric_refusals(module)
+
+
+def module_refusals(module: nn.Module) -> Iterator[str]:
+    """Describe states of a module ready to train that are refused."""
+    still = [name or "the module itself" for name, part in module.named_modules() if not part.training]
+    if still:
+        yield (
+            f"{still[0]} is in eval mode before the training, and Lightning would leave the mode: freeze parameters with "
+            "requires_grad_(False), and override train() of the part so that it stays in eval mode"
+        )
+    if any(p.device.type != "cpu" for p in module.parameters()):
+        yield "a module off the CPU: build it there; the pool moves the module"
+
+
+def datamodule_refusals(datamodule: Any) -> Iterator[str]:
+    """Describe what is refused of a datamodule."""
+    if not isinstance(datamodule, LightningDataModule):
+        yield f"datamodule is {type(datamodule).__name__}: give a lightning.pytorch.LightningDataModule"
+        return
+    for name, owner in overridden(datamodule, LightningDataModule):
+        if name not in CALLED | WITHOUT_EFFECT | {"state_dict", "load_state_dict"}:
+            yield f"{owner} overrides {name}, which the pool would not call: {_REMEDIES.get(name, 'leave it out')}"
+
+
+def overridden(value: object, stock: type) -> Iterator[tuple[str, str]]:
+    """Iterate over the public methods of a stock class that an object overrides, with the overriding class.
+
+    Args:
+        value: the object.
+        stock: its class in Lightning.
+    """
+    hooks = {
+        name
+        for kind in stock.__mro__
+        if kind.__module__.startswith("lightning.")
+        for name in vars(kind)
+        if not name.startswith("_")
+    }
+    for name in sorted(hooks & set(vars(value))):
+        if callable(vars(value)[name]):
+            yield name, "this object"
+    for kind in type(value).__mro__:
+        if kind in stock.__mro__:
+            break
+        for name in sorted(hooks & set(vars(kind))):
+            yield name, kind.__name__
+
+
+def _arguments(module: LightningModule) -> Iterator[str]:
+    import inspect  # noqa: PLC0415
+
+    for name in ("training_step", "validation_step"):
+        names = [*inspect.signature(getattr(module, name)).parameters]
+        if "dataloader_iter" in names:
+            yield f"{name} takes dataloader_iter: take (batch, batch_idx)"
+        elif len(names) > 2 and name in vars(type(module)):  # noqa: PLR2004 - a batch and its number
+            yield f"{name} takes {', '.join(names[2:])}: take (batch, batch_idx), and give one loader"

@@ -1,0 +1,149 @@
+"""The `training_step` and the `validation_step` of a `LightningModule`, as functions of a task.
+
+Both hold only options, so that a trial that is cut has little to compare before each step, and trials with equal steps
+may be fused. `epoch_values.py` makes metrics of what a validation has logged. `task.py` makes the functions.
+"""
+
+import dis
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _Metadata
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from hydra_tune.errors import MetricError, TaskError
+from hydra_tune_lightning.epoch_values import LoggedValue, new_metrics, states_of
+from hydra_tune_lightning.options import TrainerOptions
+from hydra_tune_lightning.trainer_stand_in import standing_in
+
+
+_VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+
+def takes_number(method: Any) -> bool:
+    """Whether a step of a module takes a `batch_idx` beside the batch."""
+    return len(inspect.signature(method).parameters) > 1
+
+
+def reads_number(method: Any) -> bool:
+    """Whether a step of a module reads its `batch_idx`."""
+    if not takes_number(method):
+        return False
+    names = [*inspect.signature(method).parameters]
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    # A step of `*arguments` may read everything. An argument of a nested function is a cell, and `locals()` reads all.
+    return code is None or code.co_flags & _VARIADIC or names[1] in code.co_cellvars or names[1] in _loaded(code) or "locals" in code.co_names
+
+
+def _loaded(code: Any) -> set[str]:
+    loaded: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if "LOAD_FAST" in instruction.opname:
+            loaded |= {instruction.argval} if isinstance(instruction.argval, str) else set(instruction.argval)
+    return loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningStep:
+    """Calls `training_step`.
+
+    Args:
+        options: options of the `Trainer`.
+        is_numbered: whether batches come with their numbers.
+        takes_number: whether the method takes a number.
+    """
+
+    options: TrainerOptions
+    is_numbered: bool
+    takes_number: bool
+
+    def __call__(self, module: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a batch; the values that the module logs are dropped."""
+        assert isinstance(module, LightningModule)
+        with standing_in(module, self.options, "training_step", _Dropped()), new_metrics(module):
+            output = module.training_step(*arguments_of(self, batch))
+        loss: Any = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is None:
+            kind = "a dict without 'loss'" if isinstance(output, Mapping) else "None"
+            raise TaskError(f"training_step returned {kind}; return the loss of every batch, or {{'loss': loss}}")
+        return loss  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningEvaluation:
+    """Calls `validation_step`.
+
+    Args:
+        options: options of the `Trainer`.
+        is_numbered: whether batches come with their numbers.
+        takes_number: whether the method takes a number.
+    """
+
+    options: TrainerOptions
+    is_numbered: bool
+    takes_number: bool
+
+    def __call__(self, module: nn.Module, batch: Any) -> dict[str, Any]:
+        """Return the values that the module logs for a batch, and the states of the metrics that it logs."""
+        assert isinstance(module, LightningModule)
+        arguments = arguments_of(self, batch)
+        logged = _Logged(arguments[0])
+        with standing_in(module, self.options, "validation_step", logged), new_metrics(module) as metrics:
+            module.validation_step(*arguments)
+            return logged.values | states_of(metrics, logged.metrics)
+
+
+def arguments_of(step: LightningStep | LightningEvaluation, batch: Any) -> tuple[Any, ...]:
+    """Return the arguments of a step of a module: the batch, and a number if the method takes one."""
+    batch, number = batch if step.is_numbered else (batch, 0)
+    return (batch, number) if step.takes_number else (batch,)
+
+
+class _Dropped:
+    """Stands in for the results of a training step."""
+
+    def log(self, *_arguments: Any, **_options: Any) -> None:
+        pass
+
+
+@dataclass
+class _Logged:
+    """Collects the values of a validation step, as Lightning's collection of results does.
+
+    Args:
+        batch: the batch.
+
+    Attributes:
+        values: logged tensors, and the sizes of batches that weigh means, by `LoggedValue.key`.
+        metrics: places of logged metrics in the module, with their keys.
+    """
+
+    batch: Any
+    values: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, list[LoggedValue]] = field(default_factory=dict)
+
+    def log(self, fx: str, name: str, value: Any, **given: Any) -> None:
+        on_step, on_epoch = given["on_step"], given["on_epoch"]
+        meta = _Metadata(fx=fx, name=name, on_step=on_step, on_epoch=on_epoch, reduce_fx=given["reduce_fx"])
+        if not on_epoch:
+            return
+        kind = "metric" if isinstance(value, Metric) else meta.reduce_fx.__name__
+        logged = LoggedValue(kind, name, is_forked=meta.forked)
+        if isinstance(value, Metric):
+            self.metrics.setdefault(given["metric_attribute"], []).append(logged)
+            return
+        if logged.key in self.values:
+            raise MetricError(f"validation_step logs {name!r} twice for a batch; log each name once")
+        value = value.detach()
+        # As for the results of Lightning, whose sums are float32 at least.
+        exact = value.dtype in (torch.float32, torch.float64)
+        self.values[logged.key] = value if exact else value.to(_get_default_dtype())
+        if kind == "mean":
+            size = given["batch_size"]
+            self.values[logged.size_key] = extract_batch_size(self.batch) if size is None else size

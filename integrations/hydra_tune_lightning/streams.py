@@ -1,0 +1,56 @@
+"""The random streams of the process: torch's, numpy's and Python's, as one value.
+
+`task.py` reads a module and its data from the streams of the task's seed, and puts the process's own streams back.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class StreamState:
+    """The position of each stream."""
+
+    of_torch: Tensor
+    of_numpy: Any
+    of_python: Any
+
+    @classmethod
+    def now(cls) -> Self:
+        """Return the present position."""
+        return cls(torch.get_rng_state(), np.random.get_state(), random.getstate())  # noqa: NPY002 - the global stream
+
+    def restore(self) -> None:
+        """Go to the position."""
+        torch.set_rng_state(self.of_torch)
+        np.random.set_state(self.of_numpy)  # noqa: NPY002 - as above
+        random.setstate(self.of_python)
+
+    def is_same(self, other: "StreamState") -> bool:
+        """Whether nothing was drawn between two positions."""
+        return (
+            torch.equal(self.of_torch, other.of_torch)
+            and repr(self.of_numpy) == repr(other.of_numpy)
+            and np.array_equal(self.of_numpy[1], other.of_numpy[1])
+            and self.of_python == other.of_python
+        )
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Begin the streams at a seed, as `seed_everything` does, and put the process's own back after the block."""
+    before = StreamState.now()
+    torch.random.default_generator.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the global stream
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        before.restore()

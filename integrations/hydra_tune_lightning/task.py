@@ -1,0 +1,266 @@
+"""`task_from_lightning`: the training of a `LightningModule` as a `TrainTask`.
+
+The module is made once, read, and given up; the task keeps the options, the data and the factories. Read `_task_of`
+first, which names what becomes of each part: `data.py` for the batches, `step.py` for a step, `optimizer.py`,
+`epoch_values.py`. `refusals.py` and `options.py` have everything that is refused. `module_from_result` is the way back.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+
+from hydra_tune import TrainTask
+from hydra_tune.task import reported_names
+from hydra_tune_lightning.data import loader_from, source_of
+from hydra_tune_lightning.epoch_values import EpochValues, metrics_of
+from hydra_tune_lightning.errors import RefusedModuleError
+from hydra_tune_lightning.optimizer import ConfigureModule, Configured, TakeOptimizer, take_scheduler
+from hydra_tune_lightning.options import PRECISIONS, TrainerOptions, checked
+from hydra_tune_lightning.refusals import datamodule_refusals, module_refusals, refusals
+from hydra_tune_lightning.step import LightningEvaluation, LightningStep, reads_number, takes_number
+from hydra_tune_lightning.streams import StreamState, seeded
+from hydra_tune_lightning.trainer_stand_in import stand_in, standing_in
+
+
+def task_from_lightning(
+    make_module: Callable[[], LightningModule],
+    *,
+    datamodule: LightningDataModule | None = None,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    seed: int = 0,
+    metric: str | tuple[str, ...] | None = None,
+    **trainer_options: Any,
+) -> TrainTask:
+    """Describe the training of a `LightningModule` as a task, whose numbers are those of `Trainer.fit()` on a CPU.
+
+    The reference is `seed_everything(seed)`, then the module, then `Trainer(**trainer_options).fit(module, datamodule)`.
+    Each epoch reports the values that `validation_step` logs with `on_epoch`: `val_loss` as `val_loss`, `acc` as `val_acc`.
+    Values that `training_step` logs are not reported; `train_loss` is the mean of the losses.
+
+    Args:
+        make_module: builds the module; called once here, and once more for each trial, in a thread of the pool.
+        datamodule: as for `fit`; `prepare_data` and `setup("fit")` are called once, here.
+        train_dataloaders: as for `fit`; one `DataLoader`.
+        val_dataloaders: as for `fit`; one `DataLoader`.
+        seed: seeds the trial's random streams.
+        metric: the tuner's metric, as reported; default: the monitor of a `ReduceLROnPlateau`, else `val_loss`, or
+            `train_loss` without validation.
+        trainer_options: as for `Trainer`, with `max_epochs`.
+
+    Returns:
+        The task. Change settings that a `Trainer` does not have with `dataclasses.replace(task, activations=...)`.
+
+    Raises:
+        RefusedModuleError: the module, its data or an option would not be trained exactly; all reasons are named.
+        TaskError: an option that `Trainer` does not have.
+    """
+    options = checked(trainer_options)
+    if isinstance(make_module, nn.Module):
+        reason = f"make_module is a {type(make_module).__name__}, and each trial needs a module of its own"
+        raise RefusedModuleError([f"{reason}: give the class, or a function that builds the module"])
+    if datamodule is not None and (reasons := [*datamodule_refusals(datamodule)]):
+        raise RefusedModuleError(reasons)
+    with seeded(seed):
+        module = _built(make_module)
+        if reasons := [*refusals(module)]:
+            raise RefusedModuleError(reasons)
+        streams = _set_up(module, datamodule, options)
+        factory = _ModuleFactory(make_module, options, *streams)
+        sources = (
+            source_of("train_dataloader", train_dataloaders, datamodule, module),
+            source_of("val_dataloader", val_dataloaders, datamodule, module),
+        )
+        return _task_of(module, factory, options, sources, metric, seed)
+
+
+def module_from_result(make_module: Callable[[], LightningModule], result: Any) -> LightningModule:
+    """Return a new module with the trained weights of a result.
+
+    Args:
+        make_module: as for `task_from_lightning`.
+        result: a pool's `Result` of the task, or the `PlainResult` of `hydra_tune.train_plain`.
+    """
+    module = _built(make_module)
+    if is_overridden("configure_model", module):
+        module.configure_model()
+    module.load_state_dict(result.state_dict())
+    return module
+
+
+def save_checkpoint(make_module: Callable[[], LightningModule], result: Any, path: str | Path) -> None:
+    """Write the trained weights of a result to a file that `load_from_checkpoint` of the module's class reads.
+
+    The file has the weights and the saved hyperparameters. It has no state of optimizers and loops, so `fit` can not resume
+    from the file.
+
+    Args:
+        make_module: as for `task_from_lightning`.
+        result: as for `module_from_result`.
+        path: path of the file.
+    """
+    module = module_from_result(make_module, result)
+    checkpoint: dict[str, Any] = {
+        "epoch": int(result.history[-1]["epoch"]) if result.history else 0,
+        "global_step": 0,
+        "pytorch-lightning_version": lightning.__version__,
+        "state_dict": module.state_dict(),
+        "loops": {},
+    }
+    if module.hparams:
+        checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = module._hparams_name  # noqa: SLF001 - no public name
+        checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = dict(module.hparams)
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, path)
+
+
+def _built(make_module: Callable[[], Any]) -> LightningModule:
+    module = make_module()
+    if isinstance(module, LightningModule):
+        return module
+    kind = type(module)
+    name = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
+    if any(base.__module__.startswith("pytorch_lightning.") for base in kind.__mro__):
+        raise RefusedModuleError([f"make_module returned a module of pytorch_lightning ({name}): import lightning.pytorch"])
+    raise RefusedModuleError([f"make_module returned {name}: return a lightning.pytorch.LightningModule"])
+
+
+@dataclass(frozen=True)
+class _ModuleFactory:
+    """Builds a trial's module, ready to train.
+
+    Args:
+        make_module: the function.
+        options: options of the `Trainer`.
+        before: position of the random streams before the module is set up.
+        after: position of the streams at the beginning of the training.
+    """
+
+    make_module: Callable[[], LightningModule]
+    options: TrainerOptions
+    before: StreamState
+    after: StreamState
+
+    def __call__(self) -> nn.Module:
+        """Build the module; the streams go on as if the datamodule had been set up here, too."""
+        module = _built(self.make_module)
+        _prepare_module_data(module, self.options)
+        self.before.restore()
+        _set_up_module(module, self.options)
+        self.after.restore()
+        return module
+
+
+def _set_up(
+    module: LightningModule, datamodule: LightningDataModule | None, options: TrainerOptions
+) -> tuple[StreamState, StreamState]:
+    """Prepare data and module in Lightning's order; return the streams before the module's setup, and after."""
+    if datamodule is not None:
+        # A weak reference in Lightning as well.
+        datamodule.trainer = stand_in(options, lightning_module=module)
+        datamodule.prepare_data()
+    _prepare_module_data(module, options)
+    if datamodule is not None:
+        datamodule.setup("fit")
+        datamodule.trainer = None
+    before = StreamState.now()
+    _set_up_module(module, options)
+    return before, StreamState.now()
+
+
+def _prepare_module_data(module: LightningModule, options: TrainerOptions) -> None:
+    with standing_in(module, options, "prepare_data"):
+        module.prepare_data()
+
+
+def _set_up_module(module: LightningModule, options: TrainerOptions) -> None:
+    with standing_in(module, options, "setup"):
+        module.setup("fit")
+        module.configure_model()
+
+
+def _task_of(
+    module: LightningModule,
+    factory: _ModuleFactory,
+    options: TrainerOptions,
+    sources: tuple[Any, Any],
+    metric: str | tuple[str, ...] | None,
+    seed: int,
+) -> TrainTask:
+    """Describe the training of a module that is ready to train."""
+    is_numbered = reads_number(module.training_step)
+    with standing_in(module, options, "train_dataloader"):
+        train = loader_from(sources[0], "train_dataloader", is_numbered=is_numbered)
+    if train is None:
+        raise RefusedModuleError(["there is no train_dataloader: give train_dataloaders=, or a datamodule"])
+    batches = len(train)
+    configured = Configured.of(module, options, batches)
+    evaluation = _evaluation(module, options, sources[1])
+    reasons = [*module_refusals(module), *configured.refusals(module, options)]
+    config = configured.config
+    if config is not None and config.reduce_on_plateau:
+        monitor = _reported(config.monitor)
+        reasons += _monitor_refusals(config.monitor, metric, has_validation=bool(evaluation))
+        metric = metric or monitor
+    if reasons:
+        raise RefusedModuleError(reasons)
+    return TrainTask(
+        model=factory,
+        param_groups=ConfigureModule(options, batches),
+        optimizer=TakeOptimizer(options.max_value),
+        scheduler=None if config is None else take_scheduler,
+        scheduler_interval="epoch" if config is None else config.interval,
+        train=train,
+        step=LightningStep(
+            options=options, is_numbered=is_numbered, takes_number=takes_number(module.training_step)
+        ),
+        epochs=options.max_epochs,
+        accumulate=options.accumulate_grad_batches,
+        max_grad_norm=options.max_norm,
+        precision=PRECISIONS[options.precision],  # type: ignore[arg-type]  # the values are precisions
+        metric=metric,
+        seed=seed,
+        **evaluation,
+    )
+
+
+def _evaluation(module: LightningModule, options: TrainerOptions, source: Any) -> dict[str, Any]:
+    """Return the arguments of the task that describe a validation; empty without one."""
+    if not is_overridden("validation_step", module):
+        return {}
+    is_numbered = reads_number(module.validation_step)
+    with standing_in(module, options, "val_dataloader"):
+        loader = loader_from(source, "val_dataloader", is_numbered=is_numbered)
+    if loader is None:
+        return {}
+    return {
+        "validate": loader,
+        "evaluate": LightningEvaluation(
+            options=options, is_numbered=is_numbered, takes_number=takes_number(module.validation_step)
+        ),
+        "finish": EpochValues({name: copy.deepcopy(each) for name, each in metrics_of(module).items()}),
+    }
+
+
+def _monitor_refusals(monitor: str, metric: Any, *, has_validation: bool) -> Iterator[str]:
+    if not has_validation:
+        yield f"a ReduceLROnPlateau that monitors {monitor!r} without a validation: monitor a value of validation_step"
+    first = metric[0] if isinstance(metric, tuple) else metric
+    if first not in (None, _reported(monitor)):
+        yield (
+            f"a ReduceLROnPlateau that monitors {monitor!r} with metric={metric!r}, and the scheduler is given the first metric: "
+            f"let metric begin with {_reported(monitor)!r}"
+        )
+
+
+def _reported(name: str) -> str:
+    """Return the name under which a report has a logged value."""
+    return next(iter(reported_names({name: 0.0})))

@@ -1,0 +1,105 @@
+"""A stand-in for the `Trainer`, which a module's code finds as `self.trainer` and through which `self.log` works.
+
+The stand-in has the attributes whose values are right in every trial. Any other attribute is refused by name: a
+`self.current_epoch` without a trainer would be 0 for ever. `standing_in` attaches the stand-in while code of the module
+runs, because copies of a `LightningModule` lose their trainer.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from hydra_tune.errors import TaskError
+from hydra_tune_lightning.options import TrainerOptions
+
+_ALWAYS = {
+    "max_steps": -1,
+    "min_epochs": None,
+    "min_steps": None,
+    "world_size": 1,
+    "num_nodes": 1,
+    "num_devices": 1,
+    "global_rank": 0,
+    "local_rank": 0,
+    "node_rank": 0,
+    "is_global_zero": True,
+    "logger": None,
+    "loggers": [],
+    "sanity_checking": False,
+    "testing": False,
+    "predicting": False,
+    "fast_dev_run": False,
+    "barebones": False,
+}
+_SAVED = ("_trainer", "_current_fx_name", "_metric_attributes")
+
+
+class TrainerStandIn:
+    """Answers questions for attributes, and refuses those whose answer the pool does not know.
+
+    Args:
+        path: the object that the stand-in stands for, in words of the module's code.
+        attributes: attributes by name.
+    """
+
+    def __init__(self, path: str, **attributes: Any) -> None:
+        vars(self).update(attributes, _path=path)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TaskError(
+            f"the module reads {self._path}.{name}, which no trial of a pool knows at that place; pass the value to the "
+            "module's constructor, or leave the reading out"
+        )
+
+
+class _NothingToReset:
+    """Stands in for the connector of loggers: each step's results are new."""
+
+    def should_reset_tensors(self, _name: str) -> bool:
+        return False
+
+
+def stand_in(options: TrainerOptions, **attributes: Any) -> TrainerStandIn:
+    """Return a stand-in for the `Trainer` of some options, with further attributes."""
+    of_options = {name: getattr(options, name) for name in TrainerOptions.__slots__}
+    return TrainerStandIn("self.trainer", **_ALWAYS, **of_options, **attributes)
+
+
+@contextmanager
+def standing_in(
+    module: nn.Module, options: TrainerOptions, hook: str, results: Any = None, **attributes: Any
+) -> Iterator[None]:
+    """Attach a stand-in to a module, and to its parts that are `LightningModule`s, and take the stand-in away again.
+
+    Args:
+        module: the module whose code is going to run.
+        options: options of the `Trainer`.
+        hook: name of the method that runs, as `self.log` asks for it.
+        results: object whose `log` gets the values of `self.log`.
+        attributes: further attributes of the stand-in.
+    """
+    trainer = stand_in(
+        options,
+        training=hook == "training_step",
+        validating=hook == "validation_step",
+        strategy=TrainerStandIn("self.trainer.strategy", reduce=None),
+        _results=results,
+        _logger_connector=_NothingToReset(),
+        _accelerator_connector=TrainerStandIn("self.trainer._accelerator_connector", is_distributed=False),
+        **attributes,
+    )
+    parts = [part for part in module.modules() if isinstance(part, LightningModule)]
+    before = [{name: vars(part)[name] for name in _SAVED} for part in parts]
+    # Not by assignment, which would wrap the trainer in a weak reference.
+    for part in parts:
+        vars(part).update(_trainer=trainer, _current_fx_name=hook)
+    try:
+        yield
+    finally:
+        for part, saved in zip(parts, before, strict=True):
+            vars(part).update(saved)
