@@ -70,7 +70,9 @@ def loader_from(source: Any, name: str, *, is_numbered: bool) -> DataLoader[Any]
         return loader
     if type(loader) is not DataLoader:
         kind = type(loader).__name__
-        raise RefusedModuleError([f"a step reads batch_idx, and {name} gives {kind}: give a torch.utils.data.DataLoader"])
+        raise RefusedModuleError(
+            [f"a step reads batch_idx, and {name} gives {kind}: give a torch.utils.data.DataLoader"]
+        )
     numbered = copy.copy(loader)
     numbered.__class__ = NumberedLoader
     return numbered

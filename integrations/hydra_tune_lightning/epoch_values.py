@@ -5,7 +5,7 @@ the states up in the order of the batches, as the metric itself would have done.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,11 @@ from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim
 
 from hydra_tune.errors import MetricError
 
-_ADDED = {dim_zero_sum: torch.add, dim_zero_max: torch.maximum, dim_zero_min: torch.minimum}
+_ADDED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dim_zero_sum: torch.add,
+    dim_zero_max: torch.maximum,
+    dim_zero_min: torch.minimum,
+}
 _STATE = "state"
 
 
@@ -69,10 +73,8 @@ def metric_refusals(module: nn.Module) -> Iterator[str]:
         for state, reduction in part._reductions.items():  # noqa: SLF001 - no public name
             is_list = isinstance(part._defaults[state], list)  # noqa: SLF001 - as above
             if not (reduction in _ADDED and not is_list) and not (reduction is dim_zero_cat and is_list):
-                yield (
-                    f"the metric {name!r} ({type(part).__name__}), whose state {state!r} is not a sum, a maximum, a minimum or a "
-                    "list: log tensors"
-                )
+                kind = type(part).__name__
+                yield f"the metric {name!r} ({kind}), whose state {state!r} is no sum, maximum, minimum or list: log tensors"
 
 
 @contextmanager
@@ -170,6 +172,6 @@ def _reduced(kind: str, values: Tensor, sizes: Tensor | None) -> Tensor:
     if kind == "sum":
         total = values.new_zeros(())
         for value in values:
-            total = total + value  # noqa: PLR6104 - as in Lightning
+            total = total + value
         return total
     return values.min() if kind == "min" else values.max()

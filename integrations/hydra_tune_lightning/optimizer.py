@@ -49,7 +49,12 @@ class Configured:
             RefusedModuleError: several optimizers or schedulers, or none.
         """
         steps = options.max_epochs * -(-batches // options.accumulate_grad_batches)
-        known = {"estimated_stepping_batches": steps, "num_training_batches": batches, "current_epoch": 0, "global_step": 0}
+        known = {
+            "estimated_stepping_batches": steps,
+            "num_training_batches": batches,
+            "current_epoch": 0,
+            "global_step": 0,
+        }
         with standing_in(module, options, "configure_optimizers", **known):
             answer = module.configure_optimizers()
             if answer is None:
@@ -57,13 +62,14 @@ class Configured:
             optimizers, schedulers, monitor = _configure_optimizers(answer)
             configs = _configure_schedulers_automatic_opt(schedulers, monitor)
         if len(optimizers) != 1:
-            raise RefusedModuleError(
-                [f"configure_optimizers returns {len(optimizers)} optimizers: return one, with parameter groups"]
-            )
+            remedy = "return one, with parameter groups"
+            raise RefusedModuleError([f"configure_optimizers returns {len(optimizers)} optimizers: {remedy}"])
         if len(configs) > 1:
-            raise RefusedModuleError(
-                [f"configure_optimizers returns {len(configs)} schedulers: chain them, as in SequentialLR or ChainedScheduler"]
-            )
+            remedy = "chain them, as in SequentialLR or ChainedScheduler"
+            raise RefusedModuleError([f"configure_optimizers returns {len(configs)} schedulers: {remedy}"])
+        if not isinstance(optimizers[0], Optimizer):
+            kind = type(optimizers[0]).__name__
+            raise RefusedModuleError([f"{kind} is not a torch.optim.Optimizer: return an optimizer of torch's classes"])
         return cls(optimizers[0], configs[0] if configs else None)
 
     def refusals(self, module: nn.Module, options: TrainerOptions) -> Iterator[str]:
@@ -71,9 +77,6 @@ class Configured:
         optimizer, config = self.optimizer, self.config
         if isinstance(optimizer, torch.optim.LBFGS):
             yield "LBFGS, which calls training_step several times in a step: use another optimizer"
-        if not isinstance(optimizer, Optimizer):
-            yield f"{type(optimizer).__name__} is not a torch.optim.Optimizer: return an optimizer of torch's classes"
-            return
         if options.max_norm is not None:
             listed = [p for group in optimizer.param_groups for p in group["params"]]
             places = {id(p): place for place, p in enumerate(module.parameters())}
@@ -153,7 +156,7 @@ def take_scheduler(optimizer: Optimizer) -> Any:
 def _clip_by_value(optimizer: Optimizer, max_value: float) -> None:
     """Make an optimizer clip gradients by value at the beginning of each step."""
     scheduled_step = vars(optimizer).pop("step", None)
-    kind = _clipping(type(optimizer), max_value)
+    kind = _clipping(type(optimizer), max_value)  # type: ignore[arg-type]  # classes are hashable
     optimizer.__class__ = kind
     if scheduled_step is None:
         return

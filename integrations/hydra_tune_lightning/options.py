@@ -6,7 +6,7 @@ the options to the module's code.
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -27,14 +27,16 @@ WITHOUT_EFFECT = frozenset(
         "limit_test_batches",
         "limit_predict_batches",
         "use_distributed_sampler",
-        "num_sanity_val_steps",
     }
 )
-"""Options that change no number of a training on one device. Lightning puts the random streams back after sanity steps."""
+"""Options that change no number of a training on one device."""
 
+_DEVICES = "leave it out, and give the devices to the pool, HydraExecutor(devices=...)"
 REFUSED = {
-    "strategy": "leave it out, and give the devices to the pool, HydraExecutor(devices=...)",
-    "num_nodes": "leave it out, and give the devices to the pool, HydraExecutor(devices=...)",
+    "accelerator": _DEVICES,
+    "devices": _DEVICES,
+    "num_nodes": _DEVICES,
+    "strategy": _DEVICES,
     "callbacks": "leave them out; a result's history has all reports, and dataclasses.replace(task, stop=..., "
     "after_step=...) ends a training early or writes weights",
     "fast_dev_run": "give max_epochs=1 and small loaders",
@@ -59,10 +61,21 @@ REFUSED = {
 }
 """Options refused with any other value than their default: the remedy of each."""
 
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "accelerator": ("cpu", "auto"),
+    "devices": (1, "1", "auto"),
+    "strategy": ("auto",),
+    "callbacks": ([],),
+    "plugins": ([],),
+    "deterministic": (False,),
+    "benchmark": (False,),
+}
+
 PRECISIONS = {"32-true": "float32", "32": "float32", "None": "float32", "bf16-mixed": "bfloat16"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Without slots, so that steps with equal options compare as equal.
+@dataclass(frozen=True, kw_only=True)
 class TrainerOptions:
     """The options of a `Trainer` that decide numbers, by their names there."""
 
@@ -71,6 +84,7 @@ class TrainerOptions:
     gradient_clip_val: float | None = None
     gradient_clip_algorithm: str | None = None
     precision: str = "32-true"
+    num_sanity_val_steps: int = 2
 
     @property
     def max_norm(self) -> float | None:
@@ -81,6 +95,10 @@ class TrainerOptions:
     def max_value(self) -> float | None:
         """Value to which gradients are clipped; None: not by value."""
         return self.gradient_clip_val or None if self.gradient_clip_algorithm == "value" else None
+
+
+NUMERIC = tuple(field.name for field in fields(TrainerOptions))
+"""Names of the options that decide numbers."""
 
 
 def checked(options: Mapping[str, Any]) -> TrainerOptions:
@@ -98,27 +116,18 @@ def checked(options: Mapping[str, Any]) -> TrainerOptions:
         raise TaskError("task_from_lightning needs max_epochs, as Trainer(max_epochs=...)")
     if reasons := [*_refused(options, known)]:
         raise RefusedModuleError(reasons)
-    kept = {name: options[name] for name in TrainerOptions.__slots__ if options.get(name) is not None}
+    kept = {name: options[name] for name in NUMERIC if options.get(name) is not None}
     kept["precision"] = str(kept.get("precision", "32-true"))
     return TrainerOptions(**kept)
 
 
 def _refused(options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> Iterator[str]:
     for name, value in options.items():
-        if name in WITHOUT_EFFECT or name in TrainerOptions.__slots__ or value == known[name].default or value is None:
+        if name in WITHOUT_EFFECT or name in NUMERIC or value is None or value in _NEUTRAL.get(name, ()):
             continue
-        if name in REFUSED:
-            neutral = value in ([], (), False) or (name, value) in {("strategy", "auto"), ("max_steps", -1)}
-            if not neutral and (name, value) != ("check_val_every_n_epoch", 1):
-                yield f"{name}={value!r}: {REFUSED[name]}"
-        elif name == "accelerator":
-            if value not in ("cpu", "auto"):
-                yield f"accelerator={value!r}: leave it out, and give the devices to the pool, HydraExecutor(devices=...)"
-        elif name == "devices":
-            if value not in (1, "auto", "1"):
-                yield f"devices={value!r}: leave it out, and give the devices to the pool, HydraExecutor(devices=...)"
-        else:
-            yield f"{name}={value!r}: an option that this version of hydra-tune does not know; leave it out"
+        if value != known[name].default:
+            unknown = "an option that this version of hydra-tune does not know; leave it out"
+            yield f"{name}={value!r}: {REFUSED.get(name, unknown)}"
     if str(options.get("precision")) not in PRECISIONS:
         yield f"precision={options['precision']!r}: use '32-true' or 'bf16-mixed'"
     if options["max_epochs"] == -1:

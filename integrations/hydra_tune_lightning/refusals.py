@@ -125,7 +125,6 @@ def overridden(value: object, stock: type) -> Iterator[tuple[str, str]]:
 
 
 def _arguments(module: LightningModule) -> Iterator[str]:
-    import inspect  # noqa: PLC0415
 
     for name in ("training_step", "validation_step"):
         names = [*inspect.signature(getattr(module, name)).parameters]

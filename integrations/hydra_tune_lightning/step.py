@@ -22,7 +22,6 @@ from hydra_tune_lightning.epoch_values import LoggedValue, new_metrics, states_o
 from hydra_tune_lightning.options import TrainerOptions
 from hydra_tune_lightning.trainer_stand_in import standing_in
 
-
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -38,7 +37,13 @@ def reads_number(method: Any) -> bool:
     names = [*inspect.signature(method).parameters]
     code = getattr(inspect.unwrap(method), "__code__", None)
     # A step of `*arguments` may read everything. An argument of a nested function is a cell, and `locals()` reads all.
-    return code is None or code.co_flags & _VARIADIC or names[1] in code.co_cellvars or names[1] in _loaded(code) or "locals" in code.co_names
+    return (
+        code is None
+        or code.co_flags & _VARIADIC
+        or names[1] in code.co_cellvars
+        or names[1] in _loaded(code)
+        or "locals" in code.co_names
+    )
 
 
 def _loaded(code: Any) -> set[str]:

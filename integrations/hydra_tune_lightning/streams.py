@@ -47,7 +47,7 @@ class StreamState:
 def seeded(seed: int) -> Iterator[None]:
     """Begin the streams at a seed, as `seed_everything` does, and put the process's own back after the block."""
     before = StreamState.now()
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the global stream
     random.seed(seed)
     try:

@@ -6,6 +6,7 @@ first, which names what becomes of each part: `data.py` for the batches, `step.p
 """
 
 import copy
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +23,17 @@ from hydra_tune.task import reported_names
 from hydra_tune_lightning.data import loader_from, source_of
 from hydra_tune_lightning.epoch_values import EpochValues, metrics_of
 from hydra_tune_lightning.errors import RefusedModuleError
-from hydra_tune_lightning.optimizer import ConfigureModule, Configured, TakeOptimizer, take_scheduler
+from hydra_tune_lightning.optimizer import Configured, ConfigureModule, TakeOptimizer, take_scheduler
 from hydra_tune_lightning.options import PRECISIONS, TrainerOptions, checked
 from hydra_tune_lightning.refusals import datamodule_refusals, module_refusals, refusals
 from hydra_tune_lightning.step import LightningEvaluation, LightningStep, reads_number, takes_number
 from hydra_tune_lightning.streams import StreamState, seeded
 from hydra_tune_lightning.trainer_stand_in import stand_in, standing_in
+
+TRIED = "2.6"
+"""Version of Lightning with which the numbers have been compared."""
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def task_from_lightning(
@@ -64,6 +70,7 @@ def task_from_lightning(
         TaskError: an option that `Trainer` does not have.
     """
     options = checked(trainer_options)
+    _warn_of_version()
     if isinstance(make_module, nn.Module):
         reason = f"make_module is a {type(make_module).__name__}, and each trial needs a module of its own"
         raise RefusedModuleError([f"{reason}: give the class, or a function that builds the module"])
@@ -122,6 +129,14 @@ def save_checkpoint(make_module: Callable[[], LightningModule], result: Any, pat
     torch.save(checkpoint, path)
 
 
+def _warn_of_version() -> None:
+    if not lightning.__version__.startswith(TRIED + "."):
+        _LOGGER.warning(
+            "the numbers of a LightningModule have been compared with lightning %s, and %s is installed; compare a trial with "
+            "Trainer.fit()", TRIED, lightning.__version__,
+        )  # fmt: skip
+
+
 def _built(make_module: Callable[[], Any]) -> LightningModule:
     module = make_module()
     if isinstance(module, LightningModule):
@@ -129,7 +144,9 @@ def _built(make_module: Callable[[], Any]) -> LightningModule:
     kind = type(module)
     name = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
     if any(base.__module__.startswith("pytorch_lightning.") for base in kind.__mro__):
-        raise RefusedModuleError([f"make_module returned a module of pytorch_lightning ({name}): import lightning.pytorch"])
+        raise RefusedModuleError(
+            [f"make_module returned a module of pytorch_lightning ({name}): import lightning.pytorch"]
+        )
     raise RefusedModuleError([f"make_module returned {name}: return a lightning.pytorch.LightningModule"])
 
 
@@ -149,7 +166,7 @@ class _ModuleFactory:
     before: StreamState
     after: StreamState
 
-    def __call__(self) -> nn.Module:
+    def __call__(self) -> LightningModule:
         """Build the module; the streams go on as if the datamodule had been set up here, too."""
         module = _built(self.make_module)
         _prepare_module_data(module, self.options)
@@ -219,9 +236,7 @@ def _task_of(
         scheduler=None if config is None else take_scheduler,
         scheduler_interval="epoch" if config is None else config.interval,
         train=train,
-        step=LightningStep(
-            options=options, is_numbered=is_numbered, takes_number=takes_number(module.training_step)
-        ),
+        step=LightningStep(options=options, is_numbered=is_numbered, takes_number=takes_number(module.training_step)),
         epochs=options.max_epochs,
         accumulate=options.accumulate_grad_batches,
         max_grad_norm=options.max_norm,
@@ -241,6 +256,11 @@ def _evaluation(module: LightningModule, options: TrainerOptions, source: Any) -
         loader = loader_from(source, "val_dataloader", is_numbered=is_numbered)
     if loader is None:
         return {}
+    # Lightning puts the global streams back after its sanity steps, but not the generator of a loader.
+    generators = (loader.generator, getattr(loader.sampler, "generator", None))
+    if options.num_sanity_val_steps and generators != (None, None):
+        reason = f"num_sanity_val_steps={options.num_sanity_val_steps} draws from the generator of val_dataloader"
+        raise RefusedModuleError([f"{reason}: give num_sanity_val_steps=0, or no generator"])
     return {
         "validate": loader,
         "evaluate": LightningEvaluation(
@@ -256,7 +276,7 @@ def _monitor_refusals(monitor: str, metric: Any, *, has_validation: bool) -> Ite
     first = metric[0] if isinstance(metric, tuple) else metric
     if first not in (None, _reported(monitor)):
         yield (
-            f"a ReduceLROnPlateau that monitors {monitor!r} with metric={metric!r}, and the scheduler is given the first metric: "
+            f"a ReduceLROnPlateau that monitors {monitor!r} with metric={metric!r}, and the scheduler gets the first metric: "
             f"let metric begin with {_reported(monitor)!r}"
         )
 

@@ -13,9 +13,9 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from hydra_tune.errors import TaskError
-from hydra_tune_lightning.options import TrainerOptions
+from hydra_tune_lightning.options import NUMERIC, TrainerOptions
 
-_ALWAYS = {
+_ALWAYS: dict[str, Any] = {
     "max_steps": -1,
     "min_epochs": None,
     "min_steps": None,
@@ -66,7 +66,7 @@ class _NothingToReset:
 
 def stand_in(options: TrainerOptions, **attributes: Any) -> TrainerStandIn:
     """Return a stand-in for the `Trainer` of some options, with further attributes."""
-    of_options = {name: getattr(options, name) for name in TrainerOptions.__slots__}
+    of_options = {name: getattr(options, name) for name in NUMERIC}
     return TrainerStandIn("self.trainer", **_ALWAYS, **of_options, **attributes)
 
 

@@ -1,8 +1,8 @@
 """A `LightningModule` in the pool gives the bits of `Trainer.fit()`, whole and cut; what would not is refused by name."""
 
-import dataclasses
 import logging
 import math
+import random
 import re
 
 import pytest
@@ -10,13 +10,20 @@ import torch
 
 pytest.importorskip("lightning", reason="the integration needs Lightning")
 
-from lightning.pytorch import LightningModule, seed_everything
+import numpy as np
+import optuna
+import torchmetrics
+from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics.classification import MulticlassAccuracy
 
+import hydra_tune_optuna
 from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.errors import TaskError
+from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_lightning import RefusedModuleError, module_from_result, save_checkpoint, task_from_lightning
+from tests.support import checkpointed
 from tests.support.lightning_modules import (
     Autoencoder,
     Classifier,
@@ -147,3 +154,309 @@ def test_fused_trials_are_close(options):
         for name, value in result.state_dict().items():
             assert torch.allclose(value, weights[name], atol=1e-4), name
         assert math.isclose(result.metrics["val_loss"], epochs[-1]["val_loss"], rel_tol=1e-3)
+
+
+def overriding(name, base=Autoencoder):
+    return type("Own", (base,), {name: lambda self, *arguments, **options: None})
+
+
+def configuring(configure):
+    return type("Own", (Autoencoder,), {"configure_optimizers": configure})
+
+
+class Manual(Autoencoder):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Frozen(Autoencoder):
+    def __init__(self):
+        super().__init__()
+        self.encoder.eval()
+
+
+class Grouped(Metrics):
+    def __init__(self):
+        super().__init__()
+        self.of_classes = torchmetrics.MetricCollection([MulticlassAccuracy(3)])
+
+
+class Wrapped(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.MinMaxMetric(self.accuracy)
+
+
+class Averaged(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.accuracy = torchmetrics.MeanMetric()
+        self.accuracy.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
+
+
+class Drawing(Autoencoder):
+    def train_dataloader(self):
+        torch.rand(1)
+        return super().train_dataloader()
+
+
+class Epochs:
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(range(self.size))
+
+    def __len__(self):
+        return self.size
+
+    def set_epoch(self, epoch):
+        pass
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return iter(samples(20, 1))
+
+
+def loader(batches=4, **options):
+    return DataLoader(samples(20, 1), batches, **options)
+
+
+def two_optimizers(self):
+    return [torch.optim.SGD(self.encoder.parameters(), 0.1), torch.optim.SGD(self.decoder.parameters(), 0.1)]
+
+
+def two_schedulers(self):
+    optimizer = torch.optim.SGD(self.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR
+    return [optimizer], [schedule(optimizer, 1), schedule(optimizer, 2)]
+
+
+def plateau(**config):
+    def configure(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss", **config}}
+
+    return configure
+
+
+def in_another_order(self):
+    return torch.optim.SGD([{"params": self.decoder.parameters()}, {"params": self.encoder.parameters()}], 0.1)
+
+
+def every_other_epoch(self):
+    optimizer = torch.optim.SGD(self.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "frequency": 2}}
+
+
+HOOKS = (
+    "optimizer_step",
+    "backward",
+    "optimizer_zero_grad",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "lr_scheduler_step",
+    "on_before_zero_grad",
+    "on_after_backward",
+    "on_train_batch_start",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_epoch_end",
+    "on_fit_start",
+    "on_train_start",
+    "on_train_end",
+    "configure_callbacks",
+    "transfer_batch_to_device",
+    "on_after_batch_transfer",
+    "log",
+    "teardown",
+)
+OPTIONS = {
+    "max_steps=10": {"max_steps": 10},
+    "strategy='ddp'": {"strategy": "ddp"},
+    "devices=2": {"devices": 2},
+    "accelerator='gpu'": {"accelerator": "gpu"},
+    "precision='16-mixed'": {"precision": "16-mixed"},
+    "precision='64-true'": {"precision": "64-true"},
+    "limit_train_batches=0.5": {"limit_train_batches": 0.5},
+    "check_val_every_n_epoch=2": {"check_val_every_n_epoch": 2},
+    "val_check_interval=0.5": {"val_check_interval": 0.5},
+    "overfit_batches=1": {"overfit_batches": 1},
+    "limit_val_batches=0": {"limit_val_batches": 0},
+    "fast_dev_run=True": {"fast_dev_run": True},
+    "deterministic=True": {"deterministic": True},
+    "callbacks=": {"callbacks": [object()]},
+    "max_epochs=-1": {"max_epochs": -1},
+    "gradient_clip_algorithm='max'": {"gradient_clip_algorithm": "max"},
+}
+REFUSED = {
+    **{f"Own overrides {name}, which": {"make": overriding(name)} for name in HOOKS},
+    **{option: {"options": options} for option, options in OPTIONS.items()},
+    "manual optimization": {"make": Manual},
+    "returns 2 optimizers": {"make": configuring(two_optimizers)},
+    "configure_optimizers returns None": {"make": configuring(lambda self: None)},
+    "returns 2 schedulers": {"make": configuring(two_schedulers)},
+    "frequency=2": {"make": configuring(every_other_epoch)},
+    "a ReduceLROnPlateau with interval='step'": {"make": configuring(plateau(interval="step"))},
+    "monitors 'val_loss' without a validation": {
+        "make": type("Own", (WithoutValidation,), {"configure_optimizers": plateau()})
+    },
+    "monitors 'val_loss' with metric='val_acc'": {"make": configuring(plateau()), "metric": "val_acc"},
+    "LBFGS": {"make": configuring(lambda self: torch.optim.LBFGS(self.parameters()))},
+    "another order than module.parameters()": {
+        "make": configuring(in_another_order),
+        "options": {"gradient_clip_val": 0.1},
+    },
+    "encoder is in eval mode": {"make": Frozen},
+    "with compute groups": {"make": Grouped},
+    "wraps another metric": {"make": Wrapped},
+    "whose state 'mean' is no sum": {"make": Averaged},
+    "has no training_step": {"make": type("Own", (Autoencoder,), {"training_step": LightningModule.training_step})},
+    "takes dataloader_iter": {
+        "make": type("Own", (Autoencoder,), {"training_step": lambda self, dataloader_iter: None})
+    },
+    "takes dataloader_idx": {
+        "make": type("Own", (Autoencoder,), {"validation_step": lambda self, batch, batch_idx, dataloader_idx=0: None})
+    },
+    "train_dataloader() draws random numbers": {"make": Drawing},
+    "no train_dataloader": {"make": Plain},
+    "val_dataloader gives list": {"val_dataloaders": [loader(), loader()]},
+    "train_dataloader gives dict": {"train_dataloaders": {"a": loader()}},
+    "sampler with set_epoch()": {"train_dataloaders": loader(sampler=Epochs(20))},
+    "num_sanity_val_steps=2 draws": {"val_dataloaders": loader(shuffle=True, generator=torch.Generator())},
+    "without a length": {"train_dataloaders": DataLoader(Rows())},
+    "make_module is a Autoencoder": {"make": Autoencoder()},
+    "torch's Linear": {"make": lambda: nn.Linear(1, 1)},
+    "datamodule is DataLoader": {"datamodule": loader()},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_would_not_be_exact_is_refused_by_name(reason):
+    case = dict(REFUSED[reason])
+    make, options = case.pop("make", Autoencoder), case.pop("options", {})
+    before = torch.get_rng_state()
+    with pytest.raises(RefusedModuleError, match=re.escape(reason)):
+        task_from_lightning(make, **{"max_epochs": 1, **options}, **case)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_unknown_option_is_named_with_a_hint():
+    with pytest.raises(TaskError, match="did you mean 'gradient_clip_val'"):
+        task_from_lightning(Autoencoder, max_epochs=1, gradient_clip_vall=0.1)
+    with pytest.raises(TaskError, match="needs max_epochs"):
+        task_from_lightning(Autoencoder)
+
+
+def stepping(step, validation=Autoencoder.validation_step):
+    return type("Own", (Autoencoder,), {"training_step": step, "validation_step": validation})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            stepping(lambda self, batch, batch_idx: self.decoder(self.encoder(batch[0])).mean() * self.current_epoch),
+            "self.trainer.current_epoch",
+        ),
+        (stepping(lambda self, batch, batch_idx: self.trainer.optimizers), "self.trainer.optimizers"),
+        (
+            stepping(lambda self, batch, batch_idx: self.trainer.strategy.broadcast(1)),
+            "self.trainer.strategy.broadcast",
+        ),
+        (stepping(lambda self, batch, batch_idx: None), "training_step returned None"),
+        (stepping(lambda self, batch, batch_idx: {"losses": 1}), "a dict without 'loss'"),
+    ],
+)
+@pytest.mark.parametrize("shards", [None, 2])
+def test_a_step_that_asks_for_more_than_a_trial_knows_fails_by_name(make, message, shards):
+    task = task_from_lightning(make, max_epochs=1)
+    with HydraExecutor("cpu:1", num_shards=shards) as pool:
+        result = pool.submit(task).result()
+    assert isinstance(result.error, TaskError)
+    assert message in str(result.error)
+
+
+def test_a_result_is_a_module_and_a_checkpoint_again(tmp_path):
+    task = task_from_lightning(classifier(width=9), max_epochs=1)
+    with HydraExecutor("cpu:1") as pool:
+        (result,) = pool.run([task])
+    module = module_from_result(classifier(width=9), result)
+    save_checkpoint(classifier(width=9), result, tmp_path / "trained.ckpt")
+    loaded = Classifier.load_from_checkpoint(tmp_path / "trained.ckpt", weights_only=True)
+    assert loaded.hparams == module.hparams
+    assert loaded.hparams.width == 9
+    for name, value in result.state_dict().items():
+        assert torch.equal(value, module.state_dict()[name])
+        assert torch.equal(value, loaded.state_dict()[name])
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_a_trained_module_keeps_nothing_of_the_pool(shards):
+    before = {name: repr(value) for name, value in vars(Classifier()).items() if name not in ("_modules", "training")}
+    with HydraExecutor("cpu:1", num_shards=shards) as pool:
+        (result,) = pool.run([task_from_lightning(Classifier, max_epochs=1)])
+    module = result.module()
+    assert {name: repr(vars(module)[name]) for name in before} == before
+    for part in (module.accuracy, module.train_accuracy):
+        assert part.update_count == 0
+        assert {name: getattr(part, name) for name in part._defaults} == part._defaults
+
+
+def test_a_datamodule_is_prepared_and_set_up_once():
+    datamodule = SplitSamples()
+    task = task_from_lightning(Plain, datamodule=datamodule, max_epochs=2)
+    with HydraExecutor("cpu:1") as pool:
+        pool.run([task])
+    assert datamodule.calls == ["prepare_data", "fit"]
+
+
+class DrawsInSetup(Plain):
+    """Draws from each global stream, between layers."""
+
+    def setup(self, stage):
+        self.rate = random.random() * np.random.rand()  # noqa: NPY002 - the global stream
+        super().setup(stage)
+        self.layers.append(nn.Dropout(self.rate / 2))
+
+
+def test_draws_of_a_setup_are_those_of_lightning():
+    case = Case(DrawsInSetup, datamodule=SplitSamples, max_epochs=1)
+    weights, epochs = case.fit()
+    with HydraExecutor("cpu:1") as pool:
+        (result,) = pool.run([case.task()])
+    assert_same(result, weights, epochs)
+
+
+def test_a_study_prunes_and_finds_what_lightning_gives():
+    def objective(trial):
+        rate = trial.suggest_categorical("rate", [0.05, 5.0])
+        return task_from_lightning(classifier(lr=rate), max_epochs=4, num_sanity_val_steps=0, seed=SEED)
+
+    with HydraExecutor("cpu:1") as pool:
+        study = hydra_tune_optuna.create_study(
+            executor=pool,
+            pruner=optuna.pruners.ThresholdPruner(upper=1.3, n_warmup_steps=2),
+            sampler=optuna.samplers.GridSampler({"rate": [0.05, 5.0]}),
+        )
+        study.optimize(objective, n_trials=2)
+    values = {trial.params["rate"]: trial for trial in study.trials}
+    _, epochs = fitted(classifier(lr=0.05), SEED, max_epochs=4, num_sanity_val_steps=0)
+    assert values[0.05].value == epochs[-1]["val_loss"]
+    assert values[5.0].state == optuna.trial.TrialState.PRUNED
+
+
+@pytest.mark.parametrize("scheduling", ["plateau", "step"])
+def test_a_trial_resumes_with_the_bits_of_lightning(scheduling):
+    case = Case(classifier(dropout=0.2, scheduling=scheduling), max_epochs=3, accumulate_grad_batches=3)
+    weights, epochs = case.fit()
+    keeper, plans = checkpointed.Collector(), checkpointed.library()
+    checkpointed.run(case.task(), plans, keeper)
+    for saved in keeper.saved[1::4]:
+        resumed = checkpointed.run(case.task(), plans, beginning=StartCheckpoint(saved=saved))
+        assert all(torch.equal(value, resumed["state"][name]) for name, value in weights.items())
+        assert resumed["history"][-1]["val_loss"] == epochs[-1]["val_loss"]

@@ -14,6 +14,7 @@ import collections
 import enum
 import functools
 import hashlib
+import inspect
 import os
 import types
 import weakref
@@ -200,6 +201,12 @@ def _method(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     return ("method", _value(value.__func__, seen, depth), _value(value.__self__, seen, depth))
 
 
+def _signature(value: Any, seen: dict[int, int], depth: int) -> Hashable:
+    """A signature kept by an object, as the metrics of torchmetrics keep that of their update."""
+    parameters = value.parameters.values()
+    return (type(value), tuple((str(each), _value(each.default, seen, depth)) for each in parameters))
+
+
 def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     """Code, defaults, attributes, closure, and the globals named by the code, nested functions included."""
     if depth > _MAX_DEPTH:
@@ -318,5 +325,6 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Any, dict[int, int], int], Hashable]], ...]
     ((functools.partial,), _partial),
     ((types.MethodType,), _method),
     ((types.FunctionType,), _function),
+    ((inspect.Signature,), _signature),
     ((types.BuiltinFunctionType, types.MethodDescriptorType, type(torch.ops.aten.add)), _builtin),
 )
