@@ -31,8 +31,9 @@ copybutton_prompt_text = "$ "
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+_OPTIONAL = ("accelerate", "lightning", "optuna", "ray", "torchmetrics", "transformers")
 # The integrations' pages need no more of these packages than names to inherit from.
-autodoc_mock_imports = [name for name in ("accelerate", "optuna", "ray", "transformers") if find_spec(name) is None]
+autodoc_mock_imports = [name for name in _OPTIONAL if find_spec(name) is None]
 python_maximum_signature_line_length = 100
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
 linkcheck_timeout = 20

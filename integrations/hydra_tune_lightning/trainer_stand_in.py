@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -94,12 +95,16 @@ def standing_in(
         **attributes,
     )
     parts = [part for part in module.modules() if isinstance(part, LightningModule)]
+    has_cache = torch.is_autocast_cache_enabled()
     before = [{name: vars(part)[name] for name in _SAVED} for part in parts]
     # Not by assignment, which would wrap the trainer in a weak reference.
     for part in parts:
         vars(part).update(_trainer=trainer, _current_fx_name=hook)
+    # Lightning casts a weight that is used twice two times, whose gradients are then added in float32.
+    torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
+        torch.set_autocast_cache_enabled(has_cache)
         for part, saved in zip(parts, before, strict=True):
             vars(part).update(saved)

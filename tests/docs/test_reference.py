@@ -14,7 +14,7 @@ from hydra_tune import errors
 from hydra_tune.cli import main
 from tests.docs.pages import DOCS, ROOT
 
-PACKAGES = ("hydra_tune", "hydra_tune_optuna", "hydra_tune_ray", "hydra_tune_transformers")
+PACKAGES = ("hydra_tune", "hydra_tune_lightning", "hydra_tune_optuna", "hydra_tune_ray", "hydra_tune_transformers")
 
 
 @pytest.fixture(scope="module")

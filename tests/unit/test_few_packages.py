@@ -15,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 WITHOUT = """
 import sys
 
-for name in ("click", "yaml", "pydantic", "optuna", "ray", "sklearn", "ortools", "matplotlib", "cmaes", "transformers"):
+names = ("click", "yaml", "pydantic", "optuna", "ray", "sklearn", "ortools", "matplotlib", "cmaes", "transformers", "lightning")
+for name in names:
     sys.modules[name] = None  # is not there, to whoever imports it
 """
 
