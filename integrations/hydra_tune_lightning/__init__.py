@@ -1,14 +1,13 @@
 """A `LightningModule` in a shared pool: `task_from_lightning(make_module, ...)` describes its training as a `TrainTask`.
 
 The numbers are those of `Trainer.fit()` on a CPU, to the last bit, also for a model that is cut into shards. A module that
-the pool would not train exactly is refused, with every reason and remedy. `module_from_result` and `save_checkpoint` are
-the way back.
+the pool would not train exactly is refused, with every reason and remedy. `save_checkpoint` writes a trained module to a file.
 
 The package must not know shards or devices. Read `task` first, which maps each part of a training to an argument of the
 task, then `step` and `trainer_stand_in`, and `refusals`.
 """
 
 from hydra_tune_lightning.errors import RefusedModuleError
-from hydra_tune_lightning.task import module_from_result, save_checkpoint, task_from_lightning
+from hydra_tune_lightning.task import save_checkpoint, task_from_lightning
 
-__all__ = ["RefusedModuleError", "module_from_result", "save_checkpoint", "task_from_lightning"]
+__all__ = ["RefusedModuleError", "save_checkpoint", "task_from_lightning"]

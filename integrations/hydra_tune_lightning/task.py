@@ -2,7 +2,7 @@
 
 The module is made once, read, and given up; the task keeps the options, the data and the factories. Read `_task_of`
 first, which names what becomes of each part: `data.py` for the batches, `step.py` for a step, `optimizer.py`,
-`epoch_values.py`. `refusals.py` and `options.py` have everything that is refused. `module_from_result` is the way back.
+`epoch_values.py`. `refusals.py` and `options.py` have everything that is refused. `save_checkpoint` is the way back.
 """
 
 import copy
@@ -89,39 +89,20 @@ def task_from_lightning(
         return _task_of(module, factory, options, sources, metric, seed)
 
 
-def module_from_result(make_module: Callable[[], LightningModule], result: Any) -> LightningModule:
-    """Return a new module with the trained weights of a result.
-
-    Args:
-        make_module: as for `task_from_lightning`.
-        result: a pool's `Result` of the task, or the `PlainResult` of `hydra_tune.train_plain`.
-    """
-    module = _built(make_module)
-    if is_overridden("configure_model", module):
-        module.configure_model()
-    module.load_state_dict(result.state_dict())
-    return module
-
-
-def save_checkpoint(make_module: Callable[[], LightningModule], result: Any, path: str | Path) -> None:
+def save_checkpoint(result: Any, path: str | Path) -> None:
     """Write the trained weights of a result to a file that `load_from_checkpoint` of the module's class reads.
 
-    The file has the weights and the saved hyperparameters. It has no state of optimizers and loops, so `fit` can not resume
-    from the file.
+    The file has the weights and the saved hyperparameters, and no state of optimizers and loops for `fit(ckpt_path=...)`.
 
     Args:
-        make_module: as for `task_from_lightning`.
-        result: as for `module_from_result`.
+        result: a pool's `Result` of a task, or the `PlainResult` of `hydra_tune.train_plain`.
         path: path of the file.
+
+    Raises:
+        HydraTuneError: the run has left no weights.
     """
-    module = module_from_result(make_module, result)
-    checkpoint: dict[str, Any] = {
-        "epoch": int(result.history[-1]["epoch"]) if result.history else 0,
-        "global_step": 0,
-        "pytorch-lightning_version": lightning.__version__,
-        "state_dict": module.state_dict(),
-        "loops": {},
-    }
+    module = result.module()
+    checkpoint = {"pytorch-lightning_version": lightning.__version__, "state_dict": module.state_dict()}
     if module.hparams:
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = module._hparams_name  # noqa: SLF001 - no public name
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY] = dict(module.hparams)

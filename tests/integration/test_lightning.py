@@ -22,7 +22,7 @@ import hydra_tune_optuna
 from hydra_tune import HydraExecutor, train_plain
 from hydra_tune.errors import TaskError
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
-from hydra_tune_lightning import RefusedModuleError, module_from_result, save_checkpoint, task_from_lightning
+from hydra_tune_lightning import RefusedModuleError, save_checkpoint, task_from_lightning
 from tests.support import checkpointed
 from tests.support.lightning_modules import (
     Autoencoder,
@@ -30,6 +30,7 @@ from tests.support.lightning_modules import (
     Metrics,
     NumberedSteps,
     Plain,
+    Recurrent,
     SplitSamples,
     WithoutValidation,
     fitted,
@@ -58,6 +59,7 @@ CASES = {
         "gradient_clip_algorithm": "value",
     },
     "bfloat16": {"make": classifier(dropout=0.1), "precision": "bf16-mixed"},
+    "bfloat16, with a weight used three times": {"make": Recurrent, "precision": "bf16-mixed"},
     "metrics of lists and sums": {"make": Metrics, "metric": "val_mse"},
     "steps that read their number": {"make": NumberedSteps},
     "a datamodule that splits": {"make": Plain, "datamodule": SplitSamples},
@@ -69,6 +71,8 @@ CASES = {
     "sanity steps": {"make": classifier(dropout=0.3), "num_sanity_val_steps": 2},
 }
 SEED = 3
+# Torch casts the weight anew for each use, and a cut model once.
+WHOLE = ("bfloat16, with a weight used three times",)
 
 
 class Case:
@@ -135,7 +139,7 @@ def test_a_model_that_is_cut_has_the_same_bits(stock, name):
     case, weights, epochs = stock(name)
     with HydraExecutor("cpu:2", num_shards=2) as pool:
         (result,) = pool.run([case.task()])
-    assert result.num_shards == 2
+    assert result.num_shards == (1 if name in WHOLE else 2)
     assert_same(result, weights, epochs)
 
 
@@ -385,14 +389,14 @@ def test_a_result_is_a_module_and_a_checkpoint_again(tmp_path):
     task = task_from_lightning(classifier(width=9), max_epochs=1)
     with HydraExecutor("cpu:1") as pool:
         (result,) = pool.run([task])
-    module = module_from_result(classifier(width=9), result)
-    save_checkpoint(classifier(width=9), result, tmp_path / "trained.ckpt")
+    save_checkpoint(result, tmp_path / "trained.ckpt")
     loaded = Classifier.load_from_checkpoint(tmp_path / "trained.ckpt", weights_only=True)
-    assert loaded.hparams == module.hparams
-    assert loaded.hparams.width == 9
+    fresh = Classifier(width=9)
+    fresh.load_state_dict(result.state_dict())
+    assert loaded.hparams == fresh.hparams == result.module().hparams
     for name, value in result.state_dict().items():
-        assert torch.equal(value, module.state_dict()[name])
         assert torch.equal(value, loaded.state_dict()[name])
+        assert torch.equal(value, fresh.state_dict()[name])
 
 
 @pytest.mark.parametrize("shards", [None, 2])

@@ -56,6 +56,19 @@ class Autoencoder(Loaders):
         return torch.optim.Adam(self.parameters(), lr=self.hparams.lr)
 
 
+class Recurrent(Autoencoder):
+    """Uses a weight three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, inputs):
+        for _ in range(3):
+            inputs = torch.tanh(self.again(inputs))
+        return super().forward(inputs)
+
+
 class Classifier(Loaders):
     """A classifier with dropout, a dict of a loss, and metrics.
 
