@@ -83,11 +83,12 @@ def new_metrics(module: nn.Module) -> Iterator[dict[str, Metric]]:
     metrics = metrics_of(module)
     parts = [part for part in module.modules() if isinstance(part, Metric | MetricCollection)]
     before = [dict(vars(part)) for part in parts]
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     # Not by `reset()`, which empties lists that belong to the state before.
     for metric in metrics.values():
         for state, default in metric._defaults.items():  # noqa: SLF001 - no public name
-            vars(metric)[state] = [] if isinstance(default, list) else default.detach().clone().to(metric.device)
-        vars(metric).update(_update_count=0, _forward_cache=None, _computed=None)
+            vars(metric)[state] = [] if isinstance(default, list) else default.detach().clone().to(device)
+        vars(metric).update(_device=device, _update_count=0, _forward_cache=None, _computed=None)
     try:
         yield metrics
     finally:

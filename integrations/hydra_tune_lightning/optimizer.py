@@ -49,13 +49,7 @@ class Configured:
             RefusedModuleError: several optimizers or schedulers, or none.
         """
         steps = options.max_epochs * -(-batches // options.accumulate_grad_batches)
-        known = {
-            "estimated_stepping_batches": steps,
-            "num_training_batches": batches,
-            "current_epoch": 0,
-            "global_step": 0,
-        }
-        with standing_in(module, options, "configure_optimizers", **known):
+        with standing_in(module, options, "configure_optimizers", estimated_stepping_batches=steps):
             answer = module.configure_optimizers()
             if answer is None:
                 raise RefusedModuleError(["configure_optimizers returns None: return an optimizer"])

@@ -162,13 +162,11 @@ def _set_up(
 ) -> tuple[StreamState, StreamState]:
     """Prepare data and module in Lightning's order; return the streams before the module's setup, and after."""
     if datamodule is not None:
-        # A weak reference in Lightning as well.
-        datamodule.trainer = stand_in(options, lightning_module=module)
+        datamodule.trainer = stand_in(options, "setup")
         datamodule.prepare_data()
     _prepare_module_data(module, options)
     if datamodule is not None:
         datamodule.setup("fit")
-        datamodule.trainer = None
     before = StreamState.now()
     _set_up_module(module, options)
     return before, StreamState.now()

@@ -34,8 +34,10 @@ _ALWAYS: dict[str, Any] = {
     "predicting": False,
     "fast_dev_run": False,
     "barebones": False,
+    "progress_bar_callback": None,
 }
-_SAVED = ("_trainer", "_current_fx_name", "_metric_attributes")
+_BEFORE_TRAINING = {"current_epoch": 0, "global_step": 0}
+_SAVED = ("_trainer", "_current_fx_name", "_metric_attributes", "_device")
 
 
 class TrainerStandIn:
@@ -65,10 +67,11 @@ class _NothingToReset:
         return False
 
 
-def stand_in(options: TrainerOptions, **attributes: Any) -> TrainerStandIn:
-    """Return a stand-in for the `Trainer` of some options, with further attributes."""
-    of_options = {name: getattr(options, name) for name in NUMERIC}
-    return TrainerStandIn("self.trainer", **_ALWAYS, **of_options, **attributes)
+def stand_in(options: TrainerOptions, hook: str, **attributes: Any) -> TrainerStandIn:
+    """Return a stand-in for the `Trainer` of some options in a method of the module, with further attributes."""
+    known = _ALWAYS | {name: getattr(options, name) for name in NUMERIC} | attributes
+    known |= {"training": hook == "training_step", "validating": hook == "validation_step"}
+    return TrainerStandIn("self.trainer", **(known if hook.endswith("_step") else _BEFORE_TRAINING | known))
 
 
 @contextmanager
@@ -86,8 +89,7 @@ def standing_in(
     """
     trainer = stand_in(
         options,
-        training=hook == "training_step",
-        validating=hook == "validation_step",
+        hook,
         strategy=TrainerStandIn("self.trainer.strategy", reduce=None),
         _results=results,
         _logger_connector=_NothingToReset(),
@@ -97,9 +99,11 @@ def standing_in(
     parts = [part for part in module.modules() if isinstance(part, LightningModule)]
     has_cache = torch.is_autocast_cache_enabled()
     before = [{name: vars(part)[name] for name in _SAVED} for part in parts]
+    # The pool moves tensors without telling the module.
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     # Not by assignment, which would wrap the trainer in a weak reference.
     for part in parts:
-        vars(part).update(_trainer=trainer, _current_fx_name=hook)
+        vars(part).update(_trainer=trainer, _current_fx_name=hook, _device=device)
     # Lightning casts a weight that is used twice two times, whose gradients are then added in float32.
     torch.set_autocast_cache_enabled(False)
     try:

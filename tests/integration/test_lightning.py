@@ -2,6 +2,7 @@
 
 import logging
 import math
+import pickle
 import random
 import re
 
@@ -464,3 +465,37 @@ def test_a_trial_resumes_with_the_bits_of_lightning(scheduling):
         resumed = checkpointed.run(case.task(), plans, beginning=StartCheckpoint(saved=saved))
         assert all(torch.equal(value, resumed["state"][name]) for name, value in weights.items())
         assert resumed["history"][-1]["val_loss"] == epochs[-1]["val_loss"]
+
+
+class Asking(Plain):
+    """Asks the trainer for all that is the same in each trial."""
+
+    def setup(self, stage):
+        assert (self.current_epoch, self.global_step, self.trainer.max_epochs, self.logger) == (0, 0, 2, None)
+        super().setup(stage)
+
+    def training_step(self, batch, batch_idx):
+        trainer = self.trainer
+        assert (trainer.training, trainer.sanity_checking, trainer.world_size) == (True, False, 1)
+        assert (trainer.accumulate_grad_batches, trainer.is_global_zero, self.global_rank) == (2, True, 0)
+        return super().training_step(batch, batch_idx)["loss"] + torch.zeros(1, device=self.device).sum()
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == 8
+        return super().configure_optimizers()
+
+
+class AskingSamples(SplitSamples):
+    def train_dataloader(self):
+        assert self.trainer.world_size == 1
+        return super().train_dataloader()
+
+
+@pytest.mark.parametrize("shards", [None, 2])
+def test_questions_for_the_trainer_have_its_answers(shards):
+    case = Case(Asking, datamodule=AskingSamples, max_epochs=2, accumulate_grad_batches=2)
+    weights, epochs = case.fit()
+    task = pickle.loads(pickle.dumps(case.task()))
+    with HydraExecutor("cpu:1", num_shards=shards) as pool:
+        (result,) = pool.run([task])
+    assert_same(result, weights, epochs)
