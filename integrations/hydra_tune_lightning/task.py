@@ -30,8 +30,8 @@ from hydra_tune_lightning.step import LightningEvaluation, LightningStep, reads_
 from hydra_tune_lightning.streams import StreamState, seeded
 from hydra_tune_lightning.trainer_stand_in import stand_in, standing_in
 
-TRIED = "2.6"
-"""Version of Lightning with which the numbers have been compared."""
+TRIED = ("2.4", "2.5", "2.6")
+"""Versions of Lightning with which the numbers have been compared."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -111,10 +111,10 @@ def save_checkpoint(result: Any, path: str | Path) -> None:
 
 
 def _warn_of_version() -> None:
-    if not lightning.__version__.startswith(TRIED + "."):
+    if lightning.__version__.rpartition(".")[0] not in TRIED:
         _LOGGER.warning(
             "the numbers of a LightningModule have been compared with lightning %s, and %s is installed; compare a trial with "
-            "Trainer.fit()", TRIED, lightning.__version__,
+            "Trainer.fit()", ", ".join(TRIED), lightning.__version__,
         )  # fmt: skip
 
 

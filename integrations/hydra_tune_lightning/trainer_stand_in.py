@@ -5,12 +5,14 @@ The stand-in has the attributes whose values are right in every trial. Any other
 runs, because copies of a `LightningModule` lose their trainer.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from hydra_tune.errors import TaskError
@@ -74,6 +76,15 @@ def stand_in(options: TrainerOptions, hook: str, **attributes: Any) -> TrainerSt
     return TrainerStandIn("self.trainer", **(known if hook.endswith("_step") else _BEFORE_TRAINING | known))
 
 
+@functools.cache
+def _casts_once() -> bool:
+    """Whether mixed precision casts a weight that is used twice only once, which changes the sum of its gradients.
+
+    Lightning 2.4 does, and 2.6 does not.
+    """
+    return bool(MixedPrecision("bf16-mixed", "cpu").autocast_context_manager()._cache_enabled)  # noqa: SLF001
+
+
 @contextmanager
 def standing_in(
     module: nn.Module, options: TrainerOptions, hook: str, results: Any = None, **attributes: Any
@@ -104,8 +115,7 @@ def standing_in(
     # Not by assignment, which would wrap the trainer in a weak reference.
     for part in parts:
         vars(part).update(_trainer=trainer, _current_fx_name=hook, _device=device)
-    # Lightning casts a weight that is used twice two times, whose gradients are then added in float32.
-    torch.set_autocast_cache_enabled(False)
+    torch.set_autocast_cache_enabled(has_cache and _casts_once())
     try:
         yield
     finally:
