@@ -89,12 +89,36 @@ def new_metrics(module: nn.Module) -> Iterator[dict[str, Metric]]:
         for state, default in metric._defaults.items():  # noqa: SLF001 - no public name
             vars(metric)[state] = [] if isinstance(default, list) else default.detach().clone().to(device)
         vars(metric).update(_device=device, _update_count=0, _forward_cache=None, _computed=None)
+        _guard_compute(metric)
     try:
         yield metrics
     finally:
         for part, saved in zip(parts, before, strict=True):
             vars(part).clear()
             vars(part).update(saved)
+
+
+def _guard_compute(metric: Metric) -> None:
+    """Refuse `compute()` in a step, where the metric has seen one batch; its own forward computes the value of the batch."""
+    forward, compute, is_inside = metric.forward, metric.compute, False
+
+    def guarded_forward(*arguments: Any, **options: Any) -> Any:
+        nonlocal is_inside
+        is_inside = True
+        try:
+            return forward(*arguments, **options)
+        finally:
+            is_inside = False
+
+    def guarded_compute(*arguments: Any, **options: Any) -> Any:
+        if not is_inside:
+            raise MetricError(
+                f"a step calls compute() of a {type(metric).__name__}, which has the batches so far in Lightning and one batch "
+                "in a pool; log the metric itself, as in self.log(name, self.metric)"
+            )
+        return compute(*arguments, **options)
+
+    vars(metric).update(forward=guarded_forward, compute=guarded_compute)
 
 
 def states_of(metrics: Mapping[str, Metric], logged: Mapping[str, Sequence[LoggedValue]]) -> dict[str, Any]:
@@ -104,6 +128,9 @@ def states_of(metrics: Mapping[str, Metric], logged: Mapping[str, Sequence[Logge
         values |= {f"{each.key}|{place}": 1 for each in names}
         for state in metrics[place]._defaults:  # noqa: SLF001 - no public name
             value = getattr(metrics[place], state)
+            # A sum of sums has other last bits.
+            if isinstance(value, Tensor) and value.is_floating_point() and metrics[place].update_count > 1:
+                raise MetricError(f"validation_step updates the metric {place!r} twice for a batch; update it once")
             if isinstance(value, Tensor):
                 values[f"{_STATE}|{place}|{state}"] = value.detach().reshape(-1)
             elif value:

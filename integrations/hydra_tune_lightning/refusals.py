@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
+from torchmetrics import Metric, MetricCollection
 
 from hydra_tune_lightning.epoch_values import metric_refusals
 
@@ -75,6 +76,7 @@ def refusals(module: LightningModule) -> Iterator[str]:
     if type(module).training_step is LightningModule.training_step:
         yield f"{type(module).__name__} has no training_step: write one that returns the loss"
     yield from _arguments(module)
+    yield from _shared_metrics(module)
     yield from metric_refusals(module)
 
 
@@ -122,6 +124,13 @@ def overridden(value: object, stock: type) -> Iterator[tuple[str, str]]:
             break
         for name in sorted(hooks & set(vars(kind))):
             yield name, kind.__name__
+
+
+def _shared_metrics(module: LightningModule) -> Iterator[str]:
+    steps = [getattr(inspect.unwrap(step), "__code__", None) for step in (module.training_step, module.validation_step)]
+    for name, part in module.named_children():
+        if isinstance(part, Metric | MetricCollection) and all(code and name in code.co_names for code in steps):
+            yield f"training_step and validation_step share the metric {name!r}, whose states Lightning mixes: make two metrics"
 
 
 def _arguments(module: LightningModule) -> Iterator[str]:

@@ -21,7 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import hydra_tune_optuna
 from hydra_tune import HydraExecutor, train_plain
-from hydra_tune.errors import TaskError
+from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_lightning import RefusedModuleError, save_checkpoint, task_from_lightning
 from tests.support import checkpointed
@@ -200,6 +200,25 @@ class Averaged(Classifier):
         self.accuracy.add_state("mean", torch.zeros(()), dist_reduce_fx="mean")
 
 
+def computing(self, batch, batch_idx):
+    self.accuracy.update(self(batch[0]), batch[1])
+    self.log("val_loss", self.accuracy.compute())
+
+
+class UpdatedTwice(Metrics):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.error.update(*batch[:1], *batch[:1])
+
+
+class Shared(Classifier):
+    def training_step(self, batch, batch_idx):
+        self.accuracy(self(batch[0]), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.accuracy(self(batch[0]), batch[1])
+
+
 class Drawing(Autoencoder):
     def train_dataloader(self):
         torch.rand(1)
@@ -319,6 +338,7 @@ REFUSED = {
     "encoder is in eval mode": {"make": Frozen},
     "with compute groups": {"make": Grouped},
     "wraps another metric": {"make": Wrapped},
+    "share the metric 'accuracy'": {"make": Shared},
     "whose state 'mean' is no sum": {"make": Averaged},
     "has no training_step": {"make": type("Own", (Autoencoder,), {"training_step": LightningModule.training_step})},
     "takes dataloader_iter": {
@@ -374,6 +394,8 @@ def stepping(step, validation=Autoencoder.validation_step):
             "self.trainer.strategy.broadcast",
         ),
         (stepping(lambda self, batch, batch_idx: None), "training_step returned None"),
+        (type("Own", (Classifier,), {"validation_step": computing}), "calls compute() of a MulticlassAccuracy"),
+        (UpdatedTwice, "updates the metric 'error' twice"),
         (stepping(lambda self, batch, batch_idx: {"losses": 1}), "a dict without 'loss'"),
     ],
 )
@@ -382,7 +404,7 @@ def test_a_step_that_asks_for_more_than_a_trial_knows_fails_by_name(make, messag
     task = task_from_lightning(make, max_epochs=1)
     with HydraExecutor("cpu:1", num_shards=shards) as pool:
         result = pool.submit(task).result()
-    assert isinstance(result.error, TaskError)
+    assert isinstance(result.error, TaskError | MetricError)
     assert message in str(result.error)
 
 
