@@ -80,8 +80,7 @@ def task_from_lightning(
         module = _built(make_module)
         if reasons := [*refusals(module)]:
             raise RefusedModuleError(reasons)
-        streams = _set_up(module, datamodule, options)
-        factory = _ModuleFactory(make_module, options, *streams)
+        factory = _ModuleFactory(make_module, options, _set_up(module, datamodule, options))
         sources = (
             source_of("train_dataloader", train_dataloaders, datamodule, module),
             source_of("val_dataloader", val_dataloaders, datamodule, module),
@@ -138,38 +137,33 @@ class _ModuleFactory:
     Args:
         make_module: the function.
         options: options of the `Trainer`.
-        before: position of the random streams before the module is set up.
-        after: position of the streams at the beginning of the training.
+        streams: position of the random streams when a module is set up, after the datamodule.
     """
 
     make_module: Callable[[], LightningModule]
     options: TrainerOptions
-    before: StreamState
-    after: StreamState
+    streams: StreamState
 
     def __call__(self) -> LightningModule:
-        """Build the module; the streams go on as if the datamodule had been set up here, too."""
+        """Build the module; the streams go on as after the datamodule's setup."""
         module = _built(self.make_module)
         _prepare_module_data(module, self.options)
-        self.before.restore()
+        self.streams.restore()
         _set_up_module(module, self.options)
-        self.after.restore()
         return module
 
 
-def _set_up(
-    module: LightningModule, datamodule: LightningDataModule | None, options: TrainerOptions
-) -> tuple[StreamState, StreamState]:
-    """Prepare data and module in Lightning's order; return the streams before the module's setup, and after."""
+def _set_up(module: LightningModule, datamodule: LightningDataModule | None, options: TrainerOptions) -> StreamState:
+    """Prepare data and module in Lightning's order; return the position of the streams before the module's setup."""
     if datamodule is not None:
         datamodule.trainer = stand_in(options, "setup")
         datamodule.prepare_data()
     _prepare_module_data(module, options)
     if datamodule is not None:
         datamodule.setup("fit")
-    before = StreamState.now()
+    streams = StreamState.now()
     _set_up_module(module, options)
-    return before, StreamState.now()
+    return streams
 
 
 def _prepare_module_data(module: LightningModule, options: TrainerOptions) -> None:

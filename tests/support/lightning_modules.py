@@ -104,6 +104,7 @@ class Classifier(Loaders):
         self.accuracy(logits, labels)
         self.log("val_acc", self.accuracy, prog_bar=True)
         self.log_dict({"val_loss": loss, "val_double": 2 * loss}, on_step=True, on_epoch=True)
+        self.log("val_logit", logits.mean())
         self.log("val_max", loss, reduce_fx="max")
         self.log("val_min", loss, reduce_fx=torch.min)
         self.log("val_sum", loss, reduce_fx="sum")

@@ -204,7 +204,7 @@ def _method(value: Any, seen: dict[int, int], depth: int) -> Hashable:
 def _signature(value: Any, seen: dict[int, int], depth: int) -> Hashable:
     """A signature kept by an object, as the metrics of torchmetrics keep that of their update."""
     parameters = value.parameters.values()
-    return (type(value), tuple((str(each), _value(each.default, seen, depth)) for each in parameters))
+    return (type(value), tuple((str(each), each.kind, _value(each.default, seen, depth)) for each in parameters))
 
 
 def _function(value: Any, seen: dict[int, int], depth: int) -> Hashable:

@@ -5,6 +5,7 @@ import ctypes
 import decimal
 import enum
 import functools
+import inspect
 import io
 import types
 from datetime import timedelta
@@ -285,6 +286,17 @@ def test_objects_that_keep_their_value_outside_of_python_have_no_key(value):
 )
 def test_other_objects_have_one(value):
     assert key(Net(), step=lambda module, batch: (module(batch), value)) is not None
+
+
+def test_a_signature_is_keyed_by_its_parameters_and_defaults():
+    """Metrics of torchmetrics keep that of their update."""
+    functions = [lambda a, b=1: None, lambda c, d=1: None, lambda a, b=2: None, lambda a, *, b=1: None]
+    models = [Net() for _ in functions]
+    for model, function in zip(models, functions, strict=True):
+        model.signature = inspect.signature(function)
+    assert len({key(model) for model in models}) == 4
+    models[1].signature = inspect.signature(lambda a, b=1: None)
+    assert key(models[0]) == key(models[1]) is not None
 
 
 def test_the_default_dtype_is_in_the_key():
