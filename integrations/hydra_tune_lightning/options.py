@@ -16,8 +16,6 @@ from hydra_tune_lightning.errors import RefusedModuleError
 
 WITHOUT_EFFECT = frozenset(
     {
-        "logger",
-        "enable_checkpointing",
         "enable_progress_bar",
         "enable_model_summary",
         "enable_autolog_hparams",
@@ -39,6 +37,9 @@ REFUSED = {
     "strategy": _DEVICES,
     "callbacks": "leave them out; a result's history has all reports, and dataclasses.replace(task, stop=..., "
     "after_step=...) ends a training early or writes weights",
+    "logger": "give logger=False; a result's history has all reports",
+    "enable_checkpointing": "give enable_checkpointing=False; save_checkpoint(result, path) writes the trained weights, and "
+    "HydraExecutor(checkpoint_dir=...) saves trials that resume",
     "fast_dev_run": "give max_epochs=1 and small loaders",
     "max_steps": "give max_epochs",
     "min_steps": "leave it out; every training runs max_epochs",
@@ -67,6 +68,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "strategy": ("auto",),
     "callbacks": ([],),
     "plugins": ([],),
+    "logger": (False,),
+    "enable_checkpointing": (False,),
     "deterministic": (False,),
     "benchmark": (False,),
 }

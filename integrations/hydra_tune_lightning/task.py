@@ -74,6 +74,8 @@ def task_from_lightning(
     if isinstance(make_module, nn.Module):
         reason = f"make_module is a {type(make_module).__name__}, and each trial needs a module of its own"
         raise RefusedModuleError([f"{reason}: give the class, or a function that builds the module"])
+    if isinstance(train_dataloaders, LightningDataModule):  # as `fit` takes either in one place
+        datamodule, train_dataloaders = train_dataloaders, None
     if datamodule is not None and (reasons := [*datamodule_refusals(datamodule)]):
         raise RefusedModuleError(reasons)
     with seeded(seed):

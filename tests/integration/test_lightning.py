@@ -145,6 +145,29 @@ def test_a_model_that_is_cut_has_the_same_bits(stock, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("average", ["micro", "macro"])
+def test_a_model_that_does_not_fit_its_device_has_the_same_bits(average):
+    """A validation whose metric averages over classes is not cut."""
+
+    class Wide(Autoencoder):
+        def __init__(self):
+            super().__init__(width=400)
+            self.accuracy = MulticlassAccuracy(3, average=average)
+
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.accuracy.update(self(batch[0])[:, :3], batch[1])
+            self.log("val_acc", self.accuracy)
+
+    case = Case(Wide)
+    weights, epochs = case.fit()
+    with HydraExecutor("cpu:1", device_memory="150KiB") as pool:
+        (result,) = pool.run([case.task()])
+    assert result.num_shards > 1
+    assert_same(result, weights, epochs)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}], ids=["plain", "accumulated and clipped"]
 )
@@ -313,6 +336,8 @@ OPTIONS = {
     "limit_val_batches=0": {"limit_val_batches": 0},
     "fast_dev_run=True": {"fast_dev_run": True},
     "deterministic=True": {"deterministic": True},
+    "logger=True": {"logger": True},
+    "enable_checkpointing=True": {"enable_checkpointing": True},
     "callbacks=": {"callbacks": [object()]},
     "max_epochs=-1": {"max_epochs": -1},
     "gradient_clip_algorithm='max'": {"gradient_clip_algorithm": "max"},
@@ -434,9 +459,11 @@ def test_a_trained_module_keeps_nothing_of_the_pool(shards):
         assert {name: getattr(part, name) for name in part._defaults} == part._defaults
 
 
-def test_a_datamodule_is_prepared_and_set_up_once():
+@pytest.mark.parametrize("argument", ["datamodule", "train_dataloaders"])
+def test_a_datamodule_is_prepared_and_set_up_once(argument):
     datamodule = SplitSamples()
-    task = task_from_lightning(Plain, datamodule=datamodule, max_epochs=2)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    task = task_from_lightning(Plain, **{argument: datamodule}, max_epochs=2, **quiet)
     with HydraExecutor("cpu:1") as pool:
         pool.run([task])
     assert datamodule.calls == ["prepare_data", "fit"]
