@@ -1,11 +1,12 @@
 """The optimizer and the scheduler of `configure_optimizers`, as factories of a task.
 
 A trial's `configure_optimizers` runs once, when the pool asks for parameter groups. The groups then carry the optimizer
-to the factory of optimizers, and the optimizer carries the scheduler to the factory of schedulers. `parsed` reads what a
-module returns, for `task.py` and for each trial.
+to the factory of optimizers, and the optimizer carries the scheduler to the factory of schedulers. `Configured` reads
+what a module returns, for `task.py` and for each trial.
 """
 
 import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -155,11 +156,13 @@ def _clip_by_value(optimizer: Optimizer, max_value: float) -> None:
     if scheduled_step is None:
         return
 
+    reference: weakref.ref[Any] = weakref.ref(optimizer)  # as in the scheduler's own wrapper
+
     # A scheduler has put a wrapper of the class's own step on the object, and looks whether the wrapper has been called.
     @functools.wraps(kind.step)
     def step(*arguments: Any, **options: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # noqa: SLF001 - the scheduler's mark
-        return kind.step(optimizer, *arguments, **options)
+        reference()._opt_called = True  # type: ignore[union-attr]  # noqa: SLF001 - the scheduler's mark
+        return kind.step(reference(), *arguments, **options)  # type: ignore[arg-type]  # it is the caller's
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001 - the scheduler's mark
     vars(optimizer)["step"] = step

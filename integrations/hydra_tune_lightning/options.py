@@ -74,7 +74,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "benchmark": (False,),
 }
 
-PRECISIONS = {"32-true": "float32", "32": "float32", "None": "float32", "bf16-mixed": "bfloat16"}
+PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16"}
+"""Precisions of a `Trainer`, with those of a task."""
 
 
 # Without slots, so that steps with equal options compare as equal.
@@ -120,7 +121,7 @@ def checked(options: Mapping[str, Any]) -> TrainerOptions:
     if reasons := [*_refused(options, known)]:
         raise RefusedModuleError(reasons)
     kept = {name: options[name] for name in NUMERIC if options.get(name) is not None}
-    kept["precision"] = str(kept.get("precision", "32-true"))
+    kept["precision"] = "bf16-mixed" if kept.get("precision") == "bf16-mixed" else "32-true"
     return TrainerOptions(**kept)
 
 
@@ -131,7 +132,7 @@ def _refused(options: Mapping[str, Any], known: Mapping[str, inspect.Parameter])
         if value != known[name].default:
             unknown = "an option that this version of hydra-tune does not know; leave it out"
             yield f"{name}={value!r}: {REFUSED.get(name, unknown)}"
-    if str(options.get("precision")) not in PRECISIONS:
+    if options.get("precision") not in (*PRECISIONS, None, 32, "32"):
         yield f"precision={options['precision']!r}: use '32-true' or 'bf16-mixed'"
     if options["max_epochs"] == -1:
         yield "max_epochs=-1: give a number of epochs"

@@ -40,12 +40,14 @@ WITHOUT_EFFECT = frozenset(
         "on_load_checkpoint",
         "load_from_checkpoint",
         "on_exception",
+        "example_input_array",
         "to_onnx",
         "to_torchscript",
     }
 )
 """Methods that no training calls."""
 
+_USUAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _OWN_STEP = "leave it out, or write the TrainTask yourself (the page 'Bring a plain PyTorch loop' of the documentation)"
 _REMEDIES = {
     "optimizer_step": _OWN_STEP,
@@ -134,10 +136,10 @@ def _shared_metrics(module: LightningModule) -> Iterator[str]:
 
 
 def _arguments(module: LightningModule) -> Iterator[str]:
-
     for name in ("training_step", "validation_step"):
-        names = [*inspect.signature(getattr(module, name)).parameters]
-        if "dataloader_iter" in names:
+        parameters = inspect.signature(getattr(module, name)).parameters.values()
+        required = [each.name for each in parameters if each.default is each.empty and each.kind is _USUAL]
+        if "dataloader_iter" in required:
             yield f"{name} takes dataloader_iter: take (batch, batch_idx)"
-        elif len(names) > 2 and name in vars(type(module)):  # noqa: PLR2004 - a batch and its number
-            yield f"{name} takes {', '.join(names[2:])}: take (batch, batch_idx), and give one loader"
+        elif required[2:]:
+            yield f"{name} takes {', '.join(required[2:])}: take (batch, batch_idx), and give one loader"

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _Metadata
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -27,7 +28,7 @@ _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 def takes_number(method: Any) -> bool:
     """Whether a step of a module takes a `batch_idx` beside the batch."""
-    return len(inspect.signature(method).parameters) > 1
+    return bool(is_param_in_hook_signature(method, "batch_idx", min_args=2))
 
 
 def reads_number(method: Any) -> bool:
@@ -36,10 +37,10 @@ def reads_number(method: Any) -> bool:
         return False
     names = [*inspect.signature(method).parameters]
     code = getattr(inspect.unwrap(method), "__code__", None)
-    # A step of `*arguments` may read everything. An argument of a nested function is a cell, and `locals()` reads all.
+    # An argument of a nested function is a cell, and `locals()` reads all.
     return (
         code is None
-        or code.co_flags & _VARIADIC
+        or bool(code.co_flags & _VARIADIC)
         or names[1] in code.co_cellvars
         or names[1] in _loaded(code)
         or "locals" in code.co_names

@@ -37,8 +37,7 @@ class StreamState:
         """Whether nothing was drawn between two positions."""
         return (
             torch.equal(self.of_torch, other.of_torch)
-            and repr(self.of_numpy) == repr(other.of_numpy)
-            and np.array_equal(self.of_numpy[1], other.of_numpy[1])
+            and all(map(np.array_equal, self.of_numpy, other.of_numpy))
             and self.of_python == other.of_python
         )
 

@@ -112,7 +112,7 @@ def save_checkpoint(result: Any, path: str | Path) -> None:
 
 
 def _warn_of_version() -> None:
-    if lightning.__version__.rpartition(".")[0] not in TRIED:
+    if not lightning.__version__.startswith(tuple(f"{version}." for version in TRIED)):
         _LOGGER.warning(
             "the numbers of a LightningModule have been compared with lightning %s, and %s is installed; compare a trial with "
             "Trainer.fit()", ", ".join(TRIED), lightning.__version__,

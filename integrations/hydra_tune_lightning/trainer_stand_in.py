@@ -20,8 +20,6 @@ from hydra_tune_lightning.options import NUMERIC, TrainerOptions
 
 _ALWAYS: dict[str, Any] = {
     "max_steps": -1,
-    "min_epochs": None,
-    "min_steps": None,
     "world_size": 1,
     "num_nodes": 1,
     "num_devices": 1,

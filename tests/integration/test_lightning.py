@@ -30,6 +30,7 @@ from tests.support.lightning_modules import (
     Classifier,
     Metrics,
     NumberedSteps,
+    OtherArguments,
     Plain,
     Recurrent,
     SplitSamples,
@@ -63,6 +64,7 @@ CASES = {
     "bfloat16, with a weight used three times": {"make": Recurrent, "precision": "bf16-mixed"},
     "metrics of lists and sums": {"make": Metrics, "metric": "val_mse"},
     "steps that read their number": {"make": NumberedSteps},
+    "steps of other arguments": {"make": OtherArguments},
     "a datamodule that splits": {"make": Plain, "datamodule": SplitSamples},
     "loaders as arguments": {
         "make": Plain,
@@ -370,7 +372,7 @@ REFUSED = {
         "make": type("Own", (Autoencoder,), {"training_step": lambda self, dataloader_iter: None})
     },
     "takes dataloader_idx": {
-        "make": type("Own", (Autoencoder,), {"validation_step": lambda self, batch, batch_idx, dataloader_idx=0: None})
+        "make": type("Own", (Autoencoder,), {"validation_step": lambda self, batch, batch_idx, dataloader_idx: None})
     },
     "train_dataloader() draws random numbers": {"make": Drawing},
     "no train_dataloader": {"make": Plain},

@@ -169,6 +169,16 @@ class NumberedSteps(Classifier):
         super().validation_step(batch, batch_idx)
 
 
+class OtherArguments(NumberedSteps):
+    """Takes the number among other arguments, and a batch alone."""
+
+    def training_step(self, *arguments):
+        return super().training_step(*arguments)
+
+    def validation_step(self, batch):
+        Classifier.validation_step(self, batch, 0)
+
+
 class SplitSamples(LightningDataModule):
     """Splits in `setup`, which draws from the global stream, as many do."""
 
