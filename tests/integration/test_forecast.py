@@ -613,3 +613,29 @@ def test_what_the_users_code_counts_is_left_as_it_was():
     with running(num_shards=2, fusion="auto") as pool:
         assert pool.plan([counting, counting], probe=True).trials
     assert not counts.total()
+
+
+class Scaled(nn.Module):
+    """Keeps a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(8, 4), {"of outputs": torch.full((), 2.0)}
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.layer(values) * self.scale["of outputs"]
+
+
+def test_a_model_with_a_tensor_of_its_own_and_a_task_with_finish_are_planned() -> None:
+    inputs = torch.randn(16, 8)
+    data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+    scaled = task(
+        model=Scaled,
+        train=data,
+        validate=data,
+        batch_size=16,
+        evaluate=lambda module, batch: {"output": module(batch[0])},
+        finish=lambda collected: {"loss": collected["output"].mean()},
+    )
+    with HydraExecutor("cpu:1", num_shards=1) as pool:
+        assert [trial.num_shards for trial in pool.plan([scaled]).trials] == [1]

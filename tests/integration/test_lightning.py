@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import hydra_tune_optuna
-from hydra_tune import HydraExecutor, train_plain
+from hydra_tune import HydraExecutor, load_module, train_plain
 from hydra_tune.errors import MetricError, TaskError
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_lightning import RefusedModuleError, save_checkpoint, task_from_lightning
@@ -550,3 +550,13 @@ def test_questions_for_the_trainer_have_its_answers(shards):
     with HydraExecutor("cpu:1", num_shards=shards) as pool:
         (result,) = pool.run([task])
     assert_same(result, weights, epochs)
+
+
+def test_a_module_is_planned_and_loaded_from_a_file(tmp_path):
+    task = Case(Plain, datamodule=SplitSamples).task()
+    with HydraExecutor("cpu:1") as pool:
+        assert pool.plan([task]).trials[0].num_shards == 1
+        (result,) = pool.run([task])
+    result.save(tmp_path / "weights.safetensors")
+    module = load_module(task, tmp_path / "weights.safetensors")
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in result.state_dict().items())

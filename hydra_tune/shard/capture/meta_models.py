@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -95,9 +96,11 @@ def bodiless_twin(model: nn.Module) -> tuple[nn.Module, dict[int, Tensor]]:
         doubles[id(tensor)] = double
     # `deepcopy` takes the copy of a tensor from the memo, so tied names share a copy, and no bytes are copied.
     memo |= doubles
+    has_mode = detect_fake_mode() is not None
     for module in model.modules():
-        for tensor in _tensors(list(vars(module).values())):  # a copied fake tensor would belong to another mode
-            if isinstance(tensor, FakeTensor) and id(tensor) not in memo:
+        # A copied fake tensor would belong to another mode, and in a mode a real tensor cannot be copied.
+        for tensor in _tensors(list(vars(module).values())):
+            if (has_mode or isinstance(tensor, FakeTensor)) and id(tensor) not in memo:
                 memo[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return copy.deepcopy(model, memo), doubles
 

@@ -95,7 +95,7 @@ def timed_steps(task: TrainTask, library: PlanLibrary, like: CpuDevice, *, sends
     """
     # A batch size may be there for the validation data alone.
     size = task.batch_size if isinstance(task.train, Dataset) else None
-    task = replace(task, validate=None, evaluate=None, metric="train_loss", batch_size=size)
+    task = replace(task, validate=None, evaluate=None, finish=None, metric="train_loss", batch_size=size)
     device = CpuDevice(0, like.budget_bytes, like.bandwidth)
     trial = SingleTrial(task, library, device, _SingleDeviceLender(), may_run_own_code=False)
     try:
