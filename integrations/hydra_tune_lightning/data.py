@@ -64,7 +64,8 @@ def loader_from(source: Any, name: str, *, is_numbered: bool) -> DataLoader[Any]
         raise RefusedModuleError([f"{name} gives {type(loader).__name__}: give one torch.utils.data.DataLoader"])
     if length_of(loader) is None:
         raise RefusedModuleError([f"{name} gives a DataLoader without a length: give a dataset with len()"])
-    if hasattr(loader.sampler, "set_epoch") or hasattr(loader.batch_sampler, "set_epoch"):
+    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(hasattr(sampler, "set_epoch") for sampler in samplers):
         raise RefusedModuleError([f"{name} has a sampler with set_epoch(): let the sampler count its passes itself"])
     if not is_numbered:
         return loader

@@ -1,7 +1,7 @@
 """The optimizer and the scheduler of `configure_optimizers`, as factories of a task.
 
 A trial's `configure_optimizers` runs once, when the pool asks for parameter groups. The groups then carry the optimizer
-to the factory of optimizers, and the optimizer carries the scheduler to the factory of schedulers. `Configured` reads
+to the factory of optimizers, and the optimizer carries the scheduler to the factory of schedulers. `ConfiguredOptimizer` reads
 what a module returns, for `task.py` and for each trial.
 """
 
@@ -26,7 +26,7 @@ _SCHEDULER = "_hydra_tune_lightning_scheduler"
 
 
 @dataclass(frozen=True)
-class Configured:
+class ConfiguredOptimizer:
     """The answer of `configure_optimizers`.
 
     Attributes:
@@ -38,7 +38,7 @@ class Configured:
     config: Any
 
     @classmethod
-    def of(cls, module: LightningModule, options: TrainerOptions, batches: int) -> "Configured":
+    def of(cls, module: LightningModule, options: TrainerOptions, batches: int) -> "ConfiguredOptimizer":
         """Ask a module.
 
         Args:
@@ -91,10 +91,10 @@ class Configured:
             yield "reduce_on_plateau=True for another scheduler than ReduceLROnPlateau: use ReduceLROnPlateau"
 
 
-class _Groups(list[Any]):
+class _ParameterGroups(list[Any]):
     """Parameter groups that carry the optimizer that a module has made for them."""
 
-    configured: Configured
+    configured: ConfiguredOptimizer
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ class ConfigureModule:
     def __call__(self, module: nn.Module) -> list[Any]:
         """Return the groups, for `TakeOptimizer`."""
         assert isinstance(module, LightningModule)
-        configured = Configured.of(module, self.options, self.batches)
-        groups = _Groups(configured.optimizer.param_groups)
+        configured = ConfiguredOptimizer.of(module, self.options, self.batches)
+        groups = _ParameterGroups(configured.optimizer.param_groups)
         groups.configured = configured
         return groups
 
@@ -130,7 +130,7 @@ class TakeOptimizer:
 
     def __call__(self, groups: Any) -> Optimizer:
         """Return the optimizer."""
-        if not isinstance(groups, _Groups):
+        if not isinstance(groups, _ParameterGroups):
             raise TaskError(
                 "the parameters of the module have been replaced (split_operators=), and configure_optimizers has made the "
                 "optimizer for the module's own; leave split_operators out"

@@ -73,6 +73,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "deterministic": (False,),
     "benchmark": (False,),
 }
+_WHOLE = ("val_check_interval", "limit_train_batches", "limit_val_batches")  # 1.0 is all batches, and 1 is one batch
 
 PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16"}
 """Precisions of a `Trainer`, with those of a task."""
@@ -127,6 +128,8 @@ def checked(options: Mapping[str, Any]) -> TrainerOptions:
 
 def _refused(options: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> Iterator[str]:
     for name, value in options.items():
+        if name in _WHOLE and type(value) is float and value == 1.0:
+            continue
         if name in WITHOUT_EFFECT or name in NUMERIC or value is None or value in _NEUTRAL.get(name, ()):
             continue
         if value != known[name].default:

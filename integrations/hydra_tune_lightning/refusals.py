@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
-from torchmetrics import Metric, MetricCollection
 
 from hydra_tune_lightning.epoch_values import metric_refusals
 
@@ -78,17 +77,19 @@ def refusals(module: LightningModule) -> Iterator[str]:
     if type(module).training_step is LightningModule.training_step:
         yield f"{type(module).__name__} has no training_step: write one that returns the loss"
     yield from _arguments(module)
-    yield from _shared_metrics(module)
     yield from metric_refusals(module)
 
 
 def module_refusals(module: nn.Module) -> Iterator[str]:
     """Describe states of a module ready to train that are refused."""
     still = [name or "the module itself" for name, part in module.named_modules() if not part.training]
-    if still:
+    module.train()
+    stays = [name or "the module itself" for name, part in module.named_modules() if not part.training]
+    if still or stays:
         yield (
-            f"{still[0]} is in eval mode before the training, and Lightning would leave the mode: freeze parameters with "
-            "requires_grad_(False), and override train() of the part so that it stays in eval mode"
+            f"{(still or stays)[0]} is in eval mode before the training, or stays so in train(), and Lightning calls neither "
+            "train() nor eval() at first: call eval() of the part at the beginning of training_step, or, for a model that was "
+            "loaded in eval mode and shall train, train() at the end of __init__"
         )
     if any(p.device.type != "cpu" for p in module.parameters()):
         yield "a module off the CPU: build it there; the pool moves the module"
@@ -126,13 +127,6 @@ def overridden(value: object, stock: type) -> Iterator[tuple[str, str]]:
             break
         for name in sorted(hooks & set(vars(kind))):
             yield name, kind.__name__
-
-
-def _shared_metrics(module: LightningModule) -> Iterator[str]:
-    steps = [getattr(inspect.unwrap(step), "__code__", None) for step in (module.training_step, module.validation_step)]
-    for name, part in module.named_children():
-        if isinstance(part, Metric | MetricCollection) and all(code and name in code.co_names for code in steps):
-            yield f"training_step and validation_step share the metric {name!r}, whose states Lightning mixes: make two metrics"
 
 
 def _arguments(module: LightningModule) -> Iterator[str]:

@@ -23,6 +23,9 @@ from hydra_tune_lightning.epoch_values import LoggedValue, new_metrics, states_o
 from hydra_tune_lightning.options import TrainerOptions
 from hydra_tune_lightning.trainer_stand_in import standing_in
 
+_TRAINED_METRICS: set[tuple[type, str]] = (
+    set()
+)  # metrics that steps of training have updated; a cut step runs on a twin
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -36,15 +39,25 @@ def reads_number(method: Any) -> bool:
     if not takes_number(method):
         return False
     names = [*inspect.signature(method).parameters]
-    code = getattr(inspect.unwrap(method), "__code__", None)
+    if names[1:] == []:
+        return True  # all arguments in one
+    name = names[1]
+    functions = [getattr(method, "__func__", method)]
+    while hasattr(functions[-1], "__wrapped__"):
+        functions.append(functions[-1].__wrapped__)
+    return any(_reads(function, name) for function in functions)
+
+
+def _reads(function: Any, name: str) -> bool:
+    """Whether a function, or one of its decorators, reads an argument."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return True
+    if code.co_flags & _VARIADIC:
+        # Decorators of torch, such as `no_grad()`, pass all arguments on; `wraps` copies the name of the module.
+        return not function.__globals__.get("__name__", "").startswith("torch.")
     # An argument of a nested function is a cell, and `locals()` reads all.
-    return (
-        code is None
-        or bool(code.co_flags & _VARIADIC)
-        or names[1] in code.co_cellvars
-        or names[1] in _loaded(code)
-        or "locals" in code.co_names
-    )
+    return name in code.co_cellvars or name in _loaded(code) or "locals" in code.co_names
 
 
 def _loaded(code: Any) -> set[str]:
@@ -72,8 +85,9 @@ class LightningStep:
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a batch; the values that the module logs are dropped."""
         assert isinstance(module, LightningModule)
-        with standing_in(module, self.options, "training_step", _Dropped()), new_metrics(module):
+        with standing_in(module, self.options, "training_step", _DroppedValues()), new_metrics(module) as metrics:
             output = module.training_step(*arguments_of(self, batch))
+            _TRAINED_METRICS.update((type(module), name) for name, metric in metrics.items() if metric.update_count)
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
             kind = "a dict without 'loss'" if isinstance(output, Mapping) else "None"
@@ -99,9 +113,15 @@ class LightningEvaluation:
         """Return the values that the module logs for a batch, and the states of the metrics that it logs."""
         assert isinstance(module, LightningModule)
         arguments = arguments_of(self, batch)
-        logged = _Logged(arguments[0])
+        logged = _LoggedValues(arguments[0])
         with standing_in(module, self.options, "validation_step", logged), new_metrics(module) as metrics:
             module.validation_step(*arguments)
+            shared = next((name for name in logged.metrics if (type(module), name) in _TRAINED_METRICS), None)
+            if shared is not None:
+                raise MetricError(
+                    f"training_step and validation_step share the metric {shared!r}, whose states Lightning mixes; make two "
+                    "metrics"
+                )
             return logged.values | states_of(metrics, logged.metrics)
 
 
@@ -111,7 +131,7 @@ def arguments_of(step: LightningStep | LightningEvaluation, batch: Any) -> tuple
     return (batch, number) if step.takes_number else (batch,)
 
 
-class _Dropped:
+class _DroppedValues:
     """Stands in for the results of a training step."""
 
     def log(self, *_arguments: Any, **_options: Any) -> None:
@@ -119,7 +139,7 @@ class _Dropped:
 
 
 @dataclass
-class _Logged:
+class _LoggedValues:
     """Collects the values of a validation step, as Lightning's collection of results does.
 
     Args:

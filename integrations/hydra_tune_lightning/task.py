@@ -23,7 +23,7 @@ from hydra_tune.task import reported_names
 from hydra_tune_lightning.data import loader_from, source_of
 from hydra_tune_lightning.epoch_values import EpochValues, metrics_of
 from hydra_tune_lightning.errors import RefusedModuleError
-from hydra_tune_lightning.optimizer import Configured, ConfigureModule, TakeOptimizer, take_scheduler
+from hydra_tune_lightning.optimizer import ConfiguredOptimizer, ConfigureModule, TakeOptimizer, take_scheduler
 from hydra_tune_lightning.options import PRECISIONS, TrainerOptions, checked
 from hydra_tune_lightning.refusals import datamodule_refusals, module_refusals, refusals
 from hydra_tune_lightning.step import LightningEvaluation, LightningStep, reads_number, takes_number
@@ -122,6 +122,11 @@ def _warn_of_version() -> None:
 def _built(make_module: Callable[[], Any]) -> LightningModule:
     module = make_module()
     if isinstance(module, LightningModule):
+        if vars(module).setdefault("_is_in_a_trial", False):
+            raise RefusedModuleError(
+                ["make_module returned a module that a trial has had: build a new one at each call"]
+            )
+        vars(module)["_is_in_a_trial"] = True
         return module
     kind = type(module)
     name = f"{kind.__module__.partition('.')[0]}'s {kind.__name__}"
@@ -194,7 +199,7 @@ def _task_of(
     if train is None:
         raise RefusedModuleError(["there is no train_dataloader: give train_dataloaders=, or a datamodule"])
     batches = len(train)
-    configured = Configured.of(module, options, batches)
+    configured = ConfiguredOptimizer.of(module, options, batches)
     evaluation = _evaluation(module, options, sources[1])
     reasons = [*module_refusals(module), *configured.refusals(module, options)]
     config = configured.config

@@ -16,7 +16,7 @@ import optuna
 import torchmetrics
 from lightning.pytorch import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torchmetrics.classification import MulticlassAccuracy
 
 import hydra_tune_optuna
@@ -28,6 +28,8 @@ from tests.support import checkpointed
 from tests.support.lightning_modules import (
     Autoencoder,
     Classifier,
+    DecoderAlone,
+    DecoratedStep,
     Metrics,
     NumberedSteps,
     OtherArguments,
@@ -71,6 +73,8 @@ CASES = {
         "loaders": lambda: (DataLoader(samples(20, 1), 6, shuffle=True), DataLoader(samples(9, 2), 4, shuffle=True)),
     },
     "no validation": {"make": WithoutValidation},
+    "a decorator that reads the number": {"make": DecoratedStep},
+    "an optimizer of some parameters": {"make": DecoderAlone},
     "sanity steps": {"make": classifier(dropout=0.3), "num_sanity_val_steps": 2},
 }
 SEED = 3
@@ -237,11 +241,35 @@ class UpdatedTwice(Metrics):
 
 
 class Shared(Classifier):
+    """Has one metric for both steps, in a method that both call."""
+
+    def common_step(self, batch, stage):
+        logits = self(batch[0])
+        self.accuracy(logits, batch[1])
+        self.log(f"{stage}_acc", self.accuracy)
+        return nn.functional.cross_entropy(logits, batch[1])
+
     def training_step(self, batch, batch_idx):
-        self.accuracy(self(batch[0]), batch[1])
+        return self.common_step(batch, "train")
 
     def validation_step(self, batch, batch_idx):
-        self.accuracy(self(batch[0]), batch[1])
+        self.log("val_loss", self.common_step(batch, "val"))
+
+
+class EvalLayer(nn.Dropout):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class StaysInEval(Autoencoder):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(self.encoder, EvalLayer())
+
+
+class SetsEpoch(SequentialSampler):
+    def set_epoch(self, epoch):
+        self.epoch = epoch
 
 
 class Drawing(Autoencoder):
@@ -365,7 +393,11 @@ REFUSED = {
     "encoder is in eval mode": {"make": Frozen},
     "with compute groups": {"make": Grouped},
     "wraps another metric": {"make": Wrapped},
-    "share the metric 'accuracy'": {"make": Shared},
+    "or stays so in train()": {"make": StaysInEval},
+    "has a sampler with set_epoch()": {
+        "train_dataloaders": DataLoader(samples(8, 1), batch_sampler=BatchSampler(SetsEpoch(range(8)), 4, False))
+    },
+    "limit_train_batches=1:": {"options": {"limit_train_batches": 1}},
     "whose state 'mean' is no sum": {"make": Averaged},
     "has no training_step": {"make": type("Own", (Autoencoder,), {"training_step": LightningModule.training_step})},
     "takes dataloader_iter": {
@@ -423,6 +455,7 @@ def stepping(step, validation=Autoencoder.validation_step):
         (stepping(lambda self, batch, batch_idx: None), "training_step returned None"),
         (type("Own", (Classifier,), {"validation_step": computing}), "calls compute() of a MulticlassAccuracy"),
         (UpdatedTwice, "updates the metric 'error' twice"),
+        (Shared, "share the metric 'accuracy'"),
         (stepping(lambda self, batch, batch_idx: {"losses": 1}), "a dict without 'loss'"),
     ],
 )
@@ -433,6 +466,21 @@ def test_a_step_that_asks_for_more_than_a_trial_knows_fails_by_name(make, messag
         result = pool.submit(task).result()
     assert isinstance(result.error, TaskError | MetricError)
     assert message in str(result.error)
+
+
+def test_a_module_that_a_trial_has_had_is_refused():
+    module = Autoencoder()
+    task = task_from_lightning(lambda: module, max_epochs=1)
+    with HydraExecutor("cpu:1") as pool:
+        result = pool.submit(task).result()
+    assert isinstance(result.error, RefusedModuleError)
+    assert "build a new one at each call" in str(result.error)
+
+
+def test_all_batches_as_a_share_are_all_batches():
+    task_from_lightning(
+        Autoencoder, max_epochs=1, limit_train_batches=1.0, limit_val_batches=1.0, val_check_interval=1.0
+    )
 
 
 def test_a_result_is_a_module_and_a_checkpoint_again(tmp_path):

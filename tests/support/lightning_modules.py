@@ -3,6 +3,7 @@
 Nothing here knows of hydra-tune.
 """
 
+import functools
 import warnings
 
 import torch
@@ -167,6 +168,28 @@ class NumberedSteps(Classifier):
     def validation_step(self, batch, batch_idx):
         self.log("val_number", float(batch_idx))
         super().validation_step(batch, batch_idx)
+
+
+def weighs_odd_batches(step):
+    @functools.wraps(step)
+    def weighed(self, batch, batch_idx):
+        found = step(self, batch, batch_idx)
+        return {"loss": found["loss"] * (2.0 if batch_idx % 2 else 1.0)}
+
+    return weighed
+
+
+class DecoratedStep(Classifier):
+    """Has a step that does not read the number of the batch, under a decorator that does."""
+
+    training_step = weighs_odd_batches(Classifier.training_step)
+
+
+class DecoderAlone(Autoencoder):
+    """Leaves the encoder as it is, without freezing it."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.decoder.parameters(), lr=0.1)
 
 
 class OtherArguments(NumberedSteps):

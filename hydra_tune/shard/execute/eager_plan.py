@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hydra_tune.errors import BudgetError, CaptureError
+from hydra_tune.errors import BudgetError, CaptureError, MetricError
 from hydra_tune.quantities import format_bytes, format_bytes_up
 from hydra_tune.shard.capture import batch as batches
 from hydra_tune.shard.capture.precision import eager_autocast
@@ -38,12 +38,26 @@ class EagerStep:
     """Takes the place of a shard's graph, and runs the user's own code on the trial's own module.
 
     The state among the arguments is ignored: the module's parameters are the same objects, wherever their bytes are.
+
+    Args:
+        task: describes the step.
+        model: the trial's module.
+        mode: "train" or "evaluate".
+        leaves: geometry of the batch.
+        num_state: number of tensors of the state, which come first among the arguments.
+        names: names of the results, as of the first batch.
     """
 
     def __init__(
-        self, task: TrainTask, model: nn.Module, mode: str, leaves: batches.BatchLeaves, num_state: int
+        self,
+        task: TrainTask,
+        model: nn.Module,
+        mode: str,
+        leaves: batches.BatchLeaves,
+        num_state: int,
+        names: tuple[str, ...],
     ) -> None:
-        self._call = (task, model, mode)
+        self._call, self._names = (task, model, mode), names
         # The plan outlives the batch, so the step keeps the structure of the batch and no tensor.
         self._rebuild = leaves.without_tensors().rebuild
         self._num_state = num_state
@@ -54,13 +68,22 @@ class EagerStep:
         return self._call[0].precision
 
     def __call__(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        """Return the step's results for the batch tensors among the arguments."""
+        """Return the step's results for the batch tensors among the arguments.
+
+        Raises:
+            MetricError: the results have other names than those of the first batch.
+        """
         device_type = arguments[0].device.type if arguments else "cpu"
         with eager_autocast(self._call[0].precision, device_type):
             # The trial sets the mode, once a pass: a step may leave modules in another mode for the next step.
             step = step_module(*self._call, sets_mode=False)
             results = step(self._rebuild(arguments[self._num_state :]))
-        return tuple(results.values())
+        if results.keys() != set(self._names):
+            raise MetricError(
+                f"evaluate= returned {', '.join(sorted(results))} for a batch, and {', '.join(sorted(self._names))} for the "
+                "first, which a model that does not fit as it is cannot follow; return the same names for every batch"
+            )
+        return tuple(results[name] for name in self._names)
 
 
 def whole_plan(
@@ -109,7 +132,7 @@ def whole_plan(
     if cost.peak_bytes > budget_bytes:
         cost = _spilled(pilot, cost, cost_of, budget_bytes, reason)
     shard = Shard(
-        graph=_graph(EagerStep(task, model, mode, leaves, len(specs)), tuple(specs), leaves, names),
+        graph=_graph(EagerStep(task, model, mode, leaves, len(specs), names), tuple(specs), leaves, names),
         cost=cost,
         needs_gradient=frozenset(),
         gradient_outputs=names if training else (),

@@ -478,9 +478,12 @@ def check_gradients(task: TrainTask, module: nn.Module, optimizer: Optimizer) ->
     walk = walked(functions, module, keeps_tensors=False, is_lenient=True)
     values = walk.seen.values()
     functions_of_user = (f for f in values if isinstance(f, FunctionType) and not is_installed(f.__module__))
-    gradient_names = _GRADIENT_FUNCTIONS if outside is None else _GRADIENT_FUNCTIONS | _OPTIMIZERS
-    readers = [f.__qualname__ for f in functions_of_user if _reads_gradients(f, gradient_names)]
+    readers = [f.__qualname__ for f in functions_of_user if _reads_gradients(f, _GRADIENT_FUNCTIONS)]
     if outside is not None:
+        # Without the model, whose own methods may make the trial's optimizer.
+        between = walked(functions_between_steps(task), None, keeps_tensors=False, is_lenient=True).seen.values()
+        named = (f for f in between if isinstance(f, FunctionType) and not is_installed(f.__module__))
+        readers += [f.__qualname__ for f in named if _reads_gradients(f, _OPTIMIZERS)]
         readers += [type(other).__name__ for other in values if isinstance(other, Optimizer) and other is not optimizer]
     if readers:
         raise TaskError(

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from hydra_tune import HydraExecutor, TrainTask
-from hydra_tune.errors import HydraTuneError, TaskError
+from hydra_tune.errors import HydraTuneError, MetricError, TaskError
 from hydra_tune.pool.runtime import settings
 from hydra_tune.shard.partition.plan import ShardPlan
 from hydra_tune.train.loop import plan_cache as plans_module
@@ -971,3 +971,29 @@ def test_a_schedule_without_a_state_trains_where_nothing_is_saved(cut, tmp_path)
     assert against_plain(described, train(described, num_shards=cut)) == []
     refused = train(described, num_shards=cut, checkpoint_dir=tmp_path)
     assert "Halves has no state_dict()" in str(refused.error)
+
+
+def _by_the_batch(names):
+    """An `evaluate=` that cannot be captured, and whose metrics have other places, or names, from batch to batch."""
+
+    def evaluate(module, batch):
+        loss = functional.cross_entropy(module(batch[0]), batch[1])
+        found = {"loss": loss, names[0]: loss.item(), names[1]: 2 * loss}
+        return found if float(batch[0].sum()) > 0 else dict(reversed(found.items()))
+
+    return evaluate
+
+
+def test_metrics_keep_their_names_where_a_step_returns_them_in_another_order():
+    described = task(validate=SAMPLES, evaluate=_by_the_batch(("one", "two")))
+    result = train(described, num_shards=3)
+    assert against_plain(described, result) == []
+
+
+def test_metrics_of_other_names_for_another_batch_are_refused_where_a_step_runs_whole():
+    def evaluate(module, batch):
+        loss = functional.cross_entropy(module(batch[0]), batch[1])
+        return {"loss": loss, "positive" if float(batch[0].sum()) > 0 else "negative": loss.item()}
+
+    with pytest.raises(MetricError, match="return the same names for every batch"):
+        raise train(task(validate=SAMPLES, evaluate=evaluate), num_shards=3).error
