@@ -16,6 +16,7 @@ import inspect
 import math
 import random
 import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -100,6 +101,8 @@ def optimizer_pilot(
     # results.
     is_common = type(optimizer).__module__.partition(".")[0] == "torch" and not optimizer.state
     results = _KNOWN if is_common else {}
+    # Weak, because the pilot outlives the trial in a plan.
+    original = weakref.ref(optimizer)
 
     def measure(names: Sequence[str]) -> tuple[int, int, int]:
         """Return the byte counts of an `UpdatePilot` for these parameters; zeros if the optimizer has none of them."""
@@ -112,7 +115,7 @@ def optimizer_pilot(
         if measured_bytes is None:
             if len(results) >= _MAX_KNOWN:
                 results.clear()
-            measured_bytes = results[key] = _measured(bare, members, specs, alignment, optimizer)
+            measured_bytes = results[key] = _measured(bare, members, specs, alignment, original())
         return measured_bytes
 
     return measure
@@ -150,7 +153,7 @@ def _measured(
     members: list[tuple[str, int]],
     specs: dict[str, StateSpec],
     alignment: int,
-    original: Optimizer,
+    original: Optimizer | None,
 ) -> tuple[int, int, int]:
     """Measure by the quickest way that works: small tensors as real tensors, large tensors as stand-ins without bytes."""
     nbytes = sum(math.prod(specs[name].shape) * specs[name].dtype.itemsize for name, _ in members)
