@@ -4,14 +4,15 @@
 """
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hydra_tune.train.rng.rng_streams import RandomStreams
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +43,9 @@ class StreamState:
         )
 
 
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Begin the streams at a seed, as `seed_everything` does, and put the process's own back after the block."""
-    before = StreamState.now()
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 - the global stream
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        before.restore()
+def seeded(seed: int) -> AbstractContextManager[None]:
+    """Return a context in which this thread draws from streams that begin at a seed, as after `seed_everything`.
+
+    Trials may run in other threads meanwhile, and threads of the user's may draw.
+    """
+    return RandomStreams(seed).everything()

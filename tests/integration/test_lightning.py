@@ -5,6 +5,7 @@ import math
 import pickle
 import random
 import re
+import threading
 
 import pytest
 import torch
@@ -475,6 +476,23 @@ def test_a_module_that_a_trial_has_had_is_refused():
         result = pool.submit(task).result()
     assert isinstance(result.error, RefusedModuleError)
     assert "build a new one at each call" in str(result.error)
+
+
+def test_a_task_is_made_while_other_threads_draw():
+    is_over = threading.Event()
+
+    def draw():
+        while not is_over.is_set():
+            torch.rand(3)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(20):
+            task_from_lightning(Classifier, max_epochs=1)
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def test_all_batches_as_a_share_are_all_batches():
