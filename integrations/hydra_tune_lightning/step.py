@@ -6,6 +6,7 @@ may be fused. `epoch_values.py` makes metrics of what a validation has logged. `
 
 import dis
 import inspect
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +24,8 @@ from hydra_tune_lightning.epoch_values import LoggedValue, new_metrics, states_o
 from hydra_tune_lightning.options import TrainerOptions
 from hydra_tune_lightning.trainer_stand_in import standing_in
 
-_TRAINED_METRICS: set[tuple[type, str]] = (
-    set()
-)  # metrics that steps of training have updated; a cut step runs on a twin
+# By the class of the module, the metrics that steps of training have updated: a step that is cut runs on a twin.
+_TRAINED_METRICS: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 _VARIADIC = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -69,8 +69,8 @@ def _loaded(code: Any) -> set[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LightningStep:
-    """Calls `training_step`.
+class _ModuleStep:
+    """What a step of a module is called with.
 
     Args:
         options: options of the `Trainer`.
@@ -82,12 +82,22 @@ class LightningStep:
     is_numbered: bool
     takes_number: bool
 
+    def arguments(self, batch: Any) -> tuple[Any, ...]:
+        """Return the arguments of the method: the batch, and a number if the method takes one."""
+        batch, number = batch if self.is_numbered else (batch, 0)
+        return (batch, number) if self.takes_number else (batch,)
+
+
+class LightningStep(_ModuleStep):
+    """Calls `training_step`."""
+
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
         """Return the loss of a batch; the values that the module logs are dropped."""
         assert isinstance(module, LightningModule)
         with standing_in(module, self.options, "training_step", _DroppedValues()), new_metrics(module) as metrics:
-            output = module.training_step(*arguments_of(self, batch))
-            _TRAINED_METRICS.update((type(module), name) for name, metric in metrics.items() if metric.update_count)
+            output = module.training_step(*self.arguments(batch))
+            trained = _TRAINED_METRICS.setdefault(type(module), set())
+            trained.update(name for name, metric in metrics.items() if metric.update_count)
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
         if loss is None:
             kind = "a dict without 'loss'" if isinstance(output, Mapping) else "None"
@@ -95,40 +105,23 @@ class LightningStep:
         return loss  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LightningEvaluation:
-    """Calls `validation_step`.
-
-    Args:
-        options: options of the `Trainer`.
-        is_numbered: whether batches come with their numbers.
-        takes_number: whether the method takes a number.
-    """
-
-    options: TrainerOptions
-    is_numbered: bool
-    takes_number: bool
+class LightningEvaluation(_ModuleStep):
+    """Calls `validation_step`."""
 
     def __call__(self, module: nn.Module, batch: Any) -> dict[str, Any]:
         """Return the values that the module logs for a batch, and the states of the metrics that it logs."""
         assert isinstance(module, LightningModule)
-        arguments = arguments_of(self, batch)
+        arguments = self.arguments(batch)
         logged = _LoggedValues(arguments[0])
         with standing_in(module, self.options, "validation_step", logged), new_metrics(module) as metrics:
             module.validation_step(*arguments)
-            shared = next((name for name in logged.metrics if (type(module), name) in _TRAINED_METRICS), None)
-            if shared is not None:
+            shared = sorted(_TRAINED_METRICS.get(type(module), set()).intersection(logged.metrics))
+            if shared:
                 raise MetricError(
-                    f"training_step and validation_step share the metric {shared!r}, whose states Lightning mixes; make two "
+                    f"training_step and validation_step share the metric {shared[0]!r}, whose states Lightning mixes; make two "
                     "metrics"
                 )
             return logged.values | states_of(metrics, logged.metrics)
-
-
-def arguments_of(step: LightningStep | LightningEvaluation, batch: Any) -> tuple[Any, ...]:
-    """Return the arguments of a step of a module: the batch, and a number if the method takes one."""
-    batch, number = batch if step.is_numbered else (batch, 0)
-    return (batch, number) if step.takes_number else (batch,)
 
 
 class _DroppedValues:

@@ -321,21 +321,9 @@ def zeroes_by_gradients(optimizer: Optimizer) -> bool:
     """Whether the user's own `zero_grad` keeps other values after a step with a gradient than after one without."""
     if "zero_grad" in vars(optimizer):
         return False  # bound to the trial's own parameters, and so cannot be tried
-    kept = []
-    for gradient in (None, torch.full((1,), 0.3721)):
-        leaf = torch.zeros(1, requires_grad=True)
-        leaf.grad = gradient
-        with suppress(Exception), trying(optimizer):
-            stand_in = _over(optimizer, [("", 0)], [leaf])
-            stand_in.zero_grad()
-            options = [
-                {name: value for name, value in group.items() if name != "params"} for group in stand_in.param_groups
-            ]
-            attributes = {
-                name: value for name, value in vars(stand_in).items() if name not in ("param_groups", "state")
-            }
-            kept.append(repr((options, tree_leaves(attributes), float(leaf))))
-    return len(set(kept)) > 1
+    # No value that a `zero_grad` may have as a constant.
+    without, with_gradient = (_zeroed(optimizer, gradient)[1] for gradient in (None, torch.full((1,), 0.3721)))
+    return without != with_gradient
 
 
 def keeps_gradients(optimizer: Optimizer) -> bool:
@@ -345,11 +333,20 @@ def keeps_gradients(optimizer: Optimizer) -> bool:
         return True
     if type(optimizer).zero_grad is Optimizer.zero_grad:
         return False
+    return _zeroed(optimizer, torch.ones(1))[0].grad is not None
+
+
+def _zeroed(optimizer: Optimizer, gradient: Tensor | None) -> tuple[Tensor, str]:
+    """Call `zero_grad` of a stand-in; return its parameter, and in words what the parameter and the stand-in keep."""
     leaf = torch.zeros(1, requires_grad=True)
-    leaf.grad = torch.ones(1)
+    leaf.grad = gradient
+    kept: list[Any] = []
     with suppress(Exception), trying(optimizer):  # an error of the user's own code appears where the code is used
-        _over(optimizer, [("", 0)], [leaf]).zero_grad()
-    return leaf.grad is not None
+        stand_in = _over(optimizer, [("", 0)], [leaf])
+        stand_in.zero_grad()
+        kept = [value for name, value in vars(stand_in).items() if name not in ("param_groups", "state")]
+        kept += [value for group in stand_in.param_groups for name, value in group.items() if name != "params"]
+    return leaf, repr((tree_leaves(kept), leaf.detach().tolist()))
 
 
 def _stand_in(optimizer: Optimizer, members: list[tuple[str, int]], leaves: list[Tensor]) -> Optimizer:
