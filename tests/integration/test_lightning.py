@@ -488,17 +488,18 @@ def test_a_task_is_made_while_other_threads_draw():
     thread = threading.Thread(target=draw)
     thread.start()
     try:
-        for _ in range(20):
-            task_from_lightning(Classifier, max_epochs=1)
+        tasks = [task_from_lightning(Classifier, max_epochs=1) for _ in range(20)]
     finally:
         is_over.set()
         thread.join()
+    assert {task.epochs for task in tasks} == {1}
 
 
 def test_all_batches_as_a_share_are_all_batches():
-    task_from_lightning(
-        Autoencoder, max_epochs=1, limit_train_batches=1.0, limit_val_batches=1.0, val_check_interval=1.0
-    )
+    limits = {"limit_train_batches": 1.0, "limit_val_batches": 1.0, "val_check_interval": 1.0}
+    task = task_from_lightning(Autoencoder, max_epochs=1, **limits)
+    assert len(task.train) == len(Autoencoder().train_dataloader())
+    assert len(task.validate) == len(Autoencoder().val_dataloader())
 
 
 def test_a_result_is_a_module_and_a_checkpoint_again(tmp_path):
