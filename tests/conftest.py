@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.captured_once import captured_once as capturing_once
+from tests.support.slow_part import leave_cases_to_the_slow_tests, present_turn
 
 # A shell that starts the tests in the background has them ignore SIGINT, and tests that send it would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -30,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not pluginmanager.hasplugin("timeout"):
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "of pytest-timeout, which is not there")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` and the part of the slow tests choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_cases_to_the_slow_tests(items, present_turn())
 
 
 def pytest_collection_finish() -> None:

@@ -70,6 +70,7 @@ def assert_as_plain(project, plain, report, numbers):
         assert list(differences(plain[number], load_tensors(path)[0])) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("way", "how", "devices"),
     [

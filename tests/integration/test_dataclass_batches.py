@@ -71,6 +71,7 @@ def task(train, step, seed=0, **changes):
     return TrainTask(model=model, train=train, step=step, evaluate=lambda *batch: {"loss": step(*batch)}, **arguments)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"split_batches": 2}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"num_shards": 3}, {"num_shards": 3, "device_memory": "240KiB"}], ids=str)
 def test_the_bits_are_those_of_tuples(changes, options):

@@ -61,6 +61,7 @@ def assert_as_plain(result, described, *, is_exact=True):
     assert own["param_groups"] == other["param_groups"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("changes", [{}, {"report_every": 2}, {"accumulate": 4, "report_every": 1}])
 def test_a_trial_that_stops_is_complete(way, changes):

@@ -262,6 +262,7 @@ BAD, UPDATES = {"train": ends_badly}, {"optimizer": partial(FailsInTime, lr=0.01
 CUT, FITS, FUSED = {"num_shards": 3}, {"num_shards": None}, {"fusion": "on", "fusion_size": 2}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("changes", "options", "place"),
     [

@@ -116,6 +116,7 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
 OF_OTHERS = {"one batch", "grouped", "recomputed", "kept"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in OF_OTHERS)) for case in CASES])
 def test_without_sending_ahead_it_is_what_is_counted_to_the_byte(case):
     make, changes = CASES[case]

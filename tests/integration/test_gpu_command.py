@@ -52,6 +52,7 @@ def begun(lines):
     return [line.partition(":")[0] for line in lines if ": begun" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rehearsal_that_was_killed_goes_on_with_what_is_left(tmp_path):
     with call(tmp_path, "--rehearse") as process:

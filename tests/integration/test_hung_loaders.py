@@ -389,6 +389,7 @@ def test_one_that_hangs_before_anybody_is_fused_with_it_does_not_keep_others_fro
     assert not gate.after
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_trials_whose_first_batches_come_slowly_are_one_group(workers, monkeypatch):
     """Each trial leaves the preparer to the next trial, so that several trials are in preparation at once."""

@@ -43,6 +43,7 @@ def assert_as_plain(plain, result):
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in result.module().parameters())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("way", "how", "saves", "devices"),
     [

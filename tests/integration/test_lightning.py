@@ -609,6 +609,7 @@ class AskingSamples(SplitSamples):
         return super().train_dataloader()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shards", [None, 2])
 def test_questions_for_the_trainer_have_its_answers(shards):
     case = Case(Asking, datamodule=AskingSamples, max_epochs=2, accumulate_grad_batches=2)

@@ -470,6 +470,7 @@ print("SAME", losses[0] == losses[1], torch.equal(*weights))
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("arguments", [("-",), ("-c", COMPARED)], ids=["standard input", "an argument"])
 def test_a_program_without_a_file_trains_with_workers_to_the_plain_loops_numbers(arguments):
     text = COMPARED if arguments == ("-",) else None
@@ -560,6 +561,7 @@ def test_no_worker_outlives_a_program_that_is_killed(tmp_path):
     program.stdout.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("epochs_before", [1, 2])
 def test_a_resumed_trial_draws_what_its_persistent_workers_would_have_drawn(epochs_before: int, tmp_path: Path) -> None:
     """Workers that are started draw a seed; workers that go on do not."""

@@ -125,6 +125,7 @@ def assert_same(result, described, close=torch.equal, *, metrics=True):
     assert result.metrics["val_loss"] == pytest.approx(val_loss, rel=1e-12 if close is torch.equal else 1e-5)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_bits_are_those_of_a_loop_by_hand(way):
     tasks = [task(), task(1, max_grad_norm=0.5)]

@@ -67,6 +67,7 @@ def test_the_tracker_counts_storages_once_from_the_first_operation_to_the_last_r
     assert tracker.peak_bytes == [7200]
 
 
+@pytest.mark.slow
 def test_the_tracker_sees_a_model_that_needs_more_than_the_budget():
     """Without shards and spilling these models would not do: the tests below could fail."""
     assert {name: plain_peak_bytes(name) > 2 * BUDGET_BYTES for name in ("cnn", "vit", "gpt2")} == {
@@ -182,6 +183,7 @@ def test_a_cancel_in_mid_run_lets_the_running_unit_end_and_no_other_begin(activa
         until(lambda: is_freed(tracker))
 
 
+@pytest.mark.slow
 def test_the_other_trials_get_the_memory_of_a_pruned_one():
     """After the prune the tracker counts the other trial alone: as much as when it runs by itself."""
     tracker = StorageTracker()
@@ -200,6 +202,7 @@ def test_the_other_trials_get_the_memory_of_a_pruned_one():
         until(lambda: is_freed(tracker))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "vit", "gpt2"])
 def test_the_memory_that_a_plain_loop_would_take_is_counted(name):
     """A plain loop has batches and results of its own besides; own code is not counted."""

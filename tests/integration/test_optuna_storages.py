@@ -81,6 +81,7 @@ def heartbeats(tmp_path):
     storage.engine.dispose()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_search_leaves_the_same_in_every_storage(storage, narrow, tmp_path):
     def search(driver, folder):
@@ -95,6 +96,7 @@ def test_a_search_leaves_the_same_in_every_storage(storage, narrow, tmp_path):
     assert seen.called_back == stock.called_back
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("storage", ["sqlite", "journal"])
 def test_a_search_goes_on_from_its_storage(storage, wide, tmp_path):
     def open_storage():
@@ -129,6 +131,7 @@ def test_what_is_no_executor_is_refused_before_the_study_exists(executor, tmp_pa
     assert optuna.get_all_study_names(storage) == []
 
 
+@pytest.mark.cases(1)
 def test_one_thread_beats_for_all_running_trials(wide, heartbeats):
     storage, beats = heartbeats
     before = threading.active_count()
@@ -171,6 +174,7 @@ RETRIES = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore:Heartbeat of storage")
 @pytest.mark.filterwarnings("ignore:RetryFailedTrialCallback has been deprecated")
 @pytest.mark.filterwarnings("ignore:The reported value is ignored")
@@ -207,6 +211,7 @@ def test_stale_trials_are_retried_as_in_stock_optuna(retry, narrow, tmp_path):
     assert ("('retry_history', [0])" in ours.trials[1]) == (retry != "no more")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda study: pickle.loads(pickle.dumps(study))], ids=["copy", "pickle"]
 )
@@ -245,6 +250,7 @@ def test_no_trial_is_stored_with_more_than_stock_optuna_would(wide):
     assert [trial.system_attrs for trial in study.trials] == [{}] * 3
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("table", "moment"),
     [

@@ -132,6 +132,7 @@ def wide():
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("activations", ["keep", "spill"])
 def test_a_forward_unit_that_runs_out_keeps_no_activations_from_then_on(activations):
     """What the pilot has found of them was too little; the other shards go on as planned."""
@@ -145,6 +146,7 @@ def test_a_forward_unit_that_runs_out_keeps_no_activations_from_then_on(activati
     assert result.activations == ("recompute", activations, activations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 4))])
 def test_memory_that_runs_out_while_shards_are_loaded_changes_nothing(operation, caplog):
     """Under a budget for one shard at a time, so that units begin by loading; what is sent ahead as well."""
@@ -171,6 +173,7 @@ def test_memory_that_runs_out_while_shards_are_loaded_changes_nothing(operation,
         assert used_bytes(pool) == [0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param("cpu:1", marks=pytest.mark.slow), "cpu:2"])
 def test_memory_that_runs_out_twice_fails_one_trial_by_name_and_no_other(devices):
     shortage = Shortage()
@@ -197,6 +200,7 @@ def test_memory_that_runs_out_twice_fails_one_trial_by_name_and_no_other(devices
             assert used_bytes(pool) == [0] * len(used_bytes(pool))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["data-parallel", pytest.param("pipelined", marks=pytest.mark.slow)])
 def test_memory_that_runs_out_beside_other_batches_of_the_step(way):
     described = awkward(accumulate=4, epochs=3, train=lambda: one_batch() * 4)
@@ -242,6 +246,7 @@ def test_a_model_that_runs_whole_is_not_repeated_once_its_own_code_has_begun():
         assert used_bytes(pool) == [0]
 
 
+@pytest.mark.slow
 def test_a_model_that_runs_whole_is_repeated_while_it_is_loaded():
     described, shortage = short(model=partial(RunsOut, 0), epochs=4), Shortage()
     with running(devices="cpu:1", instrument=shortage) as pool:
@@ -253,6 +258,7 @@ def test_a_model_that_runs_whole_is_repeated_while_it_is_loaded():
         assert pool.stats().devices["cpu:0"].units_repeated == 3
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_repeated():
     described, shortage = short(validate=one_batch, evaluate=None, epochs=3), Shortage()
     expected = train_plain(described)

@@ -106,6 +106,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_trials_that_make_room_for_each_other(case, devices, monkeypatch):
@@ -127,6 +128,7 @@ def test_trials_that_make_room_for_each_other(case, devices, monkeypatch):
     assert budget / 2 < rest <= budget, "the tracker sees steps at work"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("has_one_norm", "kibibytes"), [(False, 500), (True, 520)])
 def test_a_first_step_that_sheds_its_activations(has_one_norm, kibibytes):
     """What can be cut is cut from the second step on; what cannot be cut sheds in every step."""
@@ -195,6 +197,7 @@ def counting(*, in_python: bool, train: tuple[int, ...], validate: tuple[int, ..
     return described(None, model=model, epochs=2, **data, **changes)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("in_python", [True, False])
 @pytest.mark.parametrize(
     ("train", "validate", "changes"),

@@ -108,6 +108,7 @@ BATCHES = {  # what a task asks for, the device's memory, and how many batches g
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "placement"), each_on_one(BATCHES))
 def test_bytes_of_several_batches_are_those_that_the_choice_went_by(choices, name, placement):
     changes, memory, together = BATCHES[name]

@@ -97,6 +97,7 @@ def write_sweep(folder, kind, parameters, hydra):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "data", "small", "varied"),
     [

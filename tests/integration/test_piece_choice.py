@@ -63,6 +63,7 @@ def test_pieces_are_no_remedy_where_a_layer_normalizes_over_the_batch():
     assert "lower batch_size, or raise device_memory" in str(refused.error)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("num_shards", "cut"), [(None, 2), ("tuned", 3)])
 def test_a_batch_that_does_not_fit_trains_in_the_fewest_pieces_and_all_say_how_many(num_shards, cut, caplog):
     with pool_of(num_shards=num_shards) as pool:
@@ -123,6 +124,7 @@ CHANGES = {
 SLOW_CHANGES = ("half precision", "in turn with evaluations")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_CHANGES else name for name in CHANGES]
 )

@@ -159,6 +159,7 @@ def whole(seed):
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("devices", "num_trials", "share"), [("cpu:1", 3, 0.5), ("cpu:2", 5, 0.1)])
 def test_trials_in_bursts_that_do_not_all_fit_load_the_next_ones_state_while_the_present_one_computes(
     devices, num_trials, share, monkeypatch

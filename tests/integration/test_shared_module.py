@@ -142,6 +142,7 @@ def plain(base):
     return [train_plain(described) for described in lora_tasks(base)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", [way if way in FAST else pytest.param(way, marks=pytest.mark.slow) for way in WAYS])
 def test_trials_on_one_base_train_as_each_alone(base, plain, way, tmp_path):
     options = WAYS[way] | ({"spill_dir": tmp_path} if "host_memory" in WAYS[way] else {})

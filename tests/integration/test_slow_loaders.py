@@ -111,6 +111,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
 @pytest.mark.parametrize("case", CASES)
 def test_another_trial_runs_to_its_end_while_one_hangs_in_a_lock(hanging, case, memory):
@@ -160,6 +161,7 @@ def test_no_step_runs_before_the_trial_has_a_device_again(hanging, case):
     assert train.thread not in threads[before:]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_another_trial_runs_to_its_end_while_one_hangs_in_its_validation(hanging, at, memory):
@@ -192,6 +194,7 @@ def test_two_trials_that_hang_on_one_device_leave_it_to_a_third(hanging):
             assert against_plain(one, job.result(PATIENCE_SECONDS)) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
 def test_one_that_is_given_up_on_within_a_burst_fails_by_name_and_leaves_nothing(hanging, memory):
     """That nothing of it stays on the device is what `running` looks at in the end."""
@@ -235,6 +238,7 @@ class Waits(Dataset):
         (self.folder / f"go on {index}").touch()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("memory", [None, TIGHT], ids=["all fits", "one fits"])
 def test_another_trial_runs_to_its_end_while_a_worker_of_one_hangs(tmp_path, memory):
     data = Waits(tmp_path, 16)

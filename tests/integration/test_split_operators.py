@@ -100,6 +100,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("case", "devices"),
     [
@@ -138,6 +139,7 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "feature", [pytest.param(each, marks=[pytest.mark.slow] * ("float16" in each)) for each in FEATURES]
 )

@@ -23,6 +23,7 @@ def looked_at(num_steps, found):
     return task(train=draw, epochs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tier", "num_steps"),
     [

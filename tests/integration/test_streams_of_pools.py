@@ -66,6 +66,7 @@ def test_shards_that_are_spilled_and_come_back(pool_of):
     assert device.bytes_out > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", SEEDS, indirect=True)
 def test_groups_that_make_room_for_each_other_step_several_times_in_a_unit(pool_of, monkeypatch):
     def members(width):

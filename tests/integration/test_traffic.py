@@ -56,6 +56,7 @@ def moved(
     return Counter({kind: (nbytes - totals[0][kind]) // STEPS for kind, nbytes in totals[1].items()})
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("accumulate", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4)), 8])
 def test_a_step_moves_three_times_the_parameters_however_many_batches_it_has(accumulate):
     assert 2 * PARAMETER_BYTES < moved(accumulate)["parameters"] <= 1.02 * 3 * PARAMETER_BYTES

@@ -100,6 +100,7 @@ def some(fast):
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", some(list(CASES)[::4]))
 def test_the_task_is_the_trainers_training(stock, name):
     make, weights, reports = stock(name)
@@ -111,6 +112,7 @@ def test_the_task_is_the_trainers_training(stock, name):
     assert_same(result, weights, reports)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(FAST_CUTS))
 def test_a_model_that_is_cut_has_the_same_bits(stock, name):
     make, weights, reports = stock(name)
@@ -143,6 +145,7 @@ def test_fused_trials_are_close(tmp_path, kind):
         assert math.isclose(result.metrics["val_loss"], reports[-1]["eval_loss"], rel_tol=1e-4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("metric", "threshold", "rate"), [("loss", 0.05, 1e-3), ("loss", None, 1e-2), ("eval_accuracy", 0.0, 2e-3)]
 )
@@ -175,6 +178,7 @@ def test_the_result_becomes_a_trainer_that_evaluates_to_the_reported_numbers(sto
     assert all(torch.equal(value, loaded[name]) for name, value in weights.items())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("arguments", "saves_within_epochs"),
     [
@@ -389,6 +393,7 @@ def space(trial):
     }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("is_installed", [False, True])
 def test_a_search_in_the_pool_is_the_trainers_search(tmp_path, is_installed):
     optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -224,6 +224,7 @@ def train(described, **options):
     return result, device
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("trap", WHOLE)
 def test_what_a_graph_cannot_follow_runs_whole(monkeypatch, trap):
     """Three shards are asked for, so that one of them means that the model was not cut."""
@@ -261,6 +262,7 @@ def test_activations_that_do_not_fit_are_spilled(trap):
     assert device.bytes_in_by_kind["activations"] >= activations / 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("trap", [pytest.param(trap, marks=marks) for trap, marks in EXACT.items()])
 def test_what_a_graph_may_follow_for_a_while_is_exact(trap):
     batches = [(X[:rows], Y[:rows]) for rows in (ROWS, ROWS, ROWS // 2, ROWS)]

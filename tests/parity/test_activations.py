@@ -24,6 +24,7 @@ TIGHT = {"cnn": "200KiB", "gpt2": "200KiB", "gpt2_bfloat16": "220KiB", "vit": "2
 FAST = {("mlp", "keep"), ("mlp", "spill")}  # of "gpt2" there are two below
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -41,6 +42,7 @@ def test_two_trials_on_two_devices_are_bitwise(references, name, mode):
     assert_same(results[1], references["mlp:11"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -95,6 +97,7 @@ def work() -> dict[str, tuple[int, int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_not_computed_again(work):
     assert work["keep"][0] == work["spill"][0] == work["plain"][0] > 0
     assert work["recompute"][0] >= work["plain"][0] + 4 * NUM_STEPS, "the layers of two shards of three, in each step"
@@ -105,6 +108,7 @@ def test_what_is_spilled_goes_to_the_host_and_comes_back_and_what_fits_stays(wor
     assert work["spill"][1] == work["spill"][2] > 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "link", "expected"),
     [

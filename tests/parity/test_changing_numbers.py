@@ -148,6 +148,7 @@ def program_of(name: str) -> Program:
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FOLLOWED | TAKEN]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cut_trial_follows_a_number_that_changes_at_every_step(name, caplog):
     caplog.set_level(logging.INFO, "hydra_tune")
@@ -157,6 +158,7 @@ def test_a_cut_trial_follows_a_number_that_changes_at_every_step(name, caplog):
     assert captures(caplog) == 1 if name in FOLLOWED else captures(caplog) >= 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_fused_trials_follow_a_number_that_changes_at_every_step(name, caplog):
     caplog.set_level(logging.INFO, "hydra_tune")
@@ -262,6 +264,7 @@ def in_a_key() -> Program:
 PLACES = [in_a_global, in_a_class, in_a_list, in_a_variable, in_nested_settings, of_a_function_used_twice, in_a_key]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 def test_a_number_is_followed_wherever_it_lies(place, caplog):
     caplog.set_level(logging.INFO, "hydra_tune")
@@ -278,6 +281,7 @@ READINGS: dict[str, Callable[[LRScheduler], float]] = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("reading", READINGS)
 def test_a_number_of_a_scheduler_of_torch_is_followed(reading, caplog):
     """The scheduler makes a new list of rates at each step, and changes the options of its optimizer."""
@@ -301,6 +305,7 @@ def test_a_number_of_a_scheduler_of_torch_is_followed(reading, caplog):
     assert captures(caplog) == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("is_in_dict", [False, True])
 def test_a_number_of_the_model_is_followed(is_in_dict, caplog):
     """Export puts copies in the place of a model's containers while it captures."""
@@ -333,12 +338,14 @@ def test_a_number_of_the_model_is_followed(is_in_dict, caplog):
 # What the tracer does not follow
 
 
+@pytest.mark.slow
 def test_many_captures_are_told(caplog):
     """An argument of an operator needs a capture for each value."""
     trained([program_of("a_smoothing")], num_shards="layer")
     assert sum("(register_buffer)" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_a_number_that_a_cache_keeps_from_a_capture_is_refused(caplog):
     caplog.set_level(logging.INFO, "hydra_tune")
 
@@ -389,6 +396,7 @@ def test_a_number_that_the_tracer_misses_is_noticed_at_its_next_value(monkeypatc
     assert any("cannot be an input of the graph" in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_a_number_that_the_tracer_misses_is_noticed_in_a_group(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hydra_tune")
     monkeypatch.setattr(number_inputs.NumberInputTracer, "input_of", lambda self, number, dtype: number.value)
@@ -419,6 +427,7 @@ def test_members_have_numbers_of_their_own():
             torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_members_that_evaluate_at_different_steps_have_the_metrics_of_their_own_numbers():
     """The evaluation takes the number itself, while the training has it as an input."""
 

@@ -193,6 +193,7 @@ DATA = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("data", DATA)
 def test_the_very_same_batches_come(data):
     described = task(model=noisy, train=DATA[data], epochs=3, report_every=2)
@@ -244,6 +245,7 @@ def test_what_a_sampler_is_over_and_nobody_knows_as_data_is_refused_with_what_to
         run(described, library(), Collector())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("train", "validate"),
     [
@@ -438,6 +440,7 @@ class FreezesLater(lr_scheduler.LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("changes", [{"model": Freezes}, {"scheduler": FreezesLater}], ids=["forward", "scheduler"])
 def test_weights_that_are_frozen_for_a_while(changes):
     described = task(epochs=3, **changes)
@@ -469,6 +472,7 @@ class ThawsForever(lr_scheduler.LRScheduler):
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 @pytest.mark.parametrize("scheduler", [ThawsLater, ThawsForever])
 def test_weights_that_are_frozen_at_first_and_trained_later(scheduler, interval):
@@ -550,6 +554,7 @@ def test_a_pass_that_may_not_be_skipped_is_saved_at_its_end_alone_beside_a_valid
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("sharer", ["validation", "samples", "nobody"])
 def test_a_sampler_that_draws_in_parts_from_a_generator_that_others_move(sharer):
     def described() -> TrainTask:
@@ -822,6 +827,7 @@ def _by_halves() -> list[Any]:
     return [(X[i : i + 6], Y[i : i + 6], int(i >= 12)) for i in range(0, 24, 6)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "described",
     [

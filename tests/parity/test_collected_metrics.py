@@ -70,6 +70,7 @@ def metrics_of(history):
     return [{name: value for name, value in report.items() if name != "seconds"} for report in history]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_metrics_of_the_whole_set_are_those_of_the_plain_loop(way):
     """The last batch is smaller than the others; fused trials have validation sets of several sizes."""
@@ -120,6 +121,7 @@ def test_random_numbers_drawn_by_finish_are_the_trials_own():
             assert metrics_of(result.history) == metrics_of(train_plain(one).history)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("way", ["own code", "cut", "fused"])
 @pytest.mark.parametrize(
     ("changes", "message"),

@@ -15,6 +15,7 @@ FAST_ALONE = {("mlp_native", 8, "cpu:2")}
 FAST_CROWDS = set()  # of crowds there are others, in test_interleaving.py
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cut", "devices"),
     [

@@ -140,6 +140,7 @@ def test_folders_in_which_torch_looks_for_its_caches_are_no_files_of_a_step():
     assert list(noted) == ["/tmp/of the step"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("when", ["pass", pytest.param("batch", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", CASES)
 def test_a_cut_trial_follows_the_files_that_its_step_reads(way, when, tmp_path, caplog):
@@ -150,6 +151,7 @@ def test_a_cut_trial_follows_the_files_that_its_step_reads(way, when, tmp_path, 
     assert (captures(caplog) > 0) == (way not in NOT_CAPTURED)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", [case for case in CASES if case.values[0] not in NOT_CAPTURED])
 def test_fused_trials_follow_the_files_that_their_steps_read(way, tmp_path, caplog):
     caplog.set_level(logging.INFO, "hydra_tune")

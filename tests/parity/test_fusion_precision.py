@@ -127,6 +127,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.cases(3)
 @pytest.mark.usefixtures("growing")
 @pytest.mark.parametrize("num_shards", [None, 2])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v) or "plain")
@@ -144,6 +145,7 @@ def test_members_skip_their_own_steps_and_keep_their_own_scales(precision, varia
         assert len({scale_of(seat.member) for seat in run.seats}) > 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", LOW)
 def test_members_that_differ_in_all_that_they_may(precision):
     options = [
@@ -168,6 +170,7 @@ def squares(outputs, target):
     return functional.mse_loss(outputs.mean(1), target * 0.1)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("loss", [functional.cross_entropy, squares, None], ids=["classes", "squares", "mean"])
 def test_smaller_batches_are_padded(precision, loss):
@@ -181,6 +184,7 @@ def test_smaller_batches_are_padded(precision, loss):
     check(run, tasks, ONE_BIT if precision == "float16" else 2.0**-8)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", LOW)
 def test_members_with_losses_of_their_own(precision):
     losses = (functional.cross_entropy, partial(functional.cross_entropy, label_smoothing=0.1), squares)
@@ -216,6 +220,7 @@ class WithRegion(Net):
         return self.head(mixed @ hidden * 0.1)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("precision", "model"),
     [
@@ -252,6 +257,7 @@ def test_a_member_that_joins_brings_its_own_scale():
     check(run, tasks)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("growing")
 @pytest.mark.parametrize(("first", "then"), [("on", "on"), ("on", "off"), ("off", "on")])
 def test_a_search_that_was_stopped_goes_on_with_its_scales_fused_or_not(tmp_path, monkeypatch, first, then):
@@ -279,6 +285,7 @@ def test_a_search_that_was_stopped_goes_on_with_its_scales_fused_or_not(tmp_path
         assert resumed[own.seed] == scale
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("name", ["cnn", "gpt2", "hf_bert"])
 def test_models_train_as_their_plain_loops_within_the_precisions_rounding(name, precision, caplog):

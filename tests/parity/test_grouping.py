@@ -96,6 +96,7 @@ def is_grouped(units: list[tuple[str, int]]) -> bool:
 OF_OTHERS = {"adamw", "clipped", "left over", "pieces", "gpt2", "convolutions", "native dropout"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "cut"),
     [

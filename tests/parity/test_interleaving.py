@@ -75,6 +75,7 @@ def assert_same(result: Result, reference: dict[str, Any]) -> None:
     assert difference(Seen(result), reference) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [pytest.param(spec, marks=[pytest.mark.slow] * (spec.model != "random_depth")) for spec in WATCHED], ids=str
 )
@@ -121,6 +122,7 @@ def crashing(task: TrainTask) -> TrainTask:
     return replace(task, train=train, batch_size=None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spec", [pytest.param(spec, marks=[pytest.mark.slow] * (spec.model != "random_depth")) for spec in WATCHED], ids=str
 )

@@ -46,6 +46,7 @@ TASKS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("name", TASKS)
 def test_a_gradient_in_memory_that_others_use(name, between, monkeypatch):

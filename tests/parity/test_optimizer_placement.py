@@ -38,6 +38,7 @@ TASKS = {
 OF_OTHERS = {"tied", "convolutions", "adamw", "batches together"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OF_OTHERS)) for name in TASKS])
 def test_updates_on_the_host_are_bitwise(name):
     for devices, cut in (("cpu:1", 1), ("cpu:2", 3)):

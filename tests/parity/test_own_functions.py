@@ -44,6 +44,7 @@ def trained(middle: Any, shards: int = 3, **changes: Any) -> Way:
     return ways[id(described)]
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("feature", TASKS)
 @pytest.mark.parametrize("kind", [*KINDS, *CHECKPOINTS])
 def test_a_cut_around_a_function(kind, feature):
@@ -53,6 +54,7 @@ def test_a_cut_around_a_function(kind, feature):
         assert found["evaluate"] > 0  # cut at the same parameters, which may leave fewer parts
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize("kind", [*KINDS, *CHECKPOINTS])
 def test_activations_of_a_function(kind, activations):
@@ -81,6 +83,7 @@ REASONS = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", [*ODD, *ODD_CHECKPOINTS])
 def test_odd_functions_run_whole(kind):
     way = trained((ODD | ODD_CHECKPOINTS)[kind], max_grad_norm=0.1)
@@ -114,6 +117,7 @@ def test_trials_with_functions_are_fused(kind, caplog):
     assert max(worst(results, described)) < TOLERANCE
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("parallel", ["none", "data", "pipeline"])
 def test_data_that_change_what_a_function_reads(parallel):
     def drawn() -> Any:

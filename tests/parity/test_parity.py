@@ -74,6 +74,7 @@ def test_a_difference_in_the_last_bit_is_seen():
     assert len(list(differences([torch.zeros(1)], [-torch.zeros(1)]))) == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "cut", "devices"),
     [

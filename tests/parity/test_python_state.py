@@ -83,6 +83,7 @@ def assert_close(expected: Any, actual: Any) -> None:
         assert now == pytest.approx(before, rel=1e-3)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_cut_trial_follows_what_its_step_reads(name, when, caplog):
@@ -96,6 +97,7 @@ def test_a_cut_trial_follows_what_its_step_reads(name, when, caplog):
     assert (captures(caplog) > 0) == ((name, when) not in UNSEEN)
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in SHARED])
 def test_fused_trials_follow_what_their_steps_read(name, when, caplog):
@@ -106,6 +108,7 @@ def test_fused_trials_follow_what_their_steps_read(name, when, caplog):
     assert any("are fused" in record.message for record in caplog.records) == (name not in NOT_FUSED)
 
 
+@pytest.mark.cases(11)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_that_changes_its_state_is_never_silently_wrong_cut(name):
     """It runs whole where the capture is refused, or the trial fails by name before its first step."""

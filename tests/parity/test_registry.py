@@ -88,6 +88,7 @@ def pool_references(name: str) -> dict[Spec, Any]:
 BY_POOL = [pytest.param(name, marks=() if name == IN_EVERY_RUN else pytest.mark.slow) for name in POOLS]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("name", BY_POOL)
 def test_a_pool_of_everything(name):

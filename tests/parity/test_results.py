@@ -58,6 +58,7 @@ def references(together):
     return together[1]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", EACH)
 def test_the_state_dict_loads_into_a_plain_model_of_the_same_class(results, references, name):
     trained = results[name].module()
@@ -202,6 +203,7 @@ def unusable(way: str, names: list[str], folder: Any) -> dict[str, dict[str, str
     return wrong
 
 
+@pytest.mark.cases(1)
 @pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore")  # the uses warn of this and that
 @pytest.mark.parametrize("way", WAYS)

@@ -193,6 +193,7 @@ def on_devices(names: Iterable[str], *pools: tuple[str, Any]) -> list[Any]:
     ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "devices", "cut"), on_devices(SPLIT, ("cpu:2", 1), ("cpu:3", 3)))
 def test_a_trial_on_several_devices_is_bitwise(name, devices, cut):
     described = SPLIT[name]()
@@ -201,6 +202,7 @@ def test_a_trial_on_several_devices_is_bitwise(name, devices, cut):
     assert count > 1, "no device has helped"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "devices", "cut"), on_devices(SPLIT | NORMED, ("cpu:3", "layer"), ("cpu:2", 2)))
 def test_a_pipelined_trial_is_bitwise(name, devices, cut):
     described = (SPLIT | NORMED)[name]()
@@ -209,6 +211,7 @@ def test_a_pipelined_trial_is_bitwise(name, devices, cut):
     assert count == int(devices[-1]), "each device is home to a shard"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_TEAMS)) for name in SPLIT]
 )
@@ -224,6 +227,7 @@ def test_a_trial_whose_batches_go_through_each_shard_in_teams_is_bitwise(monkeyp
     assert made.call_count > 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "native dropout")) for name in IN_ORDER]
 )
@@ -245,6 +249,7 @@ def test_units_of_one_trial_are_under_way_at_once(count):
     assert result.units_run == 6 * 4, "as many as without help"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("way", [DATA_PARALLEL, PIPELINED])
 def test_a_trial_is_cut_for_a_device_and_its_copies_lie_under_the_budget(way):
     described = accumulating(model=deep, **wide())
@@ -366,6 +371,7 @@ def test_an_update_finds_no_gradients_of_what_runs_at_the_same_time():
     assert against_plain(described, result) == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("way", "name"),
     [

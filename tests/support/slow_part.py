@@ -51,6 +51,20 @@ def part(tests: Iterable[str], turn: int) -> set[str]:
     }
 
 
+def leave_cases_to_the_slow_tests(items: Iterable[pytest.Item], turn: int) -> None:
+    """Mark all cases of a test slow but as many as its mark `cases` says: others at each turn, spread over all of them."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("cases") and not item.get_closest_marker("slow"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        (number,) = cases[0].get_closest_marker("cases").args
+        quick = {(turn + i * len(cases) // number) % len(cases) for i in range(number)}
+        for position, item in enumerate(cases):
+            if position not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turn", type=int, default=present_turn(), help="of which the slow tests are; by default tests/turn"

@@ -61,6 +61,7 @@ def outcomes(rows):
     return [(name, row["outcome"], row["tests"]) for name, row in rows.items()]
 
 
+@pytest.mark.slow
 def test_what_has_passed_is_not_run_again_until_a_file_changes(project):
     assert outcomes(run_all(project, MINUTES)) == [("quick", "passed", 2), ("slow", "passed", 2)]
     assert ran(project) == ["quick one", "quick two", "quick", "slow one", "slow two", "slow"]
@@ -75,6 +76,7 @@ def test_what_has_passed_is_not_run_again_until_a_file_changes(project):
     assert len(ran(project)) == 6
 
 
+@pytest.mark.slow
 def test_after_a_failure_the_others_run_and_only_what_failed_runs_again(project, monkeypatch):
     monkeypatch.setenv("FAILS", "quick")
     rows = run_all(project, MINUTES)
@@ -95,6 +97,7 @@ def test_a_suite_that_was_stopped_after_its_last_test_has_passed_when_it_goes_on
     assert ran(project) == ["quick"]
 
 
+@pytest.mark.slow
 def test_a_suite_that_hangs_is_ended_and_the_next_one_runs(project, monkeypatch):
     monkeypatch.setenv("HANGS", "quick")
     rows = run_all(project, {"quick": 0.2, "slow": 2.0})

@@ -53,6 +53,59 @@ def test_what_a_turn_takes_of_a_kind_depends_on_no_other_kind():
     assert part(some, 5) == {test for test in part(TESTS, 5) if test in some}
 
 
+def quick_and_slow(folder: Path, turn: int) -> tuple[set[str], set[str]]:
+    (folder / "conftest.py").write_text(
+        f"""
+from tests.support.slow_part import leave_cases_to_the_slow_tests
+
+def pytest_collection_modifyitems(items):
+    leave_cases_to_the_slow_tests(items, {turn})
+"""
+    )
+    (folder / "test_many.py").write_text(
+        """
+import pytest
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("number", [*range(8), pytest.param(8, marks=pytest.mark.slow)])
+def test_many(number):
+    assert number < 9
+
+def test_one():
+    pass
+"""
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    def names(expression: str) -> set[str]:
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--collect-only",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            expression,
+            str(folder),
+        ]
+        output = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
+        return {line.partition("::")[2] for line in output.splitlines() if "::" in line}
+
+    return names("not slow"), names("slow")
+
+
+def test_of_a_test_of_many_cases_others_are_quick_at_each_turn_and_the_rest_are_slow(tmp_path):
+    seen = set()
+    for turn in range(4):
+        quick, slow = quick_and_slow(tmp_path, turn)
+        assert quick == {"test_one", f"test_many[{turn}]", f"test_many[{turn + 4}]"}
+        assert slow == {f"test_many[{number}]" for number in range(9)} - quick
+        seen |= quick
+    assert len(seen) == 9
+
+
 def test_a_file_outside_the_folders_is_refused():
     with pytest.raises(ValueError, match=r"test_x\.py::test is in no folder of tests/"):
         kind_of("tests/test_x.py::test")

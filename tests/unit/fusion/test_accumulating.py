@@ -76,6 +76,7 @@ def adamw(seed):
     return partial(AdamW, lr=0.01 * (seed + 1))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model", "make"),
     [
@@ -176,6 +177,7 @@ def in_order(at, *, raises):
     return DataLoader(Spoilt(at, raises=raises), 4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("at", "raises"),
     [

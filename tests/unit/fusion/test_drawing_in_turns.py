@@ -92,6 +92,7 @@ def assert_as_alone(run, index, described):
         torch.testing.assert_close(run.weights(index)[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_shards", [None, 2])
 @pytest.mark.parametrize("kind", [Drops, Noisy])
 def test_masks_are_those_of_the_trial_alone(kind, num_shards):

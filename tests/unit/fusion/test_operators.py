@@ -102,6 +102,7 @@ def check(module, inputs, *, is_traced, loss=functional.cross_entropy):
     compare(bench(task), is_traced=is_traced)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "options",
     [

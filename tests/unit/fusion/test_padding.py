@@ -117,6 +117,7 @@ def test_evaluations_of_other_sizes_are_one_as_well():
     assert is_always_one(run)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -137,6 +138,7 @@ def test_each_loss_is_over_the_members_own_samples(loss):
     assert is_always_one(run)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("between", "why"),
     [
@@ -180,6 +182,7 @@ def of_noted(model, batch):
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("is_gathered", [True, False])
 def test_what_pads_a_batch_makes_no_nan(is_gathered):
     changes = {"epochs": 1, "validate": None, "metric": "train_loss"}

@@ -149,6 +149,7 @@ def test_what_is_sent_to_another_device_is_what_its_device_has_computed_and_is_g
         worker.close()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("places", ["one GPU for each", "two on one"])
 @pytest.mark.parametrize("gpus", SEEDS, indirect=True)
 def test_blocks_keep_their_bits_wherever_they_go_and_are_sent_ahead(gpus, places):

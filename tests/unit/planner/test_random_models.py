@@ -65,6 +65,7 @@ def _batch():
 SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 16))]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_planned_model_has_the_bits_of_the_unplanned_one(seed):
     random, name = Random(seed), f"drawn {seed}"

@@ -56,6 +56,7 @@ def task(step, seed=3, precision="float32"):
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{"num_shards": "layer"}, {"fusion": "on"}], ids=["cut", "fused"])
 @pytest.mark.parametrize("step", [moving, making, by_number])

@@ -50,6 +50,7 @@ def in_thread(call):
     return thread
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"num_shards": 4, "device_memory": "12KiB"}, {"link_bandwidth": "100MB/s"}])
 def test_units_go_on_while_a_result_is_handed_over(held, options):
     with running(max_concurrent=1, **options) as pool:

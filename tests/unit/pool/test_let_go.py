@@ -39,6 +39,7 @@ def task(seen, *, asks):
     )
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("asks", [False, True], ids=["cut", "whole"])
 def test_weights_go_with_the_result_without_a_garbage_collector(asks):
     seen = []

@@ -105,6 +105,7 @@ ON_A_GPU = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_named_with_its_remedy(mistake, way):
@@ -183,6 +184,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_evaluate_may_return_numbers_of_any_kind(kind, way):
@@ -193,6 +195,7 @@ def test_evaluate_may_return_numbers_of_any_kind(kind, way):
     assert found["val_acc"] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("evaluate", "metric", "message"),

@@ -99,6 +99,7 @@ def on_ledger(recording, copies):
     return sum(recording.blocks[copy.block].nbytes for copy in copies)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("policy", [*POLICIES, LRTFPaper(idle_only=True)], ids=str)
 def test_the_same_events_give_the_same_commands(policy):
     recording = record(policy).recording()
@@ -114,6 +115,7 @@ def test_the_scheduler_is_told_that_trials_of_one_plan_are_alike():
     assert None not in kinds
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("policy", "options"),
     [

@@ -55,6 +55,7 @@ def in_order(name, cut):
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("way", "name"),
     [(way, name) for way in POOLS for name in TASKS if (way, name) != (DATA_PARALLEL, "normed and dropped")],

@@ -62,6 +62,7 @@ def test_a_trial_whose_update_does_not_fit_whole_is_cut_at_once(kind, models, fi
     assert device.peak_bytes <= device.budget_bytes
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize("kind", [optim.AdamW, optim.Adagrad, optim.RAdam, OwnAdamW])
 def test_a_shards_update_has_room_for_all_of_its_parameters_at_once(kind):

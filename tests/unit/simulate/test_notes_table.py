@@ -123,6 +123,7 @@ def test_lrtf_reaches_what_the_study_found(setting):
     assert loads <= STUDY[setting][1] + 0.02
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("setting", [setting for setting in SETTINGS if not setting.startswith("equal")])
 def test_locality_saves_loads_and_no_time_is_lost_by_it(setting):
     assert figures(setting, "lrtf")[1] < figures(setting, "late")[1]

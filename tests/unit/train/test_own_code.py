@@ -292,6 +292,7 @@ def _any_step(module, batch):
     return (loss if weight is None else loss * weight).mean()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("cut", [1, 3])
 def test_batches_may_change_their_structure(cut):
     batches = [

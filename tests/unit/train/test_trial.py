@@ -655,6 +655,7 @@ CASES: dict[str, TrainTask] = {
 
 
 # Whole, every fourth in every run: with one shard there is less to get wrong.
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("name", "cut"),
     [
@@ -707,6 +708,7 @@ def _own_batches():
     return lambda: batches
 
 
+@pytest.mark.cases(7)
 @pytest.mark.parametrize("cut", [1, 3])
 @pytest.mark.parametrize(
     "make",
@@ -811,6 +813,7 @@ def test_state_that_shares_memory_is_refused_where_a_whole_trial_moves(optimizer
     assert (result.error is None) != is_refused
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "changes",
     [

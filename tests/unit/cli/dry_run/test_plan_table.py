@@ -44,6 +44,7 @@ def tables(lines):
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_no_figure_is_cut(forecast, width):
     lines = printed(forecast, width)

@@ -133,6 +133,7 @@ def test_the_state_of_a_run_that_no_process_has(states, log, planned, has_folder
     assert phase_of(trials, state, planned=planned, is_alive=True, has_folder=has_folder) == "running"
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("epochs", "told"), [(40, "epoch 6/40"), (None, "step 5")])
 def test_a_report_is_told_by_its_epoch_where_it_is_an_epochs(folder, capsys, epochs, told):
     created = optuna.create_study(study_name="first", storage="sqlite:///trials.db")
@@ -174,6 +175,7 @@ def test_a_failed_trial_is_told_with_its_error(folder, capsys):
     assert "  trial 2  failed" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", [".", "first", "trials.db"])
 def test_a_run_is_found_by_folder_name_and_file(folder, place):
     study("first")

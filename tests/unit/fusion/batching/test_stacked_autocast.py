@@ -149,6 +149,7 @@ def together(code, given, flags, precision, slots=frozenset()):
     return seen
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize("mode", ["train", "evaluate"])
 @pytest.mark.parametrize(
@@ -219,6 +220,7 @@ def total_error(found, exact):
     return (torch.stack(errors).norm() / torch.stack([t.norm() for own in exact for t in own.values()]).norm()).item()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("is_traced", [False, True])
 @pytest.mark.parametrize("precision", LOW)
 @pytest.mark.parametrize(

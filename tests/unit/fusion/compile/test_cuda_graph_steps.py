@@ -178,6 +178,7 @@ def test_state_that_moves_all_the_time_is_not_recorded():
     assert len(recorder.made) <= 8
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [

@@ -90,6 +90,7 @@ KINDS = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_member_has_the_metrics_of_its_plain_loop_whatever_part_it_is_in(kind, parts):
     tasks = [small(seed=seed, **changes) for seed, changes in enumerate(KINDS[kind])]

@@ -101,6 +101,7 @@ def test_momentum_and_clipping_are_each_members_own(make):
         assert_as_plain(run, index, task)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_shards", [None, 2])
 @pytest.mark.parametrize("make", [partial(NAdam, lr=0.01), partial(AdamW, lr=0.01, amsgrad=True)])
 def test_an_optimizer_without_a_form_for_all_steps_each_member_by_itself(make, num_shards):
@@ -148,6 +149,7 @@ def test_a_member_that_is_pruned_leaves_the_others_bits():
             assert torch.equal(tensor, pruned.weights(index)[name])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("on_bad_loss", ["fail", "prune"])
 def test_a_member_that_goes_nan_ends_alone_and_leaves_the_others_bits(on_bad_loss):
     def tasks(rate):

@@ -47,6 +47,7 @@ def unhurried(monkeypatch):
     monkeypatch.setattr(multi_step_unit, "SECONDS", 60.0)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize(
     ("changes", "units"),

@@ -39,6 +39,7 @@ def assert_bits(run, other, indices):
             assert torch.equal(tensor, run.weights(index)[name]), (index, name)
 
 
+@pytest.mark.cases(1)
 @by("AdamW", "RMSprop")
 def test_a_member_that_comes_late_has_a_free_place_and_changes_nobody(optimizer):
     """The first ends early; the one in its place begins while the others are in the middle of their second epoch."""
@@ -97,6 +98,7 @@ def test_a_vacant_place_is_kept_for_some_steps_before_the_stack_shrinks():
     assert first > 2 * 16
 
 
+@pytest.mark.cases(1)
 @by("SGD", "Adagrad")
 def test_a_member_that_leaves_and_comes_back_is_as_if_it_had_never_paused(optimizer):
     def before(run, unit):

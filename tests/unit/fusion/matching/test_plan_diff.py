@@ -65,6 +65,7 @@ def task(p, seed=0, kind=Net, **changes):
     return TrainTask(**(arguments | changes))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")
 def test_each_member_drops_with_its_own_probability():
     """None of it and all of it included, and a last batch that is a smaller one."""

@@ -99,6 +99,7 @@ def task(loss, seed=0, p=0.1, **changes):
     return TrainTask(**(arguments | changes))
 
 
+@pytest.mark.slow
 def test_members_with_losses_of_their_own_are_as_alone(caplog):
     """Another probability of dropout, a last batch that is smaller, and who comes late to the place of another loss."""
     tasks = [

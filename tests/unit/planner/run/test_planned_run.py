@@ -103,6 +103,7 @@ LINKS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "bytes_per_second", "share", "is_duplex", "gain"), LINKS)
 def test_on_a_slow_link_an_interleaved_pair_is_faster_than_every_way_without(
     name, bytes_per_second, share, is_duplex, gain
@@ -164,6 +165,7 @@ def test_one_goes_on_alone_when_its_partner_has_ended():
     assert_same_as_unplanned(schedule, ("cnn", "cnn"), (1, STEPS))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "share"), SHARES)
 def test_an_independent_tracker_finds_the_peak_that_was_planned(name, share):
     schedule = limited((name, name), share)

@@ -38,6 +38,7 @@ def members_alone(made, name, optimizer, steps):
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_steps_are_those_of_each_member_alone(name, optimizer):

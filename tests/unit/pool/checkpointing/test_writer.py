@@ -350,6 +350,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("change", CHANGED)
 def test_what_has_changed_is_said_and_allowed_only_where_it_can_be(tmp_path, monkeypatch, change):
     changes, said, may_be = CHANGED[change]

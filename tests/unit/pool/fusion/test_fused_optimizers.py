@@ -112,6 +112,7 @@ def tasks(*, optimizer=AdamW, is_tensor=False, **changes):
         yield TrainTask(**(arguments | changes), optimizer=partial(optimizer, lr=lr), seed=seed)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_the_numbers_are_those_of_the_plain_loop(case):
     with running(fusion="on", fusion_size=2, num_shards=1) as pool:

@@ -43,6 +43,7 @@ def stopped(folder, tasks, *, epochs, **options):
         assert {job.result(PATIENCE_SECONDS).status for job in jobs} == {"cancelled"}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("first", "then"), [("on", "on"), ("on", "off"), ("off", "on")])
 def test_a_search_that_was_stopped_goes_on_fused_or_not(tmp_path, sizes, first, then):  # noqa: F811
     tasks = [described(seed) for seed in range(3)]
@@ -61,6 +62,7 @@ def test_a_search_that_was_stopped_goes_on_fused_or_not(tmp_path, sizes, first, 
         assert_as_plain(result, one)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_member_is_saved_at_any_step_and_goes_on_among_others(tmp_path, sizes, accumulate):  # noqa: F811
     """Within an epoch, beside one that begins there and one that goes on elsewhere; momentum is of one only."""

@@ -51,6 +51,7 @@ def assert_as_plain(results, tasks):
             torch.testing.assert_close(result.state_dict()[name], tensor, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_planned_group_evaluated_in_parts_has_the_metrics_of_the_plain_loop(steps, parts):  # noqa: F811
     tasks = tasks_of()
     with running(fusion="on", fusion_size=4, fusion_planner="on", device_memory="780KiB") as pool:

@@ -156,6 +156,7 @@ def trained(pool, kind, caplog, answer=lambda _event, _is_given_up: True):
     return [job.result() for job in jobs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["group", pytest.param("pair", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("is_gpu", [False, pytest.param(True, id="stand-in gpu", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("slow")

@@ -66,6 +66,7 @@ def roomy(optimizer=None, epochs=(2, 2, 2, 2)):
 EPOCH = [(None, 0), (0, 1), (1, 0), (0, 1), (1, None), (None, 0), (0, 1), (1, None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "memory"), [(None, MEMORY), pytest.param(SGD, "255KiB", marks=pytest.mark.slow)])
 def test_two_groups_in_turn_have_the_bits_of_each_alone_in_the_memory_there_is(segments, optimizer, memory, caplog):
     caplog.set_level(logging.INFO, "hydra_tune.fusion")
@@ -80,6 +81,7 @@ def test_two_groups_in_turn_have_the_bits_of_each_alone_in_the_memory_there_is(s
     assert "predicted: two in turn (2 + 2" in caplog.text
 
 
+@pytest.mark.slow
 def test_behind_a_link_steps_are_planned_with_the_link_and_have_the_same_bits(segments, monkeypatch):
     planned, steps = StepPlanner.planned, []
 

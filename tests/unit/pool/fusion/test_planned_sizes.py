@@ -32,6 +32,7 @@ def at_once(planner, multiple):
     return max(jobs, default=1), max(groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiple", [1.3, *(pytest.param(one, marks=pytest.mark.slow) for one in MULTIPLES[1:])])
 def test_a_planner_never_has_fewer_trials_on_a_device_than_fit_without(multiple):
     with_plans, without = at_once("on", multiple), at_once("off", multiple)
@@ -45,6 +46,7 @@ def test_in_most_memories_a_planner_has_half_as_many_again():
     assert sum(gain >= 1.5 for gain in gains) >= 3
 
 
+@pytest.mark.slow
 def test_a_planned_group_that_runs_out_of_memory_goes_on_in_groups_that_need_no_plan(monkeypatch):
     """Three trials fit without a plan, so halves of four would be too few."""
 

@@ -120,6 +120,7 @@ class Unnormed(CNN):
         self.norms = nn.ModuleList(nn.Identity() for _ in self.convs)
 
 
+@pytest.mark.slow
 def test_a_group_in_bfloat16_that_does_not_fit_has_the_bits_of_one_that_does(steps):
     tasks = [task(seed, model=Unnormed, precision="bfloat16") for seed in range(4)]
     with running(fusion="on", fusion_size=4, fusion_planner="on", device_memory="210KiB") as pool:

@@ -151,6 +151,7 @@ def test_nodes_are_called_stochastic_exactly_where_the_generator_moves(name):
     assert bool(moved) == (name in ("mlp", "gpt2"))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "function",
     [

@@ -288,6 +288,7 @@ def assert_drawn_apart(made: Bench) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "middle",
     [

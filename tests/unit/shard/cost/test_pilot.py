@@ -144,6 +144,7 @@ def piloted_units(plan):
     return found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "num_shards"), in_turn(NAMES, CUTS))
 def test_the_peak_of_each_unit_is_piloted_to_the_byte(name, num_shards):
     made = made_bench(name)
@@ -151,6 +152,7 @@ def test_the_peak_of_each_unit_is_piloted_to_the_byte(name, num_shards):
     assert piloted_units(plan) == measured_units(made, plan)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("name", "num_shards"), in_turn(NAMES[:-1], CUTS[1:]))
 def test_what_is_kept_and_the_peaks_beside_it_are_piloted_to_the_byte(name, num_shards):
     made = made_bench(name)
@@ -172,6 +174,7 @@ def test_what_is_kept_and_the_peaks_beside_it_are_piloted_to_the_byte(name, num_
     assert measured_units(made, kept) == expected
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["cnn", "vit"])
 def test_the_peak_of_an_evaluation_is_piloted_to_the_byte(name):
     made = bench(build(name, validate=build(name).train), mode="evaluate")

@@ -117,6 +117,7 @@ def measured(optimizer, module, names):
     return kept - base, later.peak_bytes - before, first
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_update_needs_what_its_pilot_says(name):
     module = model()
@@ -161,6 +162,7 @@ TOGETHER_ON_GPUS = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("small_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("name", TOGETHER_ON_GPUS)
 def test_an_update_on_a_gpu_needs_what_a_step_of_all_parameters_at_once_needs(name, small_bytes, monkeypatch):

@@ -62,6 +62,7 @@ def test_the_smallest_budget_works_and_a_little_less_does_not(benches, name):
         made.partition(need - need // 200)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fraction", [0.0, 0.3])
 def test_the_budget_that_a_refusal_names_works(benches, name, fraction):

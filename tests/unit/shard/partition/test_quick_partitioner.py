@@ -39,6 +39,7 @@ def partitioner(kind, made, budget, fraction=0.0, pilot=None):
     return kind(pilot or made.pilot, made.analysis, made.end, budget_bytes=budget, buffer_bytes=int(budget * fraction))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("fraction", [0.0, 0.15])
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7])
 def test_it_cuts_at_the_same_nodes(made, share, fraction):
@@ -47,6 +48,7 @@ def test_it_cuts_at_the_same_nodes(made, share, fraction):
     assert partitioner(QuickPartitioner, made, budget, fraction).partition() == expected
 
 
+@pytest.mark.cases(1)
 def test_its_refusals_are_the_same(made):
     refusals = []
     for kind in (ShardPartitioner, QuickPartitioner):

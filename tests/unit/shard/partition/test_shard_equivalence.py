@@ -56,6 +56,7 @@ def deep():
     return bench(task_of(Deep()), vectors(), alignment=64)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "name", ["vit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gpt2_attention")), "cnn"]
 )

@@ -52,6 +52,7 @@ def prepare(task, batch=None, mode="train", num_shards=3):
     return PlanLibrary(budget).prepare(task, model, task.optimizer(list(model.parameters())), batch, mode)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("num_shards", [1, 2, 6])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_right_plan_passes(name, num_shards):

@@ -483,6 +483,7 @@ def test_skipping_repeats_changes_no_figure(seed, policy):
     assert dataclasses.replace(skipped, units_skipped=0) == plain
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("memory_bytes", "policy"),
     [

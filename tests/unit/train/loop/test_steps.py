@@ -130,6 +130,7 @@ CASES: dict[str, TrainTask] = {
 
 
 # Whole, every fourth in every run: with one shard there is less to get wrong.
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("name", "cut"),
     [
@@ -344,6 +345,7 @@ class Cooling:
         assert not state
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("cut", [1, 2])
 @pytest.mark.parametrize(
     "temperature",
