@@ -54,7 +54,7 @@ ray: .venv/.dev             ## searches by Ray Tune on one node and on several, 
 	$(BIN)/python -m pytest -q -m slow tests/ray
 
 # Of all slow tests another part at each turn, that of tests/turn or make part TURN=7; see tests/support/slow_part.py.
-PART := $(BIN)/python -m pytest -q -p tests.support.slow_part $(if $(TURN),--turn $(TURN)) --durations 10
+PART := $(BIN)/python -m pytest -q -p tests.support.slow_part $(if $(TURN),--turn $(TURN)) $(if $(MINUTES),--minutes $(MINUTES)) --durations 10
 
 part: .venv/.dev            ## a part of all slow tests, with one of each kind
 	$(ENDS) $(PART) -n 2 --dist loadgroup --ignore tests/ray --ignore tests/docs

@@ -3,15 +3,17 @@
     python -m pytest -p tests.support.slow_part --turn 7
 
 `TURNS` turns in a row take every slow test. `tests/turn` holds the turn of this release; each release raises it by one.
+With `--minutes` tests that have not begun by then are skipped, and listed as such: a slow machine runs fewer of them.
 """
 
 import re
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-TURNS = 23  # shares no divisor with the numbers of cuts, devices and ways, so that each turn has some of each
+TURNS = 41  # shares no divisor with the numbers of cuts, devices and ways, so that each turn has some of each
 
 # A test is of the first kind that its name matches, and what matches a group makes kinds of their own.
 KINDS = {
@@ -42,7 +44,7 @@ def kind_of(test: str) -> str:
 
 
 def part(tests: Iterable[str], turn: int) -> set[str]:
-    """The tests of a turn: of each kind every 23rd, or one in turn where a kind has fewer."""
+    """The tests of a turn: of each kind every 41st, or one in turn where a kind has fewer."""
     kinds: dict[str, list[str]] = {}
     for test in tests:
         kinds.setdefault(kind_of(test), []).append(test)
@@ -69,6 +71,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--turn", type=int, default=present_turn(), help="of which the slow tests are; by default tests/turn"
     )
+    parser.addoption("--minutes", type=float, default=float("inf"), help="after which no further test begins")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Deadline(time.monotonic() + 60 * config.getoption("minutes")))
+
+
+class _Deadline:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        if time.monotonic() > self._seconds:
+            item.add_marker(pytest.mark.skip(reason="had not begun within --minutes"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Which slow tests run in a release: the same at one turn, all of them in 23, and some of each kind at each."""
+"""Which slow tests run in a release: the same at one turn, all of them in 41, and some of each kind at each."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from tests.support.slow_part import KINDS, TURNS, kind_of, part
 ROOT = Path(__file__).parents[2]
 TESTS = [
     *(f"tests/faults/test_kills.py::test_killed_and_gone_on_with[{number}]" for number in range(10)),
-    *(f"tests/parity/test_registry.py::test_the_product[mlp-{cut}-{devices}]" for cut in range(40) for devices in "12"),
+    *(f"tests/parity/test_registry.py::test_the_product[mlp-{cut}-{devices}]" for cut in range(80) for devices in "12"),
     *(f"tests/parity/test_registry.py::test_a_draw_of_each_family[vision-{number}]" for number in range(23)),
     "tests/ray/test_schedulers.py::test_hyperband_pauses_trials_and_they_go_on_as_they_were[True]",
     "tests/unit/shard/capture/test_step_module.py::test_a_step",
@@ -45,7 +45,7 @@ def test_each_turn_has_some_of_each_kind():
 
 def test_no_turn_has_many_more_than_another():
     sizes = {len(part(TESTS, turn)) for turn in range(TURNS)}
-    assert sizes <= {7, 8}, "80 of one kind make three or four, and each other kind one"
+    assert sizes <= {7, 8}, "160 of one kind make three or four, and each other kind one"
 
 
 def test_what_a_turn_takes_of_a_kind_depends_on_no_other_kind():
@@ -104,6 +104,30 @@ def test_of_a_test_of_many_cases_others_are_quick_at_each_turn_and_the_rest_are_
         assert slow == {f"test_many[{number}]" for number in range(9)} - quick
         seen |= quick
     assert len(seen) == 9
+
+
+def test_tests_that_have_not_begun_in_time_are_skipped_and_listed(tmp_path):
+    (tmp_path / "tests" / "unit").mkdir(parents=True)
+    (tmp_path / "tests" / "unit" / "test_slow.py").write_text(
+        """
+import pytest
+
+@pytest.mark.slow
+def test_one():
+    assert False, "has begun"
+"""
+    )
+    command = [sys.executable, "-m", "pytest", "-ra", "-q", "-p", "no:cacheprovider", "-p", "tests.support.slow_part"]
+    run = subprocess.run(
+        [*command, "--turn", "0", "--minutes", "0", "tests"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    assert "SKIPPED [1] tests/unit/test_slow.py:4: had not begun within --minutes" in run.stdout
 
 
 def test_a_file_outside_the_folders_is_refused():
