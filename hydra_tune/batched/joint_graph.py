@@ -38,20 +38,18 @@ class JointTrace:
     """The traced forward and backward of a shard.
 
     Attributes:
-        module: takes operands, noise and room for gradients; returns the losses and the gradients of `trained`.
         trained: names of the parameters with gradients.
         places: positions of `trained` among the shard's parameters and buffers.
         written: indices of gradients written directly into the given room.
         noise: the random numbers that the shard draws.
         is_scaled: whether the trace takes the members' loss scales, behind the random numbers.
         loss: name of the losses.
-        pure: the module before it received room; allocates all gradients itself.
+        pure: module of the trace that allocates all gradients itself, and takes operands and noise alone.
         place: the device of the trace; the trace runs on every device of the same kind.
-        forward: runs the module.
+        forward: takes operands, noise and room for gradients; returns the losses and the gradients of `trained`.
         code: compiled form of `pure`, run instead of the module; None without a compiler.
     """
 
-    module: fx.GraphModule
     trained: tuple[str, ...]
     places: tuple[int, ...]
     written: tuple[int, ...]
@@ -273,9 +271,7 @@ def _simplified(
         module(*fakes, *[torch.empty_like(trained[index]) for index in written])
     home = fakes[0].device
     forward = placed(module, home=home)
-    return JointTrace(
-        module, trained=(), places=(), written=written, noise=(), loss="", pure=pure, place=home, forward=forward
-    )
+    return JointTrace(trained=(), places=(), written=written, noise=(), loss="", pure=pure, place=home, forward=forward)
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, place: torch.device | None) -> Tensor:

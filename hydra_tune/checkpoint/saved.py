@@ -27,8 +27,3 @@ class CheckpointContent:
     tensors: Mapping[str, Tensor]
     labels: Mapping[str, Any]
     path: Path | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())

@@ -6,9 +6,6 @@
 
 import threading
 
-from hydra_tune.errors import BudgetError
-from hydra_tune.quantities import format_bytes
-
 
 class MemoryLedger:
     """Counts the bytes taken on a single device. Safe to call on any thread.
@@ -47,18 +44,6 @@ class MemoryLedger:
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
             self.recent_peak_bytes = max(self.recent_peak_bytes, self.used_bytes)
             return True
-
-    def take(self, nbytes: int, what: str) -> None:
-        """Take bytes that must fit.
-
-        Raises:
-            BudgetError: the bytes do not fit.
-        """
-        if not self.try_take(nbytes, to_the_last=True):
-            raise BudgetError(
-                f"{what} needs {format_bytes(nbytes)} on device {self.name}, where {format_bytes(self.used_bytes)} of "
-                f"{format_bytes(self.most_bytes)} are taken; raise device_memory or lower batch_size"
-            )
 
     def give_back(self, nbytes: int) -> None:
         """Free bytes taken before, and wake waiting threads."""

@@ -88,14 +88,6 @@ class JobPhase(StrEnum):
     PAUSED = "paused"
     """The user holds back the next unit. Takes no slot, as in WAITING, and continues at once when unpaused."""
 
-    @property
-    def takes_slot(self) -> bool:
-        """Whether a job in this phase counts against `max_concurrent`."""
-        return self in _TAKE_SLOT
-
-
-_TAKE_SLOT = (JobPhase.RUNNING, JobPhase.READY, JobPhase.PREPARING)
-
 
 @dataclass(slots=True, kw_only=True)
 class JobRecord:

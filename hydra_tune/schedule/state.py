@@ -94,7 +94,7 @@ class SchedulerState:
                 self._offer(record, view)
         elif old_view is not None:
             self._withdraw(record)
-        # `JobPhase.takes_slot` written out, because this runs for every unit.
+        # By comparisons alone, because this runs for every unit.
         takes_slot = phase is _READY or phase is _RUNNING or phase is _PREPARING
         if takes_slot is not record.is_counted:
             record.is_counted = takes_slot

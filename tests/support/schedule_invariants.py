@@ -11,6 +11,8 @@ from hydra_tune.schedule import Scheduler
 from hydra_tune.schedule.record import JobPhase, JobRecord
 from hydra_tune.schedule.state import SchedulerState
 
+_TAKE_SLOTS = (JobPhase.RUNNING, JobPhase.READY, JobPhase.PREPARING)
+
 
 def check(scheduler: Scheduler) -> None:
     """Fail with a sentence for each violated invariant."""
@@ -67,7 +69,7 @@ def _job_violations(record: JobRecord) -> Iterator[str]:
         yield f"{name} is {phase}, and the user's pause is {record.paused}"
     if record.view != (record.make_view() if phase is JobPhase.READY and record.ready else None):
         yield f"{name} is {phase}, and the policy was told {record.view}"
-    if record.is_counted != phase.takes_slot:
+    if record.is_counted != (phase in _TAKE_SLOTS):
         yield f"{name} is {phase}, and whether it is counted is {record.is_counted}"
     estimate = record.estimate
     if estimate.done_seconds < 0 or math.isnan(estimate.remaining_seconds):
@@ -118,7 +120,7 @@ def _table_violations(state: SchedulerState) -> Iterator[str]:
     if state.homes != homes:
         yield f"by device {dict(state.homes)} jobs have run last, expected {dict(homes)}"
     yield from _kind_violations(state)
-    slots = sum(record.phase.takes_slot for record in records)
+    slots = sum(record.phase in _TAKE_SLOTS for record in records)
     if state.num_slots_taken != slots:
         yield f"{state.num_slots_taken} slots are counted, expected {slots}"
     orders = [record.order for record in records]

@@ -37,11 +37,6 @@ class LiveView(AbstractContextManager["LiveView"]):
         self._screen = AlternateScreen(console)
         self._ticker = ViewRefreshTimer(self.refresh, on_error=self._screen.close)
 
-    @property
-    def cpu_seconds(self) -> float:
-        """CPU time used by the view's thread, in seconds."""
-        return self._ticker.cpu_seconds
-
     def refresh(self) -> None:
         """Draw the sweep's present state."""
         width, height = size = self._screen.size

@@ -327,7 +327,6 @@ def _graph(
         module=step,
         first=0,
         last=1,
-        layers=("", ""),
         state=state,
         constants=(),
         inputs=tuple(range(len(leaves.tensors))),

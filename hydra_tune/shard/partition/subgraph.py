@@ -29,7 +29,6 @@ class ShardGraph:
 
     Attributes:
         first, last: position of the first node, and position after the last node.
-        layers: names of the first and of the last layer, for messages.
         state: canonical names of the parameters and buffers used, in argument order.
         constants: placeholder names of the constants used.
         inputs: indices of the batch tensors used.
@@ -49,7 +48,6 @@ class ShardGraph:
     module: Callable[..., tuple[Tensor, ...]]
     first: int
     last: int
-    layers: tuple[str, str]
     state: tuple[str, ...]
     constants: tuple[str, ...]
     inputs: tuple[int, ...]
@@ -63,12 +61,6 @@ class ShardGraph:
     reads_state: bool = False
     code: fx.GraphModule | None = None
     precision: Precision = "float32"
-
-    @property
-    def label(self) -> str:
-        """The shard's layers, for messages: `blocks.0.attn .. blocks.2`."""
-        first, last = (layer or "(top level)" for layer in self.layers)
-        return first if first == last else f"{first} .. {last}"
 
 
 def cut_shard(
@@ -111,7 +103,6 @@ def cut_shard(
         module=under_autocast(run, captured.precision),
         first=first,
         last=last,
-        layers=(analysis.layers[first], analysis.layers[last - 1]),
         state=state,
         constants=constants,
         inputs=tuple(captured.inputs[n.name] for n in inputs),

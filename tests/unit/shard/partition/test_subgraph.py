@@ -38,13 +38,6 @@ def test_live_values_skip_over_shards():
     assert three.live_out == made.captured.outputs
 
 
-def test_labels_name_the_first_and_last_layer():
-    made = bench(task_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))))
-    assert cut_shard(made.captured, made.analysis, 0, 2).label == "0 .. 1"
-    assert cut_shard(made.captured, made.analysis, 0, 1).label == "0"
-    assert cut_shard(made.captured, made.analysis, 0, made.end).label == "0 .. (top level)"
-
-
 def test_an_overwritten_live_in_is_copied_and_the_stored_value_stays():
     made = bench(task_of(Skip()))
     relu = made.position("aten.relu_.default")
