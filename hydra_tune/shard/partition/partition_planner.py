@@ -25,9 +25,9 @@ from hydra_tune.shard.cost.pilot import ShardCost, ShardPilot
 from hydra_tune.shard.cost.traffic_model import StepAccessPattern
 from hydra_tune.shard.partition.budget import ShardPlanConstraints
 from hydra_tune.shard.partition.gradient_rules import GradientRules
+from hydra_tune.shard.partition.partitioner import ShardPartitioner
 from hydra_tune.shard.partition.plan import ShardPlan, build_plan
 from hydra_tune.shard.partition.plan_request import CapturedStep, ShardPlanRequest, cuts_like
-from hydra_tune.shard.partition.quick_partitioner import BudgetProbePartitioner, QuickPartitioner
 from hydra_tune.shard.partition.shard_size_search import beside_copies, choose_packing
 from hydra_tune.task import TrainTask
 
@@ -37,7 +37,7 @@ class ShardPartition:
     """Start and end of a step's shards, and the reasons; `pilot` measures for the chosen place of the updates."""
 
     pilot: ShardPilot
-    partitioner: QuickPartitioner
+    partitioner: ShardPartitioner
     edges: list[int]
     buffer_bytes: int
     why: str | None = None
@@ -103,14 +103,14 @@ class ShardPartitionPlanner:
     ) -> ShardPartition:
         captured, analysis = step.captured, step.analysis
         is_whole = request.mode == "train" and request.task.split_batches == 1
-        kind = BudgetProbePartitioner if request.only_asks else QuickPartitioner
-        partitioner = kind(
+        partitioner = ShardPartitioner(
             pilot,
             analysis,
             len(captured.nodes),
             budget_bytes=self.budget.budget_bytes,
             buffer_bytes=buffer_bytes,
             may_split_batches=is_whole and whole_batch_layer(request.model) is None,
+            explains=not request.only_asks,
         )
         packed = partial(ShardPartition, pilot=pilot, partitioner=partitioner, buffer_bytes=buffer_bytes)
         if request.like is not None:

@@ -4,11 +4,17 @@ The algorithm is greedy: a shard takes as many nodes as fit the device beside th
 decides for all devices. Differs from the paper: a candidate is measured on fake tensors instead of run until failure;
 among the last cuts that fit, the cut with the fewest crossing bytes is taken, because crossing bytes travel twice per
 step; and a model that fits whole becomes a single shard without a buffer. `ShardPartitionPlanner`
-(`partition_planner.py`) runs the algorithm on each captured step, by the subclass `QuickPartitioner`.
+(`partition_planner.py`) runs the algorithm on each captured step, once for each tried size of the buffer.
+
+Note: candidates. A bisection from the middle of the remaining nodes would ask mostly about candidates that are far too
+large and therefore slow to measure. `_CandidatePilot` measures candidates from the shortest on, and stops at the first
+candidate that is too large; `ShardPartitioner` interpolates between known candidates. Like a bisection, both assume
+that a longer shard needs no less memory.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
 from math import ceil
 from typing import Literal
 
@@ -25,6 +31,10 @@ _NEAR = 12  # positions to each side among which a cut must have the fewest cros
 _WHOLE = {"torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"}
 _CUT = {f"{kind.__module__}.{kind.__qualname__}" for kind in (SplitLinear, ColumnSplitEmbedding, RowSplitEmbedding)}
 _UNEVEN = 1.25  # largest ratio of a piece to the mean
+_PRECISION = 1000  # budgets are found to a per mille
+_STRIDE = 4  # growth of the distance from the least conceivable budget
+_AROUND = 4  # pieces to each side of a piece
+_MOST_GUESSES = 6  # guesses before a bisection: memory may grow in leaps
 
 
 class _DoesNotFitError(Exception):
@@ -45,6 +55,7 @@ class ShardPartitioner:
         budget_bytes: memory of the smallest device.
         buffer_bytes: part of the memory to keep free beside a running shard, for the next shard.
         may_split_batches: whether the task could still split its batches, as a remedy to mention.
+        explains: whether a refusal has to name the remedies and a sufficient budget, which takes time to find.
     """
 
     def __init__(
@@ -56,9 +67,13 @@ class ShardPartitioner:
         budget_bytes: int,
         buffer_bytes: int,
         may_split_batches: bool = False,
+        explains: bool = True,
     ) -> None:
         self._may_split_batches = may_split_batches
-        self._pilot = pilot
+        self._explains = explains
+        self._pilot = (
+            pilot if isinstance(pilot, _CandidatePilot) else _CandidatePilot(pilot, analysis, num_nodes, budget_bytes)
+        )
         self._analysis = analysis
         self._end = num_nodes
         self._budget = budget_bytes
@@ -81,7 +96,10 @@ class ShardPartitioner:
         try:
             return self._partition(num_shards, boundaries)
         except _DoesNotFitError as error:
-            raise self._refusal(*error.piece, self.smallest_budget(num_shards, boundaries)) from None
+            first, last = error.piece
+            if not self._explains:
+                raise BudgetError(f"nodes {first} to {last - 1} do not fit", enough_bytes=0) from None
+            raise self._refusal(first, last, self.smallest_budget(num_shards, boundaries)) from None
 
     def packed(self, most_bytes: int) -> list[int] | None:
         """Partition into shards of at most `most_bytes` each; None if some part cannot be cut so small."""
@@ -103,9 +121,31 @@ class ShardPartitioner:
         worst = max(self._cost(first, last).peak_bytes for first, last in pairwise(edges))
         # Scaled up, because the buffer takes the same share of any budget.
         low, high = 0, -(-worst * self._budget // self._capacity) + 1
-        while high - low > 1 + high // 1000:
+        while high - low > 1 + high // _PRECISION:
             middle = (low + high) // 2
             if self._would_do(middle, num_shards, boundaries):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def least_budget(self, num_shards: NumShards, peak_bytes: int) -> int:
+        """Return the result of `smallest_budget` for a step already cut, in less time.
+
+        Args:
+            num_shards: `num_shards` of the existing cut.
+            peak_bytes: largest needs of a unit of the existing cut.
+        """
+        high = min(self._budget, self._with_buffer(peak_bytes))
+        low = min(high, self._with_buffer(self._least_room()))
+        if self._would_do(low, num_shards, ()):
+            return low
+        above = 1 + low // _PRECISION
+        while high - low > 1 + high // _PRECISION:
+            # From below, with growing strides: small budgets mean short candidates, which are quick to measure.
+            middle = min(low + above, (low + high) // 2)
+            above *= _STRIDE
+            if self._would_do(middle, num_shards, ()):
                 high = middle
             else:
                 low = middle
@@ -114,11 +154,13 @@ class ShardPartitioner:
     def _would_do(self, budget_bytes: int, num_shards: NumShards, boundaries: Sequence[int]) -> bool:
         # The buffer is a fixed share of the budget, so the share applies to the smaller budget as well.
         capacity = budget_bytes * self._capacity // self._budget
-        smaller = ShardPartitioner(
-            self._pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
+        # All attempts share the measured candidates, so an attempt measures only candidates that are new.
+        pilot = self._pilot.within(budget_bytes, self._analysis)
+        attempt = ShardPartitioner(
+            pilot, self._analysis, self._end, budget_bytes=budget_bytes, buffer_bytes=budget_bytes - capacity
         )
         try:
-            smaller._partition(num_shards, boundaries)
+            attempt._partition(num_shards, boundaries)
         except _DoesNotFitError:
             return False
         return True
@@ -167,16 +209,68 @@ class ShardPartitioner:
         raise _DoesNotFitError(first, min(edges[0], last))
 
     def _furthest(self, first: int, cuts: list[int]) -> int | None:
-        """Last of the cuts up to which a shard from `first` fits, by bisection."""
-        # A bisection, assuming that a longer shard needs no less memory.
-        low, high = -1, len(cuts) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
+        """Last of the cuts up to which a shard from `first` fits, by interpolation between known candidates."""
+        # Candidates measured for other budgets narrow the search before this search measures any.
+        low, high, guesses = -1, len(cuts), 0
+        for end, peak_bytes in self._pilot.peaks(first).items():
+            if peak_bytes <= self._capacity:
+                low = max(low, bisect_right(cuts, end) - 1)
+            else:
+                high = min(high, bisect_left(cuts, end))
+        if low >= high:  # memory does not grow with nodes here, so interpolation would mislead: a bisection
+            low, high, guesses = -1, len(cuts), _MOST_GUESSES
+        while high - low > 1:
+            middle = (low + high) // 2
+            if guesses < _MOST_GUESSES:
+                # Strictly between the bounds, so that even a bad guess narrows the search.
+                middle = min(max(self._guess(first, cuts, middle), low + 1), high - 1)
+                guesses += 1
             if self._fits(first, cuts[middle]):
                 low = middle
             else:
-                high = middle - 1
+                high = middle
         return cuts[low] if low >= 0 else None
+
+    def _guess(self, first: int, cuts: list[int], otherwise: int) -> int:
+        """Index of the last cut that is likely to fit."""
+        measured = self._pilot.peaks(first).items()
+        under = max((candidate for candidate in measured if candidate[1] <= self._capacity), default=None)
+        over = min((candidate for candidate in measured if candidate[1] > self._capacity), default=None)
+        if under is None or over is None:
+            return otherwise
+        share = (self._capacity - under[1]) / (over[1] - under[1])
+        return bisect_right(cuts, under[0] + share * (over[0] - under[0])) - 1
+
+    def _with_buffer(self, peak_bytes: int) -> int:
+        """Budget that leaves `peak_bytes` for a shard beside the buffer."""
+        return -(-peak_bytes * self._budget // self._capacity) + 1
+
+    def _least_room(self) -> int:
+        """Lower bound for the needs of the largest shard of any cut: each piece between two cuts is part of some shard.
+
+        A piece may need less together with its neighbours, so the least of the candidates around the piece counts.
+        """
+        edges = [0, *self._analysis.cuts, self._end]
+        pieces = [(self._cost(first, last), index) for index, (first, last) in enumerate(pairwise(edges))]
+        least, checked_costs = 0, set()
+        for cost, index in sorted(pieces, key=lambda piece: -piece[0].peak_bytes):
+            if cost.peak_bytes <= least:
+                break
+            if cost not in checked_costs:  # equal layers have equal costs
+                checked_costs.add(cost)
+                least = max(least, self._least_around(index, edges, least))
+        return least
+
+    def _least_around(self, index: int, edges: Sequence[int], enough: int) -> int:
+        """Least needs of the candidates that extend this piece by a few pieces; `enough` if the least is smaller."""
+        least = self._cost(edges[index], edges[index + 1]).peak_bytes
+        for before, after in product(range(_AROUND + 1), repeat=2):
+            if index >= before and index + 1 + after < len(edges):
+                least = min(least, self._cost(edges[index - before], edges[index + 1 + after]).peak_bytes)
+            # Another piece has already proved that a cut needs `enough`, so a smaller figure decides nothing.
+            if least <= enough:
+                return enough
+        return least
 
     def _cheapest(self, first: int, furthest: int, cuts: list[int]) -> int:
         """Cut with the fewest crossing bytes among the last cuts that fit; the furthest cut among equals."""
@@ -225,6 +319,72 @@ class ShardPartitioner:
     def _name(self, first: int, last: int) -> str:
         layer = self._analysis.layers[first] or "the model's top level"
         return f"layer {layer!r} (nodes {first} to {last - 1})"
+
+
+class _CandidatePilot(ShardPilot):
+    """Measures candidates from the shortest on, and none beyond a candidate over the limit.
+
+    Args:
+        pilot: measures candidates and keeps the results.
+        analysis: positions where candidates may end.
+        num_nodes: number of nodes of the graph.
+        limit_bytes: largest needs that a caller asks about.
+        too_large: known candidates over some limit, by first node.
+        peaks: needs of all measured candidates, by first and last node.
+    """
+
+    def __init__(
+        self,
+        pilot: ShardPilot,
+        analysis: GraphAnalysis,
+        num_nodes: int,
+        limit_bytes: int,
+        too_large: dict[int, list[tuple[int, ShardCost]]] | None = None,
+        peaks: dict[int, dict[int, int]] | None = None,
+    ) -> None:
+        self._pilot = pilot
+        self._cuts = analysis.cuts
+        self._whole = (0, num_nodes)
+        self._limit_bytes = limit_bytes
+        # By first node: last nodes and costs of candidates over some limit.
+        self._too_large = {} if too_large is None else too_large
+        self._peaks = {} if peaks is None else peaks
+
+    def within(self, limit_bytes: int, analysis: GraphAnalysis) -> "_CandidatePilot":
+        """Return a pilot with another limit that shares all results."""
+        return _CandidatePilot(self._pilot, analysis, self._whole[1], limit_bytes, self._too_large, self._peaks)
+
+    def peaks(self, first: int) -> Mapping[int, int]:
+        """Needs of the measured candidates from `first`, by last node."""
+        return self._peaks.get(first, {})
+
+    def cost(self, first: int, last: int) -> ShardCost:
+        """Cost of a candidate, or of a shorter candidate that is over the limit already."""
+        # Every caller asks for the whole graph, and the pilot measures the whole graph only once; not if the parameters
+        # alone are too large.
+        if (first, last) == self._whole and self._pilot.least_bytes(first, last) <= self._limit_bytes:
+            return self._pilot.cost(first, last)
+        large_candidates = self._too_large.setdefault(first, [])
+        for end, cost in large_candidates:
+            # The list is shared with pilots of other limits, so the limit of this pilot has to be compared anew.
+            if end <= last and cost.peak_bytes > self._limit_bytes:
+                return cost
+        for end in self._ends(first, last):
+            cost = self._pilot.cost(first, end)
+            self._peaks.setdefault(first, {})[end] = cost.peak_bytes
+            if cost.peak_bytes > self._limit_bytes:
+                large_candidates.append((end, cost))
+                break
+        return cost
+
+    def _ends(self, first: int, last: int) -> list[int]:
+        """Ends of candidates up to `last`, each about twice as far as the one before."""
+        inside = self._cuts[bisect_left(self._cuts, first + 1) : bisect_left(self._cuts, last)]
+        ends, reach = [], 1
+        while reach <= len(inside):
+            ends.append(inside[reach - 1])
+            reach *= 2
+        return [*ends, last]
 
 
 def _good_cuts(analysis: GraphAnalysis) -> list[int]:

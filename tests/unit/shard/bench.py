@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from hydra_tune.shard.capture.batch import flatten
 from hydra_tune.shard.capture.step_capture import CapturedStepGraph, StateSpec, capture, named_state, state_specs
 from hydra_tune.shard.cost.pilot import ShardPilot
 from hydra_tune.shard.cost.update_pilot import optimizer_pilot
-from hydra_tune.shard.partition.partitioner import NumShards, ShardPartitioner
+from hydra_tune.shard.partition.partitioner import NumShards, ShardPartitioner, _DoesNotFitError
 from hydra_tune.shard.partition.plan import ShardPlan, build_plan
 from hydra_tune.task import TrainTask
 from hydra_tune.train.data.handles import make_loader
@@ -100,16 +100,42 @@ class Bench:
         """Where the partitioner cuts."""
         return self.partitioner(budget_bytes, buffer_bytes).partition(num_shards, boundaries)
 
-    def partitioner(self, budget_bytes: int, buffer_bytes: int = 0) -> ShardPartitioner:
+    def partitioner(
+        self, budget_bytes: int, buffer_bytes: int = 0, kind: type[ShardPartitioner] = ShardPartitioner
+    ) -> ShardPartitioner:
         """A partitioner of this step."""
-        return ShardPartitioner(
-            self.pilot, self.analysis, self.end, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes
-        )
+        return kind(self.pilot, self.analysis, self.end, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes)
 
     def position(self, operator: str, occurrence: int = 0) -> int:
         """Position of a node by its operator, e.g. "aten.add_.Tensor"."""
         found = [i for i, node in enumerate(self.captured.nodes) if str(node.target) == operator]
         return found[occurrence]
+
+
+class Bisection(ShardPartitioner):
+    """Measures each candidate as a whole, and bisects."""
+
+    def __init__(self, pilot: ShardPilot, *args: Any, **options: Any) -> None:
+        super().__init__(pilot, *args, **options)
+        self.args, self.pilot = args, pilot
+
+    def _cost(self, first, last):
+        return self.pilot.cost(first, last)
+
+    def _furthest(self, first, cuts):
+        low, high = -1, len(cuts) - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._fits(first, cuts[middle]) else (low, middle - 1)
+        return cuts[low] if low >= 0 else None
+
+    def _would_do(self, budget_bytes, num_shards, boundaries):
+        buffer_bytes = budget_bytes - budget_bytes * self._capacity // self._budget
+        smaller = Bisection(self.pilot, *self.args, budget_bytes=budget_bytes, buffer_bytes=buffer_bytes)
+        with suppress(_DoesNotFitError):
+            smaller._partition(num_shards, boundaries)
+            return True
+        return False
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The quick partitioner cuts where the partitioner cuts, and finds the same smallest budget with less to measure."""
+"""The partitioner cuts where a plain bisection would, and finds the same smallest budget with less to measure."""
 
 from contextlib import suppress
 
@@ -7,9 +7,8 @@ import pytest
 from hydra_tune.errors import BudgetError
 from hydra_tune.shard.cost.pilot import ShardPilot
 from hydra_tune.shard.partition.partitioner import ShardPartitioner
-from hydra_tune.shard.partition.quick_partitioner import QuickPartitioner
 from tests.parity.models import build
-from tests.unit.shard.bench import bench
+from tests.unit.shard.bench import Bisection, bench
 
 
 @pytest.fixture(scope="module", params=["mlp", "vit"])
@@ -44,14 +43,14 @@ def partitioner(kind, made, budget, fraction=0.0, pilot=None):
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7])
 def test_it_cuts_at_the_same_nodes(made, share, fraction):
     budget = int(made.pilot.cost(0, made.end).peak_bytes * share)
-    expected = partitioner(ShardPartitioner, made, budget, fraction).partition()
-    assert partitioner(QuickPartitioner, made, budget, fraction).partition() == expected
+    expected = partitioner(Bisection, made, budget, fraction).partition()
+    assert partitioner(ShardPartitioner, made, budget, fraction).partition() == expected
 
 
 @pytest.mark.cases(1)
 def test_its_refusals_are_the_same(made):
     refusals = []
-    for kind in (ShardPartitioner, QuickPartitioner):
+    for kind in (Bisection, ShardPartitioner):
         with pytest.raises(BudgetError) as found:
             partitioner(kind, made, made.pilot.cost(0, made.end).peak_bytes // 10, 0.15).partition()
         refusals.append(found.value)
@@ -62,28 +61,28 @@ def test_its_refusals_are_the_same(made):
 
 @pytest.mark.parametrize("num_shards", [None, 3, "layer"])
 def test_it_finds_the_same_smallest_budget(made, num_shards):
-    expected = partitioner(ShardPartitioner, made, 1 << 40, 0.15).smallest_budget(num_shards)
+    expected = partitioner(Bisection, made, 1 << 40, 0.15).smallest_budget(num_shards)
     budget = expected * 2
     peak = max(made.pilot.cost(0, made.end).peak_bytes, 1)
-    found = partitioner(QuickPartitioner, made, budget, 0.15).least_budget(num_shards, min(peak, budget))
+    found = partitioner(ShardPartitioner, made, budget, 0.15).least_budget(num_shards, min(peak, budget))
     assert found == pytest.approx(expected, rel=0.002)
 
 
 def test_it_measures_less_where_shards_are_small(made):
-    budget = partitioner(ShardPartitioner, made, 1 << 40).smallest_budget() * 11 // 10
+    budget = partitioner(Bisection, made, 1 << 40).smallest_budget() * 11 // 10
     nodes = {}
-    for kind in (ShardPartitioner, QuickPartitioner):
+    for kind in (Bisection, ShardPartitioner):
         pilot = Counting(made.pilot)
         partitioner(kind, made, budget, pilot=pilot).partition()
         nodes[kind] = pilot.nodes
-    assert nodes[QuickPartitioner] < nodes[ShardPartitioner]
+    assert nodes[ShardPartitioner] < nodes[Bisection]
 
 
 def test_it_does_not_measure_a_whole_model_whose_parameters_are_too_large(made):
     pilot = Counting(made.pilot)
     budget = made.pilot.least_bytes(0, made.end) // 2
     with suppress(BudgetError):
-        partitioner(QuickPartitioner, made, budget, pilot=pilot).partition()
+        partitioner(ShardPartitioner, made, budget, pilot=pilot).partition()
     assert pilot.asked
     assert (0, made.end) not in pilot.asked
     assert made.pilot.least_bytes(0, made.end) <= made.pilot.cost(0, made.end).peak_bytes
