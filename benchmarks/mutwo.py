@@ -96,7 +96,13 @@ def planned(family, row):
     )
     if row.why:
         print(row.why)
-    print(portfolio.table(), flush=True)
+    for one in portfolio.members:
+        sizes = " + ".join(str(part.sizes) for part in one.parts)
+        fits = "fits" if one.fits else "does not fit"
+        print(
+            f"{one.name:24} {sizes:28} {one.seconds * 1000:10.3f} ms {format_bytes(one.peak_bytes):>10}, {fits}",
+            flush=True,
+        )
     sizes = range(1, row.trials + 1)
     row.kept = sum(1 for _ in takewhile(lambda size: family.needs(size) <= row.limit_bytes, sizes))
     return planner, [one for one in portfolio.members if one.fits]
@@ -120,23 +126,14 @@ def compare_on_cpu(family, row, planner, members, options):
         most = options.seconds * SETTLING
         return [one.seconds for one in in_turn(family, few, options.warm_up, options.steps, LEAVES_AT, most)]
 
-    found = settled(planner, row.trials, measure)
-    row.corrections = len(found.corrections)
-    for one in found.corrections:
-        compute = ", ".join(f"{size}: {ratio:.2f}" for size, ratio in sorted(one.compute.items()))
-        print(
-            f"planned again: operators take {compute} (others {one.others:.2f}) times what was profiled, "
-            f"a swap {one.swap_seconds * 1e6:+.0f} us"
-        )
+    chosen = settled(planner, row.trials, measure)
     each: dict = {}
     for one in members:
         each.setdefault(key_of(one), one)
-    for trial in found.trials:  # what is predicted for them as well is of the profiles, and not of the correction
-        each.setdefault(key_of(trial.member), planner.told(trial.member))
     row.names = {one.name: list(each).index(key_of(one)) for one in reversed(members)}
     ran = list(each.values())
     took = in_turn(family, ran, options.warm_up, options.steps, most_seconds=options.seconds * (1 - SETTLING))
-    return ran, took, each[key_of(found.member)]
+    return ran, took, each[key_of(chosen)]
 
 
 def say(row):

@@ -1,74 +1,40 @@
-"""Choice of a plan for a benchmark: run the best few members of a portfolio, correct the model, and plan again.
+"""Choice of a plan for a benchmark: run the best few members of a portfolio, and take the fastest.
 
 A pool chooses among planned steps while it trains (`hydra_tune/fusion/runtime/plan_autotuner.py`). A benchmark has no
-trial to train meanwhile, so it measures each member by itself, with the same corrections of the model.
+trial to train meanwhile, so it measures each member by itself.
 
-    settled(planner, num_trials, measure).member
+    settled(planner, num_trials, measure)
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
 
-from hydra_tune.planner.search.autotune import TOLERANCE, MeasuredPlan, ProfileCorrection, fitted, key_of
+from hydra_tune.planner.search.autotune import key_of
 from hydra_tune.planner.search.portfolio import Planner, Portfolio, PortfolioPlan
 
 MOST = 5
-"""Most candidates measured in a round, beside the fastest candidates of other kinds (`contenders`)."""
+"""Most candidates measured, beside the fastest candidates of other kinds (`contenders`)."""
 
 Measure = Callable[[Sequence[PortfolioPlan]], Sequence[float]]
 """Returns the seconds of a step of each member; the members take turns."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanSelection:
-    """Result of the choice.
-
-    Attributes:
-        trials: all members that ran, the fastest first.
-        portfolio: as planned last.
-        corrections: in order, each followed by a new portfolio.
-    """
-
-    trials: tuple[MeasuredPlan, ...]
-    portfolio: Portfolio
-    corrections: tuple[ProfileCorrection, ...]
-
-    @property
-    def member(self) -> PortfolioPlan:
-        """The fastest member."""
-        return self.trials[0].member
-
-
-def settled(
-    planner: Planner, num_trials: int, measure: Measure, *, most: int = MOST, max_corrections: int = 1
-) -> PlanSelection:
+def settled(planner: Planner, num_trials: int, measure: Measure, *, most: int = MOST) -> PortfolioPlan:
     """Return the fastest plan of some trials, by measured steps.
 
     Args:
         planner: of the device.
         num_trials: of a single architecture.
-        measure: runs members, all of which fit. The fastest member so far runs again beside new members, for
-            comparison.
-        most: number of members to run in a round, as of `contenders`.
-        max_corrections: how often the trials are planned again.
+        measure: runs members, all of which fit.
+        most: number of members to run, as of `contenders`.
 
     Raises:
         BudgetError: no plan fits.
     """
-    known: dict[Hashable, MeasuredPlan] = {}
-    corrections: list[ProfileCorrection] = []
-    while True:
-        portfolio = planner.portfolio(num_trials)
-        _ = portfolio.best  # raises, if none fits
-        known = {key: replace(trial, member=planner.told(trial.member)) for key, trial in known.items()}
-        chosen = contenders(portfolio, most)
-        _run([one for one in chosen if key_of(one) not in known], known, measure)
-        ran = [known[key_of(one)] for one in chosen]
-        if len(corrections) == max_corrections or not any(_is_off(trial) for trial in ran):
-            trials = sorted(known.values(), key=lambda trial: trial.seconds)
-            return PlanSelection(trials=tuple(trials), portfolio=portfolio, corrections=tuple(corrections))
-        corrections.append(fitted(list(known.values())))
-        planner = planner.corrected(corrections[-1].array)
+    portfolio = planner.portfolio(num_trials)
+    _ = portfolio.best  # raises, if none fits
+    chosen = contenders(portfolio, most)
+    seconds = measure(chosen)
+    return chosen[min(range(len(chosen)), key=seconds.__getitem__)]
 
 
 def contenders(portfolio: Portfolio, most: int = MOST) -> list[PortfolioPlan]:
@@ -95,22 +61,6 @@ def contenders(portfolio: Portfolio, most: int = MOST) -> list[PortfolioPlan]:
     return found
 
 
-def _run(fresh: Sequence[PortfolioPlan], known: dict[Hashable, MeasuredPlan], measure: Measure) -> None:
-    """Measure members that have not run yet, together with the fastest so far.
-
-    The machine may have changed its speed since the earlier rounds. The repeated member gives the ratio of the speeds.
-    """
-    if not fresh:
-        return
-    best = min(known.values(), key=lambda trial: trial.seconds, default=None)
-    found = list(measure([*fresh, *([] if best is None else [best.member])]))
-    speed = 1.0 if best is None else best.seconds / found[-1]
-    known |= {
-        key_of(one): MeasuredPlan(member=one, seconds=seconds * speed)
-        for one, seconds in zip(fresh, found, strict=False)
-    }
-
-
 def _partition(member: PortfolioPlan) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(part.sizes for part in member.parts))
 
@@ -121,8 +71,3 @@ def _moves_nothing(member: PortfolioPlan) -> bool:
 
 def _has_no_swaps(member: PortfolioPlan) -> bool:
     return not any(one.swaps for part in member.parts for one in part.schedule.decisions)
-
-
-def _is_off(trial: MeasuredPlan) -> bool:
-    """Whether the measured time differs from the prediction by more than the tolerance."""
-    return abs(trial.seconds / trial.member.seconds - 1) > TOLERANCE

@@ -63,7 +63,6 @@ class Row:
         ran: the members that were measured.
         names: which of these each name of the portfolio does: some do the same.
         chosen: which of these goes on.
-        corrections: how many times they were planned again.
         why: what is to be said beside it, or why there is nothing.
         taken_seconds: of planning, profiling and measuring it.
     """
@@ -79,7 +78,6 @@ class Row:
     ran: list[Ran] = field(default_factory=list)
     names: dict[str, int] = field(default_factory=dict)
     chosen: int | None = None
-    corrections: int = 0
     why: str = ""
     taken_seconds: float = 0.0
 

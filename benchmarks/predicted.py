@@ -13,10 +13,10 @@ errors of profiler and timeline and the change of pace together. `at one pace` i
 for the same plans, over what that round has measured at the pace of those profiles, of which the median over the
 rounds is taken: the errors of profiler and timeline.
 
-A line has the least and the most of these among all plans; then the corrections of the run-off, and what is predicted by the
-last, over the median of what was measured by the clock; bytes beside static tensors, measured by the tests' own tracker; and
-the time of the plan that the run-off has settled on, and of the one that was predicted to be fastest, over the fastest. Below
-each model is how far the profiles of the same sub-array differed between the rounds: the least and the most, over their median.
+A line has the least and the most of these among all plans; bytes beside static tensors, measured by the tests' own tracker;
+and the time of the plan that the run-off has settled on, and of the one that was predicted to be fastest, over the fastest.
+Below each model is how far the profiles of the same sub-array differed between the rounds: the least and the most, over their
+median.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from mutwo_choice import PlanSelection, settled  # noqa: E402 - benchmarks/ is the script's folder
+from mutwo_choice import settled  # noqa: E402 - benchmarks/ is the script's folder
 from mutwo_family import ENDLESS, Family  # noqa: E402
 from mutwo_models import MODELS  # noqa: E402
 from mutwo_runs import Runners, in_turn, raced  # noqa: E402
@@ -41,7 +41,7 @@ from hydra_tune.planner.cost.peak_memory import peak_of  # noqa: E402
 from hydra_tune.planner.ir.plan_state import undecided  # noqa: E402
 from hydra_tune.planner.profile.profiler import SubArrayProfiler  # noqa: E402
 from hydra_tune.planner.search.autotune import key_of  # noqa: E402
-from hydra_tune.planner.search.portfolio import Planner  # noqa: E402
+from hydra_tune.planner.search.portfolio import Planner, PortfolioPlan  # noqa: E402
 from hydra_tune.planner.search.tournament import LEAVES_AT, SpeedTournament  # noqa: E402
 from tests.support.tracker import StorageTracker  # noqa: E402
 
@@ -57,8 +57,8 @@ class Case:
         share: of it.
         planner: by the first profiles.
         first: what those plan, by what it does.
-        found: of the run-off.
-        members: all that are run: `first`, and what else the run-off has tried.
+        found: the fastest, by the run-off.
+        members: all that are run: those of `first`.
         runners: of these.
         took: what a step of each took at the pace of the profiles, by round.
         clocks: the same by the clock.
@@ -68,7 +68,7 @@ class Case:
     share: float
     planner: Planner
     first: dict
-    found: PlanSelection
+    found: PortfolioPlan
     members: list
     runners: Runners
     took: list[list[float]] = field(default_factory=list)
@@ -80,8 +80,11 @@ class Case:
         found = raced(self.runners, len(self.members), pace_seconds, 1, steps)
         self.took.append([one.seconds for one in found])
         self.clocks.append([one.clock_seconds for one in found])
-        planner = self.planner.corrected(arrays.get)
-        predicted = [planner.told(one).seconds for one in self.members]
+
+        def seconds_of(part):
+            return self.planner.timed(part, tuple(arrays[size] for size in part.sizes)).times.seconds
+
+        predicted = [sum(map(seconds_of, one.parts)) for one in self.members]
         self.ratios.append([seconds / one.seconds for seconds, one in zip(predicted, found, strict=True)])
 
     @property
@@ -134,8 +137,7 @@ def planned(family, limit, share, options):
         print(f"{family.name:8} {share:5.0%}  {error}", flush=True)
         return None
     first = {key_of(one): one for one in reversed(portfolio.members) if one.fits}
-    after = {key_of(trial.member): trial.member for trial in found.trials}
-    members = list({**after, **first}.values())
+    members = list(first.values())
     return Case(share, planner, first, found, members, Runners(family, members))
 
 
@@ -151,15 +153,13 @@ def told_of(family, case):
         for number, one in enumerate(case.members)
     }
     first = [one.seconds / clocks[key] for key, one in case.first.items()]
-    second = [trial.member.seconds / clocks[key_of(trial.member)] for trial in case.found.trials]
     fastest = min(seconds.values())
     predicted = min(case.first.values(), key=lambda one: one.seconds)
-    over = [seconds[key_of(one)] / fastest for one in (case.found.member, predicted)]
-    columns = [told(first), told(rounds.values()), told(second), told(peaks(family, case.members))]
+    over = [seconds[key_of(one)] / fastest for one in (case.found, predicted)]
+    columns = [told(first), told(rounds.values()), told(peaks(family, case.members))]
     print(
         f"{family.name:8} {case.share:5.0%} {len(case.members):5} {columns[0]:>12} {columns[1]:>12} "
-        f"{len(case.found.corrections):9} {columns[2]:>12} {columns[3]:>12} {over[0]:8.2f} {over[1]:9.2f}  "
-        f"{case.found.member.name}",
+        f"{columns[2]:>12} {over[0]:8.2f} {over[1]:9.2f}  {case.found.name}",
         flush=True,
     )
 
@@ -214,7 +214,7 @@ def main():
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(
-        "model    limit plans by the clock  at one pace corrected        after         peak   chosen predicted",
+        "model    limit plans by the clock  at one pace         peak   chosen predicted",
         flush=True,
     )
     for name in options.models or USUAL:

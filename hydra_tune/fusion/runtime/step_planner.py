@@ -27,8 +27,7 @@ from hydra_tune.planner.profile.allocator_rounding import allocated, on_all
 from hydra_tune.planner.profile.output_layouts import as_laid_out
 from hydra_tune.planner.profile.profiler import CpuClock, CudaClock, SubArrayProfiler, over_link
 from hydra_tune.planner.profile.profiling_interpreter import ProfilingClock
-from hydra_tune.planner.search.autotune import MeasuredPlan as Ran
-from hydra_tune.planner.search.autotune import fitted, key_of
+from hydra_tune.planner.search.autotune import key_of, operator_ratio, slowed
 from hydra_tune.planner.search.portfolio import MARGIN, Planner, PortfolioPlan, SubArrayPlan, limit_for
 from hydra_tune.planner.trace.optimizer_graph import UpdateTracer
 from hydra_tune.planner.trace.step_graph import StepGraph, step_graph
@@ -229,9 +228,8 @@ class StepPlanner:
             The step with a corrected prediction, followed by all different ways to run the step that fit.
         """
         with self._making:
-            correction = fitted([Ran(member=_member(step), seconds=seconds)])
-            pairs = zip(step.part.sizes, step.part.schedule.arrays, strict=True)
-            arrays = tuple(correction.array(size, array) for size, array in pairs)
+            ratio = operator_ratio(step.part, seconds)
+            arrays = tuple(slowed(array, ratio) for array in step.part.schedule.arrays)
             planner = replace(self._planner(step.graphs)[1], array=lambda _: arrays[0])
             corrected_part = planner.timed(step.part, arrays)
             steps = {key_of(_member(step)): replace(step, part=corrected_part)}

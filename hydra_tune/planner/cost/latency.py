@@ -38,11 +38,6 @@ class StepTimeBreakdown:
         """Seconds in all."""
         return self.compute + self.recompute + self.stall
 
-    @property
-    def overlapped(self) -> float:
-        """Share of the copies' time that is hidden; 1 without copies."""
-        return 1.0 if not self.copies else max(0.0, 1.0 - self.stall / self.copies)
-
     def __add__(self, other: "StepTimeBreakdown") -> "StepTimeBreakdown":
         return StepTimeBreakdown(
             compute=self.compute + other.compute,
@@ -99,7 +94,5 @@ def timed(pieces: Iterable[Instruction | InstructionSlice], *, is_duplex: bool) 
 
 def times_of(schedule: SubArraySchedule, *, is_duplex: bool) -> StepTimeBreakdown:
     """Return the times of a step of all sub-arrays of a schedule."""
-    times = StepTimeBreakdown()
-    for segment in schedule.segments:
-        times += timed(stretched(schedule, segment), is_duplex=is_duplex)
-    return times
+    segment_times = (timed(stretched(schedule, segment), is_duplex=is_duplex) for segment in schedule.segments)
+    return sum(segment_times, StepTimeBreakdown())

@@ -250,9 +250,7 @@ def _followed(schedule: SubArraySchedule, segment: ScheduleSegment) -> list[tupl
 
 
 def _system(member: PortfolioPlan, *, is_chosen: bool) -> ComparedSystem:
-    times = StepTimeBreakdown()
-    for part in member.parts:
-        times += part.times
+    times = sum((part.times for part in member.parts), StepTimeBreakdown())
     return ComparedSystem(
         seconds=times.seconds,
         compute_seconds=times.compute,

@@ -126,14 +126,6 @@ class Portfolio:
             enough_bytes=enough,
         )
 
-    def table(self) -> str:
-        """Return all plans as text: predicted times, sub-arrays, and peak."""
-        head = ("plan", "sub-arrays", "ms", "computed again", "waiting", "hidden", "peak", "fits")
-        rows = [head, *(_row(member) for member in self.members)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join(lines)
-
 
 def limit_for(peak_bytes: int) -> int:
     """Return the smallest memory limit under which a plan with this peak leaves `MARGIN` free."""
@@ -170,27 +162,6 @@ class Planner:
         members.append(self._kept_one_after_another(num_trials))
         members += self._paired(num_trials, members)
         return Portfolio(tuple(sorted(members, key=_rank)))
-
-    def corrected(self, correct: Callable[[int, SubArrayProfile], SubArrayProfile]) -> "Planner":
-        """Return a planner that plans with other arrays.
-
-        Args:
-            correct: (number of trials, their sub-array) -> sub-array to plan with.
-        """
-        # Parts were planned with the old times, so the new planner starts without any.
-        arrays = {size: correct(size, profile) for size, profile in self._arrays.items()}
-        array = self.array
-        return replace(self, array=lambda size: correct(size, array(size)), _arrays=arrays, _parts={})
-
-    def told(self, member: PortfolioPlan) -> PortfolioPlan:
-        """Return a plan with this planner's predictions, where the plan was made with other arrays.
-
-        Args:
-            member: of the same trials. Its instructions stay the same, except for the places where copies to the host
-                end.
-        """
-        parts = [self.timed(part, tuple(map(self._of, part.sizes))) for part in member.parts]
-        return self._member(member.name, parts)
 
     def alone(self, size: int) -> SubArrayPlan:
         """Return the best way to run a single sub-array, or the way that needs the least memory if none fits."""
@@ -318,20 +289,3 @@ def _of_way(tried: Mapping[Part, Mapping[str, SubArrayPlan]], name: str) -> dict
 
 def _rank(member: PortfolioPlan) -> tuple[bool, float]:
     return (not member.fits, member.seconds if member.fits else member.peak_bytes)
-
-
-def _row(member: PortfolioPlan) -> tuple[str, ...]:
-    times = StepTimeBreakdown()
-    for part in member.parts:
-        times += part.times
-    sizes = " + ".join("(" + ", ".join(map(str, part.sizes)) + ")" for part in member.parts)
-    return (
-        member.name,
-        sizes,
-        f"{times.seconds * 1000:.3f}",
-        f"{times.recompute * 1000:.3f}",
-        f"{times.stall * 1000:.3f}",
-        f"{times.overlapped:.0%}",
-        format_bytes(member.peak_bytes),
-        "yes" if member.fits else "no",
-    )

@@ -40,7 +40,6 @@ def test_it_leaves_and_comes_back_where_it_is_used():
     assert simulated(schedule, FORWARD).peak_bytes == 40 - 10
     found = times_of(schedule, is_duplex=True)
     assert (found.stall, found.copies) == (0.75, 0.75)
-    assert found.overlapped == 0.0
 
 
 def test_handing_over_delays_the_operators_and_not_the_copy_alone():

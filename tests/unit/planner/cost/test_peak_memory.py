@@ -138,7 +138,6 @@ def test_times_say_what_is_computed_waited_for_and_hidden():
     found = times_of(schedule, is_duplex=True)
     assert (found.compute, found.recompute, found.stall, found.copies) == (9.0, 0.0, 0.5, 1.5)
     assert found.seconds == 9.5
-    assert found.overlapped == pytest.approx(2 / 3)
 
 
 def test_copies_share_a_link_that_is_not_duplex():

@@ -90,10 +90,3 @@ def test_each_size_is_profiled_once():
 def test_sub_arrays_may_be_bounded():
     found = portfolio(100_000, 5, max_size=2)
     assert all(size <= 2 for one in found.members for part in one.parts for size in part.sizes)
-
-
-def test_the_table_says_what_each_would_take():
-    lines = portfolio(1500).table().splitlines()
-    assert len(lines) == len(NAMES) + 1
-    assert lines[0].split() == ["plan", "sub-arrays", "ms", "computed", "again", "waiting", "hidden", "peak", "fits"]
-    assert lines[1].endswith("yes")
