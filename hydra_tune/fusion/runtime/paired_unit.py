@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
-from torch import Tensor
 
 from hydra_tune.devices.device import Device
 from hydra_tune.fusion.group.group_step import leave_out_bad
@@ -116,7 +115,7 @@ class PairRoundHalf(GroupRound):
         self._batches = self._go_on() if goes_on else None
 
 
-class PairStepRunner:
+class PairStepRunner(DeviceStepRunner):
     """The planned steps of two groups, run repeatedly.
 
     Args:
@@ -125,32 +124,13 @@ class PairStepRunner:
     """
 
     def __init__(self, planned: PlannedStep, states: tuple[StepStateBinding, StepStateBinding]) -> None:
-        self.planned = planned
         self.states = first, second = states
         argument_sources = [lambda: first.given, lambda: second.given]
-        self._steps = DeviceStepRunner(planned, argument_sources, lambda side, number: states[side].draw(number))
-
-    def close(self) -> None:
-        """Stop the copy streams."""
-        self._steps.close()
-
-    @property
-    def seconds(self) -> float:
-        """Total seconds that the steps have taken."""
-        return self._steps.seconds
-
-    def on(self, device: Device) -> None:
-        """As of `DeviceStepRunner`."""
-        self._steps.on(device)
+        super().__init__(planned, argument_sources, lambda side, number: states[side].draw(number))
 
     def run(self, backward: int | None, forward: int | None) -> list[float]:
         """Run a backward merged with a forward, or either alone; return the losses of the forward's members."""
-        loss_tensors: list[Tensor] = []
-        self._steps.run.segment(
-            ScheduleSegment(backward, forward), lambda _side, _number, losses: loss_tensors.append(losses)
-        )
-        losses: list[float] = loss_tensors[0].tolist() if loss_tensors else []
-        return losses
+        return self.segment(ScheduleSegment(backward, forward))
 
 
 class PairRound:

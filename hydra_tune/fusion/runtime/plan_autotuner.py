@@ -11,8 +11,9 @@ fastest stays (`planner/search/autotune.py`). If even the fastest takes longer t
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from hydra_tune.fusion.runtime.planned_executor import DeviceStepRunner
 from hydra_tune.fusion.runtime.step_planner import PlannedStep
 from hydra_tune.planner.search.autotune import TOLERANCE
 from hydra_tune.planner.search.tournament import SpeedTournament
@@ -23,18 +24,7 @@ _WARM_UPS, _TURNS = 2, 5
 """Untimed and timed units of each way."""
 
 
-class PlannedStepRunner(Protocol):
-    """Runs the steps of a way."""
-
-    @property
-    def planned(self) -> PlannedStep:
-        """The planned step."""
-
-    def close(self) -> None:
-        """Release the steps' resources; no further step runs."""
-
-
-S = TypeVar("S", bound=PlannedStepRunner)
+S = TypeVar("S", bound=DeviceStepRunner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """`DeviceStepRunner`: run a planned step on the device of the current unit, which may change from unit to unit.
 
-`GroupStepRunner` (`planned_unit.py`) and `PairStepRunner` (`paired_unit.py`) run each planned step of a group or a pair
-through `DeviceStepRunner`.
+`GroupStepRunner` (`planned_unit.py`) and `PairStepRunner` (`paired_unit.py`) are the runners for the planned steps of a
+group and of a pair.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from hydra_tune.devices.cpu import CpuDevice
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import OutOfMemoryError
 from hydra_tune.fusion.runtime.step_planner import PlannedStep
+from hydra_tune.planner.ir.plan_state import ScheduleSegment
 from hydra_tune.planner.passes.graph_rewrite import rewritten
 from hydra_tune.planner.run.runner import MergedGraphRunner
 
@@ -75,15 +76,17 @@ class DeviceStepRunner:
         assert self._place is not None, "a unit runs on a device"
         return self._place
 
-    @property
-    def run(self) -> MergedGraphRunner:
-        """The runner of the steps on the present device."""
+    def segment(self, segment: ScheduleSegment) -> list[float]:
+        """Run a merged graph; return the losses of the forward's members, for which the call waits on a GPU."""
         if self._run is None:
             graphs, schedule = self.planned.graphs, self.planned.part.schedule
             self._run = MergedGraphRunner(
                 schedule, graphs, self.place, self._arguments, self._draw, self._merged, self._link
             )
-        return self._run
+        loss_tensors: list[Tensor] = []
+        self._run.segment(segment, lambda _side, _number, losses: loss_tensors.append(losses))
+        losses: list[float] = loss_tensors[0].tolist() if loss_tensors else []
+        return losses
 
     def close(self) -> None:
         """Stop copying, and release host memory."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from hydra_tune.batched.batched_optimizer import BatchedOptimizer
 from hydra_tune.devices.device import Device
 from hydra_tune.errors import BudgetError, OutOfMemoryError, UnfusableError
 from hydra_tune.fusion.group.batched_inputs import StackedBatches
@@ -31,7 +30,7 @@ from hydra_tune.shard.partition.plan_cache import PreparedPlan
 from hydra_tune.train.state.model_state import STEP_BEGUN, ModelState
 
 
-class GroupStepRunner:
+class GroupStepRunner(DeviceStepRunner):
     """Runs a planned step repeatedly on the state of a group.
 
     Args:
@@ -40,49 +39,25 @@ class GroupStepRunner:
     """
 
     def __init__(self, planned: PlannedStep, state: StepStateBinding) -> None:
-        self.planned = planned
         self._state = state
         # Lambdas, because every step replaces the dictionary of arguments.
-        self._steps = DeviceStepRunner(planned, [lambda: state.given], lambda _side, number: state.draw(number))
-
-    def close(self) -> None:
-        """Stop the copy streams."""
-        self._steps.close()
-
-    @property
-    def seconds(self) -> float:
-        """Total seconds that the steps have taken."""
-        return self._steps.seconds
-
-    @property
-    def optimizer(self) -> BatchedOptimizer:
-        """The group's optimizer."""
-        return self._state.optimizer
-
-    def on(self, device: Device) -> None:
-        """As of `DeviceStepRunner`."""
-        self._steps.on(device)
+        super().__init__(planned, [lambda: state.given], lambda _side, number: state.draw(number))
 
     def forward(self, operands: ShardOperands) -> list[float]:
         """Return the losses of all members; a failed forward leaves nothing on the device."""
-        loss_tensors: list[Tensor] = []
         forward, _ = self.planned.part.schedule.segments
         try:
-            self._state.begin(operands, self._steps.place)
-            self._steps.run.segment(forward, lambda _side, _number, losses: loss_tensors.append(losses))
-            losses: list[float] = loss_tensors[
-                0
-            ].tolist()  # waits for a GPU: the losses decide which members take the step
+            self._state.begin(operands, self.place)
+            return self.segment(forward)  # the losses decide which members take the step
         except BaseException:
             self._state.forget()
             raise
-        return losses
 
     def backward(self) -> None:
         """Run backward and update, for the active members of the optimizer."""
         _, backward = self.planned.part.schedule.segments
         with self._state.updating():
-            self._steps.run.segment(backward)
+            self.segment(backward)
 
 
 class PlannedRound(GroupRound):
