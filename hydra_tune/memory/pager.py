@@ -204,8 +204,7 @@ class Pager:
         flat = whole_storage(tensor)
         block = Block(kind, flat.numel(), self.device.alignment, BlockState.RESIDENT)
         block.data, block.home, block.dirty = flat, self, True
-        with self._lock:
-            self._resident[id(block)] = block
+        self._list(block)
         return block
 
     def take_new(self, block: Block) -> None:
@@ -325,24 +324,20 @@ class Pager:
             self._take_in_place(block)
             other.part_with(block)
             return
-        # This device needs a flat buffer: the write-back gathers the tensors on the host first.
-        if block.is_loose:
-            other.write_back(block)
-            other.release(block)
-            self._load(block)
-            return
-        self._fetched()
-        # `keep`: a write-back still in the queue is cancelled, because a direct copy does not need the host copy.
-        if block.leaving is not None and self.way_from(other, block) is not DeviceCopyRoute.NONE:
-            other.finish_leaving(block, keep=True)
-        # Asked again: a write-back just finished leaves the block clean, and then the host may be the better source.
-        way = self.way_from(other, block)
-        if way is not DeviceCopyRoute.NONE:
-            self._take_over(other, block, way)
-        else:
-            other.write_back(block)
-            other.release(block)
-            self._load(block)
+        if not block.is_loose:
+            self._fetched()
+            # `keep`: a write-back still in the queue is cancelled, because a direct copy does not need the host copy.
+            if block.leaving is not None and self.way_from(other, block) is not DeviceCopyRoute.NONE:
+                other.finish_leaving(block, keep=True)
+            # Asked again: a write-back just finished leaves the block clean, and then the host may be the better source.
+            way = self.way_from(other, block)
+            if way is not DeviceCopyRoute.NONE:
+                self._take_over(other, block, way)
+                return
+        # Of a loose block the write-back gathers the tensors on the host, as this device needs a flat buffer.
+        other.write_back(block)
+        other.release(block)
+        self._load(block)
 
     def _fetched(self) -> None:
         """Note that a block came from another device, unless the device computes on host tensors and so has no link."""
@@ -379,7 +374,7 @@ class Pager:
         self._waited("across", block, start)
 
     def _list(self, block: Block) -> None:
-        """List a block as resident here."""
+        """List a block as resident here, or as on the way here."""
         with self._lock:
             self._resident[id(block)] = block
 
@@ -402,8 +397,7 @@ class Pager:
             block.enter(BlockState.LOADING)
         block.coming = coming
         self._count(block, block.size)
-        with self._lock:
-            self._resident[id(block)] = block
+        self._list(block)
         block.announce(self.device.name)
 
     def discard(self, block: Block) -> None:
@@ -509,19 +503,18 @@ class Pager:
         start, coming = time.perf_counter_ns(), block.coming
         assert coming is not None
         # The copy is still queued behind copies without a waiting unit, so this thread copies at once instead.
-        if coming.copy.cancel():
-            try:
+        is_late = coming.copy.cancel()
+        try:
+            if is_late:
                 self._copy_at_once(block, coming)
-            except BaseException:
-                self.discard(block)
-                raise
+            else:
+                coming.copy.wait()
+        except BaseException:
+            self.discard(block)
+            raise
+        if is_late:
             self._made(_way_of(coming), block, "late", start, time.perf_counter_ns())
         else:
-            try:
-                coming.copy.wait()
-            except BaseException:
-                self.discard(block)
-                raise
             self._made(_way_of(coming), block, "background", coming.copy.began_ns, coming.copy.ended_ns)
         self._take_in(block, coming)
         self._awaited(block, start)  # last, so that the record shows the block in its new place
