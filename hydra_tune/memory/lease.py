@@ -19,10 +19,11 @@ from hydra_tune.memory.activation_offload import SavedTensorSpiller
 from hydra_tune.memory.block import Block, BlockKind, storage_identity
 from hydra_tune.memory.block_release import drop, pin
 from hydra_tune.memory.block_states import BlockState
+from hydra_tune.memory.device_caches import DeviceCacheReservation
 from hydra_tune.observe.trace.turns import WorkerTurn, current_turn, in_turn, note
 
 if TYPE_CHECKING:
-    from hydra_tune.memory.pager import DeviceCacheReservation, Pager
+    from hydra_tune.memory.pager import Pager
 
 
 class Lease:
@@ -207,9 +208,9 @@ class Lease:
         """Name of the device."""
         return self._pager.device.name
 
-    def hold(self, nbytes: int, let_go: Callable[[], None]) -> "DeviceCacheReservation | None":
+    def hold(self, nbytes: int, let_go: Callable[[], None]) -> DeviceCacheReservation | None:
         """Take room beyond the unit, as of `Pager.hold`."""
-        return self._pager.hold(nbytes, let_go)
+        return self._pager.caches.hold(nbytes, let_go)
 
     @contextmanager
     def spilling_activations(self) -> Iterator[None]:

@@ -60,6 +60,7 @@ from hydra_tune.devices.hardware.libraries import LedgerAllowance
 from hydra_tune.errors import BlockStateError, BudgetError, HydraTuneError
 from hydra_tune.memory.block import Block, BlockKind, IncomingTransfer, whole_storage
 from hydra_tune.memory.block_states import BlockState
+from hydra_tune.memory.device_caches import DeviceCaches
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.lease import Lease
 from hydra_tune.memory.ledger import MemoryLedger
@@ -74,25 +75,6 @@ _DEPARTURE_LOOKS = 100
 _SENT_LEASES = 2  # units for which a block sent ahead counts as wanted: an update, and the next
 _SHORT_LEASES = 64  # units for which a device counts as short of room after making room once
 _LEFT_OF, _LEFT_IN = 7, 8  # fraction of the bytes in use at an out-of-memory error that becomes the new limit
-
-
-class DeviceCacheReservation:
-    """Room on a device for reproducible data kept for speed; released before the pager spills any block.
-
-    Args:
-        pager: pager of the device.
-        nbytes: bytes taken on the ledger of the device.
-        let_go: frees the kept data; called on the device's worker thread, between units or before a unit computes.
-    """
-
-    def __init__(self, pager: "Pager", nbytes: int, let_go: Callable[[], None]) -> None:
-        self.nbytes = nbytes
-        self.let_go = let_go
-        self._pager = pager
-
-    def release(self) -> None:
-        """Give the room back after the data is gone; further calls do nothing."""
-        self._pager.part_with_held(self)
 
 
 class Pager:
@@ -114,6 +96,7 @@ class Pager:
         last_short: value of `num_leases` when room was last made.
         last_fetched: value of `num_leases` when a block last came over a link from another device.
         owner: trial of the running unit, or of the last unit.
+        caches: data kept on the device for speed, which make room before any block is spilled.
         log: receives every copy; None: copies are not logged.
         ready_ns: time at which all needs of a unit were first met since a caller set the value to 0.
     """
@@ -124,6 +107,7 @@ class Pager:
         self.log: CopyLog | None = None
         self.ready_ns = 0
         self.ledger = MemoryLedger(device.name, device.budget_bytes)
+        self.caches = DeviceCaches(self.ledger)
         self.bytes_in: Counter[BlockKind] = Counter()
         self.bytes_out: Counter[BlockKind] = Counter()
         self.bytes_across: Counter[BlockKind] = Counter()
@@ -141,7 +125,6 @@ class Pager:
         self.owner: int | None = None
         self._reaches: dict[str, DeviceCopyRoute] = {}  # by name of the other device
         self._resident: OrderedDict[int, Block] = OrderedDict()  # least recently used first
-        self._held: list[DeviceCacheReservation] = []
         self._lock = threading.Lock()
 
     @property
@@ -641,7 +624,7 @@ class Pager:
             )
         victims: Iterator[Block] = iter(())
         while not self.ledger.try_take(nbytes):
-            if self._let_go():
+            if self.caches.let_go():
                 continue
             self.last_short = self.num_leases
             if self._spill_one(victims):
@@ -658,42 +641,9 @@ class Pager:
                 # a timeout, because a victim does not notify the ledger when its lock becomes free.
                 self.ledger.wait_for_room(_PATIENCE_SECONDS)
 
-    def hold(self, nbytes: int, let_go: Callable[[], None]) -> DeviceCacheReservation | None:
-        """Take room for reproducible data if nothing has to be spilled for the room; return None if there is no room.
-
-        Args:
-            nbytes: bytes to take.
-            let_go: frees the data, as of `DeviceCacheReservation`.
-        """
-        if not self.ledger.try_take(nbytes):
-            return None
-        reservation = DeviceCacheReservation(self, nbytes, let_go)
-        with self._lock:
-            self._held.append(reservation)
-        return reservation
-
-    def part_with_held(self, held: DeviceCacheReservation) -> None:
-        """Give the room of `held` back, unless the room was given back before."""
-        with self._lock:
-            if held not in self._held:
-                return
-            self._held.remove(held)
-        self.ledger.give_back(held.nbytes)
-
-    def _let_go(self) -> bool:
-        """Free the oldest of the held data; return False if there is none."""
-        with self._lock:
-            reservation = next(iter(self._held), None)
-        if reservation is None:
-            return False
-        # Outside the lock: `let_go` may free device memory and call back into the pager.
-        reservation.let_go()
-        reservation.release()
-        return True
-
     def relieve(self) -> None:
         """Make every unpinned block leave, incoming blocks included. Call on the worker's thread, between units."""
-        while self._let_go():
+        while self.caches.let_go():
             pass
         residents = self.victims()
         clean = [block for block in residents if not block.dirty]

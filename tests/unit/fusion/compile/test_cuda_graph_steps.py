@@ -211,8 +211,8 @@ def test_a_course_records_what_has_stayed_and_gives_up_what_does_not():
 
 def test_room_that_is_held_goes_before_any_block_and_never_keeps_a_unit_from_its_own():
     pager, gone = Pager(CpuDevice(0, 1000)), []
-    held = pager.hold(600, lambda: gone.append(1))
-    assert pager.hold(600, lambda: gone.append(2)) is None
+    held = pager.caches.hold(600, lambda: gone.append(1))
+    assert pager.caches.hold(600, lambda: gone.append(2)) is None
     with pager.lease([], 400):
         assert not gone
     with pager.lease([], 900):
