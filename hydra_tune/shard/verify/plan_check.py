@@ -71,21 +71,14 @@ def verify(
     state = PythonStateGuard(task, twin, plan.mode, keeps_tensors=True)
     running: _Running = nullcontext if numbering is None else partial(numbering.run, twin)
     is_same = batches.same_bits if numbering is None else numbering.is_same
+    guards = [] if guards is None else guards
 
     def rewind() -> None:
         _restore(twin, buffers)
         torch.set_rng_state(random_state)
 
     try:
-        eager_batch = batches.copied(batch)
-        structure = batches.structure(eager_batch)
-        with running():
-            eager = _watched(
-                state, lambda: run_eager(task, twin, plan.mode, eager_batch, [] if guards is None else guards)
-            )
-        if effects is not None:
-            effects.kept_names |= state.kept()
-            effects.changes_batch |= _differ(structure, batches.structure(eager_batch))
+        eager = _watched(task, twin, plan.mode, batch, state, guards, effects, running)
         rewind()
         # A step with hidden state may agree with the graph once by luck; the second run shows the state, and whether the
         # step has left modules in a mode that changes the numbers of the next step.
@@ -118,14 +111,14 @@ def _check(
     eager: StepOutcome,
     again: StepOutcome,
     ours: StepOutcome,
-    guards: list[BatchValueGuard] | None,
+    guards: list[BatchValueGuard],
     is_same: _Comparison,
 ) -> None:
     # First the eager step against itself: hidden state would show as a difference to the graph as well, and be
     # misnamed.
     _same_outcome("the eager step gives other {what} when it is run again from the same state", eager, again, is_same)
     _same_outcome("the captured graph gives other {what} than the eager step", eager, ours, is_same)
-    if guards is not None and eager.reads == ours.reads:
+    if eager.reads == ours.reads:
         guards.clear()  # the graph's operators read the same values as the step's (`one_hot`): Python asked nothing
     traced = sorted(function.__name__ for function in eager.functions - ours.functions)
     if traced:
@@ -205,19 +198,36 @@ def _same_outcome(message: str, expected: StepOutcome, found: StepOutcome, is_sa
         raise CaptureError(message.format(what="random numbers"))
 
 
-def _watched(state: PythonStateGuard, run: Callable[[], StepOutcome]) -> StepOutcome:
-    """Run the eager step and refuse a step that changes state outside the reach of a graph."""
-    python_state, numpy_state = random.getstate(), _numpy_state()
-    outcome = run()
-    if random.getstate() != python_state:
-        random.setstate(python_state)
-        raise CaptureError(
-            "the model draws from Python's `random` in its forward; a graph would repeat one draw for ever"
-        )
-    if numpy_state is not None and _numpy_state() != numpy_state:
-        raise CaptureError("the model draws from numpy.random in its forward; a graph would repeat one draw for ever")
-    if (changed := state.change(by_step=True)) is not None:
-        raise changed_state(changed)
+def _watched(
+    task: TrainTask,
+    twin: nn.Module,
+    mode: str,
+    batch: Any,
+    state: PythonStateGuard,
+    guards: list[BatchValueGuard],
+    effects: StepEffects | None,
+    running: _Running,
+) -> StepOutcome:
+    """Run the eager step, note its effects, and refuse a step that changes state outside the reach of a graph."""
+    batch = batches.copied(batch)
+    structure = batches.structure(batch)
+    with running():
+        python_state, numpy_state = random.getstate(), _numpy_state()
+        outcome = run_eager(task, twin, mode, batch, guards)
+        if random.getstate() != python_state:
+            random.setstate(python_state)
+            raise CaptureError(
+                "the model draws from Python's `random` in its forward; a graph would repeat one draw for ever"
+            )
+        if numpy_state is not None and _numpy_state() != numpy_state:
+            raise CaptureError(
+                "the model draws from numpy.random in its forward; a graph would repeat one draw for ever"
+            )
+        if (changed := state.change(by_step=True)) is not None:
+            raise changed_state(changed)
+    if effects is not None:
+        effects.kept_names |= state.kept()
+        effects.changes_batch |= _differ(structure, batches.structure(batch))
     return outcome
 
 
