@@ -49,7 +49,7 @@ _FAILED: list[torch.cuda.CUDAGraph] = []  # kept alive: allocator and generator 
 
 
 class CudaRecording:
-    """A graph, as of `DeviceGraphRecording` in `fusion/compile/cuda_graph_steps.py`.
+    """A recorded step of a group, which `fusion/compile/cuda_graph_steps.py` replays.
 
     Args:
         graph: the recorded graph.

@@ -22,14 +22,14 @@ that fails or computes something else is dropped, and the log gives the reason.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hydra_tune.batched.joint_graph import JointTrace
+from hydra_tune.devices.cuda_graphs import CudaRecorder, CudaRecording
 from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor, scales_of
 from hydra_tune.fusion.compile.torch_compile import difference
 from hydra_tune.memory.device_caches import DeviceCacheReservation
@@ -45,31 +45,6 @@ _STEADY_STEPS = 2  # steps at the same addresses before a step is recorded
 _MOST_RECORDINGS = 8  # recordings of a kind of step before giving up
 _NO_ROOM = "its device has no room for what a graph keeps for itself"
 _MOST_KINDS = 4  # kinds of steps kept recorded; each holds separate memory
-
-
-class DeviceGraphRecording(Protocol):
-    """A step that can be replayed.
-
-    Attributes:
-        outputs: tensors that a replay writes.
-        nbytes: memory that the recording holds exclusively, in bytes.
-    """
-
-    outputs: Sequence[Tensor]
-    nbytes: int
-
-    def replay(self) -> None:
-        """Run the step again, on the present contents of its operands."""
-
-    def drop(self) -> None:
-        """Release the memory."""
-
-
-class DeviceGraphRecorder(Protocol):
-    """Makes recordings."""
-
-    def record(self, run: Callable[[], Sequence[Tensor]]) -> DeviceGraphRecording:
-        """Record the device work of a function; the function may run several times, and its results are not used."""
 
 
 class GraphReplayPolicy:
@@ -126,7 +101,7 @@ class _StepCaptureState:
 
     trace: JointTrace
     course: GraphReplayPolicy = field(default_factory=GraphReplayPolicy)
-    recording: DeviceGraphRecording | None = None
+    recording: CudaRecording | None = None
     given: Sequence[Tensor] = ()
     held: DeviceCacheReservation | None = None
 
@@ -145,7 +120,7 @@ class GroupCaptureCache:
         recorder: records on the group's devices.
     """
 
-    def __init__(self, recorder: DeviceGraphRecorder) -> None:
+    def __init__(self, recorder: CudaRecorder) -> None:
         self._recorder = recorder
         self._kept: OrderedDict[tuple[int, str], _StepCaptureState] = OrderedDict()
         self._plans: dict[int, tuple[ShardPlan, ShardPlan]] = {}
@@ -348,7 +323,7 @@ def _outputs(trace: JointTrace, made: ShardGradients) -> list[Tensor]:
 
 def _replayed(
     kept: _StepCaptureState,
-    recording: DeviceGraphRecording,
+    recording: CudaRecording,
     given: Sequence[Tensor],
     operands: ShardOperands,
     *,

@@ -1,39 +1,17 @@
 """Time of a planned step's graphs where they run: the computing thread's time on a CPU, events on a GPU.
 
-`MergedGraphRunner` (`runner.py`) times each graph with a `GraphStopwatch`; after each unit `StepPlanAutotuner`
+`MergedGraphRunner` (`runner.py`) times each graph with the stopwatch of its device; after each unit `StepPlanAutotuner`
 (`fusion/runtime/plan_autotuner.py`) takes the seconds, to compare plans.
 """
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 
 from hydra_tune.devices.stopwatch import CudaStopwatch
 from hydra_tune.planner.run.copy_engine import CopyEngine
-
-
-class GraphStopwatch(Protocol):
-    """Adds up the time of graphs."""
-
-    def running(self) -> AbstractContextManager[None]:
-        """Return a context around a graph; a graph that fails does not count."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in all."""
-
-
-def stopwatch_for(device: torch.device, copies: CopyEngine) -> GraphStopwatch:
-    """Return the stopwatch of a device.
-
-    Args:
-        device: of the computation.
-        copies: of the device, for which the host may wait.
-    """
-    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(copies)
 
 
 class HostStopwatch:
@@ -49,7 +27,7 @@ class HostStopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """As of `GraphStopwatch`."""
+        """Return a context around a graph; a graph that fails does not count."""
         # CPU time leaves out other work on the machine. A wait for a copy takes no CPU time, and delays the step all
         # the same.
         began = time.thread_time() + self._copies.waited_seconds
@@ -59,5 +37,15 @@ class HostStopwatch:
 
     @property
     def seconds(self) -> float:
-        """As of `GraphStopwatch`."""
+        """Seconds in all."""
         return self._seconds
+
+
+def stopwatch_for(device: torch.device, copies: CopyEngine) -> HostStopwatch | CudaStopwatch:
+    """Return the stopwatch of a device.
+
+    Args:
+        device: of the computation.
+        copies: of the device, for which the host may wait.
+    """
+    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch(copies)
