@@ -489,6 +489,12 @@ class ShardPilot:
         """Make the gradients that later shards would hand in, and list the gradients."""
         values = self._analysis.values
         nodes = {node.name: node for node in self._captured.nodes}
+        later = set(self._captured.nodes[shard.last :])
+        state_used_later = {
+            self._captured.state[node.name]
+            for node in self._captured.module.graph.nodes
+            if node.name in self._captured.state and not later.isdisjoint(node.users)
+        }
         results = set(self._captured.outputs)
         outputs: dict[str, Tensor | None] = {}
         live_in: dict[str, Tensor] = {}
@@ -501,10 +507,10 @@ class ShardPilot:
                 elif values[name].requires_grad:
                     outputs[name] = _gradient_of(nodes[name].meta["val"])
             for name in shard.live_in:
-                if values[name].requires_grad and _used_after(nodes[name], shard.last, self._captured):
+                if values[name].requires_grad and not later.isdisjoint(nodes[name].users):
                     live_in[name] = _gradient_of(nodes[name].meta["val"])
             for name in shard.state:
-                if self._specs[name].requires_grad and _state_used_after(name, shard.last, self._captured):
+                if self._specs[name].requires_grad and name in state_used_later:
                     parameters[name] = torch.empty_like(self._state[name])
         handed = [g for g in (*outputs.values(), *live_in.values(), *parameters.values()) if g is not None]
         return compute.IncomingGradients(outputs=outputs, live_in=live_in, parameters=parameters), handed
@@ -576,18 +582,3 @@ def _uses_of_state(captured: CapturedStepGraph) -> dict[str, int]:
             if user in index:
                 first[name] = min(first.get(name, len(index)), index[user])
     return first
-
-
-def _used_after(node: Any, position: int, captured: CapturedStepGraph) -> bool:
-    later = set(captured.nodes[position:])
-    return any(user in later for user in node.users)
-
-
-def _state_used_after(name: str, position: int, captured: CapturedStepGraph) -> bool:
-    later = set(captured.nodes[position:])
-    return any(
-        user in later
-        for node in captured.module.graph.nodes
-        if captured.state.get(node.name) == name
-        for user in node.users
-    )
