@@ -7,7 +7,7 @@ behind the back of another value (see `_overwrite_hazards`). `PlanLibrary` (`sha
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,41 +64,32 @@ class GraphAnalysis:
     classes: list[str]
 
 
-@dataclass(slots=True)
-class _NodeTensorRecorder:
+class _AnalysisInterpreter(CountedRandomOpFinder):
     """Collects facts while the graph runs on fake tensors."""
 
-    values: dict[str, NodeTensorSpec] = field(default_factory=dict)
-    # Storages are identified by address, so no storage may be freed.
-    keep: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, module: fx.GraphModule, draws: CountedRandomOps) -> None:
+        super().__init__(module, draws)
+        self.values: dict[str, NodeTensorSpec] = {}
+        # Storages are identified by address, so no storage may be freed.
+        self._kept: dict[str, Tensor] = {}
 
-    def settle(self) -> None:
-        """Update `requires_grad`: writing values with gradients into a tensor, or a view, gives the tensor gradients."""
-        for name, tensor in self.keep.items():
-            self.values[name] = replace(self.values[name], requires_grad=tensor.requires_grad)
-
-    def note(self, name: str, result: Any) -> None:
-        """Record a node's result, and keep the result alive; a result that is no tensor is left out."""
-        if isinstance(result, Tensor):
-            self.keep[name] = result
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and record the node's tensor; a result that is no tensor is left out."""
+        result = super().run_node(n)
+        if n.op != "output" and isinstance(result, Tensor):
+            self._kept[n.name] = result
             storage = result.untyped_storage()
-            self.values[name] = NodeTensorSpec(
+            self.values[n.name] = NodeTensorSpec(
                 storage=storage._cdata,  # noqa: SLF001 - the storage's identity
                 storage_bytes=storage.nbytes(),
                 requires_grad=result.requires_grad,
             )
-
-
-class _AnalysisInterpreter(CountedRandomOpFinder):
-    def __init__(self, module: fx.GraphModule, recorder: _NodeTensorRecorder, draws: CountedRandomOps) -> None:
-        super().__init__(module, draws)
-        self._recorder = recorder
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op != "output":
-            self._recorder.note(n.name, result)
         return result
+
+    def settle(self) -> None:
+        """Update `requires_grad`: writing values with gradients into a tensor, or a view, gives the tensor gradients."""
+        for name, tensor in self._kept.items():
+            self.values[name] = replace(self.values[name], requires_grad=tensor.requires_grad)
 
 
 def fake_like(mode: FakeTensorMode, spec: StateSpec) -> Tensor:
@@ -132,11 +123,12 @@ def analyse(captured: CapturedStepGraph, specs: dict[str, StateSpec], batch: tup
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs = placeholders(captured, specs, batch, mode)
-    recorder, draws = _NodeTensorRecorder(), CountedRandomOps()
+    draws = CountedRandomOps()
+    recorder = _AnalysisInterpreter(captured.module, draws)
     arguments = [inputs.get(n.name) for n in captured.module.graph.nodes if n.op == "placeholder"]
     # In the modes of a real run, so that gradients and dtypes of the values are right.
     with mode, torch.set_grad_enabled(captured.mode == "train"), autocast(captured.precision):
-        _AnalysisInterpreter(captured.module, recorder, draws).run(*arguments)
+        recorder.run(*arguments)
     recorder.settle()
     nodes = captured.nodes
     writes = [(position, name) for position, node in enumerate(nodes) for name in _written_arguments(node)]
