@@ -35,7 +35,7 @@ def placed(
         home: the device named by the graph.
     """
     here = make(module)
-    if not any(_names_a_device(body) for body in _bodies(module)):
+    if not any(_names_a_device(body) for body in bodies(module)):
         return here
     runs_by_device: dict[torch.device, Callable[..., Any]] = {}
     lock = threading.Lock()
@@ -58,7 +58,7 @@ def on(module: fx.GraphModule, place: torch.device) -> fx.GraphModule:
     """Copy a graph, and replace every device in the copy by `place`."""
     # A copy, because workers of other devices may be running the original.
     copied_graph = copy.deepcopy(module)
-    for body in _bodies(copied_graph):
+    for body in bodies(copied_graph):
         for node in body.graph.nodes:
             node.args, node.kwargs = moved(node.args, place), moved(node.kwargs, place)
             if _is_region_of_host(node):
@@ -88,6 +88,6 @@ def _is_region_of_host(node: fx.Node) -> bool:
     return node.target is _AUTOCAST_REGION and node.args[0] == "cpu"
 
 
-def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:
+def bodies(module: fx.GraphModule) -> list[fx.GraphModule]:
     """The graph, and the graphs of its regions."""
     return [submodule for submodule in module.modules() if isinstance(submodule, fx.GraphModule)]

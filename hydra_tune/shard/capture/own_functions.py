@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from hydra_tune.errors import CaptureError
+from hydra_tune.shard.capture.graph_device import bodies
 from hydra_tune.shard.capture.opaque_call import NotOpaqueError, OpaqueCall, opaque_call
 from hydra_tune.shard.python_state.reachable_values import walked
 from hydra_tune.shard.python_state.value_holder import MISSING, ValueHolder
@@ -208,7 +209,7 @@ def own_functions() -> Iterator[OwnFunctions]:
 
 def put_calls(module: fx.GraphModule) -> None:
     """Make each node of a Function in a captured graph call its `OpaqueCall`."""
-    for body in _bodies(module):
+    for body in bodies(module):
         for node in body.graph.nodes:
             if node.target is torch.ops.hydra_tune.opaque_call.default:
                 tensors, number = node.args
@@ -218,9 +219,4 @@ def put_calls(module: fx.GraphModule) -> None:
 
 def opaque_calls(module: fx.GraphModule) -> list[OpaqueCall]:
     """Return the calls of the user's own Functions in a graph."""
-    return [node.target for body in _bodies(module) for node in body.graph.nodes if isinstance(node.target, OpaqueCall)]
-
-
-def _bodies(module: fx.GraphModule) -> list[fx.GraphModule]:
-    """Return a graph, and the graphs of its regions."""
-    return [part for part in module.modules() if isinstance(part, fx.GraphModule)]
+    return [node.target for body in bodies(module) for node in body.graph.nodes if isinstance(node.target, OpaqueCall)]
