@@ -23,7 +23,7 @@ from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition
 from hydra_tune.train.data.handles import no_batch, num_samples, on_host, refuse_empty
 from hydra_tune.train.hooks import refuse_gradient_hooks
 from hydra_tune.train.loop.batch_units import PendingUnit
-from hydra_tune.train.loop.burst import BurstMark, BurstRunner
+from hydra_tune.train.loop.burst import BurstMark, BurstRunner, BurstSteps
 from hydra_tune.train.loop.direct import WholeModelRunner
 from hydra_tune.train.loop.microbatches import check_pieces, pieces, refuse_batch_norm
 from hydra_tune.train.mean import EvaluationResults, WeightedMean
@@ -32,12 +32,16 @@ from hydra_tune.train.timing.unit_times import UnitTimes, step_guess
 from hydra_tune.train.trial import PendingReport, Said, Trial
 
 END = object()
-# Key for steps of the user's own code among the times of units.
-_STEP = "step"
+STEP = "step"
+"""Key for steps of the user's own code among the times of units."""
 
 
 class OwnCodeTrial(Trial):
     """A trial that runs the user's own step and evaluation; `SingleTrial` has the training loop around both."""
+
+    def leave_devices(self) -> bool:
+        """Bring home the state that `close` will hand over, and return whether the state is home."""
+        return self.state is not None and self.state.leave_devices()
 
     def _hand_over_state(self) -> None:
         """Bring the state home, for a state of another layout."""
@@ -62,13 +66,19 @@ class OwnCodeTrial(Trial):
     def _make_own_state(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardPlan, *, always_sheds: bool = False
     ) -> None:
-        state = self._lay_out(module, optimizer, plan, runs_own_code=True)
-        times = UnitTimes({_STEP: step_guess(plan.shards[0].cost.state_bytes)}), UnitTimes({_STEP: 0.0})
-        self._train_times, self._evaluation_times = times
         self._direct = WholeModelRunner(
             self.task, module, optimizer, self._gradients, self._streams, always_sheds=always_sheds
         )
-        self._bursts = BurstRunner(self._program, self._direct, state, self._streams)
+        self._make_bursts(module, optimizer, plan, self._direct)
+
+    def _make_bursts(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, plan: ShardPlan, runner: BurstSteps
+    ) -> None:
+        """Make the trial's state, and run the program in bursts from here on."""
+        state = self._lay_out(module, optimizer, plan, runs_own_code=True)
+        times = UnitTimes({STEP: step_guess(plan.shards[0].cost.state_bytes)}), UnitTimes({STEP: 0.0})
+        self._train_times, self._evaluation_times = times
+        self._bursts = BurstRunner(self._program, runner, state, self._streams)
         self._bursts.is_asked_to_end = self._is_asked_to_end
         self._bursts.passes_report = self._passes_report
 
@@ -184,7 +194,7 @@ class OwnCodeTrial(Trial):
 
     def _took(self, times: UnitTimes, begun: float) -> None:
         """Record that a step of the user's own code, or a batch evaluated by the code, is over."""
-        times.measured(_STEP, time.perf_counter() - begun)
+        times.measured(STEP, time.perf_counter() - begun)
         self.units_run += 1
 
     def _evaluate_directly(self, direct: WholeModelRunner) -> Generator[Said, None, EvaluationResults]:

@@ -79,10 +79,6 @@ class SingleTrial(OwnCodeTrial):
             return self._first_plan(module, optimizer, batch)
         raise no_batch("train", self.task.train, 0)
 
-    def leave_devices(self) -> bool:
-        """Bring home the state that `close` will hand over, and return whether the state is home."""
-        return self.state is not None and self.state.leave_devices()
-
     def _first_plan(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any
     ) -> tuple[CachedPlan, batches.BatchLeaves]:

@@ -172,8 +172,7 @@ def uncaptured(
     capture_reason = _asked_for_capture(task, budget)
     if capture_reason is not None:
         return capture_reason
-    specs = state_specs(model)
-    plan = uncaptured_plan(specs, _update_of(optimizer, model, specs, budget), task, alignment=budget.alignment)
+    plan = state_plan(task, model, optimizer, budget)
     cost, room = plan.shards[0].cost, format_bytes(budget.budget_bytes)
     # Two limits: an update has all of the state on the device and no activations, a backward has activations beside
     # parameters and gradients.
@@ -186,6 +185,21 @@ def uncaptured(
             f"{room}"
         )
     return plan
+
+
+def state_plan(
+    task: TrainTask, model: nn.Module, optimizer: torch.optim.Optimizer, budget: ShardPlanConstraints
+) -> ShardPlan:
+    """Make the plan of a trial that runs the user's own code, as of `uncaptured_plan`; runs none of the code.
+
+    Args:
+        task: describes the step.
+        model: the trial's module, as built.
+        optimizer: the module's optimizer.
+        budget: budget of the smallest device.
+    """
+    specs = state_specs(model)
+    return uncaptured_plan(specs, _update_of(optimizer, model, specs, budget), task, alignment=budget.alignment)
 
 
 def _asked_for_capture(task: TrainTask, budget: ShardPlanConstraints) -> str | None:

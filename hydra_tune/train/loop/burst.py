@@ -15,7 +15,7 @@ import enum
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from hydra_tune.devices.device import Device
 from hydra_tune.memory.block import Block
@@ -25,7 +25,6 @@ from hydra_tune.memory.pager import Pager
 from hydra_tune.memory.pressure import not_repeatable
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.train.loop.batch_units import PendingUnit, UpcomingUnit
-from hydra_tune.train.loop.direct import WholeModelRunner
 from hydra_tune.train.rng.rng_streams import RandomStreams
 from hydra_tune.train.state.model_state import ModelState
 from hydra_tune.train.timing.unit_times import UnitTimes
@@ -63,6 +62,21 @@ def no_report_passes(item: object) -> bool:
     return False
 
 
+class BurstSteps(Protocol):
+    """What runs the steps of a burst.
+
+    Attributes:
+        workspace_bytes: largest room beside the state needed by the steps so far.
+        passes_gate: whether the burst passes the gate of captures for the steps; else the steps do so themselves.
+    """
+
+    workspace_bytes: int
+    passes_gate: bool
+
+    def held(self, lease: Lease, device: Device) -> AbstractContextManager[None]:
+        """Set the lease and the device under which the steps inside the context run."""
+
+
 class BurstRunner:
     """The bursts of a trial.
 
@@ -82,9 +96,7 @@ class BurstRunner:
         turn_seconds: recommended seconds of a turn with a device.
     """
 
-    def __init__(
-        self, program: Iterator[Any], direct: WholeModelRunner, state: ModelState, streams: RandomStreams
-    ) -> None:
+    def __init__(self, program: Iterator[Any], direct: BurstSteps, state: ModelState, streams: RandomStreams) -> None:
         self.is_asked_to_end: Callable[[], bool] = nobody_asks
         self.passes_report: Callable[[object], bool] = no_report_passes
         self.due: Any = None
@@ -202,7 +214,8 @@ class BurstRunner:
             stack.enter_context(self._streams.drawing(device, keep=True))
         # Registered before the gate is passed; `_leave_gate` does nothing if the burst has left the gate in between.
         stack.callback(self._leave_gate)
-        self._pass_gate()
+        if self._direct.passes_gate:
+            self._pass_gate()
         return stack
 
     def _pass_gate(self) -> None:

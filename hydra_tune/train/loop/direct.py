@@ -74,10 +74,13 @@ class WholeModelRunner:
 
     Attributes:
         workspace_bytes: largest room beside the state needed by the steps so far.
+        passes_gate: as of `BurstSteps`.
         has_followed: whether a step was followed; reset by whoever has taken note.
         has_shed: whether a step fit only because its activations went to the host, or the next step will not fit.
         always_sheds: whether activations go to the host in every step, because the model can be cut no finer.
     """
+
+    passes_gate = True
 
     def __init__(
         self,
