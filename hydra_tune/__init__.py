@@ -20,6 +20,8 @@ _HOMES = {
     "HydraExecutor": "hydra_tune.executor",
     "HydraTuneError": "hydra_tune.errors",
     "Job": "hydra_tune.pool.job",
+    "Loop": "hydra_tune.train.own_loop.handle",
+    "LoopTask": "hydra_tune.loop_task",
     "Reported": "hydra_tune.pool.job",
     "Result": "hydra_tune.pool.job",
     "ShapesOnly": "hydra_tune.shapes_only",

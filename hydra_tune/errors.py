@@ -199,3 +199,10 @@ class MetricError(HydraTuneError, ValueError):
 
 class BadLossError(HydraTuneError, ArithmeticError):
     """A training loss that is NaN or infinite."""
+
+
+class LoopEnded(BaseException):
+    """Raised in a loop of the user's own, at its mark, when its trial has been pruned or cancelled; let it pass.
+
+    No `Exception`, so that a loop's own `except Exception` does not keep the trial from ending.
+    """

@@ -28,6 +28,7 @@ from hydra_tune.devices.hardware.discovery import open_device, parse_bandwidth
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError, TrialsFailed, did_you_mean
 from hydra_tune.interrupts import ends_in_order, hold_interrupts, is_interrupt
 from hydra_tune.isolation.parent import THERE_IS, IsolatedPoolClient
+from hydra_tune.loop_task import LoopTask, refuse_loops
 from hydra_tune.observe.live.snapshot import Goal
 from hydra_tune.pool.checkpointing.lookup import (
     CheckpointSummary,
@@ -53,8 +54,9 @@ from hydra_tune.schedule import Policy
 from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.partition.partitioner import NumShards
 from hydra_tune.simulate.recorded.recording import Recording
-from hydra_tune.task import TrainTask
+from hydra_tune.task import Precision, TrainTask
 from hydra_tune.train.data import loader_workers
+from hydra_tune.train.own_loop.handle import Loop
 
 _MOST_PROFILED = 8  # trials, where profile=True gives no number
 _NO_CHECKPOINTS = "this executor has no checkpoints; make it with HydraExecutor(checkpoint_dir=...)"
@@ -338,6 +340,8 @@ class HydraExecutor:
         check_priority(priority)
         refuse_shapes_only(task)
         self._check_trains()
+        if isinstance(task, LoopTask):
+            self._settings.check_loops()
         if resume not in ("strict", "allow-changes"):
             raise ConfigError(f"resume must be 'strict' or 'allow-changes', not {resume!r}")
         if resume_from is not None and warm_start is not None:
@@ -384,6 +388,39 @@ class HydraExecutor:
             max_retries=retries,
         )
         return self._watched(job)
+
+    def loop(
+        self,
+        fn: Callable[[Loop], object],
+        name: str | None = None,
+        *,
+        steps: int | None = None,
+        metric: str | tuple[str, ...] = "value",
+        precision: Precision = "float32",
+        seed: int = 0,
+        **options: Any,
+    ) -> Job:
+        """Queue a training loop of your own, which the pool calls as `fn(loop)` in a thread of its own.
+
+        Args:
+            fn: as of `LoopTask`, with the next four arguments.
+            name: as of `submit`.
+            steps: see `fn`.
+            metric: see `fn`.
+            precision: see `fn`.
+            seed: see `fn`.
+            options: further options of `submit`.
+
+        Returns:
+            The job, a handle to wait on, answer and cancel.
+
+        Raises:
+            TaskError: an argument that cannot be right.
+            ConfigError: an executor with `fusion`, `num_shards`, or `optimizer_placement="host"`.
+            HydraTuneError: as of `submit`.
+        """
+        task = LoopTask(fn, steps=steps, metric=metric, precision=precision, seed=seed)
+        return self.submit(task, name, **options)
 
     def _submit_isolated(self, task: TrainTask, name: str | None, events: EventStream | None, **options: Any) -> Job:
         assert self._isolated is not None
@@ -724,6 +761,8 @@ class HydraExecutor:
             HydraTuneError: a task that the pool would refuse.
         """
         check_count("steps", steps)
+        tasks = list(tasks)
+        refuse_loops(tasks, "profile")
         tasks_by_name = {f"trial{number}": task for number, task in enumerate(tasks)}
         bytes_per_second = parse_bandwidth(bandwidth, what="bandwidth")
         return self._started().profile(
@@ -761,6 +800,8 @@ class HydraExecutor:
             HydraTuneError: a task that the pool would refuse. All of these errors but the first ConfigError are raised
                 only if no task can be planned.
         """
+        tasks = list(tasks)
+        refuse_loops(tasks, "plan")
         tasks_by_name = {f"trial{number}": task for number, task in enumerate(tasks)}
         if not tasks_by_name:
             raise ConfigError("there is no task to plan; give at least one")

@@ -170,31 +170,30 @@ class TrainTask(_ClosureSnapshotSlot):
             raise TaskError(
                 "finish= computes metrics from the values of evaluate=, and there is no evaluate=; give both"
             )
-        _check_positive("epochs", self.epochs)
-        _check_positive("accumulate", self.accumulate)
+        check_positive("epochs", self.epochs)
+        check_positive("accumulate", self.accumulate)
         if self.split_batches != "auto":
-            _check_positive("split_batches", self.split_batches, instead="'auto' or a whole number of at least 1")
+            check_positive("split_batches", self.split_batches, instead="'auto' or a whole number of at least 1")
         _check_operators(self.split_operators)
         _check_norm(self.max_grad_norm)
         if self.batch_size is not None:
-            _check_positive("batch_size", self.batch_size)
+            check_positive("batch_size", self.batch_size)
         if self.report_every != "epoch":
-            _check_positive("report_every", self.report_every, instead="'epoch' or a number of optimizer steps")
-        _check_choice("remainder", self.remainder, ("divide_by_accumulate", "divide_by_rest"))
-        _check_choice("precision", self.precision, ("float32", "bfloat16", "float16"))
+            check_positive("report_every", self.report_every, instead="'epoch' or a number of optimizer steps")
+        check_choice("remainder", self.remainder, ("divide_by_accumulate", "divide_by_rest"))
+        check_choice("precision", self.precision, ("float32", "bfloat16", "float16"))
         _check_backend(self.compile)
-        _check_choice("activations", self.activations, ("auto", "keep", "recompute", "spill"))
-        _check_choice("parallel", self.parallel, ("auto", "data", "pipeline", "none"))
+        check_choice("activations", self.activations, ("auto", "keep", "recompute", "spill"))
+        check_choice("parallel", self.parallel, ("auto", "data", "pipeline", "none"))
         if self.splits_steps and (self.accumulate, self.split_batches) == (1, 1):
             raise TaskError(
                 f"parallel={self.parallel!r} runs the batches of an optimizer step on several devices, and a step has one "
                 "batch; give accumulate= or split_batches= of at least 2, or leave parallel out"
             )
-        _check_choice("on_bad_loss", self.on_bad_loss, ("fail", "prune"))
-        _check_choice("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
-        _check_choice("result", self.result, ("last", "best"))
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
-            raise TaskError(f"seed must be an integer from 0 to 2**32 - 1 (numpy takes no other), not {self.seed!r}")
+        check_choice("on_bad_loss", self.on_bad_loss, ("fail", "prune"))
+        check_choice("scheduler_interval", self.scheduler_interval, ("epoch", "step"))
+        check_choice("result", self.result, ("last", "best"))
+        check_seed(self.seed)
         _check_data(self)
         _check_metric(self)
         # The dataclass is frozen: only object's own __setattr__ can fill the slot.
@@ -312,7 +311,22 @@ def _check_weighing(task: TrainTask) -> None:
         )
 
 
-def _check_positive(name: str, value: object, *, instead: str = "a whole number of at least 1") -> None:
+def check_seed(seed: object) -> None:
+    """Refuse a seed that torch, numpy and random do not all take.
+
+    Raises:
+        TaskError: as said.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise TaskError(f"seed must be an integer from 0 to 2**32 - 1 (numpy takes no other), not {seed!r}")
+
+
+def check_positive(name: str, value: object, *, instead: str = "a whole number of at least 1") -> None:
+    """Refuse anything but a whole number of at least 1.
+
+    Raises:
+        TaskError: as said.
+    """
     # bool is a subclass of int: True must not pass for 1.
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise TaskError(f"{name} must be {instead}, not {value!r}")
@@ -334,7 +348,7 @@ def _check_operators(wanted: object) -> None:
             f"{wanted!r}"
         )
     for path, count in wanted.items():
-        _check_positive(f"split_operators[{path!r}]", count)
+        check_positive(f"split_operators[{path!r}]", count)
 
 
 def _check_norm(norm: object) -> None:
@@ -354,7 +368,12 @@ def _check_backend(backend: object) -> None:
         raise TaskError(f"compile must be None or a backend of torch.compile ({', '.join(backends)}), not {backend!r}")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is no choice.
+
+    Raises:
+        TaskError: names the argument and the choices.
+    """
     if value not in choices:
         text = f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
         raise TaskError(with_hint(text, value, choices) if isinstance(value, str) else text)

@@ -30,6 +30,7 @@ from hydra_tune.devices.hardware.discovery import device_kind
 from hydra_tune.errors import CheckpointError, ConfigError, HydraTuneError
 from hydra_tune.fusion.runtime.profiling_device import ProfilingDevice
 from hydra_tune.interrupts import hold_interrupts
+from hydra_tune.loop_task import LoopTask
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.pager import Pager
 from hydra_tune.observe.event_log.writer import EventLog
@@ -67,6 +68,7 @@ from hydra_tune.shard.python_state.state_guard import PythonStateUndo
 from hydra_tune.simulate.recorded.recording import Recording
 from hydra_tune.task import TrainTask
 from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
+from hydra_tune.train.own_loop.loop_trial import LoopTrial
 from hydra_tune.train.single_trial import SingleTrial
 from hydra_tune.train.trial import Trial
 
@@ -356,7 +358,8 @@ class Pool:
 
     def refuse_own_code(self, what: str) -> None:
         """Refuse a call by a trial's own code, on a thread of the pool, that would wait for the pool."""
-        if threading.current_thread() in (*self._all_threads, *self._core.releasing):
+        own_threads = (record.trial.own_thread for record in list(self._records.values()) if record.trial is not None)
+        if threading.current_thread() in (*self._all_threads, *self._core.releasing, *own_threads):
             raise HydraTuneError(
                 f"{what}() was called by a trial's own code, on a thread of the pool, and the pool would wait for itself; call "
                 "it from another thread, or train within a trial with train_plain"
@@ -405,10 +408,10 @@ class Pool:
         labels: Mapping[str, Any] | None = None,
         saved_as: str | None = None,
         max_retries: int = 0,
-        make_trial: Callable[..., Trial] = SingleTrial,
+        make_trial: Callable[..., Trial] | None = None,
         is_saved: bool = True,
     ) -> Job:
-        """Queue a task; with `is_saved=False` the caller takes care of checkpoints."""
+        """Queue a task; with `is_saved=False` the caller takes care of checkpoints; `make_trial` as of `JobState`."""
         core, origin = self._core, origin or StartCheckpointSource()
         with self._changed:
             if core.is_closed:
@@ -428,7 +431,7 @@ class Pool:
                 keeper=keeper,
                 begin=origin.beginning,
                 max_retries=max_retries,
-                make_trial=make_trial,
+                make_trial=make_trial or (LoopTrial if isinstance(task, LoopTask) else SingleTrial),
             )
             record.priority, record.staggered = priority, staggered
             try:

@@ -8,6 +8,7 @@ The pool's preparer (`pool/runtime/preparer.py`) builds a trial, and workers (`p
 after each unit. `single_trial` has the loop of trials that train by themselves and of a fused group's members.
 """
 
+import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -98,6 +99,11 @@ class Trial(TrialFigures):
     """
 
     _stop_asked = 0  # reports after which `stop=` has been asked
+
+    @property
+    def own_thread(self) -> threading.Thread | None:
+        """Thread of the trial's own code beside the pool's; None where the code runs on threads of the pool alone."""
+        return None
 
     def __init__(
         self,

@@ -424,7 +424,6 @@ class JobDispatcher:
             begin = self._faults.beginning(record, error)
             if keeper is not None:
                 keeper.begin_again()
-            # Without `make_trial`: only carriers of fused jobs have their own, and carriers never retry.
             retry = self.records[job.key] = JobState(
                 job,
                 self.failure(job.key),
@@ -434,6 +433,7 @@ class JobDispatcher:
                 max_retries=record.max_retries,
                 faults=faults,
                 repeats=record.told_of,
+                make_trial=record.make_trial,
             )
             retry.priority, retry.staggered = record.priority, record.staggered
             job.enter("queued")

@@ -148,6 +148,23 @@ class ExecutorSettings:
             if is_given:
                 raise ConfigError(f"{name} does not go with isolate=True: {why}; leave one of the two out")
 
+    def check_loops(self) -> None:
+        """Refuse options under which a loop of the user's own cannot run.
+
+        Raises:
+            ConfigError: such an option is given; the error names the option.
+        """
+        for name, is_given in (
+            ("fusion", self.members > 0),
+            ("num_shards", self.num_shards is not None),
+            ("optimizer_placement", self.optimizer_placement == "host"),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"a loop of your own always runs whole and by itself, and {name}={getattr(self, name)!r} asks for "
+                    f"something else; leave {name} out, or describe the training with a TrainTask"
+                )
+
     def number_log(self, crashes: int) -> None:
         """Give the event log a file of its own, in a process that follows crashed processes."""
         self._log_path = numbered(self._log_path, crashes)

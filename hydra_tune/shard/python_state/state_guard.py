@@ -501,8 +501,9 @@ def step_functions(task: TrainTask, mode: str) -> dict[str, object]:
 
 def functions_between_steps(task: TrainTask) -> dict[str, object]:
     """Return the user's functions and data that run outside of the steps, by the task's argument."""
-    names = ("train", "validate", "loss_weight", "after_step", "scheduler", "finish", "stop")
-    return {f"{name}=": getattr(task, name) for name in names}
+    # `fn` is of loops alone.
+    names = ("train", "validate", "loss_weight", "after_step", "scheduler", "finish", "stop", "fn")
+    return {f"{name}=": getattr(task, name, None) for name in names}
 
 
 def reached(functions: Mapping[str, object], targets: Iterable[object]) -> str | None:

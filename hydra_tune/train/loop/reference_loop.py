@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hydra_tune.errors import BadLossError, MetricError, TaskError
+from hydra_tune.loop_task import LoopTask
 from hydra_tune.shapes_only import refuse_shapes_only
 from hydra_tune.shard.capture.capture_lock import GATE
 from hydra_tune.shard.operators.operator_splitting import split_operators
@@ -43,6 +44,7 @@ from hydra_tune.train.data.handles import in_windows, moved, no_batch, num_sampl
 from hydra_tune.train.data.loader_copies import TrialLoaderCopies
 from hydra_tune.train.explain import explained
 from hydra_tune.train.loop.microbatches import check_pieces, pieces
+from hydra_tune.train.own_loop.plain import PlainLoop
 from hydra_tune.train.rng.recurrent_dropout import drops_between_layers, seed_anew
 from hydra_tune.train.trained import TrainingOutcome
 
@@ -73,7 +75,7 @@ def train_plain(task: TrainTask, report: Report | None = None, device: str | tor
     or in a pool.
 
     Args:
-        task: task to train.
+        task: task to train; the function of a `LoopTask` is called as it is.
         report: called with `(step, metrics)` after each report; returning False prunes. The step is the epoch, from 0,
             or with `report_every=n` the number of optimizer steps done.
         device: device of the module once built, and of each batch once drawn; `"cuda"` gives the
@@ -100,6 +102,8 @@ def train_plain(task: TrainTask, report: Report | None = None, device: str | tor
 
 def _train(task: TrainTask, report: Report | None, device: torch.device) -> PlainResult:
     refuse_shapes_only(task)
+    if isinstance(task, LoopTask):
+        return _call(task, report, device)
     if task.split_batches == "auto":
         raise TaskError(
             "only a pool chooses split_batches='auto', by the memory of its devices; give the plain loop the number that a "
@@ -140,6 +144,20 @@ def _train(task: TrainTask, report: Report | None, device: torch.device) -> Plai
     )
     result.keep(module, optimizer)
     return result
+
+
+def _call(task: LoopTask, report: Report | None, device: torch.device) -> PlainResult:
+    """Call a loop of the user's own."""
+    _seed(task.seed)
+    loop = PlainLoop(report, device)
+    status = loop.run(task)
+    result = PlainResult(status=status, metrics=_last_metrics(loop.history), history=loop.history)
+    result.keep(loop.module, loop.optimizer)
+    return result
+
+
+def _last_metrics(history: list[dict[str, float]]) -> dict[str, float]:
+    return {name: value for name, value in (history or [{}])[-1].items() if name not in ("step", "epoch", "seconds")}
 
 
 @dataclass(slots=True)

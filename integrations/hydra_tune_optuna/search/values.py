@@ -11,7 +11,7 @@ from numbers import Real
 
 from optuna.study import StudyDirection
 
-from hydra_tune import TrainTask
+from hydra_tune import LoopTask, TrainTask
 from hydra_tune.errors import MetricError, TaskError
 
 Values = tuple[float, ...]
@@ -61,6 +61,10 @@ def trial_value(task: TrainTask, reports: Sequence[Values], directions: Sequence
     Raises:
         MetricError: the task ended without a report.
     """
+    if not reports and isinstance(task, LoopTask):
+        raise MetricError(
+            f"metric {task.metrics[0]!r} was never reported; call loop.report(value) before the loop ends"
+        )
     if not reports:
         raise MetricError(
             f"metric {task.metrics[0]!r} was never reported: training ended before the first report "

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from hydra_tune import HydraExecutor, TrainTask
+from hydra_tune import HydraExecutor, LoopTask, TrainTask
 from hydra_tune.checkpoint.folder import CheckpointFolder
 from hydra_tune.checkpoint.saved import CheckpointContent
 from hydra_tune.errors import CheckpointError, TaskError
@@ -52,7 +52,8 @@ class NodePoolRuntime:
         """
         build = ray.cloudpickle.loads(request.build)
         task = built(build, request.config)
-        if not isinstance(task, TrainTask):
+        # Ray asks for the trial's place between reports, which a loop of the user's own alone knows.
+        if not isinstance(task, TrainTask) or isinstance(task, LoopTask):
             raise TaskError(f"build must return a TrainTask, not {type(task).__name__}")
         if files is None:
             return self.executor.submit(task, request.name, events)

@@ -1,0 +1,76 @@
+"""`run_plain`: a loop of the user's own outside of a pool, by which a pool's numbers are compared.
+
+`train_plain` (`train/loop/reference_loop.py`) calls `run_plain` for a `LoopTask`, with the seed set.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from hydra_tune.errors import LoopEnded, TaskError
+from hydra_tune.loop_task import LoopTask
+from hydra_tune.train.own_loop.handle import Loop, LoopReport
+from hydra_tune.train.own_loop.registered import Registered
+
+
+class PlainLoop:
+    """Calls a loop, and does at its marks what needs no pool.
+
+    Args:
+        report: as of `train_plain`.
+        device: the loop's device.
+
+    Attributes:
+        device, num_steps: as of `LoopHost`.
+        module, optimizer: what the loop has registered, as of `Registered`.
+        history: the reports so far, as in a result.
+    """
+
+    def __init__(self, report: Callable[[int, dict[str, float]], bool | None] | None, device: torch.device) -> None:
+        self.device, self.num_steps = device, 0
+        self.module: nn.Module | None = None
+        self.optimizer: Optimizer | None = None
+        self.history: list[dict[str, float]] = []
+        self._report, self._started = report, time.perf_counter()
+        self._thread = threading.get_ident()
+        self._is_pruned = False
+
+    def run(self, task: LoopTask) -> str:
+        """Call the loop; return "completed" or "pruned"."""
+        task.warn_of_changes()
+        loop = Loop(task, self)
+        try:
+            self._deliver(loop.finish(task.fn(loop)))
+        except LoopEnded:
+            if not self._is_pruned:
+                raise
+        return "pruned" if self._is_pruned else "completed"
+
+    def check_caller(self) -> None:
+        """As of `LoopHost`."""
+        if threading.get_ident() != self._thread:
+            raise TaskError("a loop belongs to the thread of its function, and another thread has called it")
+
+    def take(self, registered: Registered, steps: int | None) -> None:
+        """As of `LoopHost`."""
+        del steps
+        self.module, self.optimizer = registered.module, registered.optimizer
+        self.module.to(self.device)
+
+    def end_unit(self, reports: list[LoopReport], *, may_resume: bool) -> None:
+        """As of `LoopHost`."""
+        del may_resume
+        self.num_steps += 1
+        self._deliver(reports)
+
+    def _deliver(self, reports: list[LoopReport]) -> None:
+        for report in reports:
+            seconds = time.perf_counter() - self._started
+            self.history.append({"step": report.step, "epoch": 0, "seconds": seconds, **report.metrics})
+            self._is_pruned |= self._report is not None and self._report(report.step, dict(report.metrics)) is False
+            if self._is_pruned:
+                raise LoopEnded("the report was answered with False")

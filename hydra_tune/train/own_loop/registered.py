@@ -1,0 +1,155 @@
+"""`Registered`: all that a loop registers, as the one module, the one optimizer and the one rest of a trial."""
+
+from collections import ChainMap
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hydra_tune.errors import TaskError
+
+
+class _JointState(MutableMapping[Any, Any]):
+    """State of several optimizers; each entry is in the state of the optimizer that has the parameter."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def _of(self, key: Any) -> MutableMapping[Any, Any]:
+        for optimizer in self._optimizers:
+            if any(parameter is key for group in optimizer.param_groups for parameter in group["params"]):
+                return optimizer.state
+        return self._optimizers[0].state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def __contains__(self, key: object) -> bool:
+        return any(key in optimizer.state for optimizer in self._optimizers)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return an entry without making one, as `state[key]` of an optimizer does."""
+        return self._of(key).get(key, default)
+
+    # Whole mappings, because looking each key up takes long where there are many parameters.
+
+    def items(self) -> Any:
+        """Return all entries."""
+        return [entry for optimizer in self._optimizers for entry in optimizer.state.items()]
+
+    def values(self) -> Any:
+        """Return the values of all entries."""
+        return [value for optimizer in self._optimizers for value in optimizer.state.values()]
+
+    def __iter__(self) -> Iterator[Any]:
+        for optimizer in self._optimizers:
+            yield from optimizer.state
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+
+class JointOptimizer(Optimizer):
+    """Several optimizers, or none, as one that is moved and saved; the loop steps its own.
+
+    Args:
+        optimizers: the optimizers, in order.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # of the optimizers
+        """State of all optimizers, by parameter."""
+        return _JointState(self.optimizers) if self.optimizers else {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # of the optimizers
+        """Groups of all optimizers, in order."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each optimizer, by its place."""
+        return {str(place): optimizer.state_dict() for place, optimizer in enumerate(self.optimizers)}
+
+
+class JointRest:
+    """Other objects with a state, saved and restored together.
+
+    Args:
+        objects: the objects, in order.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects = objects
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each object, by its place."""
+        # Functions are not saved: the loop builds its objects with their own, as a task's factories do.
+        return {
+            str(place): {name: value for name, value in each.state_dict().items() if not callable(value)}
+            for place, each in enumerate(self._objects)
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of each object."""
+        for place, each in enumerate(self._objects):
+            each.load_state_dict(dict(ChainMap(state[str(place)], each.state_dict())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """What a loop has registered.
+
+    Attributes:
+        module: the module, or a list of several.
+        optimizer: the optimizer; of several, or of none, a `JointOptimizer`.
+        rest: the other objects; None if there are none.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    rest: JointRest | None
+
+    @classmethod
+    def of(cls, objects: Sequence[object]) -> Self:
+        """Sort the objects by kind.
+
+        Raises:
+            TaskError: no module, an object of no kind, or an optimizer with a parameter of no module.
+        """
+        modules = [each for each in objects if isinstance(each, nn.Module)]
+        optimizers = [each for each in objects if isinstance(each, Optimizer)]
+        rest = [each for each in objects if not isinstance(each, nn.Module | Optimizer)]
+        if not modules:
+            kinds = ", ".join(type(each).__name__ for each in objects) or "nothing"
+            raise TaskError(f"loop.register() needs the model that is trained, and got {kinds}")
+        for each in rest:
+            if isinstance(each, Tensor) or not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                raise TaskError(
+                    "loop.register() takes modules, optimizers, and objects with state_dict() and load_state_dict(), not "
+                    f"{type(each).__name__}; keep tensors in buffers of a module"
+                )
+        module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        own = {id(parameter) for parameter in module.parameters()}
+        for optimizer in optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                if id(parameter) not in own:
+                    raise TaskError(
+                        f"{type(optimizer).__name__} holds a tensor of shape {tuple(parameter.shape)} that is not a parameter "
+                        "of a registered module; register the module that has it, too"
+                    )
+        return cls(
+            module=module,
+            optimizer=optimizers[0] if len(optimizers) == 1 else JointOptimizer(optimizers),
+            rest=JointRest(rest) if rest else None,
+        )
