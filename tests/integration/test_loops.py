@@ -607,6 +607,13 @@ def test_the_steps_to_come_are_known_and_a_loop_without_marks_is_named(caplog):
     assert "has never called loop.step()" in caplog.text
 
 
+def test_loops_get_no_hint_that_they_might_be_fused(caplog, monkeypatch):
+    monkeypatch.setattr("hydra_tune.pool.fusion.fusion_hint._LEAST_SECONDS", 0.0)
+    with HydraExecutor(devices="cpu:1") as pool:
+        pool.run([LoopTask(partial(train, steps=60), seed=seed) for seed in range(5)])
+    assert "fusion=" not in caplog.text
+
+
 def test_a_paused_loop_waits_at_its_mark():
     """And goes on to the same numbers; meanwhile another loop runs."""
     begun, seen = threading.Event(), []

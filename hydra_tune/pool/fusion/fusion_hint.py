@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Hashable
 from weakref import WeakSet
 
+from hydra_tune.loop_task import LoopTask
 from hydra_tune.train.trial import Trial
 
 # A logger, not `warnings`: filters may turn warnings into errors, and a hint is no error.
@@ -41,6 +42,8 @@ class FusionAdvisor:
             trial: the trial.
             num_trials: number of the pool's live trials, waiting trials included.
         """
+        if isinstance(trial.task, LoopTask):  # never fused
+            return
         steps, seconds = trial.progress.steps, trial.unit_times.total
         if self.is_over or steps < _LEAST_STEPS or not 0 < seconds <= _MOST_STEP_SECONDS or trial.module is None:
             return

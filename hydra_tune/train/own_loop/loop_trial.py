@@ -29,6 +29,7 @@ from hydra_tune.supervision.marks import at_work
 from hydra_tune.train.checkpoint.trial_checkpoint import DataPosition, TrialObjects
 from hydra_tune.train.claims import TrialClaim
 from hydra_tune.train.data.handles import on_host
+from hydra_tune.train.loop import burst
 from hydra_tune.train.loop.burst import BurstMark
 from hydra_tune.train.own_code_trial import OwnCodeTrial
 from hydra_tune.train.own_loop.handle import Loop, LoopReport
@@ -39,6 +40,7 @@ from hydra_tune.train.state.model_state import optimizer_tensors
 from hydra_tune.train.trial import PendingReport, Said
 
 _LOGGER = logging.getLogger(__name__)
+_LOOKS = 10  # of the pool's thread in a burst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,8 @@ class LoopTrial(OwnCodeTrial):
         self._memory = LoopUnitMemory(self._registered_tensors, sees_operators=task.precision == "float32")
         self._loop = Loop(task, self)
         self._thread = LoopThread(f"hydra-loop {self._name}", self._call, self._inside)
+        # By the clock of `time.perf_counter`: the beginning of the present step, and of the code since the last hand-over.
+        self._began = self._resumed = 0.0
         # A report since the last save, where the loop could not resume.
         self._owes_save = False
 
@@ -124,7 +128,18 @@ class LoopTrial(OwnCodeTrial):
 
     def end_unit(self, reports: list[LoopReport], *, may_resume: bool) -> None:
         """As of `LoopHost`."""
-        self._thread.mark(_UnitEnd(reports=reports, may_resume=may_resume))
+        self.progress.steps += 1
+        self._took(self._train_times, self._began)
+        if reports or self._memory.has_followed or GATE.is_wanted or self._is_turn_over():
+            self._thread.mark(_UnitEnd(reports=reports, may_resume=may_resume))
+        elif may_resume:
+            self._save()
+            self._place = None
+        self._began = time.perf_counter()
+
+    def _is_turn_over(self) -> bool:
+        """Whether the pool's thread has to look again; each look takes as long as a small step."""
+        return time.perf_counter() - self._resumed >= burst.BURST_SECONDS / _LOOKS
 
     def _call(self) -> None:
         self.task.warn_of_changes()
@@ -133,6 +148,7 @@ class LoopTrial(OwnCodeTrial):
 
     def _inside(self) -> ExitStack:
         """Return the context of the loop's code between two marks, which the waiting thread of the pool has not here."""
+        self._began = self._resumed = time.perf_counter()
         stack = ExitStack()
         stack.enter_context(at_work(self._name))
         stack.enter_context(nullcontext() if self._tenant is None else self._tenant.at_work())
@@ -158,7 +174,6 @@ class LoopTrial(OwnCodeTrial):
     def _train(self) -> Generator[Said, None, None]:
         try:
             while True:
-                begun = time.perf_counter()
                 mark = self._thread.resume()
                 if not isinstance(mark, _UnitEnd):
                     yield mark
@@ -166,9 +181,6 @@ class LoopTrial(OwnCodeTrial):
                 if self._memory.has_followed:
                     # What the unit has made becomes state of the trial.
                     yield BurstMark.FOLLOWED
-                if not mark.is_last:
-                    self.progress.steps += 1
-                    self._took(self._train_times, begun)
                 yield from self._deliver(mark)
                 if mark.is_last:
                     break
@@ -182,6 +194,12 @@ class LoopTrial(OwnCodeTrial):
         finally:
             self._thread.end()
 
+    def _save(self, *, is_last: bool = False) -> None:
+        """Save the trial if due; on either side, while the other waits."""
+        if self._keeper is not None:
+            self._place, is_due, self._owes_save = DataPosition(), self._owes_save, False
+            self._keeper.reached(self, steps=self.progress.steps, at_report=is_due, is_last=is_last)
+
     def _deliver(self, mark: _UnitEnd) -> Generator[Said, None, None]:
         """Save the trial if due, and deliver reports."""
         for report in mark.reports:
@@ -189,10 +207,8 @@ class LoopTrial(OwnCodeTrial):
             self.metrics = report.metrics
             self.history.append({"step": report.step, "epoch": 0, "seconds": seconds, **report.metrics})
         self._owes_save = self._owes_save or bool(mark.reports)
-        if self._keeper is not None and mark.may_resume:
-            self._place, is_due = DataPosition(), self._owes_save
-            self._owes_save = False
-            self._keeper.reached(self, steps=self.progress.steps, at_report=is_due, is_last=mark.is_last)
+        if mark.may_resume:
+            self._save(is_last=mark.is_last)
         for report in mark.reports:
             # The trial may be saved while its report waits for an answer.
             self._place = DataPosition() if mark.may_resume else None
