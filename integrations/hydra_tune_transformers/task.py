@@ -5,6 +5,7 @@ The `Trainer` is made once, read, and given up; the task keeps its settings, its
 `evaluation.py`. `refusals.py` has everything that is refused. `trainer_from_result` is the way back.
 """
 
+import copy
 import logging
 import math
 import random
@@ -95,6 +96,26 @@ def own_random_state() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class _OwnModel:
+    """Gives each trial a model of its own, also where the user's function returns the same model each time.
+
+    Scripts load the model before they make the `Trainer`: a second trial would begin with the weights of the first.
+
+    Args:
+        build: builds the model, or returns one.
+        first: identity of a model that `build` has returned before. Where another model has this identity by now, the copy
+            is needless and has the same numbers.
+    """
+
+    build: Callable[[], nn.Module]
+    first: int
+
+    def __call__(self) -> nn.Module:
+        model = self.build()
+        return copy.deepcopy(model) if id(model) == self.first else model
+
+
+@dataclass(frozen=True)
 class InitializedModel:
     """Builds the model of a `model_init`.
 
@@ -158,7 +179,7 @@ def task_of(
         raise RefusedTrainerError([f"its optimizer: {error}; use an optimizer of torch"]) from error
     step, item_count = _loss(trainer)
     return TrainTask(
-        model=model,
+        model=_OwnModel(model, id(trainer.model)),
         param_groups=param_groups,
         optimizer=optimizer,
         scheduler=partial(

@@ -1,5 +1,6 @@
 """A `Trainer` in the pool gives the bits of `Trainer.train()`, whole and cut; what would not is refused by name."""
 
+import copy
 import dataclasses
 import math
 import re
@@ -143,6 +144,21 @@ def test_fused_trials_are_close(tmp_path, kind):
         for name, value in result.state_dict().items():
             assert torch.allclose(value, weights[name], atol=1e-4), name
         assert math.isclose(result.metrics["val_loss"], reports[-1]["eval_loss"], rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("as_factory", [False, True])
+def test_a_model_made_before_the_trainer_is_trained_from_the_same_weights_each_time(tmp_path, as_factory):
+    """Scripts load their model, then make the `Trainer`: all calls of the function then have one model."""
+    transformers.set_seed(5)
+    loaded = text_model()
+    begin = copy.deepcopy(loaded.state_dict())
+    own = {"model": None, "model_init": lambda: loaded} if as_factory else {"model": loaded, "model_init": None}
+    with HydraExecutor("cpu:1") as pool:
+        results = pool.run([task_from_trainer(making(tmp_path, given=own)) for _ in range(2)])
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in begin.items())
+    weights, reports, _ = trained(making(tmp_path, given=own))
+    for result in results:
+        assert_same(result, weights, reports)
 
 
 @pytest.mark.cases(1)
