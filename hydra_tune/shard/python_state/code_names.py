@@ -22,6 +22,7 @@ _ALWAYS = frozenset(
     | {"hydra_tune", "hydra_tune_lightning", "hydra_tune_optuna", "hydra_tune_ray", "hydra_tune_transformers"}
     | set(sys.stdlib_module_names)
 )
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 def is_installed(module: str | None) -> bool:
@@ -35,7 +36,10 @@ def _is_top_installed(top: str) -> bool:
         return True
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
-    return file is not None and any(folder in Path(file).parents for folder in _folders())
+    # Also folders of another environment that a `.pth` file or PYTHONPATH adds, which Python does not list.
+    return file is not None and (
+        any(folder in Path(file).parents for folder in _folders()) or not _INSTALLED.isdisjoint(Path(file).parts)
+    )
 
 
 @functools.cache

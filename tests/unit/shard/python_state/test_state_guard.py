@@ -7,6 +7,7 @@ import copy
 import ctypes
 import functools
 import hashlib
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -198,6 +199,19 @@ def test_of_an_object_only_what_the_code_names_counts():
     guard.restore()
     assert settings.used == 1.0
     assert guard.change() is None
+
+
+def test_a_package_in_the_folder_of_another_environment_is_installed(tmp_path, monkeypatch):
+    """A `.pth` file adds folders that Python does not list; to walk all code of a large package takes minutes."""
+    for folder, is_followed in (("site-packages", False), ("work", True)):
+        name = f"package_in_{folder.replace('-', '_')}"
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.py").write_text("RATE = 1.0\n\n\ndef scaled(value):\n    return value * RATE\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        package = importlib.import_module(name)
+        guard = guard_of(lambda module, batch, package=package: package.scaled(module(batch).sum()))
+        package.RATE = 2.0
+        assert (guard.change() is not None) == is_followed
 
 
 def test_an_attribute_that_the_step_sets_is_taken_away_again():
