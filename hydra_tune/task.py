@@ -31,6 +31,7 @@ Parallel = Literal["auto", "data", "pipeline", "none"]
 
 _LOGGER = logging.getLogger(__name__)
 _PREFIX = "val_"
+_KEPT = (_PREFIX, "val/", "train_", "train/")
 
 DataHandle = Dataset[Any] | DataLoader[Any] | Callable[[], Iterable[Batch]]
 
@@ -74,7 +75,8 @@ class TrainTask(_ClosureSnapshotSlot):
             type). Losses are not divided by `accumulate`; the training loss of a step is the sum over its batches.
         validate: validation data, in the forms of `train`; a `Dataset` is read in order.
         evaluate: `(module, batch) -> {name: scalar}`, of tensors or plain numbers, averaged over samples and reported
-            as `val_<name>`, or unchanged for a name that begins with `val_`; default: the training loss, as `val_loss`.
+            as `val_<name>`, or unchanged for a name that begins with `val_`, `train_`, `val/` or `train/`; a `train_loss`
+            takes the place of the mean of the losses. Default: the training loss, as `val_loss`.
             With `finish`, tensors of any shape, whose first dimension counts samples.
         finish: `(collected) -> {name: number}`, for metrics that are no means of batches (AUC, F1): called once after the
             last validation batch, in place of the average. `collected` has each value of `evaluate` for the whole pass,
@@ -412,14 +414,14 @@ def _check_not_empty(name: str, handle: object) -> None:
 
 
 def reported_names(values: Mapping[str, float]) -> dict[str, float]:
-    """Rename the values of `evaluate` to reported names: `val_<name>`; a name that begins with `val_` is kept.
+    """Rename the values of `evaluate` to reported names: `val_<name>`; a name that begins as one of `_KEPT` is kept.
 
     Raises:
         MetricError: two values would be reported under one name.
     """
     reported_values: dict[str, float] = {}
     for name, value in values.items():
-        reported = name if name.startswith(_PREFIX) else f"{_PREFIX}{name}"
+        reported = name if name.startswith(_KEPT) else f"{_PREFIX}{name}"
         if reported in reported_values:
             raise MetricError(
                 f"evaluate returned both {name.removeprefix(_PREFIX)!r} and {reported!r}, which are both reported as "
@@ -564,7 +566,7 @@ def _check_metric(task: TrainTask) -> None:
     for name in task.metrics:
         if name == "train_loss":
             continue
-        if not name.startswith(_PREFIX):
+        if not name.startswith(_KEPT):
             hint = did_you_mean(name, ["train_loss"]) or f"did you mean '{_PREFIX}{name}'?"
             raise TaskError(f"metric {name!r} is never reported; reported are train_loss and val_<name>; {hint}")
         if task.validate is None:

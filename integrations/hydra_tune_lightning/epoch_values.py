@@ -1,23 +1,26 @@
 """The values of an epoch: logged tensors reduced as `self.log` says, and metrics of torchmetrics from their states.
 
 A metric begins each batch of a validation anew. The pool concatenates the states of all batches, and `EpochValues` adds
-the states up in the order of the batches, as the metric itself would have done. `step.py` collects what a batch logs.
+the states up in the order of the batches, as the metric itself would have done. `StepLogs` collects what a batch logs.
+`train_logs.py` has the values of `training_step`.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _Metadata
+from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities import dim_zero_cat, dim_zero_max, dim_zero_min, dim_zero_sum
 
 from hydra_tune.errors import MetricError
 
-_ADDED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+ADDED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dim_zero_sum: torch.add,
     dim_zero_max: torch.maximum,
     dim_zero_min: torch.minimum,
@@ -30,7 +33,8 @@ class LoggedValue:
     """A name of `self.log`, and how its values become one.
 
     Args:
-        kind: `"mean"`, `"sum"`, `"min"`, `"max"`, or `"metric"` for a metric of torchmetrics.
+        kind: `"mean"`, `"sum"`, `"min"`, `"max"`, `"metric"` for a metric of torchmetrics, or `"last"` for the value of
+            the last step.
         name: the name.
         is_forked: whether the value is also reported as `<name>_epoch`, because it is logged on each step as well.
     """
@@ -56,6 +60,48 @@ class LoggedValue:
         return cls(kind, name, bool(forked))
 
 
+@dataclass
+class StepLogs:
+    """Collects what a step logs, as Lightning's collection of results does.
+
+    Args:
+        batch: the batch.
+        names: names to collect, also where they are logged on steps alone; None: all that are logged with `on_epoch`.
+
+    Attributes:
+        values: logged tensors, and the sizes of batches that weigh means, by `LoggedValue.key`.
+        metrics: places of logged metrics in the module, with their keys.
+    """
+
+    batch: Any
+    names: Collection[str] | None = None
+    values: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, list[LoggedValue]] = field(default_factory=dict)
+
+    def log(self, fx: str, name: str, value: Any, **given: Any) -> None:
+        """Take a value, with the arguments of `self.log`."""
+        on_step, on_epoch = given["on_step"], given["on_epoch"]
+        meta = _Metadata(fx=fx, name=name, on_step=on_step, on_epoch=on_epoch, reduce_fx=given["reduce_fx"])
+        if not on_epoch if self.names is None else name not in self.names:
+            return
+        if isinstance(value, Metric) and on_epoch:
+            entry = LoggedValue("metric", name, is_forked=meta.forked)
+            self.metrics.setdefault(given["metric_attribute"], []).append(entry)
+            return
+        if isinstance(value, Metric) and (value := value._forward_cache) is None:  # noqa: SLF001 - as Lightning reads it
+            return
+        entry = LoggedValue(meta.reduce_fx.__name__ if on_epoch else "last", name, is_forked=meta.forked)
+        if entry.key in self.values:
+            raise MetricError(f"{fx} logs {name!r} twice for a batch; log each name once")
+        value = value.detach()
+        # As for the results of Lightning, whose sums are float32 at least.
+        exact = value.dtype in (torch.float32, torch.float64)
+        self.values[entry.key] = value if exact else value.to(_get_default_dtype())
+        if entry.kind == "mean":
+            size = given["batch_size"]
+            self.values[entry.size_key] = extract_batch_size(self.batch) if size is None else size
+
+
 def metrics_of(module: nn.Module) -> dict[str, Metric]:
     """Return the metrics of a module by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
@@ -72,7 +118,7 @@ def metric_refusals(module: nn.Module) -> Iterator[str]:
             yield f"the metric {name!r} ({type(part).__name__}) wraps another metric: log the inner metric"
         for state, reduction in part._reductions.items():  # noqa: SLF001 - no public name
             is_list = isinstance(part._defaults[state], list)  # noqa: SLF001 - as above
-            if not (reduction in _ADDED and not is_list) and not (reduction is dim_zero_cat and is_list):
+            if not (reduction in ADDED and not is_list) and not (reduction is dim_zero_cat and is_list):
                 kind = type(part).__name__
                 yield f"the metric {name!r} ({kind}), whose state {state!r} is no sum, maximum, minimum or list: log tensors"
 
@@ -130,7 +176,7 @@ def states_of(metrics: Mapping[str, Metric], logged: Mapping[str, Sequence[Logge
             value = getattr(metrics[place], state)
             # A sum of sums has other last bits.
             if isinstance(value, Tensor) and value.is_floating_point() and metrics[place].update_count > 1:
-                raise MetricError(f"validation_step updates the metric {place!r} twice for a batch; update it once")
+                raise MetricError(f"a step updates the metric {place!r} twice for a batch; update it once")
             if isinstance(value, Tensor):
                 values[f"{_STATE}|{place}|{state}"] = value.detach().reshape(-1)
             elif value:
@@ -144,9 +190,11 @@ class EpochValues:
 
     Args:
         metrics: the module's metrics by name, as new.
+        of_training: computes the values that the training has logged (`TrainLogs.values`); None: these are not reported.
     """
 
     metrics: Mapping[str, Metric]
+    of_training: Callable[[Mapping[str, Tensor], Mapping[str, Metric]], dict[str, float]] | None = None
 
     def __call__(self, collected: dict[str, Tensor]) -> dict[str, float]:
         """Return the values by the names that the module has logged.
@@ -154,39 +202,51 @@ class EpochValues:
         Raises:
             MetricError: a metric computes no number.
         """
-        computed: dict[str, float] = {}
+        computed = {} if self.of_training is None else self.of_training(collected, self.metrics)
         for key, values in collected.items():
-            if key.startswith(("size|", f"{_STATE}|")):
+            if key.startswith(("size|", f"{_STATE}|", "train|")):
                 continue
             logged = LoggedValue.of(key)
             name = logged.name
             if logged.kind == "metric":
                 name, place = name.rsplit("|", 1)
-                value = self._metric(name, place, collected)
+                states = {state: collected.get(f"{_STATE}|{place}|{state}") for state in self.metrics[place]._defaults}  # noqa: SLF001
+                value = metric_value(self.metrics[place], name, states)
             else:
                 value = _reduced(logged.kind, values, collected.get(logged.size_key))
             number = float(value.item())
             computed |= {name: number, f"{name}_epoch": number} if logged.is_forked else {name: number}
         return computed
 
-    def _metric(self, name: str, place: str, collected: Mapping[str, Tensor]) -> Tensor:
-        metric = copy.deepcopy(self.metrics[place])
-        for state, default in metric._defaults.items():  # noqa: SLF001 - no public name
-            values = collected.get(f"{_STATE}|{place}|{state}")
-            if values is None:
-                continue
-            if isinstance(default, list):
-                setattr(metric, state, [values])
-                continue
-            total = default.clone()
-            for value in values.reshape(-1, *default.shape):
-                total = _ADDED[metric._reductions[state]](total, value)  # noqa: SLF001 - as above
-            setattr(metric, state, total)
-        metric._update_count = 1  # noqa: SLF001 - a metric without updates warns
-        value = metric.compute()
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise MetricError(f"the metric logged as {name!r} computes no number; log numbers, as by log_dict")
-        return value
+
+def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor | None]) -> Tensor:
+    """Compute a metric from the states of all batches.
+
+    Args:
+        metric: the metric as new.
+        name: the name that the metric is logged under.
+        states: the states of all batches, concatenated, by name; None: no batch has left any.
+
+    Raises:
+        MetricError: the metric computes no number.
+    """
+    metric = copy.deepcopy(metric)
+    for state, default in metric._defaults.items():  # noqa: SLF001 - no public name
+        values = states[state]
+        if values is None:
+            continue
+        if isinstance(default, list):
+            setattr(metric, state, [values])
+            continue
+        total = default.clone()
+        for value in values.reshape(-1, *default.shape):
+            total = ADDED[metric._reductions[state]](total, value)  # noqa: SLF001 - as above
+        setattr(metric, state, total)
+    metric._update_count = 1  # noqa: SLF001 - a metric without updates warns
+    value = metric.compute()
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise MetricError(f"the metric logged as {name!r} computes no number; log numbers, as by log_dict")
+    return value
 
 
 def _reduced(kind: str, values: Tensor, sizes: Tensor | None) -> Tensor:

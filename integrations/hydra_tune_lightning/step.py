@@ -1,27 +1,26 @@
 """The `training_step` and the `validation_step` of a `LightningModule`, as functions of a task.
 
 Both hold only options, so that a trial that is cut has little to compare before each step, and trials with equal steps
-may be fused. `epoch_values.py` makes metrics of what a validation has logged. `task.py` makes the functions.
+may be fused. `epoch_values.py` makes metrics of what a validation has logged, and `train_logs.py` keeps what a training
+logs. `task.py` makes the functions.
 """
 
 import dis
 import inspect
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.connectors.logger_connector.result import _get_default_dtype, _Metadata
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from hydra_tune.errors import MetricError, TaskError
-from hydra_tune_lightning.epoch_values import LoggedValue, new_metrics, states_of
+from hydra_tune_lightning.epoch_values import StepLogs, new_metrics, states_of
 from hydra_tune_lightning.options import TrainerOptions
+from hydra_tune_lightning.train_logs import TrainLogs
 from hydra_tune_lightning.trainer_stand_in import standing_in
 
 # By the class of the module, the metrics that steps of training have updated: a step that is cut runs on a twin.
@@ -76,11 +75,13 @@ class _ModuleStep:
         options: options of the `Trainer`.
         is_numbered: whether batches come with their numbers.
         takes_number: whether the method takes a number.
+        logs: keeps values that `training_step` logs; None: none are kept.
     """
 
     options: TrainerOptions
     is_numbered: bool
     takes_number: bool
+    logs: TrainLogs | None
 
     def arguments(self, batch: Any) -> tuple[Any, ...]:
         """Return the arguments of the method: the batch, and a number if the method takes one."""
@@ -92,10 +93,14 @@ class LightningStep(_ModuleStep):
     """Calls `training_step`."""
 
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
-        """Return the loss of a batch; the values that the module logs are dropped."""
+        """Return the loss of a batch; of the values that the module logs, the `logs` are kept."""
         assert isinstance(module, LightningModule)
-        with standing_in(module, self.options, "training_step", _DroppedValues()), new_metrics(module) as metrics:
-            output = module.training_step(*self.arguments(batch))
+        arguments = self.arguments(batch)
+        logged = StepLogs(arguments[0], () if self.logs is None else self.logs.names)
+        with standing_in(module, self.options, "training_step", logged), new_metrics(module) as metrics:
+            output = module.training_step(*arguments)
+            if self.logs is not None:
+                self.logs.add(module, logged, metrics)
             trained = _TRAINED_METRICS.setdefault(type(module), set())
             trained.update(name for name, metric in metrics.items() if metric.update_count)
         loss: Any = output.get("loss") if isinstance(output, Mapping) else output
@@ -112,7 +117,7 @@ class LightningEvaluation(_ModuleStep):
         """Return the values that the module logs for a batch, and the states of the metrics that it logs."""
         assert isinstance(module, LightningModule)
         arguments = self.arguments(batch)
-        logged = _LoggedValues(arguments[0])
+        logged = StepLogs(arguments[0])
         with standing_in(module, self.options, "validation_step", logged), new_metrics(module) as metrics:
             module.validation_step(*arguments)
             shared = sorted(_TRAINED_METRICS.get(type(module), set()).intersection(logged.metrics))
@@ -121,48 +126,25 @@ class LightningEvaluation(_ModuleStep):
                     f"training_step and validation_step share the metric {shared[0]!r}, whose states Lightning mixes; make two "
                     "metrics"
                 )
-            return logged.values | states_of(metrics, logged.metrics)
+            trained_values = {} if self.logs is None else self.logs.read(module)
+            return logged.values | states_of(metrics, logged.metrics) | trained_values
 
 
-class _DroppedValues:
-    """Stands in for the results of a training step."""
-
-    def log(self, *_arguments: Any, **_options: Any) -> None:
-        pass
-
-
-@dataclass
-class _LoggedValues:
-    """Collects the values of a validation step, as Lightning's collection of results does.
+@dataclass(frozen=True)
+class LogsAlone:
+    """Evaluates nothing, where there is no validation, and reports what the training has logged.
 
     Args:
-        batch: the batch.
-
-    Attributes:
-        values: logged tensors, and the sizes of batches that weigh means, by `LoggedValue.key`.
-        metrics: places of logged metrics in the module, with their keys.
+        logs: keeps the values.
     """
 
-    batch: Any
-    values: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, list[LoggedValue]] = field(default_factory=dict)
+    logs: TrainLogs
 
-    def log(self, fx: str, name: str, value: Any, **given: Any) -> None:
-        on_step, on_epoch = given["on_step"], given["on_epoch"]
-        meta = _Metadata(fx=fx, name=name, on_step=on_step, on_epoch=on_epoch, reduce_fx=given["reduce_fx"])
-        if not on_epoch:
-            return
-        kind = "metric" if isinstance(value, Metric) else meta.reduce_fx.__name__
-        logged = LoggedValue(kind, name, is_forked=meta.forked)
-        if isinstance(value, Metric):
-            self.metrics.setdefault(given["metric_attribute"], []).append(logged)
-            return
-        if logged.key in self.values:
-            raise MetricError(f"validation_step logs {name!r} twice for a batch; log each name once")
-        value = value.detach()
-        # As for the results of Lightning, whose sums are float32 at least.
-        exact = value.dtype in (torch.float32, torch.float64)
-        self.values[logged.key] = value if exact else value.to(_get_default_dtype())
-        if kind == "mean":
-            size = given["batch_size"]
-            self.values[logged.size_key] = extract_batch_size(self.batch) if size is None else size
+    def __call__(self, module: nn.Module, _batch: Any) -> dict[str, Any]:
+        """Return the values."""
+        return self.logs.read(module)
+
+
+def one_batch() -> list[Tensor]:
+    """Return the data of `LogsAlone`."""
+    return [torch.zeros(1)]

@@ -7,8 +7,8 @@ first, which names what becomes of each part: `data.py` for the batches, `step.p
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,16 @@ from hydra_tune_lightning.errors import RefusedModuleError
 from hydra_tune_lightning.optimizer import ConfiguredOptimizer, ConfigureModule, TakeOptimizer, take_scheduler
 from hydra_tune_lightning.options import PRECISIONS, TrainerOptions, checked
 from hydra_tune_lightning.refusals import datamodule_refusals, module_refusals, refusals
-from hydra_tune_lightning.step import LightningEvaluation, LightningStep, reads_number, takes_number
+from hydra_tune_lightning.step import (
+    LightningEvaluation,
+    LightningStep,
+    LogsAlone,
+    one_batch,
+    reads_number,
+    takes_number,
+)
 from hydra_tune_lightning.streams import StreamState, seeded
+from hydra_tune_lightning.train_logs import TrainLogs
 from hydra_tune_lightning.trainer_stand_in import stand_in, standing_in
 
 TRIED = ("2.4", "2.5", "2.6")
@@ -44,13 +52,15 @@ def task_from_lightning(
     val_dataloaders: Any = None,
     seed: int = 0,
     metric: str | tuple[str, ...] | None = None,
+    train_logs: Sequence[str] = (),
     **trainer_options: Any,
 ) -> TrainTask:
     """Describe the training of a `LightningModule` as a task, whose numbers are those of `Trainer.fit()` on a CPU.
 
     The reference is `seed_everything(seed)`, then the module, then `Trainer(**trainer_options).fit(module, datamodule)`.
     Each epoch reports the values that `validation_step` logs with `on_epoch`: `val_loss` as `val_loss`, `acc` as `val_acc`.
-    Values that `training_step` logs are not reported; `train_loss` is the mean of the losses.
+    Of the values that `training_step` logs, the `train_logs` are reported, as in `Trainer.callback_metrics`. Without a name
+    `train_loss` there, `train_loss` is the mean of the losses.
 
     Args:
         make_module: builds the module; called once here, and once more for each trial, in a thread of the pool.
@@ -60,6 +70,7 @@ def task_from_lightning(
         seed: seeds the trial's random streams.
         metric: the tuner's metric, as reported; default: the monitor of a `ReduceLROnPlateau`, else `val_loss`, or
             `train_loss` without validation.
+        train_logs: names that `training_step` logs and that are reported.
         trainer_options: as for `Trainer`, with `max_epochs`.
 
     Returns:
@@ -87,7 +98,7 @@ def task_from_lightning(
             source_of("train_dataloader", train_dataloaders, datamodule, module),
             source_of("val_dataloader", val_dataloaders, datamodule, module),
         )
-        return _task_of(module, factory, options, sources, metric, seed)
+        return _task_of(module, factory, options, sources, metric, train_logs, seed)
 
 
 def save_checkpoint(result: Any, path: str | Path) -> None:
@@ -145,11 +156,13 @@ class _ModuleFactory:
         make_module: the function.
         options: options of the `Trainer`.
         streams: position of the random streams when a module is set up, after the datamodule.
+        logs: keeps values that `training_step` logs; None: none are kept.
     """
 
     make_module: Callable[[], LightningModule]
     options: TrainerOptions
     streams: StreamState
+    logs: TrainLogs | None = None
 
     def __call__(self) -> LightningModule:
         """Build the module; the streams go on as after the datamodule's setup."""
@@ -157,6 +170,8 @@ class _ModuleFactory:
         _prepare_module_data(module, self.options)
         self.streams.restore()
         _set_up_module(module, self.options)
+        if self.logs is not None:
+            self.logs.prepare(module)
         return module
 
 
@@ -190,6 +205,7 @@ def _task_of(
     options: TrainerOptions,
     sources: tuple[Any, Any],
     metric: str | tuple[str, ...] | None,
+    train_logs: Sequence[str],
     seed: int,
 ) -> TrainTask:
     """Describe the training of a module that is ready to train."""
@@ -200,23 +216,28 @@ def _task_of(
         raise RefusedModuleError(["there is no train_dataloader: give train_dataloaders=, or a datamodule"])
     batches = len(train)
     configured = ConfiguredOptimizer.of(module, options, batches)
-    evaluation = _evaluation(module, options, sources[1])
+    logs = TrainLogs(tuple(train_logs), batches) if train_logs else None
+    evaluation = _evaluation(module, options, sources[1], logs)
     reasons = [*module_refusals(module), *configured.refusals(module, options)]
     config = configured.config
     if config is not None and config.reduce_on_plateau:
         monitor = _reported(config.monitor)
-        reasons += _monitor_refusals(config.monitor, metric, has_validation=bool(evaluation))
+        reasons += _monitor_refusals(config.monitor, metric, has_validation="validate" in evaluation)
         metric = metric or monitor
     if reasons:
         raise RefusedModuleError(reasons)
+    if evaluation and evaluation["validate"] is one_batch:
+        metric = metric or "train_loss"
     return TrainTask(
-        model=factory,
+        model=replace(factory, logs=logs),
         param_groups=ConfigureModule(options, batches),
         optimizer=TakeOptimizer(options.max_value),
         scheduler=None if config is None else take_scheduler,
         scheduler_interval="epoch" if config is None else config.interval,
         train=train,
-        step=LightningStep(options=options, is_numbered=is_numbered, takes_number=takes_number(module.training_step)),
+        step=LightningStep(
+            options=options, is_numbered=is_numbered, takes_number=takes_number(module.training_step), logs=logs
+        ),
         epochs=options.max_epochs,
         accumulate=options.accumulate_grad_batches,
         max_grad_norm=options.max_norm,
@@ -227,27 +248,28 @@ def _task_of(
     )
 
 
-def _evaluation(module: LightningModule, options: TrainerOptions, source: Any) -> dict[str, Any]:
-    """Return the arguments of the task that describe a validation; empty without one."""
-    if not is_overridden("validation_step", module):
-        return {}
+def _evaluation(
+    module: LightningModule, options: TrainerOptions, source: Any, logs: TrainLogs | None
+) -> dict[str, Any]:
+    """Return the arguments of the task that describe a validation; empty without one, and without `train_logs`."""
     is_numbered = reads_number(module.validation_step)
-    with standing_in(module, options, "val_dataloader"):
-        loader = loader_from(source, "val_dataloader", is_numbered=is_numbered)
+    loader = None
+    if is_overridden("validation_step", module):
+        with standing_in(module, options, "val_dataloader"):
+            loader = loader_from(source, "val_dataloader", is_numbered=is_numbered)
+    metrics = {name: copy.deepcopy(each) for name, each in metrics_of(module).items()}
+    finish = EpochValues(metrics, None if logs is None else logs.values)
     if loader is None:
-        return {}
+        return {} if logs is None else {"validate": one_batch, "evaluate": LogsAlone(logs), "finish": finish}
     # Lightning puts the global streams back after its sanity steps, but not the generator of a loader.
     generators = (loader.generator, getattr(loader.sampler, "generator", None))
     if options.num_sanity_val_steps and generators != (None, None):
         reason = f"num_sanity_val_steps={options.num_sanity_val_steps} draws from the generator of val_dataloader"
         raise RefusedModuleError([f"{reason}: give num_sanity_val_steps=0, or no generator"])
-    return {
-        "validate": loader,
-        "evaluate": LightningEvaluation(
-            options=options, is_numbered=is_numbered, takes_number=takes_number(module.validation_step)
-        ),
-        "finish": EpochValues({name: copy.deepcopy(each) for name, each in metrics_of(module).items()}),
-    }
+    evaluate = LightningEvaluation(
+        options=options, is_numbered=is_numbered, takes_number=takes_number(module.validation_step), logs=logs
+    )
+    return {"validate": loader, "evaluate": evaluate, "finish": finish}
 
 
 def _monitor_refusals(monitor: str, metric: Any, *, has_validation: bool) -> Iterator[str]:

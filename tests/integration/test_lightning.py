@@ -27,6 +27,7 @@ from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_lightning import RefusedModuleError, save_checkpoint, task_from_lightning
 from tests.support import checkpointed
 from tests.support.lightning_modules import (
+    TRAIN_LOGS,
     Autoencoder,
     Classifier,
     DecoderAlone,
@@ -37,6 +38,7 @@ from tests.support.lightning_modules import (
     Plain,
     Recurrent,
     SplitSamples,
+    TrainLogs,
     WithoutValidation,
     fitted,
     samples,
@@ -50,7 +52,7 @@ def classifier(**arguments):
 
 
 CASES = {
-    "an autoencoder": {"make": Autoencoder},
+    "an autoencoder": {"make": Autoencoder, "train_logs": ("train_loss",)},
     "a classifier with metrics": {"make": Classifier},
     "dropout": {"make": classifier(dropout=0.3)},
     "a schedule of epochs": {"make": classifier(scheduling="epoch")},
@@ -76,6 +78,11 @@ CASES = {
     "no validation": {"make": WithoutValidation},
     "a decorator that reads the number": {"make": DecoratedStep},
     "an optimizer of some parameters": {"make": DecoderAlone},
+    "training logs": {"make": TrainLogs, "train_logs": TRAIN_LOGS, "accumulate_grad_batches": 3},
+    "training logs without validation": {
+        "make": type("Own", (TrainLogs,), {"validation_step": LightningModule.validation_step}),
+        "train_logs": ("train/mean", "train_sum"),
+    },
     "sanity steps": {"make": classifier(dropout=0.3), "num_sanity_val_steps": 2},
 }
 SEED = 3
@@ -86,8 +93,9 @@ WHOLE = ("bfloat16, with a weight used three times",)
 class Case:
     """A case: `fit` gives what Lightning does, `task` describes the same training."""
 
-    def __init__(self, make, datamodule=None, loaders=tuple, metric=None, **options):
+    def __init__(self, make, datamodule=None, loaders=tuple, metric=None, train_logs=(), **options):
         self.make, self.datamodule, self.loaders, self.metric = make, datamodule, loaders, metric
+        self.train_logs = train_logs
         self.options = {"max_epochs": 2, "num_sanity_val_steps": 0, **options}
 
     def fit(self):
@@ -98,7 +106,13 @@ class Case:
         loaders = dict(zip(("train_dataloaders", "val_dataloaders"), self.loaders(), strict=False))
         datamodule = None if self.datamodule is None else self.datamodule()
         return task_from_lightning(
-            self.make, datamodule=datamodule, **loaders, seed=SEED, metric=self.metric, **self.options
+            self.make,
+            datamodule=datamodule,
+            **loaders,
+            seed=SEED,
+            metric=self.metric,
+            train_logs=self.train_logs,
+            **self.options,
         )
 
 
@@ -116,15 +130,20 @@ def stock():
     return run
 
 
-def assert_same(result, weights, epochs):
+def assert_same(result, weights, epochs, train_logs=()):
     state = result.state_dict()
     assert list(state) == list(weights)
     assert [name for name, value in weights.items() if not torch.equal(value, state[name])] == []
     assert len(result.history) == len(epochs)
     for entry, values in zip(result.history, epochs, strict=True):
-        reported = {name: value for name, value in entry.items() if name.startswith("val_")}
-        logged = {name: value for name, value in values.items() if not name.startswith(("train_", "twice"))}
-        assert reported == {"val_" + name.removeprefix("val_"): value for name, value in logged.items()}
+        unlogged = {"step", "epoch", "seconds", "train_loss"}.difference(train_logs)
+        reported = {name: value for name, value in entry.items() if name not in unlogged}
+        logged = {
+            name if name.startswith("train") else "val_" + name.removeprefix("val_"): value
+            for name, value in values.items()
+            if not name.startswith(("train", "twice")) or re.sub("_(step|epoch)$", "", name) in train_logs
+        }
+        assert reported == logged
 
 
 def some(*fast):
@@ -136,10 +155,10 @@ def some(*fast):
 def test_the_task_is_the_training_of_lightning(stock, name):
     case, weights, epochs = stock(name)
     task = case.task()
-    assert_same(train_plain(task), weights, epochs)
+    assert_same(train_plain(task), weights, epochs, case.train_logs)
     with HydraExecutor("cpu:1") as pool:
         (result,) = pool.run([task])
-    assert_same(result, weights, epochs)
+    assert_same(result, weights, epochs, case.train_logs)
 
 
 @pytest.mark.parametrize("name", some("an autoencoder", "clipped by value"))
@@ -148,7 +167,7 @@ def test_a_model_that_is_cut_has_the_same_bits(stock, name):
     with HydraExecutor("cpu:2", num_shards=2) as pool:
         (result,) = pool.run([case.task()])
     assert result.num_shards == (1 if name in WHOLE else 2)
-    assert_same(result, weights, epochs)
+    assert_same(result, weights, epochs, case.train_logs)
 
 
 @pytest.mark.slow
@@ -469,6 +488,29 @@ def test_a_step_that_asks_for_more_than_a_trial_knows_fails_by_name(make, messag
     assert message in str(result.error)
 
 
+class LogsList(Metrics):
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.ranking.update(logits.softmax(dim=1), batch[1])
+        self.log("train_auroc", self.ranking, on_epoch=True)
+        return nn.functional.cross_entropy(logits, batch[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "message"),
+    [
+        (Autoencoder, "train_acc", "train_logs has 'train_acc', which training_step has not logged"),
+        (LogsList, "train_auroc", "logs the metric 'ranking', whose states are lists"),
+    ],
+)
+def test_a_training_log_that_is_not_there_fails_by_name(make, name, message):
+    task = task_from_lightning(make, max_epochs=1, train_logs=[name], metric="train_loss")
+    with HydraExecutor("cpu:1") as pool:
+        result = pool.submit(task).result()
+    assert isinstance(result.error, MetricError)
+    assert message in str(result.error)
+
+
 def test_a_module_that_a_trial_has_had_is_refused():
     module = Autoencoder()
     task = task_from_lightning(lambda: module, max_epochs=1)
@@ -573,16 +615,24 @@ def test_a_study_prunes_and_finds_what_lightning_gives():
     assert values[5.0].state == optuna.trial.TrialState.PRUNED
 
 
+REPORTED = ("val_loss", "train_acc", "train_acc_step", "train_sum", "train_sum_step")
+
+
 @pytest.mark.parametrize("scheduling", ["plateau", "step"])
 def test_a_trial_resumes_with_the_bits_of_lightning(scheduling):
-    case = Case(classifier(dropout=0.2, scheduling=scheduling), max_epochs=3, accumulate_grad_batches=3)
+    def make():
+        return TrainLogs(dropout=0.2, scheduling=scheduling)
+
+    case = Case(make, max_epochs=3, accumulate_grad_batches=3, train_logs=("train_acc", "train_sum"))
     weights, epochs = case.fit()
     keeper, plans = checkpointed.Collector(), checkpointed.library()
     checkpointed.run(case.task(), plans, keeper)
     for saved in keeper.saved[1::4]:
         resumed = checkpointed.run(case.task(), plans, beginning=StartCheckpoint(saved=saved))
         assert all(torch.equal(value, resumed["state"][name]) for name, value in weights.items())
-        assert resumed["history"][-1]["val_loss"] == epochs[-1]["val_loss"]
+        assert {name: resumed["history"][-1][name] for name in REPORTED} == {
+            name: epochs[-1][name] for name in REPORTED
+        }
 
 
 class Asking(Plain):

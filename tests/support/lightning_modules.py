@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset, random_split
-from torchmetrics import MeanSquaredError, MetricCollection
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 FEATURES, CLASSES = 12, 3
@@ -157,6 +157,47 @@ class Metrics(Classifier):
         self.log("val_auroc", self.ranking)
         self.log_dict(self.of_classes, prog_bar=True)
         self.log("val_mse", self.error, on_step=True, on_epoch=True)
+
+
+class TrainLogs(Classifier):
+    """Logs in training_step by every kind of reduction."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.mean = MeanMetric(nan_strategy="disable")
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch
+        logits = self(inputs)
+        loss = functional.cross_entropy(logits, labels)
+        self.train_accuracy(logits, labels)
+        self.mean.update(loss)
+        self.log("train_loss", loss, on_step=False, on_epoch=True)
+        self.log("train_acc", self.train_accuracy, on_step=True, on_epoch=True)
+        self.log("train_acc_last", self.train_accuracy)
+        self.log("train/mean", self.mean, on_step=False, on_epoch=True)
+        self.log("train_last", loss, prog_bar=True)
+        self.log("train_max", logits.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log("train_min", logits.min().bfloat16(), on_epoch=True, reduce_fx=torch.min)
+        self.log("train_sum", loss, on_epoch=True, reduce_fx="sum")
+        self.log("train_double", loss.double(), on_epoch=True)
+        self.log("train_sized", 0.1, on_epoch=True, batch_size=3)
+        self.log("twice", 2 * loss, on_epoch=True)
+        return loss
+
+
+TRAIN_LOGS = (
+    "train_loss",
+    "train_acc",
+    "train_acc_last",
+    "train/mean",
+    "train_last",
+    "train_max",
+    "train_min",
+    "train_sum",
+    "train_double",
+    "train_sized",
+)
 
 
 class NumberedSteps(Classifier):
