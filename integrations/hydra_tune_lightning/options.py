@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from hydra_tune.errors import TaskError, with_hint
+from hydra_tune_lightning.callbacks import NOT_WRITTEN, warn_not_written
 from hydra_tune_lightning.errors import RefusedModuleError
 
 WITHOUT_EFFECT = frozenset(
@@ -35,11 +36,6 @@ REFUSED = {
     "devices": _DEVICES,
     "num_nodes": _DEVICES,
     "strategy": _DEVICES,
-    "callbacks": "leave them out; a result's history has all reports, and dataclasses.replace(task, stop=..., "
-    "after_step=...) ends a training early or writes weights",
-    "logger": "give logger=False; a result's history has all reports",
-    "enable_checkpointing": "give enable_checkpointing=False; save_checkpoint(result, path) writes the trained weights, and "
-    "HydraExecutor(checkpoint_dir=...) saves trials that resume",
     "fast_dev_run": "give max_epochs=1 and small loaders",
     "max_steps": "give max_epochs",
     "min_steps": "leave it out; every training runs max_epochs",
@@ -66,10 +62,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "accelerator": ("cpu", "auto"),
     "devices": (1, "1", "auto"),
     "strategy": ("auto",),
-    "callbacks": ([],),
     "plugins": ([],),
-    "logger": (False,),
-    "enable_checkpointing": (False,),
     "deterministic": (False,),
     "benchmark": (False,),
 }
@@ -121,6 +114,9 @@ def checked(options: Mapping[str, Any]) -> TrainerOptions:
         raise TaskError("task_from_lightning needs max_epochs, as Trainer(max_epochs=...)")
     if reasons := [*_refused(options, known)]:
         raise RefusedModuleError(reasons)
+    for name in NOT_WRITTEN.keys() & options.keys():
+        if options[name]:
+            warn_not_written(name)
     kept = {name: options[name] for name in NUMERIC if options.get(name) is not None}
     kept["precision"] = "bf16-mixed" if kept.get("precision") == "bf16-mixed" else "32-true"
     return TrainerOptions(**kept)
@@ -130,7 +126,12 @@ def _refused(options: Mapping[str, Any], known: Mapping[str, inspect.Parameter])
     for name, value in options.items():
         if name in _WHOLE and type(value) is float and value == 1.0:
             continue
-        if name in WITHOUT_EFFECT or name in NUMERIC or value is None or value in _NEUTRAL.get(name, ()):
+        if (
+            name in WITHOUT_EFFECT | NOT_WRITTEN.keys()
+            or name in NUMERIC
+            or value is None
+            or value in _NEUTRAL.get(name, ())
+        ):
             continue
         if value != known[name].default:
             unknown = "an option that this version of hydra-tune does not know; leave it out"

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from hydra_tune import TrainTask
-from hydra_tune.task import reported_names
+from hydra_tune_lightning.callbacks import Callbacks, reported
 from hydra_tune_lightning.data import loader_from, source_of
 from hydra_tune_lightning.epoch_values import EpochValues, metrics_of
 from hydra_tune_lightning.errors import RefusedModuleError
@@ -52,7 +52,7 @@ def task_from_lightning(
     val_dataloaders: Any = None,
     seed: int = 0,
     metric: str | tuple[str, ...] | None = None,
-    train_logs: Sequence[str] = (),
+    train_logs: str | Sequence[str] = (),
     **trainer_options: Any,
 ) -> TrainTask:
     """Describe the training of a `LightningModule` as a task, whose numbers are those of `Trainer.fit()` on a CPU.
@@ -68,8 +68,8 @@ def task_from_lightning(
         train_dataloaders: as for `fit`; one `DataLoader`.
         val_dataloaders: as for `fit`; one `DataLoader`.
         seed: seeds the trial's random streams.
-        metric: the tuner's metric, as reported; default: the monitor of a `ReduceLROnPlateau`, else `val_loss`, or
-            `train_loss` without validation.
+        metric: the tuner's metric, as reported; default: the monitor of a `ReduceLROnPlateau` or of a callback, else
+            `val_loss`, or `train_loss` without validation.
         train_logs: names that `training_step` logs and that are reported.
         trainer_options: as for `Trainer`, with `max_epochs`.
 
@@ -80,6 +80,8 @@ def task_from_lightning(
         RefusedModuleError: the module, its data or an option would not be trained exactly; all reasons are named.
         TaskError: an option that `Trainer` does not have.
     """
+    train_logs = (train_logs,) if isinstance(train_logs, str) else tuple(train_logs)
+    callbacks = Callbacks.of(trainer_options.pop("callbacks", None), train_logs)
     options = checked(trainer_options)
     _warn_of_version()
     if isinstance(make_module, nn.Module):
@@ -98,7 +100,7 @@ def task_from_lightning(
             source_of("train_dataloader", train_dataloaders, datamodule, module),
             source_of("val_dataloader", val_dataloaders, datamodule, module),
         )
-        return _task_of(module, factory, options, sources, metric, train_logs, seed)
+        return _task_of(module, factory, options, sources, metric, train_logs, seed, callbacks)
 
 
 def save_checkpoint(result: Any, path: str | Path) -> None:
@@ -205,8 +207,9 @@ def _task_of(
     options: TrainerOptions,
     sources: tuple[Any, Any],
     metric: str | tuple[str, ...] | None,
-    train_logs: Sequence[str],
+    train_logs: tuple[str, ...],
     seed: int,
+    callbacks: Callbacks,
 ) -> TrainTask:
     """Describe the training of a module that is ready to train."""
     is_numbered = reads_number(module.training_step)
@@ -216,16 +219,18 @@ def _task_of(
         raise RefusedModuleError(["there is no train_dataloader: give train_dataloaders=, or a datamodule"])
     batches = len(train)
     configured = ConfiguredOptimizer.of(module, options, batches)
-    logs = TrainLogs(tuple(train_logs), batches) if train_logs else None
+    logs = TrainLogs(train_logs, batches) if train_logs else None
     evaluation = _evaluation(module, options, sources[1], logs)
     reasons = [*module_refusals(module), *configured.refusals(module, options)]
     config = configured.config
     if config is not None and config.reduce_on_plateau:
-        monitor = _reported(config.monitor)
+        monitor = reported(config.monitor)
         reasons += _monitor_refusals(config.monitor, metric, has_validation="validate" in evaluation)
         metric = metric or monitor
     if reasons:
         raise RefusedModuleError(reasons)
+    if metric is None and callbacks.monitor is not None:
+        metric = reported(callbacks.monitor)
     if evaluation and evaluation["validate"] is one_batch:
         metric = metric or "train_loss"
     return TrainTask(
@@ -243,6 +248,7 @@ def _task_of(
         max_grad_norm=options.max_norm,
         precision=PRECISIONS[options.precision],  # type: ignore[arg-type]  # the values are precisions
         metric=metric,
+        stop=callbacks.stop,
         seed=seed,
         **evaluation,
     )
@@ -276,13 +282,8 @@ def _monitor_refusals(monitor: str, metric: Any, *, has_validation: bool) -> Ite
     if not has_validation:
         yield f"a ReduceLROnPlateau that monitors {monitor!r} without a validation: monitor a value of validation_step"
     first = metric[0] if isinstance(metric, tuple) else metric
-    if first not in (None, _reported(monitor)):
+    if first not in (None, reported(monitor)):
         yield (
             f"a ReduceLROnPlateau that monitors {monitor!r} with metric={metric!r}, and the scheduler gets the first metric: "
-            f"let metric begin with {_reported(monitor)!r}"
+            f"let metric begin with {reported(monitor)!r}"
         )
-
-
-def _reported(name: str) -> str:
-    """Return the name under which a report has a logged value."""
-    return next(iter(reported_names({name: 0.0})))

@@ -148,7 +148,7 @@ def _row(table: Tensor, *values: Any) -> Tensor:
     return torch.stack([tensor.reshape(()) for tensor in tensors])
 
 
-def _added(kind: str, total: Tensor, value: Tensor, size: Any) -> Tensor:
+def _added(kind: str, total: Tensor, value: Tensor, size: int) -> Tensor:
     """Add a step's value, by the operations of Lightning's collection of results."""
     if kind == "mean":
         return total + value * size

@@ -16,6 +16,13 @@ import numpy as np
 import optuna
 import torchmetrics
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    RichProgressBar,
+    StochasticWeightAveraging,
+)
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 from torchmetrics.classification import MulticlassAccuracy
@@ -386,9 +393,12 @@ OPTIONS = {
     "limit_val_batches=0": {"limit_val_batches": 0},
     "fast_dev_run=True": {"fast_dev_run": True},
     "deterministic=True": {"deterministic": True},
-    "logger=True": {"logger": True},
-    "enable_checkpointing=True": {"enable_checkpointing": True},
-    "callbacks=": {"callbacks": [object()]},
+    "the callback object": {"callbacks": [object()]},
+    "the callback OwnCheckpoint": {"callbacks": [type("OwnCheckpoint", (ModelCheckpoint,), {})()]},
+    "StochasticWeightAveraging, which the pool would not call: after_step=": {
+        "callbacks": StochasticWeightAveraging(0.1)
+    },
+    "EarlyStopping monitors 'train_loss' of training_step: give train_logs": {"callbacks": EarlyStopping("train_loss")},
     "max_epochs=-1": {"max_epochs": -1},
     "gradient_clip_algorithm='max'": {"gradient_clip_algorithm": "max"},
 }
@@ -447,6 +457,38 @@ def test_what_would_not_be_exact_is_refused_by_name(reason):
     with pytest.raises(RefusedModuleError, match=re.escape(reason)):
         task_from_lightning(make, **{"max_epochs": 1, **options}, **case)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("stop", "epochs"),
+    [
+        (EarlyStopping("val_loss", patience=1), 2),
+        (EarlyStopping("val_acc", mode="max", min_delta=0.5, patience=2), 3),
+        (EarlyStopping("val_loss", stopping_threshold=1.2, check_on_train_epoch_end=False), 1),
+        (EarlyStopping("train_loss", divergence_threshold=1.4), 2),
+        (EarlyStopping("nothing", strict=False), 7),
+    ],
+)
+def test_a_training_ends_as_early_stopping_says(stop, epochs):
+    case = Case(classifier(lr=0.5), max_epochs=7, callbacks=[stop], train_logs=["train_loss"], metric="val_loss")
+    weights, logged = case.fit()
+    assert len(logged) == epochs
+    assert_same(train_plain(case.task()), weights, logged, case.train_logs)
+
+
+def test_a_name_that_early_stopping_does_not_find_fails_the_trial():
+    with HydraExecutor("cpu:1") as pool:
+        task = task_from_lightning(Autoencoder, max_epochs=1, callbacks=EarlyStopping("acc"), metric="val_loss")
+        result = pool.submit(task).result()
+    assert "EarlyStopping monitors 'acc'" in str(result.error)
+
+
+def test_a_warning_names_files_that_nobody_writes(caplog):
+    callbacks = [ModelCheckpoint(monitor="acc"), RichProgressBar(), LearningRateMonitor()]
+    task = task_from_lightning(Autoencoder, max_epochs=1, callbacks=callbacks, logger=True, enable_progress_bar=True)
+    assert task.metrics == ("val_acc",)
+    words = [re.search("without (.*) of the Trainer", record.message)[1] for record in caplog.records]
+    assert words == ["ModelCheckpoint", "LearningRateMonitor", "logger"]
 
 
 def test_an_unknown_option_is_named_with_a_hint():

@@ -3,6 +3,7 @@
 Nothing here knows of hydra-tune.
 """
 
+import copy
 import functools
 import warnings
 
@@ -297,6 +298,7 @@ def fitted(make_module, seed=3, datamodule=None, loaders=(), **options):
         options: further options of the trainer.
     """
     history = _History()
+    callbacks = copy.deepcopy(options.pop("callbacks", []))
     with torch.random.fork_rng(), warnings.catch_warnings():
         # Hints of Lightning's, such as that loaders have no workers.
         warnings.simplefilter("ignore")
@@ -309,7 +311,7 @@ def fitted(make_module, seed=3, datamodule=None, loaders=(), **options):
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[history],
+            callbacks=[history, *callbacks],
             **options,
         )
         trainer.fit(module, *loaders, datamodule=datamodule)

@@ -1,0 +1,137 @@
+"""The callbacks of a `Trainer`: those that are taken over, those that change no number, and those refused by name.
+
+`task_from_lightning` (`task.py`) asks `Callbacks.of` first.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import callbacks as stock
+from torch import Tensor
+
+from hydra_tune.errors import MetricError
+from hydra_tune.task import reported_names
+from hydra_tune_lightning.errors import RefusedModuleError
+
+_LOGGER = logging.getLogger(__name__)
+
+WITHOUT_EFFECT: tuple[type, ...] = (stock.ProgressBar, stock.ModelSummary)
+"""Callbacks that only show something; classes that derive from these do the same."""
+
+NOT_WRITTEN = {
+    "ModelCheckpoint": "save_checkpoint(result, path) writes the trained weights, and keep_best= of a study keeps the best",
+    "OnExceptionCheckpoint": "HydraExecutor(checkpoint_dir=...) saves trials that resume",
+    "LearningRateMonitor": "a result's history has all reports",
+    "DeviceStatsMonitor": "a pool's stats() and hydra-tune trace show the devices",
+    "ThroughputMonitor": "a pool's stats() and hydra-tune trace show the devices",
+    "logger": "a result's history has all reports",
+    "enable_checkpointing": "save_checkpoint(result, path) writes the trained weights, and HydraExecutor(checkpoint_dir=...) "
+    "saves trials that resume",
+}
+"""Callbacks and options that write files and change no number: a warning says so, with these words."""
+
+_REMEDIES = {
+    "Timer": "give max_epochs",
+    "StochasticWeightAveraging": "after_step= of the task may average weights",
+    "EMAWeightAveraging": "after_step= of the task may average weights",
+    "WeightAveraging": "after_step= of the task may average weights",
+    "GradientAccumulationScheduler": "give accumulate_grad_batches",
+    "LearningRateFinder": "search for the rate",
+    "BatchSizeFinder": "search for the batch size",
+}
+
+
+def reported(name: str) -> str:
+    """Return the name under which a report has a logged value."""
+    return next(iter(reported_names({name: 0.0})))
+
+
+def warn_not_written(name: str) -> None:
+    """Log that a callback or an option writes nothing in a pool."""
+    _LOGGER.warning("the pool trains without %s of the Trainer: %s", name, NOT_WRITTEN[name])
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """Ends a training as `EarlyStopping` does, by that callback's own code.
+
+    Args:
+        callbacks: the callbacks, as new.
+    """
+
+    callbacks: tuple[stock.EarlyStopping, ...]
+
+    def __call__(self, history: Sequence[Mapping[str, float]]) -> bool:
+        """Whether the training ends after the last report of its history.
+
+        Raises:
+            MetricError: a report has no value of the name that a callback monitors.
+        """
+        return any([_stops(copy.deepcopy(callback), history) for callback in self.callbacks])  # noqa: C419 - each raises
+
+
+def _stops(callback: stock.EarlyStopping, history: Sequence[Mapping[str, float]]) -> bool:
+    stops, name = False, reported(callback.monitor)
+    for entry in history:
+        if name in entry:
+            stops, _ = callback._evaluate_stopping_criteria(_tensor(entry[name]))  # noqa: SLF001 - no public name
+        elif callback.strict:
+            raise MetricError(
+                f"EarlyStopping monitors {callback.monitor!r}, and a report has {', '.join(entry)}; log the value in "
+                "validation_step with on_epoch, or name a value of training_step in train_logs="
+            )
+    return stops
+
+
+def _tensor(value: float) -> Tensor:
+    """Return the tensor that Lightning would have: of float32, unless a metric has computed more digits."""
+    tensor = torch.tensor(value)
+    return tensor if tensor.item() == value or value != value else torch.tensor(value, dtype=torch.float64)  # noqa: PLR0124
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What becomes of the callbacks of a `Trainer`.
+
+    Attributes:
+        stop: ends a training early; None: none does.
+        monitor: name that the first callback monitors; None: none does.
+    """
+
+    stop: EarlyStop | None
+    monitor: str | None
+
+    @classmethod
+    def of(cls, given: Any, train_logs: Sequence[str]) -> "Callbacks":
+        """Take callbacks over, and warn of those that write files.
+
+        Args:
+            given: `callbacks` of the `Trainer`.
+            train_logs: names of reported values of the training.
+
+        Raises:
+            RefusedModuleError: a callback that the pool would not call, or one that monitors a value that is not reported.
+        """
+        callbacks = [given] if isinstance(given, stock.Callback) else [*(given or ())]
+        if reasons := [reason for callback in callbacks for reason in _refusals(callback, train_logs)]:
+            raise RefusedModuleError(reasons)
+        for callback in callbacks:
+            if type(callback).__name__ in NOT_WRITTEN:
+                warn_not_written(type(callback).__name__)
+        stops = tuple(callback for callback in callbacks if isinstance(callback, stock.EarlyStopping))
+        monitors = [callback.monitor for callback in callbacks if getattr(callback, "monitor", None)]
+        return cls(EarlyStop(stops) if stops else None, monitors[0] if monitors else None)
+
+
+def _refusals(callback: Any, train_logs: Sequence[str]) -> Iterator[str]:
+    kind, name = type(callback), type(callback).__name__
+    if kind is stock.EarlyStopping:
+        if callback.monitor.startswith("train") and callback.monitor not in train_logs:
+            yield f"EarlyStopping monitors {callback.monitor!r} of training_step: give train_logs=[{callback.monitor!r}]"
+    elif not isinstance(callback, WITHOUT_EFFECT) and not (kind is getattr(stock, name, None) and name in NOT_WRITTEN):
+        otherwise = "call its work on result.module() or result.history after the training"
+        yield f"the callback {name}, which the pool would not call: {_REMEDIES.get(name, otherwise)}"
