@@ -50,7 +50,7 @@ def task_from_lightning(
     datamodule: LightningDataModule | None = None,
     train_dataloaders: Any = None,
     val_dataloaders: Any = None,
-    seed: int = 0,
+    seed: int | None = 0,
     metric: str | tuple[str, ...] | None = None,
     train_logs: str | Sequence[str] = (),
     **trainer_options: Any,
@@ -67,7 +67,8 @@ def task_from_lightning(
         datamodule: as for `fit`; `prepare_data` and `setup("fit")` are called once, here.
         train_dataloaders: as for `fit`; one `DataLoader`.
         val_dataloaders: as for `fit`; one `DataLoader`.
-        seed: seeds the trial's random streams.
+        seed: seeds the trial's random streams; None: they go on from where those of the process are now, as after a
+            `seed_everything` and a `random_split` of a script.
         metric: the tuner's metric, as reported; default: the monitor of a `ReduceLROnPlateau` or of a callback, else
             `val_loss`, or `train_loss` without validation.
         train_logs: names that `training_step` logs and that are reported.
@@ -91,16 +92,19 @@ def task_from_lightning(
         datamodule, train_dataloaders = train_dataloaders, None
     if datamodule is not None and (reasons := [*datamodule_refusals(datamodule)]):
         raise RefusedModuleError(reasons)
-    with seeded(seed):
+    start = StreamState.now() if seed is None else None
+    with seeded(seed or 0):
+        if start is not None:
+            start.restore()
         module = _built(make_module)
         if reasons := [*refusals(module)]:
             raise RefusedModuleError(reasons)
-        factory = _ModuleFactory(make_module, options, _set_up(module, datamodule, options))
+        factory = _ModuleFactory(make_module, options, _set_up(module, datamodule, options), start)
         sources = (
             source_of("train_dataloader", train_dataloaders, datamodule, module),
             source_of("val_dataloader", val_dataloaders, datamodule, module),
         )
-        return _task_of(module, factory, options, sources, metric, train_logs, seed, callbacks)
+        return _task_of(module, factory, options, sources, metric, train_logs, seed or 0, callbacks)
 
 
 def save_checkpoint(result: Any, path: str | Path) -> None:
@@ -158,16 +162,20 @@ class _ModuleFactory:
         make_module: the function.
         options: options of the `Trainer`.
         streams: position of the random streams when a module is set up, after the datamodule.
+        start: position of the streams when a module is built; None: the trial's own.
         logs: keeps values that `training_step` logs; None: none are kept.
     """
 
     make_module: Callable[[], LightningModule]
     options: TrainerOptions
     streams: StreamState
+    start: StreamState | None = None
     logs: TrainLogs | None = None
 
     def __call__(self) -> LightningModule:
         """Build the module; the streams go on as after the datamodule's setup."""
+        if self.start is not None:
+            self.start.restore()
         module = _built(self.make_module)
         _prepare_module_data(module, self.options)
         self.streams.restore()

@@ -69,7 +69,7 @@ class TrainLogs:
             total, size = rows[entry.name][0], rows[entry.name][1] + logged.values.get(entry.size_key, 0)
             if entry.kind in _BEGINNINGS:
                 total = torch.where(is_first, _BEGINNINGS[entry.kind], table[self.names.index(entry.name), 0])
-            total = _added(entry.kind, total.to(value.dtype), value.reshape(()), logged.values.get(entry.size_key))
+            total = _added(entry.kind, total.to(value.dtype), value.reshape(()), logged.values.get(entry.size_key, 0))
             epoch = total / size.long() if entry.kind == "mean" else total
             rows[entry.name] = _row(table, total, size, epoch, value, _code(entry))
         for place, entries in logged.metrics.items():

@@ -15,7 +15,7 @@ pytest.importorskip("lightning", reason="the integration needs Lightning")
 import numpy as np
 import optuna
 import torchmetrics
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
@@ -636,6 +636,30 @@ def test_draws_of_a_setup_are_those_of_lightning():
     weights, epochs = case.fit()
     with HydraExecutor("cpu:1") as pool:
         (result,) = pool.run([case.task()])
+    assert_same(result, weights, epochs)
+
+
+def draw():
+    """Draw from each global stream, as a script that splits its data."""
+    return torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002 - the global stream
+
+
+def test_a_task_goes_on_from_where_the_streams_of_a_script_are():
+    def make_after_draws():
+        draw()
+        return Classifier(dropout=0.3)
+
+    weights, epochs = fitted(make_after_draws, SEED, max_epochs=1)
+    with torch.random.fork_rng():
+        seed_everything(SEED, verbose=False)
+        draw()
+        task = task_from_lightning(classifier(dropout=0.3), max_epochs=1, seed=None)
+        draws = draw()
+        seed_everything(SEED, verbose=False)
+        draw()
+        assert all(map(np.array_equal, draws, draw()))
+    with HydraExecutor("cpu:1") as pool:
+        (result,) = pool.run([task])
     assert_same(result, weights, epochs)
 
 
