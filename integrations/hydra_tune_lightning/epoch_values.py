@@ -26,6 +26,7 @@ ADDED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dim_zero_min: torch.minimum,
 }
 _STATE = "state"
+_KINDS = ("mean", "sum", "max", "min", "metric")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class StepLogs:
     """Collects what a step logs, as Lightning's collection of results does.
 
     Args:
-        batch: the batch.
+        batch: the batch; None in a hook.
         names: names to collect, also where they are logged on steps alone; None: all that are logged with `on_epoch`.
 
     Attributes:
@@ -99,7 +100,7 @@ class StepLogs:
         self.values[entry.key] = value if exact else value.to(_get_default_dtype())
         if entry.kind == "mean":
             size = given["batch_size"]
-            self.values[entry.size_key] = extract_batch_size(self.batch) if size is None else size
+            self.values[entry.size_key] = size or (1 if self.batch is None else extract_batch_size(self.batch))
 
 
 def metrics_of(module: nn.Module) -> dict[str, Metric]:
@@ -191,10 +192,12 @@ class EpochValues:
     Args:
         metrics: the module's metrics by name, as new.
         of_training: computes the values that the training has logged (`TrainLogs.values`); None: these are not reported.
+        at_end: computes what a hook logs after the last batch (`ValidationEnd`); None: there is no hook.
     """
 
     metrics: Mapping[str, Metric]
     of_training: Callable[[Mapping[str, Tensor], Mapping[str, Metric]], dict[str, float]] | None = None
+    at_end: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
 
     def __call__(self, collected: dict[str, Tensor]) -> dict[str, float]:
         """Return the values by the names that the module has logged.
@@ -203,38 +206,33 @@ class EpochValues:
             MetricError: a metric computes no number.
         """
         computed = {} if self.of_training is None else self.of_training(collected, self.metrics)
-        for key, values in collected.items():
-            if key.startswith(("size|", f"{_STATE}|", "train|")):
+        logged = collected if self.at_end is None else collected | self.at_end(collected)
+        for key, values in logged.items():
+            if key.partition("|")[0] not in _KINDS:
                 continue
-            logged = LoggedValue.of(key)
-            name = logged.name
-            if logged.kind == "metric":
+            entry = LoggedValue.of(key)
+            name = entry.name
+            if entry.kind == "metric":
                 name, place = name.rsplit("|", 1)
-                states = {state: collected.get(f"{_STATE}|{place}|{state}") for state in self.metrics[place]._defaults}  # noqa: SLF001
+                states = collected_states(self.metrics[place], place, collected)
                 value = metric_value(self.metrics[place], name, states)
             else:
-                value = _reduced(logged.kind, values, collected.get(logged.size_key))
+                value = _reduced(entry.kind, values, logged.get(entry.size_key))
             number = float(value.item())
-            computed |= {name: number, f"{name}_epoch": number} if logged.is_forked else {name: number}
+            computed |= {name: number, f"{name}_epoch": number} if entry.is_forked else {name: number}
         return computed
 
 
-def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor | None]) -> Tensor:
-    """Compute a metric from the states of all batches.
+def collected_states(metric: Metric, place: str, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the states of all batches of a metric, concatenated; those that no batch has left are not there."""
+    keys = {state: f"{_STATE}|{place}|{state}" for state in metric._defaults}  # noqa: SLF001 - no public name
+    return {state: collected[key] for state, key in keys.items() if key in collected}
 
-    Args:
-        metric: the metric as new.
-        name: the name that the metric is logged under.
-        states: the states of all batches, concatenated, by name; None: no batch has left any.
 
-    Raises:
-        MetricError: the metric computes no number.
-    """
-    metric = copy.deepcopy(metric)
-    for state, default in metric._defaults.items():  # noqa: SLF001 - no public name
-        values = states[state]
-        if values is None:
-            continue
+def put_states(metric: Metric, states: Mapping[str, Tensor]) -> bool:
+    """Give a new metric the states of all batches, concatenated; return whether there are any."""
+    for state, values in states.items():
+        default = metric._defaults[state]  # noqa: SLF001 - no public name
         if isinstance(default, list):
             setattr(metric, state, [values])
             continue
@@ -242,6 +240,23 @@ def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor | None])
         for value in values.reshape(-1, *default.shape):
             total = ADDED[metric._reductions[state]](total, value)  # noqa: SLF001 - as above
         setattr(metric, state, total)
+    metric._update_count = len(states)  # noqa: SLF001 - as above
+    return bool(states)
+
+
+def metric_value(metric: Metric, name: str, states: Mapping[str, Tensor]) -> Tensor:
+    """Compute a metric from the states of all batches.
+
+    Args:
+        metric: the metric as new.
+        name: the name that the metric is logged under.
+        states: the states of all batches, concatenated, by name.
+
+    Raises:
+        MetricError: the metric computes no number.
+    """
+    metric = copy.deepcopy(metric)
+    put_states(metric, states)
     metric._update_count = 1  # noqa: SLF001 - a metric without updates warns
     value = metric.compute()
     if not isinstance(value, Tensor) or value.numel() != 1:

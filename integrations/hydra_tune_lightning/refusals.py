@@ -5,6 +5,7 @@ overridden is called as Lightning calls the method, has no effect on a training,
 options of the `Trainer`.
 """
 
+import dis
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +24,7 @@ CALLED = frozenset(
         "prepare_data",
         "setup",
         "configure_model",
+        "on_validation_epoch_end",
         "train_dataloader",
         "val_dataloader",
     }
@@ -56,7 +58,6 @@ _REMEDIES = {
     "configure_gradient_clipping": "give gradient_clip_val and gradient_clip_algorithm",
     "lr_scheduler_step": "use a scheduler of torch's, or a LambdaLR",
     "configure_callbacks": "leave it out; a result's history has all reports",
-    "on_validation_epoch_end": "log a metric in validation_step: self.log(name, self.metric), or a tensor with reduce_fx",
     "on_train_epoch_end": "read a result's history instead",
     "on_train_end": "call it on result.module()",
     "on_fit_end": "call it on result.module()",
@@ -72,8 +73,11 @@ def refusals(module: LightningModule) -> Iterator[str]:
     if not module.automatic_optimization:
         yield "manual optimization (automatic_optimization=False): return the loss, and leave the rest to the pool"
     for name, owner in overridden(module, LightningModule):
-        if name not in CALLED | WITHOUT_EFFECT:
+        if name not in CALLED | WITHOUT_EFFECT and not does_nothing(getattr(module, name)):
             yield f"{owner} overrides {name}, which the pool would not call: {_REMEDIES.get(name, 'leave it out')}"
+    for name in ("training_epoch_end", "validation_epoch_end"):
+        if callable(getattr(module, name, None)):
+            yield f"{name}, which Lightning 2 has removed: use on_validation_epoch_end, or leave it out"
     if type(module).training_step is LightningModule.training_step:
         yield f"{type(module).__name__} has no training_step: write one that returns the loss"
     yield from _arguments(module)
@@ -103,6 +107,17 @@ def datamodule_refusals(datamodule: Any) -> Iterator[str]:
     for name, owner in overridden(datamodule, LightningDataModule):
         if name not in CALLED | WITHOUT_EFFECT | {"state_dict", "load_state_dict"}:
             yield f"{owner} overrides {name}, which the pool would not call: {_REMEDIES.get(name, 'leave it out')}"
+
+
+def does_nothing(method: Any) -> bool:
+    """Whether a method has no code but a docstring or `pass`."""
+    code = getattr(method, "__code__", None)
+    idle = {"RESUME", "NOP", "LOAD_CONST", "RETURN_CONST", "RETURN_VALUE"}
+    return (
+        code is not None
+        and code.co_consts[-1:] == (None,)
+        and {each.opname for each in dis.get_instructions(code)} <= idle
+    )
 
 
 def overridden(value: object, stock: type) -> Iterator[tuple[str, str]]:

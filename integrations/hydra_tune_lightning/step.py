@@ -18,10 +18,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 
 from hydra_tune.errors import MetricError, TaskError
-from hydra_tune_lightning.epoch_values import StepLogs, new_metrics, states_of
+from hydra_tune_lightning.epoch_values import LoggedValue, StepLogs, new_metrics, states_of
 from hydra_tune_lightning.options import TrainerOptions
 from hydra_tune_lightning.train_logs import TrainLogs
 from hydra_tune_lightning.trainer_stand_in import standing_in
+from hydra_tune_lightning.validation_end import appended
 
 # By the class of the module, the metrics that steps of training have updated: a step that is cut runs on a twin.
 _TRAINED_METRICS: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
@@ -110,24 +111,39 @@ class LightningStep(_ModuleStep):
         return loss  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, kw_only=True)
 class LightningEvaluation(_ModuleStep):
-    """Calls `validation_step`."""
+    """Calls `validation_step`.
+
+    Args:
+        has_end: whether `on_validation_epoch_end` follows the last batch.
+    """
+
+    has_end: bool
 
     def __call__(self, module: nn.Module, batch: Any) -> dict[str, Any]:
         """Return the values that the module logs for a batch, and the states of the metrics that it logs."""
         assert isinstance(module, LightningModule)
         arguments = self.arguments(batch)
         logged = StepLogs(arguments[0])
-        with standing_in(module, self.options, "validation_step", logged), new_metrics(module) as metrics:
+        with (
+            standing_in(module, self.options, "validation_step", logged),
+            new_metrics(module) as metrics,
+            appended(module, is_wanted=self.has_end) as items,
+        ):
             module.validation_step(*arguments)
-            shared = sorted(_TRAINED_METRICS.get(type(module), set()).intersection(logged.metrics))
+            places: dict[str, list[LoggedValue]] = dict(logged.metrics)
+            if self.has_end:
+                places |= {name: places.get(name, []) for name, metric in metrics.items() if metric.update_count}
+            shared = sorted(_TRAINED_METRICS.get(type(module), set()).intersection(places))
             if shared:
                 raise MetricError(
                     f"training_step and validation_step share the metric {shared[0]!r}, whose states Lightning mixes; make two "
                     "metrics"
                 )
             trained_values = {} if self.logs is None else self.logs.read(module)
-            return logged.values | states_of(metrics, logged.metrics) | trained_values
+            values = logged.values | states_of(metrics, places) | trained_values
+        return values | items
 
 
 @dataclass(frozen=True)

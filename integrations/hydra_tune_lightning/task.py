@@ -25,7 +25,7 @@ from hydra_tune_lightning.epoch_values import EpochValues, metrics_of
 from hydra_tune_lightning.errors import RefusedModuleError
 from hydra_tune_lightning.optimizer import ConfiguredOptimizer, ConfigureModule, TakeOptimizer, take_scheduler
 from hydra_tune_lightning.options import PRECISIONS, TrainerOptions, checked
-from hydra_tune_lightning.refusals import datamodule_refusals, module_refusals, refusals
+from hydra_tune_lightning.refusals import datamodule_refusals, does_nothing, module_refusals, refusals
 from hydra_tune_lightning.step import (
     LightningEvaluation,
     LightningStep,
@@ -37,6 +37,7 @@ from hydra_tune_lightning.step import (
 from hydra_tune_lightning.streams import StreamState, seeded
 from hydra_tune_lightning.train_logs import TrainLogs
 from hydra_tune_lightning.trainer_stand_in import stand_in, standing_in
+from hydra_tune_lightning.validation_end import HOOK, ValidationEnd, without_weights
 
 TRIED = ("2.4", "2.5", "2.6")
 """Versions of Lightning with which the numbers have been compared."""
@@ -272,7 +273,9 @@ def _evaluation(
         with standing_in(module, options, "val_dataloader"):
             loader = loader_from(source, "val_dataloader", is_numbered=is_numbered)
     metrics = {name: copy.deepcopy(each) for name, each in metrics_of(module).items()}
-    finish = EpochValues(metrics, None if logs is None else logs.values)
+    has_end = is_overridden(HOOK, module) and not does_nothing(getattr(module, HOOK))
+    at_end = ValidationEnd(without_weights(module), options) if has_end else None
+    finish = EpochValues(metrics, None if logs is None else logs.values, at_end)
     if loader is None:
         return {} if logs is None else {"validate": one_batch, "evaluate": LogsAlone(logs), "finish": finish}
     # Lightning puts the global streams back after its sanity steps, but not the generator of a loader.
@@ -281,7 +284,11 @@ def _evaluation(
         reason = f"num_sanity_val_steps={options.num_sanity_val_steps} draws from the generator of val_dataloader"
         raise RefusedModuleError([f"{reason}: give num_sanity_val_steps=0, or no generator"])
     evaluate = LightningEvaluation(
-        options=options, is_numbered=is_numbered, takes_number=takes_number(module.validation_step), logs=logs
+        options=options,
+        is_numbered=is_numbered,
+        takes_number=takes_number(module.validation_step),
+        logs=logs,
+        has_end=has_end,
     )
     return {"validate": loader, "evaluate": evaluate, "finish": finish}
 

@@ -60,6 +60,11 @@ class TrainerStandIn:
         )
 
 
+def _as_is(tensor: Any, *_arguments: Any, **_options: Any) -> Any:
+    """Return a value of all processes, of which there is one."""
+    return tensor
+
+
 class _NothingToReset:
     """Stands in for the connector of loggers: each step's results are new."""
 
@@ -70,8 +75,8 @@ class _NothingToReset:
 def stand_in(options: TrainerOptions, hook: str, **attributes: Any) -> TrainerStandIn:
     """Return a stand-in for the `Trainer` of some options in a method of the module, with further attributes."""
     known = _ALWAYS | {name: getattr(options, name) for name in NUMERIC} | attributes
-    known |= {"training": hook == "training_step", "validating": hook == "validation_step"}
-    return TrainerStandIn("self.trainer", **(known if hook.endswith("_step") else _BEFORE_TRAINING | known))
+    known |= {"training": hook == "training_step", "validating": hook in ("validation_step", "on_validation_epoch_end")}
+    return TrainerStandIn("self.trainer", **(known if hook.endswith(("_step", "_end")) else _BEFORE_TRAINING | known))
 
 
 @functools.cache
@@ -99,7 +104,7 @@ def standing_in(
     trainer = stand_in(
         options,
         hook,
-        strategy=TrainerStandIn("self.trainer.strategy", reduce=None),
+        strategy=TrainerStandIn("self.trainer.strategy", reduce=_as_is, all_gather=_as_is),
         _results=results,
         _logger_connector=_NothingToReset(),
         _accelerator_connector=TrainerStandIn("self.trainer._accelerator_connector", is_distributed=False),

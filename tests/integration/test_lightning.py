@@ -46,6 +46,7 @@ from tests.support.lightning_modules import (
     Recurrent,
     SplitSamples,
     TrainLogs,
+    ValidationEnd,
     WithoutValidation,
     fitted,
     samples,
@@ -90,6 +91,7 @@ CASES = {
         "make": type("Own", (TrainLogs,), {"validation_step": LightningModule.validation_step}),
         "train_logs": ("train/mean", "train_sum"),
     },
+    "a hook after the validation": {"make": ValidationEnd, "num_sanity_val_steps": 2},
     "sanity steps": {"make": classifier(dropout=0.3), "num_sanity_val_steps": 2},
 }
 SEED = 3
@@ -218,7 +220,7 @@ def test_fused_trials_are_close(options):
 
 
 def overriding(name, base=Autoencoder):
-    return type("Own", (base,), {name: lambda self, *arguments, **options: None})
+    return type("Own", (base,), {name: lambda self, *arguments, **options: str(arguments)})
 
 
 def configuring(configure):
@@ -369,7 +371,6 @@ HOOKS = (
     "on_train_batch_start",
     "on_train_epoch_start",
     "on_train_epoch_end",
-    "on_validation_epoch_end",
     "on_fit_start",
     "on_train_start",
     "on_train_end",
@@ -551,6 +552,44 @@ def test_a_training_log_that_is_not_there_fails_by_name(make, name, message):
         result = pool.submit(task).result()
     assert isinstance(result.error, MetricError)
     assert message in str(result.error)
+
+
+def ending(hook, step=ValidationEnd.validation_step):
+    return type("Own", (ValidationEnd,), {"on_validation_epoch_end": hook, "validation_step": step})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (ending(lambda self: self.outputs.clear()), "leaves values in the metric 'accuracy'"),
+        (ending(lambda self: self.accuracy.reset()), "leaves values in self.outputs"),
+        (ending(lambda self: setattr(self, "best", 1), lambda *_: None), "leaves values in self.best"),
+        (ending(lambda self: self.train_accuracy.update(*2 * [torch.ones(1)]), lambda *_: None), "'train_accuracy'"),
+        (ending(lambda self: self.layers, lambda *_: None), "no weights: 'Own' object has no attribute 'layers'"),
+        (ending(lambda self: self.current_epoch, lambda *_: None), "self.trainer.current_epoch"),
+        (
+            ending(lambda self: self.outputs.clear(), lambda self, *_: self.outputs.append("a")),
+            "appends a str to self.outputs",
+        ),
+    ],
+)
+def test_a_hook_that_looks_at_more_than_a_validation_fails_by_name(make, message):
+    task = task_from_lightning(make, max_epochs=1, metric="train_loss")
+    with pytest.raises((MetricError, TaskError), match=re.escape(message)):
+        train_plain(task)
+
+
+def test_hooks_without_code_and_names_that_lightning_has_removed():
+    def idle(self):
+        """Do nothing."""
+
+    assert (
+        task_from_lightning(type("Own", (Autoencoder,), {"on_train_start": idle}), max_epochs=1).finish.at_end is None
+    )
+    with pytest.raises(RefusedModuleError, match="validation_epoch_end, which Lightning 2 has removed"):
+        task_from_lightning(
+            type("Own", (Autoencoder,), {"validation_epoch_end": lambda self, outputs: 1}), max_epochs=1
+        )
 
 
 def test_a_module_that_a_trial_has_had_is_refused():

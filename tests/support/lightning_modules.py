@@ -160,6 +160,35 @@ class Metrics(Classifier):
         self.log("val_mse", self.error, on_step=True, on_epoch=True)
 
 
+class ValidationEnd(Classifier):
+    """Computes the values of a validation after its last batch, as the guide of Lightning 2 says."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.outputs, self.losses = [], []
+
+    def validation_step(self, batch, batch_idx):
+        inputs, labels = batch
+        logits = self(inputs)
+        loss = functional.cross_entropy(logits, labels)
+        self.accuracy.update(logits, labels)
+        self.outputs.append({"logits": logits, "labels": labels, "size": len(labels)})
+        self.losses.append(loss)
+        return loss
+
+    def on_validation_epoch_end(self):
+        logits = torch.cat([each["logits"] for each in self.outputs])
+        labels = torch.cat([each["labels"] for each in self.outputs])
+        self.log("val_loss", torch.stack(self.losses).mean(), prog_bar=True)
+        self.log_dict(
+            {"whole": functional.cross_entropy(logits, labels), "size": sum(each["size"] for each in self.outputs)}
+        )
+        self.log("val_acc", self.accuracy.compute(), sync_dist=True)
+        self.accuracy.reset()
+        self.outputs.clear()
+        self.losses = []
+
+
 class TrainLogs(Classifier):
     """Logs in training_step by every kind of reduction."""
 

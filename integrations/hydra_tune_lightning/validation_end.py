@@ -1,0 +1,160 @@
+"""`on_validation_epoch_end` of a module, called on a copy that has the module's metrics and lists, and no weights.
+
+A metric that `validation_step` updates has its states of all batches there, and a list its items of all batches: each
+batch gives what it has appended (`appended`), and `ValidationEnd` puts the batches together again. Whatever the hook would
+keep for the next epoch is an error, because trials share the copy.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torchmetrics import Metric
+
+from hydra_tune.errors import MetricError
+from hydra_tune_lightning.epoch_values import StepLogs, collected_states, metrics_of, put_states
+from hydra_tune_lightning.options import TrainerOptions
+from hydra_tune_lightning.trainer_stand_in import standing_in
+
+HOOK = "on_validation_epoch_end"
+_LIST = "list|"
+
+
+def _lists(module: nn.Module) -> dict[str, list[Any]]:
+    return {name: value for name, value in vars(module).items() if type(value) is list}
+
+
+@contextmanager
+def appended(module: nn.Module, *, is_wanted: bool) -> Iterator[dict[str, Tensor]]:
+    """Context around a step; the dict then has what the step has appended to lists of the module, which are as before.
+
+    Args:
+        module: the module.
+        is_wanted: whether a hook reads the lists; otherwise the dict stays empty, and the lists are left alone.
+    """
+    values: dict[str, Tensor] = {}
+    if not is_wanted:
+        yield values
+        return
+    before = {name: len(value) for name, value in _lists(module).items()}
+    try:
+        yield values
+        for name, value in _lists(module).items():
+            items = value[before.get(name, 0) :]
+            leaves, spec = _pytree.tree_flatten(items)
+            for number, leaf in enumerate(leaves):
+                if not isinstance(leaf, Tensor | int | float):
+                    kind = type(leaf).__name__
+                    raise MetricError(f"validation_step appends a {kind} to self.{name}; append tensors and numbers")
+                tensor = torch.as_tensor(leaf)
+                key = f"{_LIST}{name}|{number}|{_pytree.treespec_dumps(spec)}"
+                values[key] = tensor.detach().reshape(-1)
+                values |= {f"{dimension}{key}": torch.tensor(size) for dimension, size in enumerate(tensor.shape)}
+    finally:
+        for name, value in _lists(module).items():
+            del value[before.get(name, 0) :]
+
+
+def _items(collected: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Return the items of each list, in the order of the batches."""
+    leaves: dict[tuple[str, str], list[list[Tensor]]] = {}
+    for key, values in collected.items():
+        if key.startswith(_LIST):
+            name, _, spec = key.removeprefix(_LIST).split("|", 2)
+            sizes = [collected[f"{dimension}{key}"].tolist() for dimension in range(_dimensions(collected, key))]
+            shapes = [*zip(*sizes, strict=True)] if sizes else [()] * len(values)
+            parts = torch.split(values, [math.prod(shape) for shape in shapes])
+            leaves.setdefault((name, spec), []).append(
+                [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+            )
+    items: dict[str, list[Any]] = {}
+    for (name, spec), of_leaves in leaves.items():
+        if name in items:
+            raise MetricError(f"validation_step appends values of another form to self.{name} in some batches")
+        items[name] = []
+        for of_batch in zip(*of_leaves, strict=True):
+            items[name] += _pytree.tree_unflatten(list(of_batch), _pytree.treespec_loads(spec))
+    return items
+
+
+def _dimensions(collected: Mapping[str, Tensor], key: str) -> int:
+    return next(dimension for dimension in range(len(collected) + 1) if f"{dimension}{key}" not in collected)
+
+
+def without_weights(part: Any) -> Any:
+    """Return a copy of a module with its metrics, and without parameters, buffers and parts that have no metric."""
+    return _bare(part, {})
+
+
+def _bare(part: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(part, Metric):
+        return copy.deepcopy(part, memo)
+    bare = copy.copy(part)
+    parts = {name: child for name, child in part._modules.items() if child is not None and metrics_of(child)}  # noqa: SLF001
+    vars(bare).update(_parameters={}, _buffers={}, _modules={name: _bare(child, memo) for name, child in parts.items()})
+    return bare
+
+
+@dataclass(frozen=True, eq=False)
+class ValidationEnd:
+    """Calls the hook.
+
+    Args:
+        module: the module `without_weights`.
+        options: options of the `Trainer`.
+    """
+
+    module: LightningModule
+    options: TrainerOptions
+
+    def __call__(self, collected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the values that the hook logs, as those of a batch.
+
+        Args:
+            collected: the values of all batches.
+
+        Raises:
+            MetricError: the hook needs more than the module's metrics and lists, or keeps something for the next epoch.
+        """
+        module = copy.deepcopy(self.module)
+        metrics, lists = metrics_of(module), _items(collected)
+        updated = {
+            place for place, metric in metrics.items() if put_states(metric, collected_states(metric, place, collected))
+        }
+        for name, items in lists.items():
+            vars(module)[name] += items
+        sizes = {name: 0 if name in lists else len(value) for name, value in _lists(module).items()}
+        before = dict(vars(module))
+        logged = StepLogs(None)
+        try:
+            with torch.no_grad(), standing_in(module, self.options, HOOK, logged):
+                module.on_validation_epoch_end()
+        except AttributeError as error:
+            raise MetricError(
+                f"{HOOK} gets the module's metrics and lists in a pool, and no weights: {error}; log a value in "
+                "validation_step, or leave the hook out"
+            ) from error
+        lasting = {place for place, metric in metrics.items() if metric.update_count}
+        reset = {key.rsplit("|", 1)[1] for key in collected if key.startswith("metric|")} | set(logged.metrics)
+        for place in sorted(lasting - (updated & reset)):
+            raise MetricError(
+                f"{HOOK} leaves values in the metric {place!r} for the next epoch; call reset() of the metric at the end, or "
+                "compute the value from result.history"
+            )
+        for name, value in vars(module).items():
+            if sizes.get(name, 0) != len(value) if type(value) is list else before.get(name, self) is not value:
+                raise MetricError(
+                    f"{HOOK} leaves values in self.{name} for the next epoch; empty self.{name} at the end of the hook, or "
+                    "compute the value from result.history"
+                )
+        found = {key: torch.as_tensor(value).reshape(1) for key, value in logged.values.items()}
+        return found | {
+            f"{entry.key}|{place}": torch.ones(1) for place, all_ in logged.metrics.items() for entry in all_
+        }
