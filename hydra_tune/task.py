@@ -101,6 +101,8 @@ class TrainTask(_ClosureSnapshotSlot):
             devices; see docs/howto/large-models.md. None for whole operators.
         max_grad_norm: clips the norm of all gradients of the optimizer's parameters together to this value, as
             `torch.nn.utils.clip_grad_norm_` does; None for no clipping.
+        clip_order: order of the parameters given to `clip_grad_norm_`, which decides the last bits of the norm: that of the
+            `"module"`, or that of the optimizer's parameter `"groups"`.
         precision: precision of matrix products: `"float32"` runs the model unchanged; `"bfloat16"` and `"float16"` run
             under `torch.autocast`, the latter with a `torch.amp.GradScaler`. Parameters keep their types.
         compile: name of a `torch.compile` backend for the shards of a captured model, e.g. `"inductor"`. The compiler's
@@ -150,6 +152,7 @@ class TrainTask(_ClosureSnapshotSlot):
     split_batches: int | Literal["auto"] = 1
     split_operators: Mapping[str, int] | str | None = None
     max_grad_norm: float | None = None
+    clip_order: Literal["module", "groups"] = "module"
     precision: Precision = "float32"
     compile: str | None = None
     activations: Activations = "auto"
@@ -183,6 +186,9 @@ class TrainTask(_ClosureSnapshotSlot):
         if self.report_every != "epoch":
             check_positive("report_every", self.report_every, instead="'epoch' or a number of optimizer steps")
         check_choice("remainder", self.remainder, ("divide_by_accumulate", "divide_by_rest"))
+        check_choice("clip_order", self.clip_order, ("module", "groups"))
+        if self.clip_order == "groups" and self.max_grad_norm is None:
+            raise TaskError("clip_order is the order of max_grad_norm, which is not given; give both, or neither")
         check_choice("precision", self.precision, ("float32", "bfloat16", "float16"))
         _check_backend(self.compile)
         check_choice("activations", self.activations, ("auto", "keep", "recompute", "spill"))

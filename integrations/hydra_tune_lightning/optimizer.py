@@ -67,20 +67,11 @@ class ConfiguredOptimizer:
             raise RefusedModuleError([f"{kind} is not a torch.optim.Optimizer: return an optimizer of torch's classes"])
         return cls(optimizers[0], configs[0] if configs else None)
 
-    def refusals(self, module: nn.Module, options: TrainerOptions) -> Iterator[str]:
+    def refusals(self) -> Iterator[str]:
         """Describe what the pool would not do as Lightning, each with the remedy."""
         optimizer, config = self.optimizer, self.config
         if isinstance(optimizer, torch.optim.LBFGS):
             yield "LBFGS, which calls training_step several times in a step: use another optimizer"
-        if options.max_norm is not None:
-            listed = [p for group in optimizer.param_groups for p in group["params"]]
-            places = {id(p): place for place, p in enumerate(module.parameters())}
-            ordered = [places.get(id(p), -1) for p in listed]
-            if ordered != sorted(ordered):
-                yield (
-                    "gradient_clip_val with parameter groups in another order than module.parameters(), which changes the last "
-                    "bits of the norm: list the parameters in the module's order, or leave gradient_clip_val out"
-                )
         if config is None:
             return
         if config.frequency != 1:

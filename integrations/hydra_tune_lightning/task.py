@@ -230,7 +230,7 @@ def _task_of(
     configured = ConfiguredOptimizer.of(module, options, batches)
     logs = TrainLogs(train_logs, batches) if train_logs else None
     evaluation = _evaluation(module, options, sources[1], logs)
-    reasons = [*module_refusals(module), *configured.refusals(module, options)]
+    reasons = [*module_refusals(module), *configured.refusals()]
     config = configured.config
     if config is not None and config.reduce_on_plateau:
         monitor = reported(config.monitor)
@@ -255,6 +255,7 @@ def _task_of(
         epochs=options.max_epochs,
         accumulate=options.accumulate_grad_batches,
         max_grad_norm=options.max_norm,
+        clip_order="module" if options.max_norm is None else "groups",  # as Lightning's `clip_grad_by_norm`
         precision=PRECISIONS[options.precision],  # type: ignore[arg-type]  # the values are precisions
         metric=metric,
         stop=callbacks.stop,

@@ -37,6 +37,7 @@ from tests.support.lightning_modules import (
     TRAIN_LOGS,
     Autoencoder,
     Classifier,
+    DecayGroups,
     DecoderAlone,
     DecoratedStep,
     Metrics,
@@ -68,6 +69,7 @@ CASES = {
     "a schedule by the validation loss": {"make": classifier(scheduling="plateau"), "max_epochs": 4},
     "accumulated, the last step of an epoch shorter": {"make": classifier(dropout=0.2), "accumulate_grad_batches": 3},
     "clipped by norm": {"make": Classifier, "gradient_clip_val": 0.1},
+    "clipped by norm, with groups of weight decay": {"make": DecayGroups, "gradient_clip_val": 0.1, "max_epochs": 4},
     "clipped by value": {
         "make": classifier(scheduling="step"),
         "gradient_clip_val": 0.01,
@@ -349,10 +351,6 @@ def plateau(**config):
     return configure
 
 
-def in_another_order(self):
-    return torch.optim.SGD([{"params": self.decoder.parameters()}, {"params": self.encoder.parameters()}], 0.1)
-
-
 def every_other_epoch(self):
     optimizer = torch.optim.SGD(self.parameters(), 0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -417,10 +415,6 @@ REFUSED = {
     },
     "monitors 'val_loss' with metric='val_acc'": {"make": configuring(plateau()), "metric": "val_acc"},
     "LBFGS": {"make": configuring(lambda self: torch.optim.LBFGS(self.parameters()))},
-    "another order than module.parameters()": {
-        "make": configuring(in_another_order),
-        "options": {"gradient_clip_val": 0.1},
-    },
     "encoder is in eval mode": {"make": Frozen},
     "with compute groups": {"make": Grouped},
     "wraps another metric": {"make": Wrapped},

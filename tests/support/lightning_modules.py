@@ -263,6 +263,15 @@ class DecoderAlone(Autoencoder):
         return torch.optim.SGD(self.decoder.parameters(), lr=0.1)
 
 
+class DecayGroups(Autoencoder):
+    """Has weights and biases in groups of their own, so in another order than the module."""
+
+    def configure_optimizers(self):
+        biases = [p for p in self.parameters() if p.ndim == 1]
+        weights = [p for p in self.parameters() if p.ndim > 1]
+        return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights}], lr=0.01)
+
+
 class OtherArguments(NumberedSteps):
     """Takes the number among other arguments, and a batch alone."""
 

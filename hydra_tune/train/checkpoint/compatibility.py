@@ -48,8 +48,9 @@ def describe(task: TrainTask, module: nn.Module, optimizer: Optimizer, scheduler
         "torch": torch.__version__.partition("+")[0],
         "task": {
             **{name: _plain(getattr(task, name)) for name in _TASK},
-            # Checkpoints from before the argument lack it.
+            # Checkpoints from before the arguments lack them.
             **({"remainder": task.remainder} if task.divides_by_rest else {}),
+            **({"clip_order": task.clip_order} if task.clip_order != "module" else {}),
             "train": _data(task.train),
             "validate": _data(task.validate),
         },

@@ -358,9 +358,9 @@ class WholeModelRunner:
 
     def _scaled_step(self) -> None:
         named = {name: p for name, p in self._module.named_parameters() if p.grad is not None}
-        trained = {p for group in self._optimizer.param_groups for p in group["params"]}
-        ordered_names = [name for name, p in named.items() if p in trained]
         gradients = self._gradients
+        names: dict[Tensor, str] = {p: name for name, p in named.items()}
+        ordered_names = [names[p] for p in gradients.in_order(named.values(), self._optimizer)]
         gradients.complete({name: named[name].grad for name in ordered_names})  # type: ignore[misc]  # those with gradients
         if not gradients.skips_update:
             if ordered_names:

@@ -10,7 +10,7 @@ where the gradient is created, and kept as a number; torch's own function over o
 gives the same total to the last bit, because the norm of a single number is the number itself.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,13 @@ class GradientProcessor:
 
     Attributes:
         divisor: divisor of the losses of the present step's batches.
+        clips_by_groups: whether the norm is taken in the order of the optimizer's groups, in place of the module's.
     """
 
     def __init__(self, task: TrainTask) -> None:
         self.divisor = task.loss_divisor
         self._max_norm = task.max_grad_norm
+        self.clips_by_groups = task.clip_order == "groups"
         self._scale = torch.full((), _FIRST_SCALE) if task.precision == "float16" else None
         self._growth = torch.zeros((), dtype=torch.int32)
         self._norms: dict[str, tuple[float, torch.dtype]] = {}
@@ -60,10 +62,15 @@ class GradientProcessor:
         return self._scale is None
 
     def clip_plainly(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Clip all gradients of an optimizer's parameters at once, in the module's order, if the task clips gradients."""
+        """Clip all gradients of an optimizer's parameters at once, in the task's order, if the task clips gradients."""
         if self._max_norm is not None:
-            trained = {p for group in optimizer.param_groups for p in group["params"]}
-            torch.nn.utils.clip_grad_norm_([p for p in module.parameters() if p in trained], self._max_norm)
+            torch.nn.utils.clip_grad_norm_(self.in_order(module.parameters(), optimizer), self._max_norm)
+
+    def in_order(self, parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return the optimizer's parameters among those of a module, in the order in which the task clips gradients."""
+        own, others = list(parameters), [p for group in optimizer.param_groups for p in group["params"]]
+        first, second = (others, own) if self.clips_by_groups else (own, others)
+        return [*filter(set(second).__contains__, first)]
 
     @property
     def skips_update(self) -> bool:
@@ -93,13 +100,13 @@ class GradientProcessor:
 
         Args:
             parameters: parameters with gradients, on one device.
-            order: names of all parameters of the optimizer, in the module's order.
+            order: names of all parameters of the optimizer, in the task's order.
         """
         if self._max_norm is None:
             return
         device = parameters[0].device
-        # In the module's order, as in `clip_grad_norm_(module.parameters(), ...)`: the norm of the norms is a floating-point
-        # sum, whose last bits depend on the order.
+        # In order, as in `clip_grad_norm_(module.parameters(), ...)`: the norm of the norms is a floating-point sum, whose
+        # last bits depend on the order.
         norms = [self._norms[name] for name in order if name in self._norms]
         total = get_total_norm([torch.tensor([norm], dtype=dtype, device=device) for norm, dtype in norms])
         torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, total)

@@ -278,8 +278,10 @@ class _PlainRun:
             # Before clipping: the norm is the norm of the true gradients.
             self.scaler.unscale_(self.optimizer)
             if task.max_grad_norm is not None:
-                trained = {p for group in self.optimizer.param_groups for p in group["params"]}
-                parameters = [p for p in self.module.parameters() if p in trained]
+                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                if task.clip_order == "module":
+                    trained = set(parameters)
+                    parameters = [p for p in self.module.parameters() if p in trained]
                 nn.utils.clip_grad_norm_(parameters, task.max_grad_norm)
             self.scaler.step(self.optimizer)
             self.scaler.update()

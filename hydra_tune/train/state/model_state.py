@@ -95,7 +95,7 @@ class ModelState(TensorGroups):
         }
         self._names = names = {id(tensor): name for name, tensor in self.tensors.items()}
         self._in_order = _in_order(optimizer)
-        # In the module's order, in which gradients are clipped. Lazy parameters have no name yet.
+        # In the module's order. Lazy parameters have no name yet.
         self._optimized = tuple(map(names.__getitem__, filter(set(self._in_order).__contains__, names)))
         self._keeps_gradients = not runs_own_code and keeps_gradients(optimizer)
         # Parameters of the optimizer that have had a gradient, and those that have one in the present step.
@@ -201,7 +201,8 @@ class ModelState(TensorGroups):
             self.tensors[name].grad = gradient
         try:
             if clipped := [self.tensors[name] for name in self.optimized(gradients)]:
-                rules.clip(clipped, self._optimized)
+                in_groups = (self._names[each] for each in self._in_order if each in self._names)
+                rules.clip(clipped, [*in_groups] if rules.clips_by_groups else self._optimized)
             self.optimizer.step()
             self._collect([*self.groups(gradients), *self.optimizer_groups(tuple(gradients))], "the optimizer's step")
         finally:

@@ -74,7 +74,8 @@ def test_equals_a_loop_written_by_hand():
         assert torch.equal(value, result.state_dict()[name])
 
 
-def test_clips_as_a_loop_over_the_modules_parameters_whatever_the_groups():
+@pytest.mark.parametrize("order", ["module", "groups"])
+def test_clips_as_a_loop_over_parameters_in_an_order(order):
     def deep():
         return nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)], nn.Linear(8, 1))
 
@@ -88,12 +89,13 @@ def test_clips_as_a_loop_over_the_modules_parameters_whatever_the_groups():
     optimizer = torch.optim.SGD(groups(module), lr=0.1)
     for _ in range(20):
         nn.functional.mse_loss(module(x), x[:, :1]).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        in_groups = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(in_groups if order == "groups" else module.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
 
     sgd = partial(torch.optim.SGD, lr=0.1)
-    clipped = on_batches(model=deep, param_groups=groups, optimizer=sgd, max_grad_norm=0.1, epochs=20)
+    clipped = on_batches(model=deep, param_groups=groups, optimizer=sgd, max_grad_norm=0.1, clip_order=order, epochs=20)
     result = train_plain(replace(clipped, train=lambda: [(x, x[:, :1])]))
     assert all(torch.equal(value, result.state_dict()[name]) for name, value in module.state_dict().items())
 

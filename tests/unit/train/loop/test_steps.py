@@ -94,6 +94,9 @@ CASES: dict[str, TrainTask] = {
     "clip": task(max_grad_norm=0.1),
     "clip nothing": task(max_grad_norm=1e9),
     "clip, groups in another order": task(max_grad_norm=0.1, param_groups=_two_groups, optimizer=SGD),
+    "clip, in the order of groups": task(
+        max_grad_norm=0.1, clip_order="groups", param_groups=_two_groups, optimizer=SGD
+    ),
     "clip, two types": task(
         model=Mixed,
         max_grad_norm=0.1,
@@ -251,6 +254,7 @@ def test_half_precision_parameters_are_refused_with_loss_scaling():
         ({"accumulate": 1.5}, "accumulate must be a whole number of at least 1, not 1.5"),
         ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0"),
         ({"max_grad_norm": math.nan}, "max_grad_norm must be a number above 0"),
+        ({"clip_order": "groups"}, "clip_order is the order of max_grad_norm, which is not given"),
         ({"precision": "fp16"}, "precision must be one of 'float32', 'bfloat16', 'float16', not 'fp16'"),
         ({"on_bad_loss": "ignore"}, "on_bad_loss must be one of 'fail', 'prune', not 'ignore'"),
     ],
