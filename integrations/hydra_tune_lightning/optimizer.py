@@ -38,19 +38,23 @@ class ConfiguredOptimizer:
     config: Any
 
     @classmethod
-    def of(cls, module: LightningModule, options: TrainerOptions, batches: int) -> "ConfiguredOptimizer":
+    def of(
+        cls, module: LightningModule, options: TrainerOptions, batches: int, datamodule: Any
+    ) -> "ConfiguredOptimizer":
         """Ask a module.
 
         Args:
             module: the module, ready to train.
             options: options of the `Trainer`.
             batches: batches of an epoch.
+            datamodule: the datamodule; None: there is none.
 
         Raises:
             RefusedModuleError: several optimizers or schedulers, or none.
         """
         steps = options.max_epochs * -(-batches // options.accumulate_grad_batches)
-        with standing_in(module, options, "configure_optimizers", estimated_stepping_batches=steps):
+        known = {"datamodule": datamodule, "model": module, "num_training_batches": batches}
+        with standing_in(module, options, "configure_optimizers", estimated_stepping_batches=steps, **known):
             answer = module.configure_optimizers()
             if answer is None:
                 raise RefusedModuleError(["configure_optimizers returns None: return an optimizer"])
@@ -95,15 +99,17 @@ class ConfigureModule:
     Args:
         options: options of the `Trainer`.
         batches: batches of an epoch.
+        datamodule: the datamodule; None: there is none.
     """
 
     options: TrainerOptions
     batches: int
+    datamodule: Any
 
     def __call__(self, module: nn.Module) -> list[Any]:
         """Return the groups, for `TakeOptimizer`."""
         assert isinstance(module, LightningModule)
-        configured = ConfiguredOptimizer.of(module, self.options, self.batches)
+        configured = ConfiguredOptimizer.of(module, self.options, self.batches, self.datamodule)
         groups = _ParameterGroups(configured.optimizer.param_groups)
         groups.configured = configured
         return groups

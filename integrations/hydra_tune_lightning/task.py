@@ -100,7 +100,7 @@ def task_from_lightning(
         module = _built(make_module)
         if reasons := [*refusals(module)]:
             raise RefusedModuleError(reasons)
-        factory = _ModuleFactory(make_module, options, _set_up(module, datamodule, options), start)
+        factory = _ModuleFactory(make_module, options, datamodule, _set_up(module, datamodule, options), start)
         sources = (
             source_of("train_dataloader", train_dataloaders, datamodule, module),
             source_of("val_dataloader", val_dataloaders, datamodule, module),
@@ -162,6 +162,7 @@ class _ModuleFactory:
     Args:
         make_module: the function.
         options: options of the `Trainer`.
+        datamodule: the datamodule; None: there is none.
         streams: position of the random streams when a module is set up, after the datamodule.
         start: position of the streams when a module is built; None: the trial's own.
         logs: keeps values that `training_step` logs; None: none are kept.
@@ -169,6 +170,7 @@ class _ModuleFactory:
 
     make_module: Callable[[], LightningModule]
     options: TrainerOptions
+    datamodule: LightningDataModule | None
     streams: StreamState
     start: StreamState | None = None
     logs: TrainLogs | None = None
@@ -180,7 +182,7 @@ class _ModuleFactory:
         module = _built(self.make_module)
         _prepare_module_data(module, self.options)
         self.streams.restore()
-        _set_up_module(module, self.options)
+        _set_up_module(module, self.options, self.datamodule)
         if self.logs is not None:
             self.logs.prepare(module)
         return module
@@ -195,7 +197,7 @@ def _set_up(module: LightningModule, datamodule: LightningDataModule | None, opt
     if datamodule is not None:
         datamodule.setup("fit")
     streams = StreamState.now()
-    _set_up_module(module, options)
+    _set_up_module(module, options, datamodule)
     return streams
 
 
@@ -204,8 +206,8 @@ def _prepare_module_data(module: LightningModule, options: TrainerOptions) -> No
         module.prepare_data()
 
 
-def _set_up_module(module: LightningModule, options: TrainerOptions) -> None:
-    with standing_in(module, options, "setup"):
+def _set_up_module(module: LightningModule, options: TrainerOptions, datamodule: Any) -> None:
+    with standing_in(module, options, "setup", datamodule=datamodule, model=module):
         module.setup("fit")
         module.configure_model()
 
@@ -227,7 +229,7 @@ def _task_of(
     if train is None:
         raise RefusedModuleError(["there is no train_dataloader: give train_dataloaders=, or a datamodule"])
     batches = len(train)
-    configured = ConfiguredOptimizer.of(module, options, batches)
+    configured = ConfiguredOptimizer.of(module, options, batches, factory.datamodule)
     logs = TrainLogs(train_logs, batches) if train_logs else None
     evaluation = _evaluation(module, options, sources[1], logs)
     reasons = [*module_refusals(module), *configured.refusals()]
@@ -244,7 +246,7 @@ def _task_of(
         metric = metric or "train_loss"
     return TrainTask(
         model=replace(factory, logs=logs),
-        param_groups=ConfigureModule(options, batches),
+        param_groups=ConfigureModule(options, batches, factory.datamodule),
         optimizer=TakeOptimizer(options.max_value),
         scheduler=None if config is None else take_scheduler,
         scheduler_interval="epoch" if config is None else config.interval,

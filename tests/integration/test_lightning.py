@@ -739,16 +739,19 @@ class Asking(Plain):
 
     def setup(self, stage):
         assert (self.current_epoch, self.global_step, self.trainer.max_epochs, self.logger) == (0, 0, 2, None)
+        assert len(self.trainer.datamodule.parts[0]) == 38
         super().setup(stage)
 
     def training_step(self, batch, batch_idx):
         trainer = self.trainer
         assert (trainer.training, trainer.sanity_checking, trainer.world_size) == (True, False, 1)
+        assert torch.equal(trainer.strategy.reduce(batch[0], reduce_op="mean"), batch[0])
         assert (trainer.accumulate_grad_batches, trainer.is_global_zero, self.global_rank) == (2, True, 0)
         return super().training_step(batch, batch_idx)["loss"] + torch.zeros(1, device=self.device).sum()
 
     def configure_optimizers(self):
-        assert self.trainer.estimated_stepping_batches == 8
+        assert (self.trainer.estimated_stepping_batches, self.trainer.num_training_batches) == (8, 8)
+        assert (len(self.trainer.datamodule.parts), self.trainer.model) == (2, self)
         return super().configure_optimizers()
 
 
