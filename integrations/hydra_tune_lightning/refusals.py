@@ -58,6 +58,7 @@ _REMEDIES = {
     "configure_gradient_clipping": "give gradient_clip_val and gradient_clip_algorithm",
     "lr_scheduler_step": "use a scheduler of torch's, or a LambdaLR",
     "configure_callbacks": "leave it out; a result's history has all reports",
+    "on_train_start": "leave it out; the pool runs no sanity steps, and metrics begin each validation anew",
     "on_train_epoch_end": "read a result's history instead",
     "on_train_end": "call it on result.module()",
     "on_fit_end": "call it on result.module()",
