@@ -158,8 +158,20 @@ _MAY_OVERRIDE = frozenset(
         "get_optimizer_cls_and_kwargs",
         "_get_train_sampler",
         "_get_eval_sampler",
+        # Of no training without checkpoints, and the `Trainer` of `trainer_from_result` has them.
+        "get_test_dataloader",
+        "predict",
+        "save_model",
+        "_save",
+        "_save_checkpoint",
+        "_load_from_checkpoint",
+        "_load_best_model",
+        "_push_from_checkpoint",
+        "push_to_hub",
+        "create_model_card",
     ]
 )
+_OF_THE_LOSS = frozenset({"compute_loss", "training_step", "loss_is_scaled_for_ga"})
 _CALLBACKS = (DefaultFlowCallback, ProgressCallback, PrinterCallback, EarlyStoppingCallback)
 
 
@@ -230,14 +242,15 @@ def _code(trainer: Trainer) -> Iterator[str]:
                 for name in vars(kind)
                 if hasattr(Trainer, name) and not name.startswith("__") and name not in _MAY_OVERRIDE
             }
-    for name, place in places.items():
-        if name in ("compute_loss", "training_step", "loss_is_scaled_for_ga"):
-            remedy = "give compute_loss_func= to a stock Trainer"
+    for place in dict.fromkeys(places.values()):
+        own = [name for name in places if places[name] == place]
+        if _OF_THE_LOSS.isdisjoint(own):
+            remedy = "use the stock method" + "s" * (len(own) > 1)
         else:
-            remedy = "use the stock method"
+            remedy = "give compute_loss_func= to a stock Trainer"
         yield (
-            f"{place} has a {name} of its own, which the pool would not call: {remedy}, or write the TrainTask yourself (the "
-            "page 'Bring a plain PyTorch loop' of the documentation)"
+            f"{place} has its own {', '.join(own)}, which the pool would not call: {remedy}, or write the TrainTask yourself "
+            "(the page 'Bring a plain PyTorch loop' of the documentation)"
         )
 
 
@@ -280,7 +293,10 @@ def _model(trainer: Trainer) -> Iterator[str]:
     checks: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: trainer.is_model_parallel, "a model on several devices: load it on the CPU; the pool cuts it"),
         (lambda: getattr(model, "hf_quantizer", None), "a quantized model: load it in full precision"),
-        (lambda: hasattr(model, "peft_config"), "a PEFT model, which has not been tried: train the whole model"),
+        (
+            lambda: {_text(one.peft_type) for one in getattr(model, "peft_config", {}).values()} - {"LORA"},
+            "a PEFT model other than LoRA, which has not been tried: use LoRA, or train the whole model",
+        ),
         (lambda: hasattr(trainer.optimizer, "train"), "an optimizer with modes (schedule-free): use another"),
         (lambda: trainer.lr_scheduler, "a scheduler in optimizers=: give lr_scheduler_type, or (optimizer, None)"),
         (

@@ -230,10 +230,11 @@ class _Length:
 
 def _loss(trainer: Trainer) -> tuple[TrainerStep, ItemCount | None]:
     counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model  # of peft
     step = TrainerStep(
         gives_count=trainer.model_accepts_loss_kwargs,
         label_smoother=trainer.label_smoother,
-        shifts_labels=type(trainer.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        shifts_labels=type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
         loss_function=trainer.compute_loss_func,
     )
     return step, ItemCount(is_shifted=getattr(trainer, "_loss_shifts_labels", False)) if counts else None

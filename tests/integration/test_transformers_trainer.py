@@ -21,7 +21,7 @@ from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
 from tests.docs.pages import DOCS, PageCode
 from tests.support import checkpointed
-from tests.support.trainers import KINDS, Rows, making, masked, own_loss, text_model, trained
+from tests.support.trainers import KINDS, Rows, causal_model, making, masked, own_loss, text_model, trained
 
 CASES = {
     **{kind: {"kind": kind} for kind in KINDS},
@@ -130,6 +130,43 @@ def test_a_model_that_does_not_fit_its_device_has_the_same_bits(stock):
         (result,) = pool.run([task_from_trainer(make)])
     assert result.num_shards > 1
     assert_same(result, weights, reports)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads the old name
+@pytest.mark.parametrize(("shards", "smoothing"), [(1, 0.1), pytest.param(3, 0.0, marks=pytest.mark.slow)])
+def test_an_adapter_of_peft_has_the_same_bits(tmp_path, shards, smoothing):
+    peft = pytest.importorskip("peft", reason="the adapter is made with peft")
+
+    def make():
+        transformers.set_seed(0)
+        settings = peft.LoraConfig(
+            r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+        )
+        model = peft.get_peft_model(causal_model(), settings)
+        return making(
+            tmp_path,
+            "causal language model",
+            given={"model": model, "model_init": None},
+            label_smoothing_factor=smoothing,
+            gradient_accumulation_steps=2,
+        )()
+
+    weights, reports, _ = trained(make)
+    with HydraExecutor("cpu:1", **({"num_shards": shards} if shards > 1 else {})) as pool:
+        (result,) = pool.run([task_from_trainer(make)])
+    assert result.num_shards == shards
+    assert_same(result, weights, reports)
+    trainer_from_result(make, result).save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_that_has_not_been_tried_is_refused(tmp_path):
+    peft = pytest.importorskip("peft", reason="the adapter is made with peft")
+    settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    own = {"model": peft.get_peft_model(causal_model(), settings), "model_init": None}
+    with pytest.raises(RefusedTrainerError, match="a PEFT model other than LoRA"):
+        task_from_trainer(making(tmp_path, "causal language model", given=own))
 
 
 @pytest.mark.slow
@@ -250,6 +287,12 @@ class OwnLog(Trainer):
     def log(self, *args, **kwargs):
         super().log(*args, **kwargs)
 
+    def evaluate(self, *args, **kwargs):
+        return super().evaluate(*args, **kwargs)
+
+    def create_model_card(self, *args, **kwargs):
+        """Of no effect on a training."""
+
 
 class Looks(TrainerCallback):
     """Any callback."""
@@ -279,9 +322,11 @@ def passed_scheduler():
 
 
 REFUSALS = {
-    "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has a compute_loss of its own.*give compute_loss_func="),
-    "training_step": ({"trainer_class": OwnStep}, "OwnStep has a training_step of its own"),
-    "log": ({"trainer_class": OwnLog}, "OwnLog has a log of its own.*use the stock method"),
+    "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has its own compute_loss.*give compute_loss_func="),
+    "training_step": ({"trainer_class": OwnStep}, "OwnStep has its own training_step"),
+    "several methods": (
+        {"trainer_class": OwnLog}, "OwnLog has its own log, evaluate, which the pool .*: use the stock methods"
+    ),
     "a callback": (given(callbacks=[Looks()]), "the callback Looks, which the pool would not call: leave it out"),
     "early stopping without a metric": (
         given(callbacks=[EarlyStoppingCallback()]), "EarlyStoppingCallback without metric_for_best_model"
