@@ -94,7 +94,7 @@ class TrainerMetrics:
     Args:
         compute_metrics: as of the `Trainer`.
         batch_size: samples of each batch but the last.
-        num_samples: samples in all; None: every batch is full.
+        num_samples: samples in all; None: every batch is full, or its loss counts as that of a full one.
         drops_bad_losses: whether losses that are NaN or infinite are left out of the mean, where others are finite.
         compute_objective: `{metric: value} -> value` of a search; reported as `objective`.
     """

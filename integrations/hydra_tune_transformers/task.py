@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, get_scheduler, set_seed
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, get_scheduler, set_seed
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hydra_tune import TrainTask
@@ -275,7 +275,10 @@ def _evaluation(
         "finish": TrainerMetrics(
             compute_metrics=trainer.compute_metrics if with_predictions else None,
             batch_size=args.eval_batch_size,
-            num_samples=None if args.dataloader_drop_last else len(trainer.eval_dataset),
+            # `Seq2SeqTrainer` counts the loss of a shorter last batch as that of a full one.
+            num_samples=None
+            if args.dataloader_drop_last or isinstance(trainer, Seq2SeqTrainer)
+            else len(trainer.eval_dataset),
             drops_bad_losses=args.logging_nan_inf_filter,
             compute_objective=compute_objective,
         ),

@@ -62,6 +62,7 @@ CASES = {
         "given": {"preprocess_logits_for_metrics": lambda logits, labels: logits[0] * 2},
     },
     "bfloat16": {"bf16": True},
+    "a Seq2SeqTrainer": {"kind": "translation", "trainer_class": transformers.Seq2SeqTrainer},
 }
 FAST_CUTS = ("accumulated by tokens",)
 

@@ -210,9 +210,11 @@ def trainer(folder, kind="text classification", *, live_model=False, trainer_cla
         "weight_decay": 0.1,
         "warmup_steps": 2,
     }
+    is_seq2seq = issubclass(trainer_class, transformers.Seq2SeqTrainer)
+    arguments_class = transformers.Seq2SeqTrainingArguments if is_seq2seq else TrainingArguments
     values = {
         **({"model": init()} if live_model else {"model_init": init}),
-        "args": TrainingArguments(output_dir=str(folder), **(defaults | arguments)),
+        "args": arguments_class(output_dir=str(folder), **(defaults | arguments)),
         "train_dataset": rows(sample, 22, seed=0),
         "eval_dataset": rows(sample, 10, seed=1),
         "data_collator": collate,
