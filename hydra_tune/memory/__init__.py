@@ -2,6 +2,6 @@
 
 The package knows devices, and must not know models or steps: units and trials are owners of bytes. Read `block_states`
 and `block` first, then `ledger`, `pager` (its notes explain locks and copies), `lease` and `prefetch`. `host` keeps the
-host copies, `shared` has tensors of several trials at once, `device_caches` has data kept on a device for speed,
-`activation_offload` spills what autograd saves, and `pressure` recognizes out-of-memory errors.
+host copies, `shared` has tensors of several trials at once, `activation_offload` spills what autograd saves,
+and `pressure` recognizes out-of-memory errors.
 """

@@ -19,7 +19,7 @@ from hydra_tune.memory.activation_offload import SavedTensorSpiller
 from hydra_tune.memory.block import Block, BlockKind, storage_identity
 from hydra_tune.memory.block_release import drop, pin
 from hydra_tune.memory.block_states import BlockState
-from hydra_tune.memory.device_caches import DeviceCacheReservation
+from hydra_tune.memory.ledger import DeviceCacheReservation
 from hydra_tune.observe.trace.turns import WorkerTurn, current_turn, in_turn, note
 
 if TYPE_CHECKING:

@@ -60,10 +60,9 @@ from hydra_tune.devices.hardware.libraries import LedgerAllowance
 from hydra_tune.errors import BlockStateError, BudgetError, HydraTuneError
 from hydra_tune.memory.block import Block, BlockKind, IncomingTransfer, whole_storage
 from hydra_tune.memory.block_states import BlockState
-from hydra_tune.memory.device_caches import DeviceCaches
 from hydra_tune.memory.host.host_tier import HostTier
 from hydra_tune.memory.lease import Lease
-from hydra_tune.memory.ledger import MemoryLedger
+from hydra_tune.memory.ledger import DeviceCaches, MemoryLedger
 from hydra_tune.memory.link_meter import CopyLog, LinkMeter
 from hydra_tune.memory.pressure import is_out_of_memory
 from hydra_tune.memory.trial_context import check_tenant

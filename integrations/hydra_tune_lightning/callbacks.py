@@ -95,7 +95,7 @@ def _tensor(value: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What becomes of the callbacks of a `Trainer`.
+    """The parts of a task that the callbacks of a `Trainer` become.
 
     Attributes:
         stop: ends a training early; None: none does.

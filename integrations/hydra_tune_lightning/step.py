@@ -70,7 +70,7 @@ def _loaded(code: Any) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _ModuleStep:
-    """What a step of a module is called with.
+    """The arguments that a step of a module is called with.
 
     Args:
         options: options of the `Trainer`.

@@ -32,8 +32,8 @@ from hydra_tune.batched.joint_graph import JointTrace
 from hydra_tune.devices.cuda_graphs import CudaRecorder, CudaRecording
 from hydra_tune.fusion.compile.batched_plan import StackedPlanExecutor, scales_of
 from hydra_tune.fusion.compile.torch_compile import difference
-from hydra_tune.memory.device_caches import DeviceCacheReservation
 from hydra_tune.memory.lease import Lease
+from hydra_tune.memory.ledger import DeviceCacheReservation
 from hydra_tune.shard.capture.step_capture import describe
 from hydra_tune.shard.capture.step_module import Objective, loss_itself
 from hydra_tune.shard.execute.compute import IncomingGradients, ShardGradients, ShardOperands, ShardTape

@@ -63,7 +63,7 @@ def no_report_passes(item: object) -> bool:
 
 
 class BurstSteps(Protocol):
-    """What runs the steps of a burst.
+    """Runs the steps of a burst.
 
     Attributes:
         workspace_bytes: largest room beside the state needed by the steps so far.

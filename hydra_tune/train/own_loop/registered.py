@@ -108,7 +108,7 @@ class JointRest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """What a loop has registered.
+    """All that a loop has registered.
 
     Attributes:
         module: the module, or a list of several.
