@@ -56,7 +56,7 @@ def warn_not_written(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class EarlyStop:
+class CallbackStop:
     """Ends a training as `EarlyStopping` does, by that callback's own code.
 
     Args:
@@ -102,7 +102,7 @@ class Callbacks:
         monitor: name that the first callback monitors; None: none does.
     """
 
-    stop: EarlyStop | None
+    stop: CallbackStop | None
     monitor: str | None
 
     @classmethod
@@ -124,7 +124,7 @@ class Callbacks:
                 warn_not_written(type(callback).__name__)
         stops = tuple(callback for callback in callbacks if isinstance(callback, stock.EarlyStopping))
         monitors = [callback.monitor for callback in callbacks if getattr(callback, "monitor", None)]
-        return cls(EarlyStop(stops) if stops else None, monitors[0] if monitors else None)
+        return cls(CallbackStop(stops) if stops else None, monitors[0] if monitors else None)
 
 
 def _refusals(callback: Any, train_logs: Sequence[str]) -> Iterator[str]:
