@@ -5,6 +5,7 @@ does after the last batch. The pool concatenates the values of all batches in be
 there flat, beside its sizes: `logits.0` and `logits.0:0`, `logits.0:1`, ... `EarlyStop` ends a training.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from hydra_tune_transformers.loss import IGNORED_LABEL, ItemCount, TrainerStep
 OBJECTIVE = "objective"
 _LOSS, _LOGITS, _LABELS = "loss", "logits", "labels"
 _PREFIX = "eval_"
+_ONE_AT_A_TIME = threading.Lock()
+"""Trials share a metric of the `evaluate` library, which collects predictions in the metric's own attributes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,9 @@ class TrainerMetrics:
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None:
             predictions = self._joined(collected, _LOGITS)
-            metrics = dict(self.compute_metrics(EvalPrediction(predictions, self._joined(collected, _LABELS))))
+            labels = self._joined(collected, _LABELS)
+            with _ONE_AT_A_TIME:
+                metrics = dict(self.compute_metrics(EvalPrediction(predictions, labels)))
         metrics = denumpify_detensorize(metrics)
         metrics[_PREFIX + _LOSS] = self._mean_loss(collected[_LOSS])
         for name in list(metrics):

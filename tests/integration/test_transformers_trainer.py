@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import re
+import time
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
 from tests.docs.pages import DOCS, PageCode
 from tests.support import checkpointed
-from tests.support.trainers import KINDS, Rows, causal_model, making, masked, own_loss, text_model, trained
+from tests.support.trainers import KINDS, Rows, accuracy, causal_model, making, masked, own_loss, text_model, trained
 
 CASES = {
     **{kind: {"kind": kind} for kind in KINDS},
@@ -266,6 +267,23 @@ def test_the_tuner_sees_the_metric_for_the_best_model(tmp_path):
     assert task_from_trainer(making(tmp_path, given={"eval_dataset": None}, eval_strategy="no")).metrics == (
         "train_loss",
     )
+
+
+def test_trials_share_a_metric_that_collects_in_itself(tmp_path):
+    """As those of the library `evaluate`, which scripts load once."""
+    inside, overlaps = [], []
+
+    def compute(predicted):
+        inside.append(predicted)
+        time.sleep(0.05)  # the other trial's thread comes meanwhile
+        overlaps.append(len(inside) > 1)
+        inside.pop()
+        return accuracy(predicted)
+
+    makes = [making(tmp_path, given={"compute_metrics": compute}) for _ in range(4)]
+    with HydraExecutor("cpu:2") as pool:
+        pool.run([task_from_trainer(make) for make in makes])
+    assert overlaps == [False] * 8
 
 
 def test_a_metric_that_is_no_number_is_named(tmp_path):
