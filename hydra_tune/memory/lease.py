@@ -209,7 +209,7 @@ class Lease:
         return self._pager.device.name
 
     def hold(self, nbytes: int, let_go: Callable[[], None]) -> DeviceCacheReservation | None:
-        """Take room beyond the unit, as of `Pager.hold`."""
+        """Take room beyond the unit, as of `DeviceCaches.hold`."""
         return self._pager.caches.hold(nbytes, let_go)
 
     @contextmanager

@@ -13,7 +13,7 @@ Note: moving state. A spilled shard returns to another address, and a graph cann
 once the state has kept its addresses for a step, and given up where the state moves too often (`GraphReplayPolicy`).
 
 Note: memory. A graph holds the memory of its step exclusively between replays. The device's ledger lists the memory as
-room that is released before any block is spilled (`Pager.hold`). A released step is recorded again later, in the same
+room that is released before any block is spilled (`DeviceCaches.hold`). A released step is recorded again later, in the same
 way.
 
 Note: verification. A fresh recording is replayed and compared with the traced step, from the same state. A recording
