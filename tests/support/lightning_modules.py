@@ -325,7 +325,7 @@ class _History(Callback):
         self.epochs.append({name: value.item() for name, value in trainer.callback_metrics.items()})
 
 
-def fitted(make_module, seed=3, datamodule=None, loaders=(), **options):
+def fitted(make_module, seed=3, datamodule=None, loaders=(), *, accelerator="cpu", **options):
     """Return the weights after `Trainer.fit`, and the values of each epoch.
 
     Args:
@@ -333,6 +333,7 @@ def fitted(make_module, seed=3, datamodule=None, loaders=(), **options):
         seed: seed of everything.
         datamodule: a datamodule.
         loaders: loaders in place of those.
+        accelerator: option of the trainer.
         options: further options of the trainer.
     """
     history = _History()
@@ -343,7 +344,7 @@ def fitted(make_module, seed=3, datamodule=None, loaders=(), **options):
         seed_everything(seed, verbose=False)
         module = make_module()
         trainer = Trainer(
-            accelerator="cpu",
+            accelerator=accelerator,
             devices=1,
             logger=False,
             enable_checkpointing=False,
