@@ -150,6 +150,7 @@ def test_two_workers_that_find_it_out_at_the_same_time_say_it_once(caplog):
     def look():
         hint.look(
             Looked(
+                task=None,
                 module=module,
                 optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()),
                 progress=SimpleNamespace(steps=20, num_steps=40),

@@ -63,7 +63,7 @@ def steps(monkeypatch):
     backward = GroupStepRunner.backward
 
     def counted(self):
-        found.append(len(self.optimizer.active))
+        found.append(len(self._state.optimizer.active))
         backward(self)
 
     monkeypatch.setattr(GroupStepRunner, "backward", counted)
