@@ -45,7 +45,8 @@ class SweepOutput:
         self._recent: deque[str] = deque(maxlen=_NUM_RECENT)
         # Standard output has room for the JSON object only.
         lines_to = self._stderr if self._as_json else self._stdout
-        self._say = RateLimit(lambda line: print(line, file=lines_to, flush=True))
+        # Line and end in one write: a crash in between, of a process without buffers, would leave half a line.
+        self._say = RateLimit(lambda line: print(f"{line}\n", end="", file=lines_to, flush=True))
 
     def log(self, line: str) -> None:
         """Show one line about an ended trial."""

@@ -70,6 +70,27 @@ def test_json_is_alone_also_where_other_processes_print():
     assert sorted(run.stderr.splitlines()) == ["in a worker", "past sys.stdout"]
 
 
+class RawWrites(io.RawIOBase):
+    def __init__(self):
+        self.writes = []
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.writes.append(bytes(data))
+        return len(data)
+
+
+def test_a_line_is_one_write_also_without_buffers():
+    """A trial may end the process at any moment, and what is written next would go on behind half a line."""
+    raw = RawWrites()
+    with redirect_stdout(io.TextIOWrapper(raw, write_through=True)):
+        output = SweepOutput(DisplayOptions(live=False, as_json=False))
+        output.log("trial 0  completed")
+        assert [data for data in raw.writes if data] == [b"trial 0  completed\n"]
+
+
 def test_without_a_terminal_there_are_lines(capsys):
     output = SweepOutput(DisplayOptions())
     with output.showing(lambda: VIEW):
