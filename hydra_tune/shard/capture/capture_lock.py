@@ -15,7 +15,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
+import torch
+
 _MOST_SECONDS_ALONE = 0.25  # a first batch that takes longer is drawn beside others
+
+
+class _ModesOfThread(threading.local, torch._ops._ModeStackStateForPreDispatch):  # noqa: SLF001 - no public name
+    """The modes of a capture, for each thread; torch has them once for all threads.
+
+    To print a tensor, torch switches off all modes for a moment. On a thread that passes no gate, such as a user's, a
+    printed tensor would take the modes of a capture on another thread away, and the capture would fail.
+    """
+
+
+def _part_modes_of_threads() -> None:
+    modes = torch._ops.mode_stack_state_for_pre_dispatch()  # type: ignore[no-untyped-call]  # noqa: SLF001
+    # Not while somebody else's capture has modes.
+    if not isinstance(modes, _ModesOfThread) and not modes.count():
+        torch._ops._mode_stack_state_for_pre_dispatch = _ModesOfThread()  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 class CaptureGate:
@@ -78,6 +95,7 @@ class CaptureGate:
                 self._wait_until_free()
                 self._is_exclusive = True
             try:
+                _part_modes_of_threads()
                 yield
             finally:
                 with self._condition:

@@ -318,14 +318,15 @@ class ReachableValues(CodeWalk):
     def _mapping(self, mapping: Mapping[Any, Any], label: str, depth: int, library: int) -> None:
         write = (lambda values: write_mapping(mapping, values)) if isinstance(mapping, dict) else None
         read = lambda: [*mapping.keys(), *mapping.values()]  # noqa: E731
-        keys = [*mapping] if len(mapping) <= MAX_LABELS else ()
-        labels = [*[label] * len(keys), *(f"{label}[{key!r}]"[:200] for key in keys), label]
+        names = [_name_of_key(key, place) for place, key in enumerate(mapping)] if len(mapping) <= MAX_LABELS else []
+        labels = [*[label] * len(names), *(f"{label}[{name}]"[:200] for name in names), label]
         self._hold(labels, read, write, is_of_model=self._is_in_model, is_mapping=True, owner=id(mapping))
         if self._may_follow(mapping, mapping.values(), label):
-            for key, value in list(mapping.items()):
-                self.visit(value, f"{label}[{key!r}]"[:200], depth, library)
+            for place, (key, value) in enumerate(list(mapping.items())):
+                name = _name_of_key(key, place)
+                self.visit(value, f"{label}[{name}]"[:200], depth, library)
                 if not is_installed(type(key).__module__):  # an object of the user's, whose attributes may change
-                    self.visit(key, f"the key {key!r} of {label}"[:200], depth, library)
+                    self.visit(key, f"the key {name} of {label}"[:200], depth, library)
         self._attributes(mapping, label, depth, library)
 
     def _sequence(self, sequence: Any, label: str, depth: int, library: int) -> None:
@@ -529,6 +530,14 @@ _BY_TYPE: tuple[tuple[Any, Callable[..., None]], ...] = (
     (io.IOBase, ReachableValues._file),  # noqa: SLF001
     (Iterator, ReachableValues._iterator),  # noqa: SLF001
 )
+
+
+def _name_of_key(key: Any, place: int) -> str:
+    """Return a name of a mapping's key, which runs no code of a user and prints no tensor.
+
+    To print a tensor, torch switches off the modes of all threads for a moment, and a capture on another thread fails.
+    """
+    return repr(key) if isinstance(key, str | int | float | bytes | None) else f"{type(key).__name__} {place}"
 
 
 def _is_schedule_of_torch(schedule: LRScheduler) -> bool:

@@ -4,8 +4,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from hydra_tune.shard.capture.capture_lock import CaptureGate
+from hydra_tune.shard.capture.capture_lock import GATE, CaptureGate
 
 PATIENCE_SECONDS = 60
 
@@ -199,3 +202,27 @@ def test_a_wait_that_is_interrupted_keeps_nobody_out(threads):
             return True
 
     assert threads.submit(share).result(PATIENCE_SECONDS)
+
+
+def test_a_tensor_printed_on_another_thread_leaves_a_capture_its_modes():
+    """To print a tensor, torch switches off all modes for a moment."""
+    off, over = threading.Event(), threading.Event()
+
+    def switch_off():
+        with _disable_current_modes():
+            off.set()
+            over.wait(20)
+
+    class Interrupted(nn.Module):
+        def forward(self, x):
+            thread = threading.Thread(target=switch_off)
+            thread.start()
+            off.wait(20)
+            doubled = x * 2
+            over.set()
+            thread.join()
+            return doubled
+
+    with GATE.exclusive():
+        graph = torch.export.export(Interrupted(), (torch.ones(2),)).graph
+    assert [node.name for node in graph.nodes if node.op == "call_function"] == ["mul"]

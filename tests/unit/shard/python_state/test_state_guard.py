@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hydra_tune.errors import CaptureError, TaskError
+from hydra_tune.shard.python_state.reachable_values import walked
 from hydra_tune.shard.python_state.state_guard import (
     PythonStateGuard,
     PythonStateUndo,
@@ -547,3 +548,21 @@ def test_a_result_that_another_trial_may_have_cached_meanwhile_stays(caplog):
     assert _drawn.cache_info().currsize == 1
     assert "the cache of _drawn has changed" in caplog.text
     del another
+
+
+class Unprintable(nn.Parameter):
+    """A parameter; to print it, torch would compute, and switch off the modes of captures."""
+
+    def __repr__(self):
+        raise AssertionError("printed")
+
+
+def test_a_walk_prints_no_key():
+    """Such as the parameters that are the keys of an optimizer's state."""
+    parameter = Unprintable(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+
+    walk = walked({"kept": {"state": optimizer.state}}, None, keeps_tensors=False)
+    assert walk.holders
