@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from hydra_tune import TrainTask
+from hydra_tune.train.own_copy import mark_seen, own_copy
 from hydra_tune_lightning.callbacks import Callbacks, reported
 from hydra_tune_lightning.data import loader_from, source_of
 from hydra_tune_lightning.epoch_values import EpochValues, metrics_of
@@ -100,6 +101,7 @@ def task_from_lightning(
         module = _built(make_module)
         if reasons := [*refusals(module)]:
             raise RefusedModuleError(reasons)
+        mark_seen(module)
         factory = _ModuleFactory(make_module, options, datamodule, _set_up(module, datamodule, options), start)
         sources = (
             source_of("train_dataloader", train_dataloaders, datamodule, module),
@@ -179,10 +181,11 @@ class _ModuleFactory:
         """Build the module; the streams go on as after the datamodule's setup."""
         if self.start is not None:
             self.start.restore()
-        module = _built(self.make_module)
+        module = own_copy(_built(self.make_module))
         _prepare_module_data(module, self.options)
         self.streams.restore()
         _set_up_module(module, self.options, self.datamodule)
+        module = own_copy(module)  # the setup may have thawed shared parameters
         if self.logs is not None:
             self.logs.prepare(module)
         return module

@@ -5,7 +5,6 @@ The `Trainer` is made once, read, and given up; the task keeps its settings, its
 `evaluation.py`. `refusals.py` has everything that is refused. `trainer_from_result` is the way back.
 """
 
-import copy
 import logging
 import math
 import random
@@ -23,6 +22,7 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, get_sch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hydra_tune import TrainTask
+from hydra_tune.train.own_copy import mark_seen, own_copy
 from hydra_tune_transformers.data import AheadLoader, SameOrder
 from hydra_tune_transformers.errors import RefusedTrainerError
 from hydra_tune_transformers.evaluation import EarlyStop, TrainerEvaluation, TrainerMetrics
@@ -78,8 +78,9 @@ def trainer_from_result(make_trainer: Callable[[], Trainer], result: Any) -> Tra
         result: a pool's `Result` of the task, or the `PlainResult` of `hydra_tune.train_plain`.
     """
     trainer = make_trainer()
-    _align(trainer.model, trainer.processing_class)
-    trainer.model.load_state_dict(result.state_dict())
+    model = _align(own_copy(trainer.model), trainer.processing_class)
+    trainer.model = trainer.model_wrapped = trainer.callback_handler.model = model
+    model.load_state_dict(result.state_dict())
     return trainer
 
 
@@ -97,22 +98,18 @@ def own_random_state() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _OwnModel:
-    """Gives each trial a model of its own, also where the user's function returns the same model each time.
+    """Gives each trial a model of its own, also where the user's function returns the same model or parts each time.
 
     Scripts load the model before they make the `Trainer`: a second trial would begin with the weights of the first.
 
     Args:
         build: builds the model, or returns one.
-        first: identity of a model that `build` has returned before. Where another model has this identity by now, the copy
-            is needless and has the same numbers.
     """
 
     build: Callable[[], nn.Module]
-    first: int
 
     def __call__(self) -> nn.Module:
-        model = self.build()
-        return copy.deepcopy(model) if id(model) == self.first else model
+        return own_copy(self.build())
 
 
 @dataclass(frozen=True)
@@ -169,6 +166,7 @@ def task_of(
     if reasons:
         raise RefusedTrainerError(reasons)
     args = trainer.args
+    mark_seen(trainer.model)
     if trainer.model_init is not None:
         set_seed(args.seed)  # as train(), before it makes the loader, whose order goes by the seed
     prepared = trainer.get_train_dataloader()
@@ -179,7 +177,7 @@ def task_of(
         raise RefusedTrainerError([f"its optimizer: {error}; use an optimizer of torch"]) from error
     step, item_count = _loss(trainer)
     return TrainTask(
-        model=_OwnModel(model, id(trainer.model)),
+        model=_OwnModel(model),
         param_groups=param_groups,
         optimizer=optimizer,
         scheduler=partial(

@@ -34,12 +34,15 @@ from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_lightning import RefusedModuleError, save_checkpoint, task_from_lightning
 from tests.support import checkpointed
 from tests.support.lightning_modules import (
+    CLASSES,
+    FEATURES,
     TRAIN_LOGS,
     Autoencoder,
     Classifier,
     DecayGroups,
     DecoderAlone,
     DecoratedStep,
+    Loaders,
     Metrics,
     NumberedSteps,
     OtherArguments,
@@ -559,7 +562,7 @@ def ending(hook, step=ValidationEnd.validation_step):
         (ending(lambda self: self.accuracy.reset()), "leaves values in self.outputs"),
         (ending(lambda self: setattr(self, "best", 1), lambda *_: None), "leaves values in self.best"),
         (ending(lambda self: self.train_accuracy.update(*2 * [torch.ones(1)]), lambda *_: None), "'train_accuracy'"),
-        (ending(lambda self: self.layers, lambda *_: None), "no weights: 'Own' object has no attribute 'layers'"),
+        (ending(lambda self: self.layers, lambda *_: None), "'Own' object has no attribute 'layers'"),
         (ending(lambda self: self.current_epoch, lambda *_: None), "self.trainer.current_epoch"),
         (
             ending(lambda self: self.outputs.clear(), lambda self, *_: self.outputs.append("a")),
@@ -593,6 +596,36 @@ def test_a_module_that_a_trial_has_had_is_refused():
         result = pool.submit(task).result()
     assert isinstance(result.error, RefusedModuleError)
     assert "build a new one at each call" in str(result.error)
+
+
+class OnABackbone(Loaders):
+    """Has a backbone that scripts load once."""
+
+    def __init__(self, backbone, lr):
+        super().__init__()
+        self.backbone, self.head, self.lr = backbone, nn.Linear(8, CLASSES), lr
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.head(self.backbone(batch[0])), batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+@pytest.mark.parametrize("devices", ["cpu:1", "cpu:2"])
+def test_trials_that_share_a_part_begin_from_its_weights(devices):
+    backbone = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.ReLU())
+    begin = {name: value.clone() for name, value in backbone.state_dict().items()}
+    tasks = [task_from_lightning(lambda: OnABackbone(backbone, 0.1), max_epochs=2, seed=SEED) for _ in range(3)]
+    with HydraExecutor(devices) as pool:
+        results = pool.run(tasks)
+    assert all(torch.equal(value, backbone.state_dict()[name]) for name, value in begin.items())
+    weights, _ = fitted(lambda: OnABackbone(backbone, 0.1), SEED, max_epochs=2)
+    for result in results:
+        assert all(torch.equal(value, result.state_dict()[name]) for name, value in weights.items())
 
 
 def test_a_task_is_made_while_other_threads_draw():

@@ -22,7 +22,18 @@ from hydra_tune.train.checkpoint.trial_checkpoint import StartCheckpoint
 from hydra_tune_transformers import RefusedTrainerError, refusals, task_from_trainer, trainer_from_result
 from tests.docs.pages import DOCS, PageCode
 from tests.support import checkpointed
-from tests.support.trainers import KINDS, Rows, accuracy, causal_model, making, masked, own_loss, text_model, trained
+from tests.support.trainers import (
+    KINDS,
+    Bag,
+    Rows,
+    accuracy,
+    causal_model,
+    making,
+    masked,
+    own_loss,
+    text_model,
+    trained,
+)
 
 CASES = {
     **{kind: {"kind": kind} for kind in KINDS},
@@ -195,7 +206,34 @@ def test_a_model_made_before_the_trainer_is_trained_from_the_same_weights_each_t
     with HydraExecutor("cpu:1") as pool:
         results = pool.run([task_from_trainer(making(tmp_path, given=own)) for _ in range(2)])
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in begin.items())
+    trainers = [trainer_from_result(making(tmp_path, given=own), result) for result in results]
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in begin.items())
+    assert trainers[0].model is not trainers[1].model
+    assert trainers[0].evaluate()["eval_loss"] == results[0].metrics["val_loss"]
     weights, reports, _ = trained(making(tmp_path, given=own))
+    for result in results:
+        assert_same(result, weights, reports)
+
+
+@pytest.mark.parametrize("as_factory", [False, True])
+def test_trials_that_share_a_part_of_the_model_begin_from_its_weights(tmp_path, as_factory):
+    words = Bag().words
+    begin = words.weight.detach().clone()
+
+    def bag():
+        model = Bag()
+        model.words = words
+        return model
+
+    def make():
+        transformers.set_seed(5)
+        own = {"model": None, "model_init": bag} if as_factory else {"model": bag(), "model_init": None}
+        return making(tmp_path, kind="a module of one's own", given=own)()
+
+    with HydraExecutor("cpu:1") as pool:
+        results = pool.run([task_from_trainer(make) for _ in range(2)])
+    assert torch.equal(begin, words.weight)
+    weights, reports, _ = trained(make)
     for result in results:
         assert_same(result, weights, reports)
 

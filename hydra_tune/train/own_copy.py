@@ -1,0 +1,34 @@
+"""A model of each trial's own, for integrations whose users' functions may return one model, or parts of one, each time.
+
+An integration calls the user's function once to read the model, and marks its tensors (`mark_seen`). A later call that
+returns a model with a marked tensor gets a copy (`own_copy`): the marked model is as it was, and every trial begins there.
+"""
+
+import copy
+from typing import TypeVar
+
+from torch import nn
+
+from hydra_tune.shard.capture.step_capture import named_state
+
+# On the tensor, because an identity may be that of another object by now, and a pickled tensor keeps its attributes.
+_MARK = "_hydra_tune_seen"
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def mark_seen(module: nn.Module) -> None:
+    """Mark the tensors of a module that no trial trains."""
+    for _, tensor in named_state(module):
+        vars(tensor)[_MARK] = True
+
+
+def own_copy(module: _Module) -> _Module:
+    """Return the module, or a copy of a module that has a marked tensor; frozen parameters stay shared."""
+    seen = [tensor for _, tensor in named_state(module) if _MARK in vars(tensor)]
+    frozen = {id(tensor): tensor for tensor in seen if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
+    if len(seen) == len(frozen):
+        return module
+    copied = copy.deepcopy(module, frozen)
+    for buffer in copied.buffers():  # a copy of a buffer has its attributes
+        vars(buffer).pop(_MARK, None)
+    return copied

@@ -1,0 +1,40 @@
+"""A model that shares tensors with one that was read before is copied, and its frozen parameters stay shared."""
+
+import copy
+import pickle
+
+import torch
+from torch import nn
+
+from hydra_tune.train.own_copy import mark_seen, own_copy
+
+
+def sharing(part):
+    return nn.Sequential(part, nn.Linear(4, 2))
+
+
+def test_only_what_was_seen_is_copied():
+    part = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    mark_seen(sharing(part))
+    alone = sharing(copy.deepcopy(part[:1]))
+    assert own_copy(alone) is alone
+
+    model = sharing(part)
+    copied = own_copy(model)
+    assert type(copied) is nn.Sequential
+    assert all(torch.equal(value, copied.state_dict()[name]) for name, value in model.state_dict().items())
+    assert {id(tensor) for tensor in copied.parameters()}.isdisjoint(map(id, model.parameters()))
+    assert own_copy(copied) is copied
+    elsewhere = pickle.loads(pickle.dumps(model))
+    assert own_copy(elsewhere) is not elsewhere
+
+
+def test_frozen_parameters_stay_shared():
+    part = nn.Linear(4, 4).requires_grad_(False)
+    mark_seen(sharing(part))
+    model = sharing(part)
+    assert own_copy(model) is model
+    part.bias.requires_grad_(True)
+    copied = own_copy(model)
+    assert copied[0].weight is part.weight
+    assert copied[0].bias is not part.bias
